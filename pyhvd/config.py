@@ -1,0 +1,196 @@
+"""Configuration: one typed, documented dataclass, with the environment only as an overlay.
+
+Owns: the list of knobs, their defaults, their parsing. Knows nothing of MPI or of ranks. Every knob's
+variable is ``PYHVD_<suffix>`` with Horovod's suffix; ``HOROVOD_<suffix>`` is accepted where the former is
+not set, with one notice. A value that cannot be parsed is an error that names the variable: it is never
+read as zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyhvd.errors import ConfigError
+
+_PREFIXES = ("PYHVD_", "HOROVOD_")
+_TRUE = frozenset(("1", "true", "yes", "on"))
+_FALSE = frozenset(("0", "false", "no", "off", ""))
+_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+def _bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("expected one of 1, 0, true, false, yes, no, on, off")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("expected a number >= 0")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError("expected a finite number >= 0")
+    return value
+
+
+def _log_level(text: str) -> str:
+    word = text.strip().lower()
+    if word not in _LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
+    return word
+
+
+def _mpi_only(text: str) -> str:
+    word = text.strip().lower()
+    if word != "mpi":
+        raise ValueError("pyhvd has only 'mpi'")
+    return word
+
+
+def _knob(default: Any, suffix: str, parse: Callable[[str], Any], doc: str) -> Any:
+    return field(default=default, metadata={"suffix": suffix, "parse": parse, "doc": doc})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every knob of one rank's runtime; ``describe()`` prints the table.
+
+    Knobs that must agree between the ranks (``SHARED``) are taken from rank 0, and a rank whose own value
+    differs says so once.
+    """
+
+    fusion_threshold: int = _knob(
+        128 * 1024 * 1024,
+        "FUSION_THRESHOLD",
+        _count,
+        "most bytes that are fused into one response; 0: no fusion",
+    )
+    cycle_time_ms: float = _knob(
+        1.0, "CYCLE_TIME", _duration, "longest time (ms) that submissions gather while nobody waits on them"
+    )
+    cache_capacity: int = _knob(
+        1024, "CACHE_CAPACITY", _count, "responses remembered per process set; 0: no response cache"
+    )
+    disable_group_fusion: bool = _knob(
+        False, "DISABLE_GROUP_FUSION", _bool, "a grouped call's tensors are fused only with each other"
+    )
+    dynamic_process_sets: bool = _knob(
+        False, "DYNAMIC_PROCESS_SETS", _bool, "add_process_set and remove_process_set are allowed"
+    )
+    stall_check_disable: bool = _knob(
+        False, "STALL_CHECK_DISABLE", _bool, "no warnings about stalled tensors"
+    )
+    stall_check_time_seconds: float = _knob(
+        60.0,
+        "STALL_CHECK_TIME_SECONDS",
+        _duration,
+        "a tensor that some ranks lack for so long (s) is reported",
+    )
+    stall_shutdown_time_seconds: float = _knob(
+        0.0, "STALL_SHUTDOWN_TIME_SECONDS", _duration, "... and after so long (s) ends the job; 0: never"
+    )
+    mpi_threads_disable: bool = _knob(
+        False,
+        "MPI_THREADS_DISABLE",
+        _bool,
+        "ask MPI for THREAD_SERIALIZED instead of THREAD_MULTIPLE (the program itself must then not use MPI)",
+    )
+    log_level: str = _knob(
+        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
+    )
+    log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
+    controller: str = _knob("mpi", "CONTROLLER", _mpi_only, "who carries the negotiation; only 'mpi'")
+    cpu_operations: str = _knob("mpi", "CPU_OPERATIONS", _mpi_only, "who carries host arrays; only 'mpi'")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> tuple[Config, list[str]]:
+        """Read the environment.
+
+        Parameters
+        ----------
+        env : mapping of str to str, optional
+            Defaults to ``os.environ``.
+        **overrides
+            Values that win over the environment.
+
+        Returns
+        -------
+        (Config, list of str)
+            The configuration, and the notices worth showing once on one rank.
+
+        Raises
+        ------
+        ConfigError
+            A value cannot be parsed; the text names the variable, the value and what was expected.
+        """
+        env = os.environ if env is None else env
+        values: dict[str, Any] = {}
+        borrowed: list[str] = []
+        for knob in dataclasses.fields(cls):
+            for prefix in _PREFIXES:
+                variable = prefix + knob.metadata["suffix"]
+                if variable in env:
+                    values[knob.name] = _parse(variable, env[variable], knob.metadata["parse"])
+                    if prefix == "HOROVOD_":
+                        borrowed.append(variable)
+                    break
+        config = cls(**{**values, **overrides})
+        notices = []
+        if borrowed:
+            notices.append(f"read {', '.join(borrowed)}; the names of pyhvd's own are PYHVD_<same suffix>")
+        ignored = [p + s for s in _NOT_YET for p in _PREFIXES if p + s in env]
+        if ignored:
+            notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
+        warn, end = config.stall_check_time_seconds, config.stall_shutdown_time_seconds
+        if 0 < end < warn:
+            raise ConfigError(
+                f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
+                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: a job would end before its warning"
+            )
+        return config, notices
+
+    @classmethod
+    def describe(cls) -> str:
+        """Return the table of knobs: variable, default, meaning."""
+        rows = [
+            (f"PYHVD_{k.metadata['suffix']}", str(k.default), k.metadata["doc"])
+            for k in dataclasses.fields(cls)
+        ]
+        wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
+
+
+SHARED = ("fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+"""Knobs that shape what all ranks do together; rank 0's value binds every rank."""
+
+_NOT_YET = (
+    "ADASUM_MPI_CHUNK_SIZE",
+    "AUTOTUNE",
+    "AUTOTUNE_LOG",
+    "HIERARCHICAL_ALLGATHER",
+    "HIERARCHICAL_ALLREDUCE",
+    "THREAD_AFFINITY",
+    "TIMELINE",
+    "TIMELINE_MARK_CYCLES",
+    "TORUS_ALLREDUCE",
+)
+
+
+def _parse(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError as exc:
+        raise ConfigError(f"{variable}={text!r}: {exc}") from None

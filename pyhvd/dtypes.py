@@ -1,0 +1,121 @@
+"""The one table of element types and reduce ops.
+
+Owns: the wire code of every dtype, which ops each supports, and the public :class:`ReduceOp`
+constants. Codes 0-9 are Horovod's; the rest continue them. ``ml_dtypes`` is never imported here: a
+bfloat16 array is recognised by the name of its dtype, and travels as 16-bit words.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pyhvd.errors import UnsupportedDtypeError
+
+
+class ReduceOp(enum.IntEnum):
+    """How the ranks' contributions are combined, element by element, in rank order."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class Code(enum.IntEnum):
+    """Element type on the wire and in the kernels."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    INT32 = 4
+    INT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BOOL = 9
+    BFLOAT16 = 10
+    UINT32 = 11
+    UINT64 = 12
+    COMPLEX64 = 13
+    COMPLEX128 = 14
+
+
+_ALL_OPS = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
+_COMPLEX_OPS = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.PRODUCT))
+_BOOL_OPS = frozenset((ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
+_ADASUM_OPS = _ALL_OPS | {ReduceOp.ADASUM}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeInfo:
+    """One row of the table.
+
+    Attributes
+    ----------
+    code : Code
+        The wire and kernel code.
+    name : str
+        numpy's name of the dtype.
+    itemsize : int
+        Bytes per element.
+    ops : frozenset of ReduceOp
+        The reduce ops defined for it.
+    scalable : bool
+        Whether prescale and postscale factors other than 1 make sense.
+    """
+
+    code: Code
+    name: str
+    itemsize: int
+    ops: frozenset[ReduceOp]
+    scalable: bool = True
+
+
+_ROWS = (
+    DtypeInfo(Code.UINT8, "uint8", 1, _ALL_OPS),
+    DtypeInfo(Code.INT8, "int8", 1, _ALL_OPS),
+    DtypeInfo(Code.UINT16, "uint16", 2, _ALL_OPS),
+    DtypeInfo(Code.INT16, "int16", 2, _ALL_OPS),
+    DtypeInfo(Code.INT32, "int32", 4, _ALL_OPS),
+    DtypeInfo(Code.INT64, "int64", 8, _ALL_OPS),
+    DtypeInfo(Code.FLOAT16, "float16", 2, _ADASUM_OPS),
+    DtypeInfo(Code.FLOAT32, "float32", 4, _ADASUM_OPS),
+    DtypeInfo(Code.FLOAT64, "float64", 8, _ADASUM_OPS),
+    DtypeInfo(Code.BOOL, "bool", 1, _BOOL_OPS, scalable=False),
+    DtypeInfo(Code.BFLOAT16, "bfloat16", 2, _ALL_OPS),
+    DtypeInfo(Code.UINT32, "uint32", 4, _ALL_OPS),
+    DtypeInfo(Code.UINT64, "uint64", 8, _ALL_OPS),
+    DtypeInfo(Code.COMPLEX64, "complex64", 8, _COMPLEX_OPS),
+    DtypeInfo(Code.COMPLEX128, "complex128", 16, _COMPLEX_OPS),
+)
+BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
+_BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
+
+
+def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
+    """Return the table's row for a numpy dtype.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        For object, string, structured, date and non-native-endian dtypes.
+    """
+    row = _BY_NAME.get(dtype.name)
+    if row is None or dtype.names is not None or dtype.subdtype is not None:
+        raise UnsupportedDtypeError(
+            f"dtype {dtype.name!r} cannot be reduced or sent: pyhvd takes {', '.join(_BY_NAME)}"
+            " (for Python objects use broadcast_object or allgather_object)"
+        )
+    if not dtype.isnative:
+        raise UnsupportedDtypeError(
+            f"dtype {dtype.str!r} is not in this machine's byte order: convert it first with"
+            " array.astype(array.dtype.newbyteorder('='))"
+        )
+    return row
