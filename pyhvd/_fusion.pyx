@@ -1,0 +1,387 @@
+"""The hot path in C: pack, unpack, scale, cast, reduce and fill over plain addresses.
+
+Owns nothing: no memory, no state. Addresses are plain integers (``array.ctypes.data``), which the caller
+keeps alive, in bounds and free of other writers during the call; they need no alignment. Dtypes and ops
+are the codes of :mod:`pyhvd.dtypes`, sizes count elements.
+
+The GIL is released for calls that touch more than 32 KiB only: a shorter call is over before another
+thread could use it, and taking the GIL back can cost a switch interval (5 ms).
+
+Bits: the same input gives the same bits on every machine, whatever its instruction set, except for the
+sign and payload of a NaN that an addition or multiplication makes. See ``_kernels.h``.
+"""
+
+from libc.stdint cimport int64_t, uintptr_t
+
+
+cdef extern from "_kernels.h" nogil:
+    size_t pyhvd_itemsize(int dtype)
+    bint pyhvd_can_reduce(int dtype, int op)
+    bint pyhvd_can_scale(int dtype, double factor)
+    bint pyhvd_can_cast(int dst_dtype, int src_dtype)
+    int pyhvd_reduce(void* dst, const int64_t* srcs, size_t p, size_t count, int dtype, int op, double factor)
+    int pyhvd_scale(void* dst, const void* src, size_t count, int dtype, double factor)
+    int pyhvd_cast(void* dst, int dst_dtype, const void* src, int src_dtype, size_t count)
+    int pyhvd_fill(void* dst, size_t count, int dtype, int op)
+    int pyhvd_pack(
+        void* dst, const int64_t* ptrs, const int64_t* counts, size_t n, int dtype, int op, double factor
+    )
+    int pyhvd_unpack(const void* src, const int64_t* ptrs, const int64_t* counts, size_t n, int dtype)
+    int pyhvd_f16_path()
+    bint pyhvd_f16_has(int path)
+    void pyhvd_f16_widen(int path, float* dst, const void* src, size_t count)
+    void pyhvd_f16_narrow(int path, void* dst, const float* src, size_t count)
+
+
+cdef extern from "Python.h":
+    ctypedef struct PyThreadState
+    PyThreadState* PyEval_SaveThread()
+    void PyEval_RestoreThread(PyThreadState* state)
+
+
+cdef tuple _DTYPES = (
+    "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool",
+    "bfloat16", "uint32", "uint64", "complex64", "complex128",
+)
+cdef tuple _OPS = ("AVERAGE", "SUM", "ADASUM", "MIN", "MAX", "PRODUCT")
+cdef tuple _PATHS = ("portable", "f16c", "avx512")
+
+cdef enum:
+    KEEP_GIL = 32768  # bytes that a call may touch without releasing the GIL
+
+
+# ---- For other Cython modules (_fusion.pxd) ----
+
+cdef int c_pack(void* dst, const int64_t* ptrs, const int64_t* counts, Py_ssize_t n, int dtype, int op,
+                double factor) noexcept nogil:
+    return pyhvd_pack(dst, ptrs, counts, <size_t>n, dtype, op, factor)
+
+
+cdef int c_unpack(const void* src, const int64_t* ptrs, const int64_t* counts, Py_ssize_t n,
+                  int dtype) noexcept nogil:
+    return pyhvd_unpack(src, ptrs, counts, <size_t>n, dtype)
+
+
+cdef int c_scale(void* dst, const void* src, Py_ssize_t count, int dtype, double factor) noexcept nogil:
+    return pyhvd_scale(dst, src, <size_t>count, dtype, factor)
+
+
+cdef int c_cast(void* dst, int dst_dtype, const void* src, int src_dtype, Py_ssize_t count) noexcept nogil:
+    return pyhvd_cast(dst, dst_dtype, src, src_dtype, <size_t>count)
+
+
+cdef int c_reduce(void* dst, const int64_t* srcs, Py_ssize_t p, Py_ssize_t count, int dtype, int op,
+                  double factor) noexcept nogil:
+    return pyhvd_reduce(dst, srcs, <size_t>p, <size_t>count, dtype, op, factor)
+
+
+cdef int c_fill(void* dst, Py_ssize_t count, int dtype, int op) noexcept nogil:
+    return pyhvd_fill(dst, <size_t>count, dtype, op)
+
+
+cdef Py_ssize_t c_itemsize(int dtype) noexcept nogil:
+    return <Py_ssize_t>pyhvd_itemsize(dtype)
+
+
+# ---- Helpers ----
+
+# Between _leave and _enter a function calls one C kernel and nothing else: nothing there can raise, so no
+# try/finally is needed, and "with nogil" cannot be made conditional at run time.
+cdef inline PyThreadState* _leave(Py_ssize_t touched):
+    """Release the GIL if the work is long enough; the result goes to `_enter`."""
+    return PyEval_SaveThread() if touched > KEEP_GIL else NULL
+
+
+cdef inline int _enter(PyThreadState* state, int rc) except -1:
+    """Take the GIL back; a kernel's refusal here means that a check above has been forgotten."""
+    if state != NULL:
+        PyEval_RestoreThread(state)
+    if rc != 0:
+        raise AssertionError("a kernel refused what its caller had checked")
+    return 0
+
+
+cdef str _name(tuple names, int code, str kind):
+    if 0 <= code < len(names):
+        return names[code]
+    return f"unknown {kind} code {code}"
+
+
+cdef Py_ssize_t _size(int dtype) except -1:
+    """Bytes per element."""
+    cdef Py_ssize_t size = <Py_ssize_t>pyhvd_itemsize(dtype)
+    if size == 0:
+        raise ValueError(_name(_DTYPES, dtype, "dtype"))
+    return size
+
+
+cdef int _check_count(Py_ssize_t count, uintptr_t first, uintptr_t second) except -1:
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    if count > 0 and (first == 0 or second == 0):
+        raise ValueError("the address of a non-empty array is 0")
+    return 0
+
+
+cdef int _check_reduce(int dtype, int op) except -1:
+    if not pyhvd_can_reduce(dtype, op):
+        raise ValueError(
+            f"{_name(_OPS, op, 'op')} is not defined for {_name(_DTYPES, dtype, 'dtype')}"
+        )
+    return 0
+
+
+cdef int _check_factor(int dtype, int op, double factor) except -1:
+    if not pyhvd_can_scale(dtype, factor):
+        raise ValueError(
+            f"{_name(_DTYPES, dtype, 'dtype')} cannot be scaled: factor {factor} with"
+            f" {_name(_OPS, op, 'op')}"
+        )
+    return 0
+
+
+cdef Py_ssize_t _check_pieces(const int64_t[::1] ptrs, const int64_t[::1] counts) except -1:
+    """Elements in all pieces together."""
+    cdef Py_ssize_t i, total = 0
+    if ptrs.shape[0] != counts.shape[0]:
+        raise ValueError(f"{ptrs.shape[0]} addresses, but {counts.shape[0]} counts")
+    for i in range(counts.shape[0]):
+        if counts[i] < 0:
+            raise ValueError(f"counts[{i}] must not be negative, got {counts[i]}")
+        total += counts[i]
+    return total
+
+
+# ---- The Python face ----
+
+def pack(
+    uintptr_t dst,
+    const int64_t[::1] ptrs not None,
+    const int64_t[::1] counts not None,
+    int dtype,
+    int op=1,
+    double factor=1.0,
+):
+    """Concatenate arrays into a buffer, multiplying by a factor on the way.
+
+    Parameters
+    ----------
+    dst : int
+        Address of the buffer; it may not overlap the pieces.
+    ptrs : int64 array, C-contiguous
+        Addresses of the pieces. 0 stands for a rank that has joined: its piece is filled with the
+        neutral element of `op`.
+    counts : int64 array, C-contiguous
+        Elements in each piece.
+    dtype, op : int
+        Codes of `pyhvd.dtypes`; `op` matters only where an address is 0.
+    factor : float
+        1.0 copies the bits. Otherwise as in `scale`.
+
+    Raises
+    ------
+    ValueError
+        For unknown codes, lengths that differ, a negative count, a bool with a factor, and a joined
+        rank's piece for which `op` has no neutral element.
+    """
+    cdef Py_ssize_t n = ptrs.shape[0], i, total = _check_pieces(ptrs, counts)
+    cdef Py_ssize_t touched = 2 * total * _size(dtype)
+    _check_factor(dtype, op, factor)
+    if not 0 <= op < len(_OPS):
+        raise ValueError(_name(_OPS, op, "op"))
+    for i in range(n):
+        if ptrs[i] == 0 and counts[i] > 0:
+            _check_reduce(dtype, op)
+            break
+    _check_count(total, dst, dst)
+    if total > 0:
+        state = _leave(touched)
+        _enter(state, pyhvd_pack(<void*>dst, &ptrs[0], &counts[0], <size_t>n, dtype, op, factor))
+
+
+def unpack(uintptr_t src, const int64_t[::1] ptrs not None, const int64_t[::1] counts not None, int dtype):
+    """Copy a buffer out into arrays: the reverse of `pack`, without a factor.
+
+    Parameters
+    ----------
+    src : int
+        Address of the buffer.
+    ptrs : int64 array, C-contiguous
+        Addresses of the pieces; where it is 0, the piece is skipped.
+    counts : int64 array, C-contiguous
+        Elements in each piece.
+    dtype : int
+        Code of `pyhvd.dtypes`.
+
+    Raises
+    ------
+    ValueError
+        For an unknown dtype, lengths that differ and a negative count.
+    """
+    cdef Py_ssize_t total = _check_pieces(ptrs, counts)
+    cdef Py_ssize_t touched = 2 * total * _size(dtype)
+    _check_count(total, src, src)
+    if total > 0:
+        state = _leave(touched)
+        _enter(state, pyhvd_unpack(<void*>src, &ptrs[0], &counts[0], <size_t>ptrs.shape[0], dtype))
+
+
+def scale(uintptr_t dst, uintptr_t src, Py_ssize_t count, int dtype, double factor):
+    """Multiply an array by a factor: ``dst = src * factor``.
+
+    float16, bfloat16, float32 and complex64 use the factor as float32, the others as float64. Integers are
+    truncated toward zero and saturate; NaN gives 0. With 1.0 the bits are copied.
+
+    Parameters
+    ----------
+    dst, src : int
+        Addresses; equal, or of arrays that do not overlap.
+    count : int
+        Elements.
+    dtype : int
+        Code of `pyhvd.dtypes`.
+    factor : float
+        The factor.
+
+    Raises
+    ------
+    ValueError
+        For an unknown dtype, a negative count, and bool with a factor other than 1.
+    """
+    cdef Py_ssize_t touched = 2 * count * _size(dtype)
+    _check_count(count, dst, src)
+    if not pyhvd_can_scale(dtype, factor):
+        raise ValueError(f"{_name(_DTYPES, dtype, 'dtype')} cannot be scaled (factor {factor})")
+    state = _leave(touched)
+    _enter(state, pyhvd_scale(<void*>dst, <void*>src, <size_t>count, dtype, factor))
+
+
+def cast(uintptr_t dst, int dst_dtype, uintptr_t src, int src_dtype, Py_ssize_t count):
+    """Convert among float16, bfloat16, float32 and float64.
+
+    Rounds once, to nearest even; what is too large becomes infinite; NaN stays NaN; subnormals are kept.
+
+    Parameters
+    ----------
+    dst, src : int
+        Addresses of arrays that do not overlap (equal dtypes: or are the same).
+    dst_dtype, src_dtype : int
+        Codes of `pyhvd.dtypes`.
+    count : int
+        Elements.
+
+    Raises
+    ------
+    ValueError
+        For other dtypes and a negative count.
+    """
+    cdef Py_ssize_t touched = count * (_size(dst_dtype) + _size(src_dtype))
+    _check_count(count, dst, src)
+    if not pyhvd_can_cast(dst_dtype, src_dtype):
+        raise ValueError(f"cannot cast {_DTYPES[src_dtype]} to {_DTYPES[dst_dtype]}: floats only")
+    state = _leave(touched)
+    _enter(state, pyhvd_cast(<void*>dst, dst_dtype, <void*>src, src_dtype, <size_t>count))
+
+
+def reduce(
+    uintptr_t dst,
+    const int64_t[::1] srcs not None,
+    Py_ssize_t count,
+    int dtype,
+    int op,
+    double factor=1.0,
+):
+    """Combine arrays element by element: ``dst = factor * (srcs[0] op srcs[1] op ...)``, in that order.
+
+    float16 and bfloat16 are computed in float32, factor included, and rounded once at the end. Integers
+    wrap. MIN and MAX give NaN where any source has one, and rank -0.0 below +0.0. For bool MIN and PRODUCT
+    are "and", MAX is "or". The factor is applied as in `scale`.
+
+    Parameters
+    ----------
+    dst : int
+        Address of the result; exactly one of `srcs`, or of an array that overlaps none of them.
+    srcs : int64 array, C-contiguous
+        Addresses of the sources, at least one.
+    count : int
+        Elements in each.
+    dtype, op : int
+        Codes of `pyhvd.dtypes`. AVERAGE is SUM: the divisor belongs in `factor`.
+    factor : float
+        Multiplies the result; 1.0 leaves its bits alone.
+
+    Raises
+    ------
+    ValueError
+        For unknown codes, a combination that is not defined (ADASUM; SUM or a factor with bool; MIN and
+        MAX with complex), no sources, and a negative count.
+    """
+    cdef Py_ssize_t p = srcs.shape[0], k, touched = count * (p + 1) * _size(dtype)
+    _check_reduce(dtype, op)
+    _check_factor(dtype, op, factor)
+    if p == 0:
+        raise ValueError("reduce needs at least one source")
+    for k in range(p):
+        _check_count(count, dst, <uintptr_t>srcs[k])
+    state = _leave(touched)
+    _enter(state, pyhvd_reduce(<void*>dst, &srcs[0], <size_t>p, <size_t>count, dtype, op, factor))
+
+
+def fill(uintptr_t dst, Py_ssize_t count, int dtype, int op):
+    """Write the neutral element of an op: reducing with it changes no bit.
+
+    SUM and AVERAGE: -0.0 (the true neutral: ``-0.0 + 0.0`` is ``0.0``), and 0 for integers. MIN: infinity,
+    the largest integer, True. MAX: -infinity, the smallest integer, False. PRODUCT: 1, which for complex
+    numbers is neutral only up to the sign of zeros and for finite values.
+
+    Parameters
+    ----------
+    dst : int
+        Address.
+    count : int
+        Elements.
+    dtype, op : int
+        Codes of `pyhvd.dtypes`.
+
+    Raises
+    ------
+    ValueError
+        For unknown codes, a combination that is not defined, and a negative count.
+    """
+    cdef Py_ssize_t touched = count * _size(dtype)
+    _check_reduce(dtype, op)
+    _check_count(count, dst, dst)
+    state = _leave(touched)
+    _enter(state, pyhvd_fill(<void*>dst, <size_t>count, dtype, op))
+
+
+def isa():
+    """Name the way in which float16 is converted on this machine.
+
+    Returns
+    -------
+    str
+        "avx512", "f16c" or "portable"; all give the same bits.
+    """
+    return _PATHS[pyhvd_f16_path()]
+
+
+def _f16_paths():
+    """Names of the float16 paths that this machine has (for tests)."""
+    return [name for path, name in enumerate(_PATHS) if pyhvd_f16_has(path)]
+
+
+def _f16_widen(str path, uintptr_t dst, uintptr_t src, Py_ssize_t count):
+    """Convert float16 to float32 by a given path, whichever is in use (for tests)."""
+    if path not in _f16_paths():
+        raise ValueError(f"this machine has no float16 path {path!r}")
+    _check_count(count, dst, src)
+    pyhvd_f16_widen(_PATHS.index(path), <float*>dst, <void*>src, <size_t>count)
+
+
+def _f16_narrow(str path, uintptr_t dst, uintptr_t src, Py_ssize_t count):
+    """Convert float32 to float16 by a given path, whichever is in use (for tests)."""
+    if path not in _f16_paths():
+        raise ValueError(f"this machine has no float16 path {path!r}")
+    _check_count(count, dst, src)
+    pyhvd_f16_narrow(_PATHS.index(path), <void*>dst, <float*>src, <size_t>count)

@@ -1,0 +1,69 @@
+/* The numeric kernels: plain C over plain addresses, no Python, no MPI, no state.
+ *
+ * Element types and ops are the codes of pyhvd/dtypes.py. Addresses need no alignment. Functions that
+ * return int give 0, or -1 for a combination that is not defined, in which case no memory was touched.
+ *
+ * Bits: a result depends on the values and on the order of the sources only, never on the machine, the
+ * instruction set or the block size. That is why the build says -ffp-contract=off (an FMA rounds once
+ * where x86-64 rounds twice), and why sums run in source order. The one exception is a NaN: that it is
+ * a NaN is certain, but its sign and payload are whatever the processor's adder makes of two NaNs.
+ */
+#ifndef PYHVD_KERNELS_H
+#define PYHVD_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define PYHVD_HIDDEN __attribute__((visibility("hidden")))
+#else
+#define PYHVD_HIDDEN
+#endif
+
+/* pyhvd.dtypes.Code */
+enum {
+    PYHVD_UINT8, PYHVD_INT8, PYHVD_UINT16, PYHVD_INT16, PYHVD_INT32, PYHVD_INT64, PYHVD_FLOAT16,
+    PYHVD_FLOAT32, PYHVD_FLOAT64, PYHVD_BOOL, PYHVD_BFLOAT16, PYHVD_UINT32, PYHVD_UINT64,
+    PYHVD_COMPLEX64, PYHVD_COMPLEX128, PYHVD_DTYPES
+};
+
+/* pyhvd.dtypes.ReduceOp */
+enum { PYHVD_AVERAGE, PYHVD_SUM, PYHVD_ADASUM, PYHVD_MIN, PYHVD_MAX, PYHVD_PRODUCT, PYHVD_OPS };
+
+/* How float16 is converted; the value of pyhvd_f16_path(). */
+enum { PYHVD_F16_PORTABLE, PYHVD_F16_F16C, PYHVD_F16_AVX512, PYHVD_F16_PATHS };
+
+/* Bytes per element; 0 for an unknown code. */
+PYHVD_HIDDEN size_t pyhvd_itemsize(int dtype);
+
+/* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this pair. */
+PYHVD_HIDDEN int pyhvd_can_reduce(int dtype, int op);
+PYHVD_HIDDEN int pyhvd_can_scale(int dtype, double factor);
+PYHVD_HIDDEN int pyhvd_can_cast(int dst_dtype, int src_dtype);
+
+/* dst[i] = factor * (srcs[0][i] op srcs[1][i] op ...); dst may equal one of the srcs exactly. */
+PYHVD_HIDDEN int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
+                              double factor);
+
+/* dst[i] = factor * src[i]; dst may equal src exactly. */
+PYHVD_HIDDEN int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor);
+
+/* Conversion among the four float types; the arrays may not overlap unless the sizes are equal. */
+PYHVD_HIDDEN int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count);
+
+/* count times the x for which "y op x" is y. */
+PYHVD_HIDDEN int pyhvd_fill(void *dst, size_t count, int dtype, int op);
+
+/* n pieces, one after the other, into dst (scaled), or from src out again; address 0: fill, or skip. */
+PYHVD_HIDDEN int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype,
+                            int op, double factor);
+PYHVD_HIDDEN int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n,
+                              int dtype);
+
+/* The float16 path chosen at load; whether this machine has a given one; a conversion by a given one. */
+PYHVD_HIDDEN int pyhvd_f16_path(void);
+PYHVD_HIDDEN int pyhvd_f16_has(int path);
+PYHVD_HIDDEN void pyhvd_f16_widen(int path, float *dst, const void *src, size_t count);
+PYHVD_HIDDEN void pyhvd_f16_narrow(int path, void *dst, const float *src, size_t count);
+
+#endif

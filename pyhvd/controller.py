@@ -1,0 +1,208 @@
+"""The two machines of the negotiation: :class:`Coordinator` (on rank 0) and :class:`Worker` (on every rank).
+
+Pure: they take messages and give messages; no I/O, no clock of their own, no threads, so that any
+interleaving can be tested without a network. One coordinator serves all process sets, because its order
+binds everyone: with one total order, overlapping sets cannot wait for each other in a circle.
+
+A worker sends what is new as one packed message; the coordinator answers with one response list to all
+ranks as soon as anything has become ready everywhere. Nothing is sent while nothing is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pyhvd.cache import WorkerCache
+from pyhvd.errors import InternalError
+from pyhvd.messages import (
+    GLOBAL_SET,
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    Request,
+    RequestList,
+    RequestType,
+    Response,
+    ResponseList,
+    bits_to_bytes,
+    bytes_to_bits,
+)
+from pyhvd.negotiation import Negotiation
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """A tensor that some ranks wait for and others have not submitted (global ranks; seconds)."""
+
+    process_set: int
+    name: str
+    since: float
+    submitted: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Coordinator:
+    """Rank 0's machine: decides what runs, and in which order, for every process set.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    capacity : int
+        Slots of each process set's response cache; 0 turns it off.
+    sets : sequence of tuple of int
+        Members of the process sets that exist from the start; they get the ids 1, 2, ...
+    """
+
+    def __init__(self, size: int, capacity: int, sets: Sequence[tuple[int, ...]] = ()) -> None:
+        self._capacity = capacity
+        self._size = size
+        self._sequence = 0
+        self._seen = [0] * size
+        self._stop: ErrorInfo | None = None
+        members = [tuple(range(size)), *sets]
+        self._sets = {i: Negotiation(i, ranks, capacity) for i, ranks in enumerate(members)}
+
+    def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
+        """Take one worker's message; ``now`` is any clock in seconds, used to tell how long tensors wait."""
+        following = self._sequence + 1
+        self._seen[rank] = message.seen
+        # Bits come first: what a rank submits again in full, it submits behind its bits.
+        for set_id, data in message.bits.items():
+            if negotiation := self._live(set_id, message.seen):
+                negotiation.submit_bits(rank, bytes_to_bits(data), message.seen, following, now)
+        for set_id, request in message.requests:
+            if negotiation := self._live(set_id, message.seen):
+                negotiation.submit(rank, request, following, now)
+        if message.stop is not None and self._stop is None:
+            self._stop = message.stop
+
+    def respond(self) -> ResponseList | None:
+        """Return what every rank is to do next, or None while nothing is ready."""
+        cached: dict[int, bytes] = {}
+        responses: list[Response] = []
+        oldest = min(self._seen)
+        for set_id in sorted(self._sets):
+            negotiation = self._sets.get(set_id)
+            if negotiation is None:
+                continue
+            negotiation.cache.forget(oldest)
+            if bits := negotiation.take_bits():
+                cached[set_id] = bits_to_bytes(bits)
+            for response in negotiation.take_responses():
+                responses.extend(self._with_sets(response))
+        if not (cached or responses or self._stop):
+            return None
+        self._sequence += 1
+        stop, self._stop = self._stop, None
+        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
+
+    def stalled(self) -> list[Stalled]:
+        """Return what is waiting, set by set, oldest first."""
+        return [
+            Stalled(i, name, since, tuple(r for r in each.ranks if r not in missing), tuple(missing))
+            for i, each in sorted(self._sets.items())
+            for name, since, missing in each.pending()
+        ]
+
+    def _live(self, set_id: int, seen: int) -> Negotiation | None:
+        """Return a set's state, unless the rank speaks of a removed set (whose id may be in use again)."""
+        negotiation = self._sets.get(set_id)
+        return negotiation if negotiation is not None and negotiation.since <= seen else None
+
+    def _with_sets(self, response: Response) -> list[Response]:
+        """Carry out an agreed change of the process sets, as part of the order that binds every rank."""
+        request = response.request
+        if response.error is not None:
+            return [response]
+        if request.type == RequestType.ADD_PROCESS_SET:
+            set_id = next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
+            self._sets[set_id] = Negotiation(set_id, request.ranks, self._capacity, self._sequence + 1)
+            return [Response(request, GLOBAL_SET, value=set_id)]
+        if request.type == RequestType.REMOVE_PROCESS_SET:
+            removed = self._sets.pop(request.ranks[0], None)
+            if removed is None:
+                raise InternalError(f"process set {request.ranks[0]} was removed twice")
+            gone = ErrorInfo(ErrorKind.SHUT_DOWN, f"process set {removed.set_id} has been removed")
+            return [*removed.take_responses(), *removed.abort(gone), response]
+        return [response]
+
+
+class Worker:
+    """Every rank's machine: what to send, and what the coordinator's answers mean for this rank.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    size : int
+        Number of ranks.
+    sets : sequence of tuple of int
+        As for :class:`Coordinator`.
+    """
+
+    def __init__(self, rank: int, size: int, sets: Sequence[tuple[int, ...]] = ()) -> None:
+        self.rank = rank
+        self.sets: dict[int, tuple[int, ...]] = dict(enumerate([tuple(range(size)), *sets]))
+        self._caches = {i: WorkerCache() for i, ranks in self.sets.items() if rank in ranks}
+        self._in_flight: dict[tuple[int, str], Request] = {}
+        self._seen = 0
+
+    def compose(self, submitted: Iterable[tuple[int, Request]], stop: ErrorInfo | None = None) -> RequestList:
+        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request."""
+        bits: dict[int, int] = {}
+        requests: list[tuple[int, Request]] = []
+        refused: set[tuple[int, str]] = set()
+        for set_id, request in submitted:
+            key = (set_id, request.name)
+            if request.error:
+                refused.update((key, (set_id, request.group)))
+                requests.append((set_id, request))
+                continue
+            slot = self._caches[set_id].hit(request) if set_id in self._caches else -1
+            # Behind a refusal in the same message comes a full request, as bits are read first.
+            if slot >= 0 and not (refused and (key in refused or (set_id, request.group) in refused)):
+                bits[set_id] = bits.get(set_id, 0) | 1 << slot
+            else:
+                requests.append((set_id, request))
+            if request.type != RequestType.JOIN:
+                self._in_flight[key] = request
+        packed = {set_id: bits_to_bytes(b) for set_id, b in bits.items()}
+        return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop)
+
+    def process(self, message: ResponseList) -> list[Response]:
+        """Return what this rank is to do, in order, and bring its caches up to date."""
+        if message.seq != self._seen + 1:
+            raise InternalError(f"rank {self.rank} got response list {message.seq} after {self._seen}")
+        self._seen = message.seq
+        todo: list[Response] = []
+        for set_id in sorted(message.cached):
+            if cache := self._caches.get(set_id):
+                for response in cache.expand(bytes_to_bits(message.cached[set_id])):
+                    self._in_flight.pop((set_id, response.request.name), None)
+                    todo.append(response)
+        for response in message.responses:
+            if response.process_set not in self._caches or (response.only and self.rank not in response.only):
+                continue
+            own = self._in_flight.pop((response.process_set, response.request.name), None)
+            if response.error is None:
+                self._follow(response, own)
+            todo.append(response)
+        return todo
+
+    def _follow(self, response: Response, own: Request | None) -> None:
+        if response.slot >= 0:
+            if own is None:
+                raise InternalError(f"{response.request.name!r} is to be cached, but was not submitted here")
+            self._caches[response.process_set].put(response, own)
+        if response.request.type == RequestType.ADD_PROCESS_SET:
+            self.sets[response.value] = response.request.ranks
+            if self.rank in response.request.ranks:
+                self._caches[response.value] = WorkerCache()
+        elif response.request.type == RequestType.REMOVE_PROCESS_SET:
+            removed = response.request.ranks[0]
+            self.sets.pop(removed, None)
+            self._caches.pop(removed, None)
+            for key in [k for k in self._in_flight if k[0] == removed]:
+                del self._in_flight[key]

@@ -1,0 +1,356 @@
+"""The coordinator's state of one process set: who has submitted what, and what is ready everywhere.
+
+Owns: the message table, the bits of cached tensors, groups, joined ranks, and refusals (a rank could not
+submit what the others wait for). Pure: no I/O, no clock of its own, no threads. Works in global ranks.
+
+Two ways to readiness. A tensor that every rank submits exactly as the cache remembers it is one bit per
+rank; the AND over the ranks decides. Anything else is a full request in the table. The two never hold the
+same tensor: as soon as one rank sends a full request for a cached tensor (or for a member of its group),
+the bits of the other ranks are turned back into the requests that they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pyhvd.cache import SlotTable
+from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response, iter_bits
+from pyhvd.validation import check, verb
+
+_CACHED = frozenset(
+    (
+        RequestType.ALLREDUCE,
+        RequestType.ADASUM,
+        RequestType.ALLGATHER,
+        RequestType.ALLTOALL,
+        RequestType.BROADCAST,
+        RequestType.REDUCESCATTER,
+    )
+)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One tensor of the message table."""
+
+    since: float
+    requests: dict[int, Request] = field(default_factory=dict)
+    deferred: list[tuple[int, Request]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A rank refused a tensor, or a grouped call: the others are told as they submit it.
+
+    ``waiting`` holds, for each rank that has yet to submit all of it, how many tensors are still to come
+    (-1 where the rank has sent nothing yet).
+    """
+
+    error: ErrorInfo
+    waiting: dict[int, int]
+
+
+Key = tuple[str, str]
+
+
+def _key(request: Request) -> Key:
+    """Return the unit of refusal: a grouped call as a whole, or one tensor."""
+    return (request.group, "") if request.group else ("", request.name)
+
+
+class Negotiation:
+    """What the coordinator knows of one process set.
+
+    Parameters
+    ----------
+    set_id : int
+        Id of the process set.
+    ranks : tuple of int
+        Its members, as sorted global ranks.
+    capacity : int
+        Slots of its response cache.
+    since : int
+        Number of the response list that announces the set; 0 for sets that exist from the start.
+    """
+
+    def __init__(self, set_id: int, ranks: tuple[int, ...], capacity: int, since: int = 0) -> None:
+        self.set_id = set_id
+        self.ranks = ranks
+        self.since = since
+        self.cache = SlotTable(capacity)
+        self.joined: list[int] = []
+        self.responses: list[Response] = []
+        self._members = frozenset(ranks)
+        self._table: dict[str, Entry] = {}
+        self._group_ready: dict[str, set[str]] = {}
+        self._groups: dict[str, set[str]] = {}
+        self._refusals: dict[Key, list[Refusal]] = {}
+        self._bits = dict.fromkeys(ranks, 0)
+        self._bits_since: dict[int, float] = {}
+        self._seq = 0
+
+    # -- what a rank says ----------------------------------------------------------------------------
+
+    def submit(self, rank: int, request: Request, seq: int, now: float) -> None:
+        """Take one full request of a rank; ``seq`` is the number of the list being built."""
+        self._seq = seq
+        if request.type == RequestType.JOIN:
+            self._join(rank, now)
+            return
+        if self._told_of_refusal(rank, request):
+            return
+        self._spill(request, now)
+        if request.error:
+            self._refuse(rank, request)
+        else:
+            self._add(rank, request, now)
+
+    def submit_bits(self, rank: int, bits: int, seen: int, seq: int, now: float) -> None:
+        """Take the cached tensors that a rank submits again; ``seen`` says what its bits mean."""
+        self._seq = seq
+        plain = seen >= self.cache.last_change and not (self._table or self._refusals or self.joined)
+        if plain:
+            self._hold_bits(rank, bits, now)
+            return
+        for slot in iter_bits(bits):
+            meant = self.cache.meaning(slot, seen)
+            assert meant is not None, f"rank {rank} sent slot {slot}, which held nothing as of list {seen}"
+            request = meant.requests[self.ranks.index(rank)]
+            current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
+            if not current or self.joined or self._is_tabled(request) or _key(request) in self._refusals:
+                self.submit(rank, request, seq, now)
+            else:
+                self._hold_bits(rank, 1 << slot, now)
+
+    # -- what is ready -------------------------------------------------------------------------------
+
+    def take_bits(self) -> int:
+        """Return, and forget, the cached tensors that every rank has submitted; groups only as a whole."""
+        ready = -1
+        for bits in self._bits.values():
+            ready &= bits
+            if not ready:
+                return 0
+        for slot in iter_bits(ready):
+            group = self.cache[slot].group
+            if group:
+                members = self.cache.group_bits(group)
+                size = self.cache[slot].requests[0].group_size
+                if members & ready != members or members.bit_count() != size:
+                    ready &= ~members
+        for rank in self._bits:
+            self._bits[rank] &= ~ready
+        slots = iter_bits(ready)
+        for slot in slots:
+            self._bits_since.pop(slot, None)
+        self.cache.touch(slots)
+        return ready
+
+    def take_responses(self) -> list[Response]:
+        """Return, and forget, the responses that have become due, in the order that binds every rank."""
+        responses, self.responses = self.responses, []
+        return responses
+
+    # -- ends ----------------------------------------------------------------------------------------
+
+    def abort(self, error: ErrorInfo) -> list[Response]:
+        """Fail everything that is pending, for a set that is being removed."""
+        for slot in iter_bits(self._any_bits()):
+            self._spill_slot(slot, 0.0)
+        for entry in list(self._table.values()):
+            self._fail(entry, error)
+        self._table.clear()
+        return self.take_responses()
+
+    def pending(self) -> list[tuple[str, float, list[int]]]:
+        """Return (name, first submission, missing ranks) of all that some ranks wait for, oldest first."""
+        waiting = [
+            (name, entry.since, [r for r in self.ranks if r not in entry.requests and r not in self.joined])
+            for name, entry in self._table.items()
+        ]
+        for slot in iter_bits(self._any_bits()):
+            missing = [r for r in self.ranks if not self._bits[r] >> slot & 1]
+            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), missing))
+        return sorted((w for w in waiting if w[2]), key=lambda w: w[1])
+
+    # -- bits ----------------------------------------------------------------------------------------
+
+    def _any_bits(self) -> int:
+        anyone = 0
+        for bits in self._bits.values():
+            anyone |= bits
+        return anyone
+
+    def _hold_bits(self, rank: int, bits: int, now: float) -> None:
+        for slot in iter_bits(bits & ~self._any_bits()):
+            self._bits_since[slot] = now
+        self._bits[rank] |= bits
+
+    def _is_tabled(self, request: Request) -> bool:
+        return request.name in self._table or bool(request.group and request.group in self._groups)
+
+    def _spill(self, request: Request, now: float) -> None:
+        """Turn bits back into requests for a tensor that one rank submits in full, and for its group."""
+        slot = self.cache.slot_of(request.name)
+        slots = self.cache.group_bits(request.group) if request.group else 0
+        if slot >= 0:
+            slots |= 1 << slot
+            if group := self.cache[slot].group:
+                slots |= self.cache.group_bits(group)
+        for each in iter_bits(slots & self._any_bits()):
+            self._spill_slot(each, now)
+
+    def _spill_slot(self, slot: int, now: float) -> None:
+        meant = self.cache[slot]
+        since = self._bits_since.pop(slot, now)
+        holders = [rank for rank, bits in self._bits.items() if bits >> slot & 1]
+        for rank in holders:
+            self._bits[rank] &= ~(1 << slot)
+        for rank in holders:
+            self._add(rank, meant.requests[self.ranks.index(rank)], since)
+
+    # -- the table -----------------------------------------------------------------------------------
+
+    def _add(self, rank: int, request: Request, now: float) -> None:
+        entry = self._table.get(request.name)
+        if entry is None:
+            entry = self._table[request.name] = Entry(now)
+        if rank in entry.requests:
+            entry.deferred.append((rank, request))
+            return
+        entry.requests[rank] = request
+        if request.group:
+            self._groups.setdefault(request.group, set()).add(request.name)
+        if len(entry.requests) + len(self.joined) >= len(self.ranks):
+            self._settle(request.name, entry)
+
+    def _settle(self, name: str, entry: Entry) -> None:
+        """Respond to a tensor once every rank that has not joined has submitted it."""
+        if not self._members <= (entry.requests.keys() | set(self.joined)):
+            return
+        joined = [r for r in self.joined if r not in entry.requests]
+        error = check(entry.requests, joined)
+        if error is not None:
+            self._fail_with_group(name, error)
+            return
+        first = self._first(entry)
+        if not first.group:
+            self._answer(name)
+            self._drop((name,))
+            return
+        ready = self._group_ready.setdefault(first.group, set())
+        ready.add(name)
+        if len(ready) == first.group_size:
+            del self._group_ready[first.group]
+            # The table keeps the order in which the group was first submitted.
+            for member in [n for n in self._table if n in ready]:
+                self._answer(member)
+            self._drop(ready)
+
+    def _first(self, entry: Entry) -> Request:
+        return entry.requests[min(entry.requests)]
+
+    def _answer(self, name: str) -> None:
+        entry = self._table[name]
+        first = self._first(entry)
+        joined = tuple(i for i, r in enumerate(self.ranks) if r not in entry.requests)
+        dims: tuple[int, ...] = ()
+        if first.type in (RequestType.ALLGATHER, RequestType.ALLTOALL):
+            dims = tuple(entry.requests[r].shape[0] if r in entry.requests else 0 for r in self.ranks)
+        slot = -1
+        if first.type in _CACHED and not joined and self.cache.capacity:
+            mine = tuple(entry.requests[r] for r in self.ranks)
+            slot = self.cache.assign(mine, self._any_bits(), self._seq)
+        self.responses.append(Response(first, self.set_id, slot, dims, joined))
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Take settled tensors out of the table, then let in what came behind them under the same names."""
+        gone = [self._table.pop(name) for name in names]
+        for entry in gone:
+            for request in entry.requests.values():
+                if request.group in self._groups:
+                    self._groups[request.group].discard(request.name)
+                    if not self._groups[request.group]:
+                        del self._groups[request.group]
+        for entry in gone:
+            for rank, request in entry.deferred:
+                self.submit(rank, request, self._seq, entry.since)
+
+    # -- errors --------------------------------------------------------------------------------------
+
+    def _fail(self, entry: Entry, error: ErrorInfo) -> None:
+        for_ranks = tuple(sorted(entry.requests))
+        self.responses.append(Response(self._first(entry), self.set_id, error=error, only=for_ranks))
+
+    def _fail_with_group(self, name: str, error: ErrorInfo) -> None:
+        """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit."""
+        groups = {r.group for r in self._table[name].requests.values() if r.group}
+        names = {name}.union(*(self._groups.get(group, ()) for group in groups))
+        failed = [n for n in self._table if n in names]
+        for member in failed:
+            text = error.message if member == name else f"Its group failed with {name!r}: {error.message}"
+            self._fail(self._table[member], ErrorInfo(error.kind, text, error.rank, error.per_rank))
+        for group in groups:
+            self._group_ready.pop(group, None)
+        self._drop(failed)
+
+    def _refuse(self, rank: int, request: Request) -> None:
+        """A rank refused what the others submit, or will submit, under this name: tell them at once."""
+        names = self._groups.get(request.group, set()) if request.group else {request.name}
+        entries = [self._table[n] for n in self._table if n in names]
+        mine = [entry for entry in entries if rank in entry.requests]
+        if mine:
+            mine[-1].deferred.append((rank, request))
+            return
+        error = ErrorInfo(
+            ErrorKind.RANK_FAILED,
+            f"{verb(request.type)} {request.name!r} cannot run: rank {rank} refused it: {request.error}",
+            rank,
+        )
+        told = {r for entry in entries for r in entry.requests}
+        waiting = dict.fromkeys(self._members - {rank} - told - set(self.joined), -1)
+        if waiting:
+            self._refusals.setdefault(_key(request), []).append(Refusal(error, waiting))
+        if entries:
+            self._fail_with_group(self._first(entries[0]).name, error)
+
+    def _told_of_refusal(self, rank: int, request: Request) -> bool:
+        """Answer a rank's request for what another rank has refused before."""
+        key = _key(request)
+        for refusal in self._refusals.get(key, ()):
+            if rank not in refusal.waiting:
+                continue
+            left = refusal.waiting[rank]
+            # A rank that refuses a group as well says so once, whatever the group's size.
+            left = 0 if request.error else (left if left > 0 else max(request.group_size, 1)) - 1
+            refusal.waiting[rank] = left
+            if not left:
+                self._forget_refusal(key, refusal, rank)
+            if not request.error:
+                self.responses.append(Response(request, self.set_id, error=refusal.error, only=(rank,)))
+            return True
+        return False
+
+    def _forget_refusal(self, key: Key, refusal: Refusal, rank: int) -> None:
+        refusal.waiting.pop(rank, None)
+        if not refusal.waiting:
+            self._refusals[key].remove(refusal)
+            if not self._refusals[key]:
+                del self._refusals[key]
+
+    # -- join ----------------------------------------------------------------------------------------
+
+    def _join(self, rank: int, now: float) -> None:
+        self.joined.append(rank)
+        for slot in iter_bits(self._any_bits()):
+            self._spill_slot(slot, now)
+        for key, refusals in list(self._refusals.items()):
+            for refusal in list(refusals):
+                self._forget_refusal(key, refusal, rank)
+        for name, entry in list(self._table.items()):
+            if self._table.get(name) is entry:
+                self._settle(name, entry)
+        if len(self.joined) == len(self.ranks):
+            last, self.joined = self.joined[-1], []
+            self.responses.append(Response(Request(RequestType.JOIN, "join"), self.set_id, value=last))

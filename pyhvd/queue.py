@@ -1,0 +1,185 @@
+"""TensorQueue: what this rank has submitted and not had answered.
+
+Owns: the table of entries by (process set, name), the order of submission, and the signal that something
+is new. Any thread submits; the runtime's thread takes. No MPI, no arrays' contents.
+
+Invariant, under ``_lock``: a name in ``_entries`` is in flight. ``_asleep`` is set by the runtime only
+while it holds the lock and has seen ``_fresh`` empty (or not due); a submitter that finds it set clears it
+and wakes the runtime after it has released the lock, so that no wake-up is lost and at most one is paid.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyhvd.arrays import TensorView
+from pyhvd.errors import DuplicateNameError
+from pyhvd.messages import Request, RequestType
+from pyhvd.validation import verb
+
+Key = tuple[int, str]
+
+
+@dataclass(slots=True, eq=False)
+class TensorEntry:
+    """One submitted tensor.
+
+    Attributes
+    ----------
+    process_set : int
+        Id of the process set.
+    request : Request
+        What the other ranks are told.
+    source : TensorView or None
+        The input; None for join, barrier and process-set changes.
+    target : TensorView or None
+        Where the result goes, if its shape is known beforehand; may be ``source`` itself.
+    done : callable
+        ``done(result, error)``: called exactly once.
+    splits : tuple of int
+        Rows for each set rank (alltoall).
+    """
+
+    process_set: int
+    request: Request
+    source: TensorView | None
+    target: TensorView | None
+    done: Callable[[Any, BaseException | None], None]
+    splits: tuple[int, ...] = ()
+
+
+class TensorQueue:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    wake : callable
+        Ends the runtime's sleep; called from any thread.
+    window : float
+        Longest time (s) for which submissions gather while nobody waits.
+    """
+
+    def __init__(self, wake: Callable[[], None], window: float) -> None:
+        self._wake = wake
+        self._window = window
+        self._lock = threading.Lock()
+        self._entries: dict[Key, TensorEntry] = {}
+        self._fresh: list[tuple[int, Request]] = []
+        self._oldest = 0.0
+        self._flush = False
+        self._asleep = False
+        self._closed: BaseException | None = None
+
+    def add(self, entries: Sequence[TensorEntry]) -> None:
+        """Submit tensors as one unit: all of them, or none.
+
+        Raises
+        ------
+        DuplicateNameError
+            One of the names is in flight, or occurs twice.
+        HorovodInternalError
+            The runtime has ended; the error says why.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            names = {(e.process_set, e.request.name) for e in entries}
+            if len(names) < len(entries) or not names.isdisjoint(self._entries):
+                self._raise_duplicate(entries)
+            for entry in entries:
+                self._entries[entry.process_set, entry.request.name] = entry
+            wake = self._push([(e.process_set, e.request) for e in entries])
+        if wake:
+            self._wake()
+
+    def announce(self, process_set: int, refusal: Request) -> None:
+        """Let the other ranks know that this rank refused a tensor, so that they do not wait for it."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._flush = True
+            wake = self._push([(process_set, refusal)])
+        if wake:
+            self._wake()
+
+    def flush(self) -> None:
+        """Somebody waits: send what has gathered at once."""
+        with self._lock:
+            if not self._fresh or self._flush:
+                return
+            self._flush = True
+            wake, self._asleep = self._asleep, False
+        if wake:
+            self._wake()
+
+    def take(self, now: float) -> list[tuple[int, Request]]:
+        """Return what is new if it is due, else nothing."""
+        with self._lock:
+            if not self._fresh or not (self._flush or now - self._oldest >= self._window):
+                return []
+            fresh, self._fresh = self._fresh, []
+            self._flush = False
+            return fresh
+
+    def sleep_until(self) -> float | None:
+        """Mark the runtime as asleep; return when (monotonic s) something becomes due, None for never.
+
+        Returns 0.0 where something is due already.
+        """
+        with self._lock:
+            if self._flush:
+                return 0.0
+            self._asleep = True
+            return self._oldest + self._window if self._fresh else None
+
+    def awake(self) -> None:
+        """The runtime no longer sleeps."""
+        with self._lock:
+            self._asleep = False
+
+    def pop(self, process_set: int, name: str) -> TensorEntry | None:
+        """Take out an entry that has been answered; its name is free again."""
+        with self._lock:
+            return self._entries.pop((process_set, name), None)
+
+    def pop_set(self, process_set: int) -> list[TensorEntry]:
+        """Take out all entries of a process set, in order of submission."""
+        with self._lock:
+            keys = [key for key in self._entries if key[0] == process_set]
+            return [self._entries.pop(key) for key in keys]
+
+    def close(self, error: BaseException) -> list[TensorEntry]:
+        """Refuse all further submissions with ``error``; return what was in flight."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = error
+            entries, self._entries = list(self._entries.values()), {}
+            self._fresh = []
+            self._flush = False
+            return entries
+
+    def _push(self, items: list[tuple[int, Request]]) -> bool:
+        if not self._fresh:
+            self._oldest = time.monotonic()
+        self._fresh.extend(items)
+        wake, self._asleep = self._asleep, False
+        return wake
+
+    def _raise_duplicate(self, entries: Sequence[TensorEntry]) -> None:
+        seen: set[Key] = set()
+        for entry in entries:
+            key = (entry.process_set, entry.request.name)
+            if key in seen or key in self._entries:
+                where = (
+                    "occurs twice in one grouped call" if key in seen else "is still in flight on this rank"
+                )
+                what = verb(RequestType(entry.request.type))
+                raise DuplicateNameError(
+                    f"{what} {entry.request.name!r}: a tensor of this name {where}:"
+                    " give it another name, or synchronize the first one before"
+                )
+            seen.add(key)
