@@ -1,0 +1,149 @@
+"""The one normaliser: any host array -> :class:`TensorView` (address, shape, dtype, device).
+
+Owns: what may be sent and what not. A contiguous, native numpy array is the fast path and is never copied;
+a non-contiguous one is copied (and copied back by in-place operations). Anything that numpy can view
+without a copy (``__array_interface__``, DLPack on the host) is viewed. Object, string and wrong-endian
+arrays are refused by name. Knows nothing of ranks or of names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyhvd.dtypes import DtypeInfo, lookup
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_SCALARS = (bool, int, float, complex, np.generic)
+
+
+@dataclass(slots=True, eq=False)
+class TensorView:
+    """A contiguous host array, as the data path sees it.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        C-contiguous, native byte order; keeps the memory alive.
+    info : DtypeInfo
+        Its row of the dtype table.
+    home : numpy.ndarray or None
+        The caller's own array where ``array`` is a contiguous copy of it.
+    """
+
+    array: Array
+    info: DtypeInfo
+    home: Array | None = None
+    device: str = "cpu"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.array.shape
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.array.size
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.array.nbytes
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte."""
+        return address(self.array)
+
+    @property
+    def bytes(self) -> Bytes:
+        """The memory as flat bytes (a view)."""
+        return flat_bytes(self.array)
+
+    def copy_home(self) -> None:
+        """Copy the contents back into the caller's non-contiguous array."""
+        if self.home is not None:
+            self.home[...] = self.array
+
+
+def address(array: Array) -> int:
+    """Return the address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
+
+
+def flat_bytes(array: Array) -> Bytes:
+    """Return a contiguous array's memory as flat bytes, without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def view(tensor: Any) -> TensorView:
+    """Normalise an input array.
+
+    Parameters
+    ----------
+    tensor : numpy.ndarray, numpy scalar, number, or any host array that numpy can view
+        Any shape (0-d and empty are legal), any dtype of the table in :mod:`pyhvd.dtypes`.
+
+    Raises
+    ------
+    TypeError
+        Not an array.
+    UnsupportedDtypeError
+        The dtype cannot travel.
+    """
+    array = _as_numpy(tensor)
+    info = lookup(array.dtype)
+    if array.flags.c_contiguous:
+        return TensorView(array, info)
+    return TensorView(np.ascontiguousarray(array), info, home=array)
+
+
+def view_for_writing(tensor: Any) -> TensorView:
+    """Normalise the target of an in-place operation.
+
+    Raises
+    ------
+    TypeError
+        Not an array, or a scalar.
+    ValueError
+        The array is read-only.
+    UnsupportedDtypeError
+        The dtype cannot travel.
+    """
+    if isinstance(tensor, _SCALARS):
+        raise TypeError(f"an in-place operation needs an array, not the scalar {tensor!r}")
+    result = view(tensor)
+    target = result.array if result.home is None else result.home
+    if not target.flags.writeable:
+        raise ValueError(
+            "an in-place operation needs a writable array, and this one is read-only:"
+            " pass array.copy(), or use the form without the trailing underscore"
+        )
+    return result
+
+
+def _as_numpy(tensor: Any) -> Array:
+    if isinstance(tensor, np.ndarray):
+        return np.asarray(tensor)
+    if isinstance(tensor, _SCALARS):
+        return np.asarray(tensor)
+    if hasattr(tensor, "__cuda_array_interface__") and not hasattr(tensor, "__array_interface__"):
+        kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
+        raise TypeError(f"{kind} lives on a GPU: this version of pyhvd takes host arrays")
+    if hasattr(tensor, "__array_interface__"):
+        return np.asarray(tensor)
+    if hasattr(tensor, "__dlpack__"):
+        try:
+            return np.from_dlpack(tensor)
+        except (BufferError, RuntimeError) as exc:
+            raise TypeError(f"numpy cannot view this {type(tensor).__name__}: {exc}") from exc
+    raise TypeError(
+        f"expected a numpy array (or a host array that numpy can view), not {type(tensor).__name__}"
+        + (": convert it with numpy.asarray first" if isinstance(tensor, (list, tuple)) else "")
+    )

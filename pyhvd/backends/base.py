@@ -1,0 +1,111 @@
+"""What a backend and a fabric must do.
+
+A *backend* runs agreed collectives for one process set. A *fabric* moves bytes between the set's ranks;
+:class:`~pyhvd.backends.host.HostBackend` builds every host collective from a fabric's few operations, so
+that MPI and ranks-as-threads share one set of algorithms. Ranks here are set ranks: 0 .. size-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pyhvd.arrays import Bytes, TensorView
+from pyhvd.dtypes import DtypeInfo, ReduceOp
+
+
+class Fabric(Protocol):
+    """Moves bytes between the ranks of one process set. Every call is collective; all buffers are flat."""
+
+    rank: int
+    size: int
+
+    def allgather(self, send: Bytes, recv: Bytes) -> None:
+        """Gather ``send`` of every rank, all of one length, into ``recv`` in rank order."""
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+        """Gather in place: rank r's block, ``counts[r]`` bytes, lies in its place in rank r's buffer."""
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Send the r-th block of ``send`` to rank r; blocks lie one behind the other, counts in bytes.
+
+        For windows and counts: no rank sends or receives 2**31 bytes or more.
+        """
+
+    def exchange(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Do as ``alltoallv`` does, for blocks of any size."""
+
+    def broadcast(self, buffer: Bytes, root: int) -> None:
+        """Copy the root's buffer to every rank's."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
+        """Return the fabric of some of the ranks; called by exactly those. ``tag`` tells sets apart."""
+
+    def close(self) -> None:
+        """Give up what the fabric holds; collective."""
+
+
+class Backend(Protocol):
+    """Runs agreed collectives for one process set."""
+
+    rank: int
+    size: int
+
+    def allreduce(
+        self,
+        sources: Sequence[TensorView | None],
+        targets: Sequence[TensorView | None],
+        counts: Sequence[int],
+        info: DtypeInfo,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce tensors that ride together; None stands for a rank that has joined."""
+
+    def reducescatter(
+        self,
+        sources: Sequence[TensorView | None],
+        targets: Sequence[TensorView | None],
+        shapes: Sequence[tuple[int, ...]],
+        info: DtypeInfo,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce, and leave each rank its own rows of dimension 0."""
+
+    def allgather(
+        self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
+    ) -> None:
+        """Concatenate; ``counts[i][r]`` is the number of bytes that rank r gives to tensor i."""
+
+    def broadcast(self, buffer: Bytes, root: int) -> None:
+        """Copy the root's bytes to every rank."""
+
+    def swap_counts(self, counts: Sequence[int]) -> list[int]:
+        """Tell rank r ``counts[r]``; return what each rank tells this one."""
+
+    def alltoall(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Exchange blocks of uneven size; counts in bytes."""
+
+    def agree(self, ok: bool) -> list[int]:
+        """Return the ranks on which ``ok`` is false: the same list on every rank."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def subset(self, ranks: Sequence[int], tag: int) -> Backend:
+        """Return the backend of some of the ranks; called by exactly those."""
+
+    def close(self) -> None:
+        """Give up what the backend holds; collective."""

@@ -1,0 +1,75 @@
+"""Doorbells: how a sleeping rank is woken, at no cost while nobody rings.
+
+A datagram socket per rank; a ring is one byte, and says only "look". A rank sleeps in ``poll(2)`` on its own
+bell, so it uses no CPU. Bells reach the ranks of one host and one network namespace; where a peer is out of
+reach the owner must look for itself now and then (see :class:`~pyhvd.transport.MpiTransport`).
+
+A ring that finds the queue full is dropped: the bell is ringing already. A false ring does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import sys
+import tempfile
+
+_RING = b"!"
+
+
+def host_id() -> str:
+    """Return what two ranks have in common if their bells reach each other."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Doorbell:
+    """This rank's bell, and the means to ring others.
+
+    Attributes
+    ----------
+    address : bytes
+        What the others need to ring it.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._folder = ""
+        if sys.platform == "linux":
+            self._socket.bind("")  # the kernel picks a free abstract name: no file, nothing to clean up
+        else:
+            self._folder = tempfile.mkdtemp(prefix="pyhvd-")
+            self._socket.bind(os.path.join(self._folder, "bell"))
+        name = self._socket.getsockname()
+        self.address: bytes = name if isinstance(name, bytes) else os.fsencode(name)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def ring(self, address: bytes | None = None) -> None:
+        """Ring a bell, by default this rank's own; from any thread; never blocks."""
+        # Full: it is ringing. Gone: there is nobody to wake.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(_RING, address or self.address)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
+        milliseconds = None if timeout is None else max(int(timeout * 1000 + 0.999), 0)
+        rung = bool(self._poll.poll(milliseconds))
+        if rung:
+            with contextlib.suppress(OSError):
+                while self._socket.recv(64):
+                    pass
+        return rung
+
+    def close(self) -> None:
+        """Take the bell down."""
+        self._socket.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
