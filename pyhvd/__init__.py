@@ -1,0 +1,74 @@
+"""pyhvd: Horovod's job in Python: named collectives, negotiated, fused and overlapped, over mpi4py.
+
+``import pyhvd as hvd``, then ``hvd.init()``. Names are loaded as they are first used, so that importing the
+package costs nothing and initialises nothing; MPI is first touched by ``init()``. Type checkers and editors
+read the same names from ``__init__.pyi``; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from pyhvd._version import __version__
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "collectives": (
+        *("Adasum", "Average", "Max", "Min", "Product", "Sum"),
+        *("allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_"),
+        *("alltoall", "alltoall_async", "barrier"),
+        *("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"),
+        *("grouped_allgather", "grouped_allgather_async"),
+        *("grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"),
+        *("grouped_reducescatter", "grouped_reducescatter_async"),
+        *("join", "reducescatter", "reducescatter_async"),
+    ),
+    "compression": ("Compression", "Compressor"),
+    "config": ("Config",),
+    "dtypes": ("ReduceOp",),
+    "errors": (
+        *("ConfigError", "DuplicateNameError", "HorovodInternalError", "HorovodVersionMismatchError"),
+        *(
+            "HostsUpdatedInterrupt",
+            "InternalError",
+            "MismatchError",
+            "NotInitializedError",
+            "RankFailedError",
+        ),
+        *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
+    ),
+    "handles": ("Handle", "poll", "synchronize"),
+    "lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
+    "objects": ("allgather_object", "broadcast_object"),
+    "process_sets": ("ProcessSet", "global_process_set"),
+    "topology": (
+        *("ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
+        *("is_homogeneous", "is_initialized", "local_rank", "local_size"),
+        *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "size"),
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module (PEP 562)."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pyhvd' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"pyhvd.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if importlib.util.find_spec("pyhvd._fusion") is None:
+    raise ImportError(
+        "pyhvd's extension pyhvd._fusion has not been built: install the package with pip"
+        " (from a source tree: pip install -e . or python setup.py build_ext --inplace)"
+    )

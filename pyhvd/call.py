@@ -1,0 +1,229 @@
+"""One public call: from its arguments to a Handle.
+
+Owns: what all verbs have in common. Which context and process set; the names of the tensors; building the
+entries; and, if the call turns out to be wrong on this rank, telling the others so that they do not wait.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pyhvd import context
+from pyhvd.arrays import TensorView
+from pyhvd.backends.host import rows_of
+from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
+from pyhvd.handles import Handle
+from pyhvd.messages import GLOBAL_SET, Request, RequestType
+from pyhvd.process_sets import ProcessSet, members_of
+from pyhvd.queue import TensorEntry
+from pyhvd.validation import describe_ranks, verb
+
+
+class Call:
+    """Context manager around the body of a verb.
+
+    Parameters
+    ----------
+    kind : RequestType
+        What is called.
+    name : str or None
+        The user's name.
+    process_set : ProcessSet
+        Who takes part.
+    grouped : bool
+        Whether it takes a list.
+    prefix : str
+        Of the name of an unnamed call.
+
+    Raises
+    ------
+    NotInitializedError
+        Before ``init()``.
+    ValueError
+        The process set cannot be used by this rank, or the name is no str.
+    """
+
+    def __init__(
+        self,
+        kind: RequestType,
+        name: str | None,
+        process_set: ProcessSet,
+        grouped: bool = False,
+        prefix: str = "noname",
+    ) -> None:
+        self.context = context.current()
+        self.set_id, ranks = members_of(self.context, process_set)
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(self.context.topology.rank)
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"{verb(kind)}: name must be a str, not {type(name).__name__}")
+        self.name = name if name is not None else self.context.next_name(self.set_id, prefix)
+        self._kind = kind
+        self._grouped = grouped
+        self._group_size = 0
+        self._parts: list[tuple[Request, TensorView | None, TensorView | None, tuple[int, ...]]] = []
+
+    def members(self, tensors: Any) -> Sequence[Any]:
+        """Return the call's tensors: the one, or those of a group."""
+        if not self._grouped:
+            return (tensors,)
+        if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
+            raise TypeError(
+                f"grouped_{verb(self._kind)} takes a list of arrays, not {type(tensors).__name__}"
+            )
+        self._group_size = len(tensors)
+        return tensors
+
+    def add(
+        self,
+        source: TensorView | None,
+        target: TensorView | None,
+        *,
+        op: int = -1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = -1,
+        splits: tuple[int, ...] = (),
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """Add one tensor to what is submitted."""
+        name = self.name
+        if self._grouped:
+            name = f"{name}_{len(self._parts) + 1}of{self._group_size}"
+        request = Request(
+            self._kind,
+            name,
+            -1 if source is None else int(source.info.code),
+            () if source is None else source.shape,
+            op,
+            prescale,
+            postscale,
+            root,
+            "cpu" if source is None else source.device,
+            self.name if self._grouped else "",
+            self._group_size,
+            ranks,
+        )
+        self._parts.append((request, source, target, splits))
+
+    def check_root(self, root_rank: int) -> int:
+        """Return the root's global rank.
+
+        Raises
+        ------
+        ValueError
+            It is no int, or no member of the set.
+        """
+        try:
+            root = operator.index(root_rank)
+        except TypeError:
+            raise ValueError(f"root_rank must be an int, not {root_rank!r}") from None
+        if root not in self.ranks:
+            raise ValueError(
+                f"invalid root rank {root}: the process set has {describe_ranks(self.ranks)}"
+                " (root_rank is a global rank)"
+            )
+        return root
+
+    def submit(self, inplace: Sequence[Any] | None = None) -> Handle:
+        """Submit everything added, as one unit; ``inplace`` are the caller's own objects, to be returned."""
+        if self.context.joined and self.set_id == GLOBAL_SET:
+            raise HorovodInternalError(
+                f"{verb(self._kind)} {self.name!r}: this rank has joined, and submits nothing until join()"
+                " has returned"
+            )
+        runtime = self.context.runtime
+        handle = Handle(self.name, len(self._parts), runtime.flush, self._result(inplace))
+        if not self._parts:
+            return handle
+        entries = [
+            TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits)
+            for part, (request, source, target, splits) in enumerate(self._parts)
+        ]
+        runtime.submit(entries)
+        return handle
+
+    def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+        if self._grouped:
+            return list if inplace is None else lambda _: list(inplace)
+        return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """If the call is refused here, let the ranks that wait for it know."""
+        if exc is None or not isinstance(exc, Exception):
+            return
+        if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
+            return
+        what = f"{verb(self._kind)} {self.name!r}: "
+        text = f"{type(exc).__name__}: {exc}"
+        refusal = Request(
+            self._kind,
+            self.name,
+            group=self.name if self._grouped else "",
+            group_size=self._group_size,
+            error=text,
+        )
+        self.context.runtime.announce(self.set_id, refusal)
+        if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
+            exc.args = (what + exc.args[0],)
+
+
+def _completer(handle: Handle, part: int) -> Callable[[Any, BaseException | None], None]:
+    return lambda result, error: handle.complete(part, result, error)
+
+
+def target_like(source: TensorView, shape: tuple[int, ...]) -> TensorView:
+    """Return new memory for a result of the source's dtype."""
+    return TensorView(np.empty(shape, source.array.dtype), source.info)
+
+
+def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
+    """Return each rank's share of dimension 0.
+
+    Raises
+    ------
+    ValueError
+        There is no dimension 0.
+    """
+    if not shape:
+        raise ValueError("a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first")
+    return rows_of(shape[0], size)
+
+
+def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
+    """Return how many rows each rank gets.
+
+    Raises
+    ------
+    ValueError
+        See :func:`pyhvd.collectives.alltoall`.
+    """
+    shares = check_rows(shape, size)
+    given = None if splits is None else np.asarray(splits)
+    if given is None or given.size == 0:
+        if shape[0] % size:
+            raise ValueError(
+                f"without splits, dimension 0 ({shape[0]}) must divide by the number of ranks ({size})"
+            )
+        return shares
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise ValueError(f"splits must be a 1-d sequence of ints, not {given.ndim}-d of {given.dtype}")
+    rows = [int(n) for n in given]
+    if len(rows) != size:
+        raise ValueError(f"splits has {len(rows)} entries, but the process set has {size} ranks")
+    if min(rows) < 0:
+        raise ValueError(f"splits must not be negative: {rows}")
+    if sum(rows) > shape[0]:
+        raise ValueError(f"splits {rows} sum to {sum(rows)}, but dimension 0 is {shape[0]}")
+    return rows

@@ -1,0 +1,73 @@
+"""Compression of tensors on the way: ``Compression.none`` and ``Compression.fp16``, or one of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Compressor:
+    """Interface: subclass it for a compression of your own; both methods are static."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor to send, and what :meth:`decompress` needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the result as the caller expects it."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:  # noqa: ARG004 - the interface's
+        """Return the tensor itself."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Sends floating tensors as float16; others as they are. Values beyond 65,504 become infinite."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor as float16, and its dtype."""
+        dtype = getattr(tensor, "dtype", None)
+        if not isinstance(dtype, np.dtype) or dtype.kind != "f" or dtype == np.float16:
+            return tensor, None
+        with np.errstate(over="ignore"):
+            return np.asarray(tensor).astype(np.float16), dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the tensor in its own dtype again."""
+        return tensor if ctx is None else tensor.astype(ctx)
+
+
+class Compression:
+    """The compressions that pyhvd brings."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def compress_all(compression: type[Compressor], tensors: Any) -> tuple[Any, list[Any]]:
+    """Compress a grouped call's list; anything else is passed on, for the call itself to refuse."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors, []
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
+
+
+def decompress_all(compression: type[Compressor], outputs: list[Any], contexts: list[Any]) -> list[Any]:
+    """Undo :func:`compress_all` on the results."""
+    return [compression.decompress(out, ctx) for out, ctx in zip(outputs, contexts, strict=True)]

@@ -1,0 +1,221 @@
+"""Context: one rank's runtime, built by ``init()``, torn down by ``shutdown()``.
+
+Owns: the handshake of the ranks, the engine, the names of unnamed tensors, and which context the module-level
+functions use: the process's default one, or that of a thread that plays a rank (tests do). Knows nothing of
+verbs, nor of :class:`~pyhvd.process_sets.ProcessSet` objects, only of their ids and ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pyhvd._version import __version__
+from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
+from pyhvd.config import SHARED, Config
+from pyhvd.errors import HorovodInternalError, NotInitializedError
+from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind
+from pyhvd.runtime import Runtime
+from pyhvd.validation import describe_ranks, describe_values
+from pyhvd.worlds import World
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSet:
+    """A process set given to ``init()``; each rank knows only its own communicator's ranks."""
+
+    ranks: Ranks
+    by_comm: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks tell each other before anything else."""
+
+    version: str
+    shared: tuple[Any, ...]
+    sets: list[tuple[Ranks, bool]]
+    error: str = ""
+
+
+class Context:
+    """One rank's runtime. Collective: every rank of the world builds one at the same time.
+
+    Parameters
+    ----------
+    world : World
+        What to build on.
+    config : Config
+        This rank's configuration.
+    static_sets : sequence of StaticSet
+        Process sets that exist from the start.
+    error : str
+        Set when this rank cannot go on: every rank's ``init`` then fails.
+
+    Raises
+    ------
+    ValueError
+        The ranks differ in version or in process sets, or one of them reported an error.
+    """
+
+    def __init__(
+        self, world: World, config: Config, static_sets: Sequence[StaticSet] = (), error: str = ""
+    ) -> None:
+        self.topology = world.topology
+        self.threads_supported = world.threads
+        self.notices: list[str] = []
+        hello = Hello(
+            __version__,
+            tuple(getattr(config, knob) for knob in SHARED),
+            [(s.ranks, s.by_comm) for s in static_sets],
+            error,
+        )
+        heard = [
+            msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
+        ]
+        sets = _agree(heard)
+        self.config = self._adopt(config, heard)
+        self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
+        self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
+        self.joined = False
+        backends: dict[int, Backend] = {GLOBAL_SET: HostBackend(world.fabric)}
+        for set_id, ranks in self.process_sets.items():
+            if set_id != GLOBAL_SET and self.topology.rank in ranks:
+                backends[set_id] = backends[GLOBAL_SET].subset(ranks, set_id)
+        self._world = world
+        self._pid = os.getpid()
+        self._counters: dict[tuple[int, str], Iterator[int]] = {}
+        self._lock = threading.Lock()
+        self.runtime = Runtime(world.connect(), backends, sets, self.config)
+        self.runtime.start()
+
+    def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
+        """Take the shared knobs from rank 0, and say so where they differ."""
+        for index, knob in enumerate(SHARED):
+            if heard[self.topology.rank].shared[index] != heard[0].shared[index]:
+                self.notices.append(
+                    f"{knob} is {heard[self.topology.rank].shared[index]!r} on rank {self.topology.rank},"
+                    f" but {heard[0].shared[index]!r} on rank 0, which binds every rank"
+                )
+        return replace(config, **dict(zip(SHARED, heard[0].shared, strict=True)))
+
+    def next_name(self, process_set: int, prefix: str = "noname") -> str:
+        """Return the name of an unnamed tensor; ranks that call in the same order get the same names."""
+        with self._lock:
+            counter = self._counters.setdefault((process_set, prefix), itertools.count())
+            return f"{prefix}.{next(counter)}"
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child, which has the context, but not its thread."""
+        if os.getpid() != self._pid:
+            raise NotInitializedError(
+                "pyhvd was initialised in the parent of this forked process; only the parent can use it"
+            )
+
+    def shutdown(self, cause: BaseException | None = None) -> None:
+        """End the runtime of every rank; pending collectives fail with the cause."""
+        if os.getpid() != self._pid:
+            return
+        rank = self.topology.rank
+        if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
+            cause = None
+        if cause is None:
+            reason = ErrorInfo(
+                ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} called shutdown()", rank
+            )
+        else:
+            text = f"rank {rank} failed: {type(cause).__name__}: {cause}"
+            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank)
+        self.runtime.stop(reason)
+        if self.runtime.broken:
+            self._world.abort()
+
+
+def _agree(heard: Sequence[Hello]) -> list[Ranks]:
+    """Return the static process sets that all ranks agree on, in the order of their ids."""
+    errors = {rank: hello.error for rank, hello in enumerate(heard) if hello.error}
+    if errors:
+        raise ValueError(f"pyhvd initialization failed: {describe_values(errors)}")
+    versions = {rank: hello.version for rank, hello in enumerate(heard)}
+    if len(set(versions.values())) > 1:
+        raise ValueError(f"the ranks run different versions of pyhvd: {describe_values(versions)}")
+    numbers = {rank: f"{len(hello.sets)} process sets" for rank, hello in enumerate(heard)}
+    if len(set(numbers.values())) > 1:
+        raise ValueError(f"init() got different process sets: {describe_values(numbers)}")
+    world = tuple(range(len(heard)))
+    agreed: list[Ranks] = []
+    for index in range(len(heard[0].sets)):
+        given = [hello.sets[index] for hello in heard]
+        distinct = sorted({ranks for ranks, _ in given})
+        if len(distinct) > 1 and not all(by_comm for _, by_comm in given):
+            texts = {rank: str(list(ranks)) for rank, (ranks, _) in enumerate(given)}
+            raise ValueError(f"init() got different process sets in place {index}: {describe_values(texts)}")
+        for ranks in distinct:
+            if ranks == world or ranks in agreed:
+                twin = "the global process set" if ranks == world else "another one"
+                raise ValueError(f"process set of {describe_ranks(ranks)} is a duplicate of {twin}")
+            agreed.append(ranks)
+    return agreed
+
+
+# -- which context the module-level functions use ------------------------------------------------------
+
+
+class _ThreadSlot(threading.local):
+    """Set in a thread that plays a rank."""
+
+    rank: Slot | None = None
+
+
+class Slot:
+    """A place for a context: the process's own, or that of a thread that plays a rank."""
+
+    def __init__(self) -> None:
+        self.context: Context | None = None
+        self.lock = threading.Lock()
+        self.make_world: Callable[[], World] | None = None
+        self.overrides: dict[str, Any] = {}
+
+
+_process_slot = Slot()
+_thread = _ThreadSlot()
+
+
+def current_slot() -> Slot:
+    """Return this thread's slot if it plays a rank, else the process's."""
+    slot = _thread.rank
+    return slot if slot is not None else _process_slot
+
+
+@contextlib.contextmanager
+def playing_rank(slot: Slot) -> Iterator[None]:
+    """Let this thread use a slot of its own."""
+    before, _thread.rank = _thread.rank, slot
+    try:
+        yield
+    finally:
+        _thread.rank = before
+
+
+def current() -> Context:
+    """Return the context in use.
+
+    Raises
+    ------
+    NotInitializedError
+        There is none.
+    """
+    context = current_slot().context
+    if context is None:
+        raise NotInitializedError("pyhvd has not been initialized: call pyhvd.init() first")
+    context.check_usable()
+    return context

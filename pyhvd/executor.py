@@ -1,0 +1,270 @@
+"""Carries out agreed responses: finds the entries, gets the outputs, calls the backend, completes handles.
+
+Owns: the backends, by process set. Runs on the runtime's thread alone. Knows nothing of how agreement came
+about. A rank that has joined has no entries, and takes part with neutral elements or empty parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyhvd.arrays import Array, TensorView, flat_bytes
+from pyhvd.backends.base import Backend
+from pyhvd.dtypes import BY_CODE, DtypeInfo, ReduceOp
+from pyhvd.errors import (
+    HorovodInternalError,
+    InternalError,
+    MismatchError,
+    RankFailedError,
+    ShutDownError,
+    StallError,
+)
+from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
+from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.validation import describe_ranks, verb
+
+Entries = list[TensorEntry | None]
+
+
+def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
+    """Return the exception that an error on the wire stands for."""
+    if info.kind == ErrorKind.MISMATCH:
+        return MismatchError(info.message, name, info.per_rank)
+    if info.kind == ErrorKind.RANK_FAILED:
+        return RankFailedError(info.message, info.rank)
+    if info.kind == ErrorKind.STALL:
+        return StallError(info.message, {name: sorted(info.per_rank)} if name else None)
+    return ShutDownError(info.message, info.rank)
+
+
+class Executor:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, globally.
+    queue : TensorQueue
+        Where submitted tensors wait.
+    backends : dict of int to Backend
+        By process set; sets that this rank is not a member of are absent. Owned.
+    sets : dict of int to tuple of int
+        Members of every process set; kept by the worker machine, read here.
+    """
+
+    def __init__(
+        self, rank: int, queue: TensorQueue, backends: dict[int, Backend], sets: dict[int, tuple[int, ...]]
+    ) -> None:
+        self._rank = rank
+        self._queue = queue
+        self._backends = backends
+        self._sets = sets
+        self._run: dict[int, Callable[[list[Response], Entries], None]] = {
+            RequestType.ALLREDUCE: self._allreduce,
+            RequestType.REDUCESCATTER: self._reducescatter,
+            RequestType.ALLGATHER: self._allgather,
+            RequestType.BROADCAST: self._broadcast,
+            RequestType.ALLTOALL: self._alltoall,
+            RequestType.BARRIER: self._tell_value,
+            RequestType.JOIN: self._tell_value,
+            RequestType.ADD_PROCESS_SET: self._add_process_set,
+            RequestType.REMOVE_PROCESS_SET: self._remove_process_set,
+        }
+
+    def run(self, batch: list[Response]) -> None:
+        """Carry out responses that ride together, and complete their entries."""
+        first = batch[0]
+        entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
+        if first.error is not None:
+            if entries[0] is None:
+                raise InternalError(
+                    f"an error arrived for {first.request.name!r}, which is not in flight here"
+                )
+            entries[0].done(None, exception_of(first.error, first.request.name))
+            return
+        try:
+            self._run[first.request.type](batch, entries)
+        except BaseException as exc:
+            # What was taken out of the queue is nobody else's to answer.
+            for entry in entries:
+                if entry is not None:
+                    entry.done(None, exc if isinstance(exc, HorovodInternalError) else _wrapped(exc, first))
+            raise
+
+    def close(self) -> None:
+        """Give up the backends, in the order of their sets; collective."""
+        for set_id in sorted(self._backends):
+            self._backends.pop(set_id).close()
+
+    # -- reductions ----------------------------------------------------------------------------------
+
+    def _allreduce(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        backend = self._backends[batch[0].process_set]
+        op, postscale = _sum_of(request, backend.size)
+        backend.allreduce(
+            _sources(entries),
+            _targets(entries),
+            [int(np.prod(r.request.shape, dtype=np.int64)) for r in batch],
+            BY_CODE[request.dtype],
+            op,
+            request.prescale,
+            postscale,
+        )
+        _deliver_targets(entries)
+
+    def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        backend = self._backends[batch[0].process_set]
+        op, postscale = _sum_of(request, backend.size)
+        backend.reducescatter(
+            _sources(entries),
+            _targets(entries),
+            [r.request.shape for r in batch],
+            BY_CODE[request.dtype],
+            op,
+            request.prescale,
+            postscale,
+        )
+        _deliver_targets(entries)
+
+    # -- outputs whose size only the response tells ----------------------------------------------------
+
+    def _allgather(self, batch: list[Response], entries: Entries) -> None:
+        backend = self._backends[batch[0].process_set]
+        shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+        outputs = self._allocate(backend, batch, entries, shapes)
+        if outputs is None:
+            return
+        info = BY_CODE[batch[0].request.dtype]
+        row_bytes = [int(np.prod(shape[1:], dtype=np.int64)) * info.itemsize for shape in shapes]
+        counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
+        backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
+        for entry, output in zip(entries, outputs, strict=True):
+            if entry is not None:
+                entry.done(output, None)
+
+    def _alltoall(self, batch: list[Response], entries: Entries) -> None:
+        (response,), (entry,) = batch, entries
+        backend = self._backends[response.process_set]
+        if entry is None or entry.source is None:
+            raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
+        received = backend.swap_counts(entry.splits)
+        outputs = self._allocate(backend, batch, entries, [(sum(received), *entry.source.shape[1:])])
+        if outputs is None:
+            return
+        row = int(np.prod(entry.source.shape[1:], dtype=np.int64)) * entry.source.info.itemsize
+        backend.alltoall(
+            entry.source.bytes,
+            [n * row for n in entry.splits],
+            flat_bytes(outputs[0]),
+            [n * row for n in received],
+        )
+        entry.done((outputs[0], np.array(received, np.int32)), None)
+
+    def _allocate(
+        self, backend: Backend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Array] | None:
+        """Allocate outputs; where one rank cannot, all ranks fail these tensors and go on."""
+        outputs: list[Array] = []
+        failure: MemoryError | ValueError | None = None
+        try:
+            for response, entry, shape in zip(batch, entries, shapes, strict=True):
+                dtype = _dtype(BY_CODE[response.request.dtype], entry)
+                outputs.append(np.empty(shape, dtype))
+        except (MemoryError, ValueError) as exc:
+            failure = exc
+        failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
+        if not failed:
+            return outputs
+        members = self._sets[batch[0].process_set]
+        ranks = describe_ranks([members[i] for i in failed])
+        for response, entry, shape in zip(batch, entries, shapes, strict=True):
+            if entry is not None:
+                what = f"{verb(response.request.type)} {response.request.name!r}"
+                text = f"{what}: no memory for its output of shape {shape} on {ranks}"
+                error = RankFailedError(text, members[failed[0]])
+                error.__cause__ = failure
+                entry.done(None, error)
+        return None
+
+    # -- broadcast -------------------------------------------------------------------------------------
+
+    def _broadcast(self, batch: list[Response], entries: Entries) -> None:
+        (response,), (entry,) = batch, entries
+        request = response.request
+        root = self._sets[response.process_set].index(request.root)
+        backend = self._backends[response.process_set]
+        if entry is None or entry.target is None or entry.source is None:
+            nbytes = int(np.prod(request.shape, dtype=np.int64)) * BY_CODE[request.dtype].itemsize
+            backend.broadcast(np.empty(nbytes, np.uint8), root)
+            return
+        if backend.rank == root and entry.source is not entry.target:
+            entry.target.bytes[:] = entry.source.bytes
+        backend.broadcast(entry.target.bytes, root)
+        _deliver_targets(entries)
+
+    # -- no tensors ------------------------------------------------------------------------------------
+
+    def _tell_value(self, batch: list[Response], entries: Entries) -> None:
+        if entries[0] is not None:
+            entries[0].done(batch[0].value, None)
+
+    def _add_process_set(self, batch: list[Response], entries: Entries) -> None:
+        ranks, set_id = batch[0].request.ranks, batch[0].value
+        if self._rank in ranks:
+            self._backends[set_id] = self._backends[GLOBAL_SET].subset(ranks, set_id)
+        self._tell_value(batch, entries)
+
+    def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
+        removed = batch[0].request.ranks[0]
+        for entry in self._queue.pop_set(removed):
+            text = (
+                f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
+            )
+            entry.done(None, ShutDownError(text))
+        if removed in self._backends:
+            self._backends.pop(removed).close()
+        self._tell_value(batch, entries)
+
+
+def _sum_of(request: Request, size: int) -> tuple[ReduceOp, float]:
+    """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
+
+    Ranks that have joined count in the divisor.
+    """
+    if request.op == ReduceOp.AVERAGE:
+        return ReduceOp.SUM, request.postscale / size
+    return ReduceOp(request.op), request.postscale
+
+
+def _sources(entries: Entries) -> list[TensorView | None]:
+    return [entry.source if entry is not None else None for entry in entries]
+
+
+def _targets(entries: Entries) -> list[TensorView | None]:
+    return [entry.target if entry is not None else None for entry in entries]
+
+
+def _deliver_targets(entries: Entries) -> None:
+    for entry in entries:
+        if entry is not None and entry.target is not None:
+            entry.target.copy_home()
+            entry.done(entry.target.array, None)
+
+
+def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
+    """Return the dtype of an output; a joined rank's own is thrown away, so plain bytes of that size do."""
+    if entry is not None and entry.source is not None:
+        return entry.source.array.dtype
+    return np.dtype((np.void, info.itemsize))
+
+
+def _wrapped(exc: BaseException, response: Response) -> HorovodInternalError:
+    what = f"{verb(response.request.type)} {response.request.name!r}"
+    error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return error

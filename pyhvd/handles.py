@@ -1,0 +1,204 @@
+"""Handles: the promise of a collective's result; ``poll`` and ``synchronize`` over them.
+
+Owns: :class:`Handle`. Knows nothing of the runtime beyond two things it is given: the number of tensors
+to wait for, and a function that asks the runtime to flush.
+
+Memory ordering: ``_results`` and ``_error`` are written by the completing thread before ``_latch`` is
+released, and read by others only after they have acquired it (or have seen ``_done``, written last under
+``_lock``). The latch is a lock that is held until completion; each waiter passes it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+_log = logging.getLogger("pyhvd")
+
+
+class Handle:
+    """The promise of the result of one collective, or of one grouped collective.
+
+    Returned by every ``*_async`` function. Usable from any thread, with :func:`poll` and
+    :func:`synchronize`, or awaited in a coroutine.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_flush",
+        "_latch",
+        "_left",
+        "_lock",
+        "_name",
+        "_result",
+        "_results",
+        "_seen",
+    )
+
+    def __init__(
+        self, name: str, parts: int, flush: Callable[[], None], result: Callable[[list[Any]], Any]
+    ) -> None:
+        self._name = name
+        self._left = parts
+        self._flush = flush
+        self._result = result
+        self._results: list[Any] = [None] * parts
+        self._error: BaseException | None = None
+        self._done = False
+        self._seen = False
+        self._callbacks: list[Callable[[Handle], None]] = []
+        self._lock = threading.Lock()
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        if not parts:
+            self._finish()
+
+    # -- for the caller ------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor, or of the grouped call."""
+        return self._name
+
+    def done(self) -> bool:
+        """Return whether the collective has ended, well or not. Never blocks."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the collective has ended.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits as long as it takes.
+
+        Returns
+        -------
+        bool
+            False if it timed out; the collective goes on.
+        """
+        if self._done:
+            return True
+        self._flush()
+        if not self._latch.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            return False
+        self._latch.release()
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, and return the output (a list of outputs for a grouped call).
+
+        Raises
+        ------
+        TimeoutError
+            It did not end within ``timeout`` seconds; it goes on.
+        HorovodInternalError
+            The collective failed; see :mod:`pyhvd.errors` for the kinds.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+        self._seen = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._result(self._results)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error that the collective ended with, or None."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+        self._seen = True
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(_: Handle) -> None:
+            loop.call_soon_threadsafe(end)
+
+        self._flush()
+        self.add_done_callback(tell)
+        yield from ended.__await__()
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error is not None else "done"
+        return f"<pyhvd.Handle {self._name!r} {state}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is not None and not self._seen:
+            _log.warning("nobody looked at the error of %r: %s", self._name, self._error)
+
+    # -- for the runtime -----------------------------------------------------------------------------
+
+    def complete(self, part: int, result: Any, error: BaseException | None) -> None:
+        """One tensor of the collective has ended; called once per part, by the runtime alone."""
+        with self._lock:
+            self._results[part] = result
+            if error is not None and self._error is None:
+                self._error = error
+            self._left -= 1
+            if self._left:
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+        self._latch.release()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of %r raised", self._name)
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether a handle's collective has ended; after True, :func:`synchronize` does not block.
+
+    Raises
+    ------
+    ValueError
+        ``handle`` is not what an ``*_async`` function returned.
+    """
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for a handle's collective and return its output (a list for a grouped call).
+
+    May be called again, and then returns the same output.
+
+    Raises
+    ------
+    ValueError
+        ``handle`` is not what an ``*_async`` function returned.
+    HorovodInternalError
+        The collective failed.
+    """
+    return _checked(handle).result()
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"expected a handle from one of pyhvd's *_async functions, not {handle!r}")
+    return handle

