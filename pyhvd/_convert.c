@@ -86,9 +86,10 @@ __attribute__((target("avx2,f16c"))) static void narrow_f16c(void *out, const fl
     const f32 *p = in;
     u16 *o = out;
     size_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(o + i), _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(const void *)(p + i)),
-                                                             _MM_FROUND_TO_NEAREST_INT));
+    for (; i + 8 <= n; i += 8) {
+        const __m256 x = _mm256_loadu_ps((const float *)(const void *)(p + i));
+        _mm_storeu_si128((__m128i *)(o + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
     for (; i < n; i++)
         o[i] = narrow_one(p[i]);
 }
