@@ -121,7 +121,7 @@ class Context:
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )
 
-    def shutdown(self, cause: BaseException | None = None) -> None:
+    def shutdown(self, cause: BaseException | None, how: str) -> None:
         """End the runtime of every rank; pending collectives fail with the cause."""
         if os.getpid() != self._pid:
             return
@@ -129,9 +129,7 @@ class Context:
         if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
             cause = None
         if cause is None:
-            reason = ErrorInfo(
-                ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} called shutdown()", rank
-            )
+            reason = ErrorInfo(ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} {how}", rank)
         else:
             text = f"rank {rank} failed: {type(cause).__name__}: {cause}"
             reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank)

@@ -97,6 +97,8 @@ _ROWS = (
 )
 BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
 _BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
+# Asking numpy for a dtype's name takes microseconds. Entries are only ever added, and equal: no lock.
+_known: dict[np.dtype[Any], DtypeInfo] = {}
 
 
 def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
@@ -107,6 +109,9 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
     UnsupportedDtypeError
         For object, string, structured, date and non-native-endian dtypes.
     """
+    known = _known.get(dtype)
+    if known is not None:
+        return known
     row = _BY_NAME.get(dtype.name)
     if row is None or dtype.names is not None or dtype.subdtype is not None:
         raise UnsupportedDtypeError(
@@ -118,4 +123,5 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
             f"dtype {dtype.str!r} is not in this machine's byte order: convert it first with"
             " array.astype(array.dtype.newbyteorder('='))"
         )
+    _known[dtype] = row
     return row

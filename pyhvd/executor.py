@@ -6,6 +6,7 @@ about. A rank that has joined has no entries, and takes part with neutral elemen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class Executor:
         backend.allreduce(
             _sources(entries),
             _targets(entries),
-            [int(np.prod(r.request.shape, dtype=np.int64)) for r in batch],
+            [math.prod(r.request.shape) for r in batch],
             BY_CODE[request.dtype],
             op,
             request.prescale,
@@ -140,7 +141,7 @@ class Executor:
         if outputs is None:
             return
         info = BY_CODE[batch[0].request.dtype]
-        row_bytes = [int(np.prod(shape[1:], dtype=np.int64)) * info.itemsize for shape in shapes]
+        row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
         for entry, output in zip(entries, outputs, strict=True):
@@ -156,7 +157,7 @@ class Executor:
         outputs = self._allocate(backend, batch, entries, [(sum(received), *entry.source.shape[1:])])
         if outputs is None:
             return
-        row = int(np.prod(entry.source.shape[1:], dtype=np.int64)) * entry.source.info.itemsize
+        row = math.prod(entry.source.shape[1:]) * entry.source.info.itemsize
         backend.alltoall(
             entry.source.bytes,
             [n * row for n in entry.splits],
@@ -199,7 +200,7 @@ class Executor:
         root = self._sets[response.process_set].index(request.root)
         backend = self._backends[response.process_set]
         if entry is None or entry.target is None or entry.source is None:
-            nbytes = int(np.prod(request.shape, dtype=np.int64)) * BY_CODE[request.dtype].itemsize
+            nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
             backend.broadcast(np.empty(nbytes, np.uint8), root)
             return
         if backend.rank == root and entry.source is not entry.target:

@@ -10,6 +10,7 @@ responses that do not match, bounded by the threshold).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pyhvd.dtypes import BY_CODE
@@ -26,9 +27,7 @@ def response_bytes(response: Response) -> int:
     request = response.request
     if request.dtype not in BY_CODE:
         return 0
-    count = 1
-    for extent in request.shape[1:]:
-        count *= extent
+    count = math.prod(request.shape[1:])
     if request.type == RequestType.ALLGATHER:
         count *= sum(response.dims)
     elif request.shape:

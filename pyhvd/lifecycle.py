@@ -136,12 +136,12 @@ def shutdown() -> None:
             leave(slot, None)
 
 
-def leave(slot: Slot, cause: BaseException | None) -> None:
-    """End a slot's context; ``cause`` is what this rank failed of, if it did."""
+def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()") -> None:
+    """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
     active, slot.context = slot.context, None
     assert active is not None
     process_sets.forget(active)
-    active.shutdown(cause)
+    active.shutdown(cause, how)
 
 
 def _at_exit() -> None:
@@ -150,7 +150,7 @@ def _at_exit() -> None:
     if slot.context is None:
         return
     cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    leave(slot, cause)
+    leave(slot, cause, "has ended")
 
 
 # -- process sets --------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class TensorQueue:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             names = {(e.process_set, e.request.name) for e in entries}
-            if len(names) < len(entries) or not names.isdisjoint(self._entries):
+            if len(names) < len(entries) or any(name in self._entries for name in names):
                 self._raise_duplicate(entries)
             for entry in entries:
                 self._entries[entry.process_set, entry.request.name] = entry

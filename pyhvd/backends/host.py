@@ -15,6 +15,7 @@ near 2**31.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -120,7 +121,7 @@ class HostBackend:
     ) -> None:
         """Reduce, and leave each rank its own rows; see :class:`~pyhvd.backends.base.Backend`."""
         item = info.itemsize
-        row = [int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes]
+        row = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
         largest = [max(part) for part in parts]
