@@ -1,0 +1,25 @@
+"""Entry of ``python -m pyhvd.run`` and ``pyhvdrun``: a rank under mpiexec, the launcher outside it."""
+
+from __future__ import annotations
+
+import sys
+
+from pyhvd.run.cli import parse
+from pyhvd.run.world import find_place
+
+
+def main() -> int:
+    """Run the command line in ``sys.argv``; return the exit code."""
+    place = find_place()
+    options = parse(sys.argv[1:], under_mpiexec=place is not None)
+    if place is not None:
+        from pyhvd.run.worker import run_rank
+
+        return run_rank(options, place)
+    from pyhvd.run.launcher import launch
+
+    return launch(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

