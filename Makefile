@@ -107,7 +107,7 @@ openmpi: .venv-openmpi/.done
 
 .venv-openmpi/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests under Open MPI)
-	$(call editable,[openmpi],test)
+	$(call editable,[openmpi],test --group examples)
 
 # No MPI in these two: what tests/unit covers must not need one.
 py313 py314t: py3%:

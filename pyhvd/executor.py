@@ -37,7 +37,7 @@ def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
     if info.kind == ErrorKind.RANK_FAILED:
         return RankFailedError(info.message, info.rank)
     if info.kind == ErrorKind.STALL:
-        return StallError(info.message, {name: sorted(info.per_rank)} if name else None)
+        return StallError(info.message, info.missing)
     return ShutDownError(info.message, info.rank)
 
 

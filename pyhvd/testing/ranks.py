@@ -74,43 +74,56 @@ def run_ranks(
     >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
     [3.0, 3.0, 3.0]
     """
-    worlds = ThreadWorlds(size, timeout)
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def play(rank: int) -> None:
-        slot = Slot()
-        slot.make_world = lambda: worlds.world(rank)
-        slot.overrides = dict(knobs or {})
-        cause: BaseException | None = None
-        with playing_rank(slot):
-            try:
-                if init:
-                    lifecycle.init()
-                results[rank] = function(*args)
-            except BaseException as exc:
-                errors[rank] = cause = exc
-            finally:
-                if slot.context is not None:
-                    lifecycle.leave(slot, cause)
-                elif cause is not None:
-                    worlds.abort()
-
-    threads = [threading.Thread(target=play, args=(r,), name=f"rank-{r}", daemon=True) for r in range(size)]
+    crew = _Crew(size, timeout, init, dict(knobs or {}))
+    threads = [
+        threading.Thread(target=crew.play, args=(r, function, args), name=f"rank-{r}", daemon=True)
+        for r in range(size)
+    ]
     for thread in threads:
         thread.start()
     until = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(until - time.monotonic(), 0.0))
     hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    errors = crew.errors
     if hung:
         stacks = _stacks()
-        worlds.abort()
+        crew.worlds.abort()
         raise RanksFailed(f"ranks {hung} have not ended within {timeout:g} s\n{stacks}", errors)
     if errors:
         rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], _SECONDARY), item[0]))
         raise RanksFailed(f"rank {rank} of {size} raised {type(error).__name__}: {error}", errors) from error
-    return [results[rank] for rank in range(size)]
+    return [crew.results[rank] for rank in range(size)]
+
+
+class _Crew:
+    """What the threads of one :func:`run_ranks` share."""
+
+    def __init__(self, size: int, timeout: float, init: bool, knobs: dict[str, Any]) -> None:
+        self.worlds = ThreadWorlds(size, timeout)
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, BaseException] = {}
+        self._init = init
+        self._knobs = knobs
+
+    def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Be one rank."""
+        slot = Slot()
+        slot.make_world = lambda: self.worlds.world(rank)
+        slot.overrides = self._knobs
+        cause: BaseException | None = None
+        with playing_rank(slot):
+            try:
+                if self._init:
+                    lifecycle.init()
+                self.results[rank] = function(*args)
+            except BaseException as exc:
+                self.errors[rank] = cause = exc
+            finally:
+                if slot.context is not None:
+                    lifecycle.leave(slot, cause)
+                elif cause is not None:
+                    self.worlds.abort()
 
 
 def _stacks() -> str:
