@@ -17,13 +17,20 @@ from dataclasses import dataclass
 
 from pyhvd.messages import Request, Response, iter_bits
 
+Group = tuple[str, int]
+
+
+def group_of(request: Request) -> Group | None:
+    """Return which grouped call a tensor belongs to: calls of one name and different sizes are different."""
+    return (request.group, request.group_size) if request.group else None
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
     """What a slot means: each set rank's request, and the response list that assigned it."""
 
     name: str
-    group: str
+    group: Group | None
     requests: tuple[Request, ...]
     since: int
 
@@ -42,7 +49,7 @@ class SlotTable:
         self.last_change = 0
         self._slots: dict[int, Slot] = {}
         self._by_name: dict[str, int] = {}
-        self._by_group: dict[str, int] = {}
+        self._by_group: dict[Group, int] = {}
         self._recency: OrderedDict[int, None] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
         self.evictions = 0
@@ -57,9 +64,16 @@ class SlotTable:
         """Return the slot that holds a tensor, or -1."""
         return self._by_name.get(name, -1)
 
-    def group_bits(self, group: str) -> int:
-        """Return the slots that hold members of a grouped call, as a bit vector."""
-        return self._by_group.get(group, 0)
+    def group_bits(self, group: Group | None) -> int:
+        """Return the slots that hold members of a grouped call, as a bit vector; size 0 is any size."""
+        if group is None:
+            return 0
+        if group[1]:
+            return self._by_group.get(group, 0)
+        anyone = 0
+        for (name, _), slots in self._by_group.items():
+            anyone |= slots if name == group[0] else 0
+        return anyone
 
     def touch(self, slots: Iterable[int]) -> None:
         """Mark slots as used just now."""
@@ -95,9 +109,9 @@ class SlotTable:
             return slot
         if old is not None:
             self._retire(slot, old, seq)
-        self._slots[slot] = new = Slot(name, requests[0].group, requests, seq)
+        self._slots[slot] = new = Slot(name, group_of(requests[0]), requests, seq)
         self._by_name[name] = slot
-        if new.group:
+        if new.group is not None:
             self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
         self._recency[slot] = None
         self._recency.move_to_end(slot)
@@ -136,7 +150,7 @@ class SlotTable:
 
     def _retire(self, slot: int, old: Slot, seq: int) -> None:
         del self._by_name[old.name]
-        if old.group:
+        if old.group is not None:
             left = self._by_group[old.group] & ~(1 << slot)
             if left:
                 self._by_group[old.group] = left

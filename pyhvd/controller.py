@@ -82,12 +82,12 @@ class Coordinator:
         """Return what every rank is to do next, or None while nothing is ready."""
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
-        oldest = min(self._seen)
         for set_id in sorted(self._sets):
             negotiation = self._sets.get(set_id)
             if negotiation is None:
                 continue
-            negotiation.cache.forget(oldest)
+            # Other ranks never send bits of this set, and may stay silent for ever.
+            negotiation.cache.forget(min(self._seen[rank] for rank in negotiation.ranks))
             if bits := negotiation.take_bits():
                 cached[set_id] = bits_to_bytes(bits)
             for response in negotiation.take_responses():

@@ -18,6 +18,7 @@ import sys
 import tempfile
 
 _RING = b"!"
+_LONGEST_MS = 2**31 - 1
 
 
 def host_id() -> str:
@@ -60,7 +61,7 @@ class Doorbell:
 
     def wait(self, timeout: float | None) -> bool:
         """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
-        milliseconds = None if timeout is None else max(int(timeout * 1000 + 0.999), 0)
+        milliseconds = None if timeout is None else min(max(int(timeout * 1000 + 0.999), 0), _LONGEST_MS)
         rung = bool(self._poll.poll(milliseconds))
         if rung:
             with contextlib.suppress(OSError):

@@ -1,8 +1,10 @@
 """Pure planner: which responses ride together.
 
-Every rank plans for itself, from the same list of responses and the same threshold, and so comes to the
-same plan. What rides together never changes a tensor's bits: the data path reduces each element in rank
-order, wherever in the buffer it lies.
+Every rank plans for itself. It sees the responses of its own process sets only, and only the errors meant
+for it; what rides together within a set therefore depends on nothing but that set's other responses, so that
+all its members come to the same plan. The batches of all sets run in the order of their first responses.
+What rides together never changes a tensor's bits: the data path reduces each element in rank order, wherever
+in the buffer it lies.
 
 Source of the rules: Horovod's FuseResponses (equal type, dtype, device, scales and op; look-ahead over
 responses that do not match, bounded by the threshold).
@@ -41,27 +43,33 @@ def plan(responses: Sequence[Response], threshold: int, groups_alone: bool = Fal
     Parameters
     ----------
     responses : sequence of Response
-        In the coordinator's order.
+        In the coordinator's order. Within a set nothing moves across a join, a barrier or a change of the
+        process sets. An error moves nothing and holds up nothing, as only some ranks hear of it.
     threshold : int
         Most bytes in a batch of several; 0 turns fusion off.
     groups_alone : bool
         Whether a grouped call's tensors ride only with each other.
     """
-    batches: list[list[Response]] = []
-    stretch: list[Response] = []
-    for response in responses:
-        if response.error is None and response.request.type in _TENSORS:
-            stretch.append(response)
-            continue
-        # Errors, join, barrier and process-set changes stay where they are: nothing moves across them.
+    batches: list[tuple[int, list[Response]]] = []
+    stretches: dict[int, list[tuple[int, Response]]] = {}
+    for place, response in enumerate(responses):
+        if response.error is not None:
+            batches.append((place, [response]))
+        elif response.request.type in _TENSORS:
+            stretches.setdefault(response.process_set, []).append((place, response))
+        else:
+            batches += _plan_stretch(stretches.pop(response.process_set, []), threshold, groups_alone)
+            batches.append((place, [response]))
+    for stretch in stretches.values():
         batches += _plan_stretch(stretch, threshold, groups_alone)
-        stretch = []
-        batches.append([response])
-    return batches + _plan_stretch(stretch, threshold, groups_alone)
+    return [batch for _, batch in sorted(batches, key=lambda each: each[0])]
 
 
-def _plan_stretch(stretch: list[Response], threshold: int, groups_alone: bool) -> list[list[Response]]:
-    batches: list[list[Response]] = []
+def _plan_stretch(
+    numbered: list[tuple[int, Response]], threshold: int, groups_alone: bool
+) -> list[tuple[int, list[Response]]]:
+    batches: list[tuple[int, list[Response]]] = []
+    stretch = [response for _, response in numbered]
     sizes = [response_bytes(response) for response in stretch]
     kinds = [_kind(response, groups_alone) for response in stretch]
     taken = [False] * len(stretch)
@@ -69,7 +77,7 @@ def _plan_stretch(stretch: list[Response], threshold: int, groups_alone: bool) -
         if taken[first]:
             continue
         batch = [response]
-        batches.append(batch)
+        batches.append((numbered[first][0], batch))
         if response.request.type not in FUSABLE or sizes[first] > threshold or not threshold:
             continue
         fused, skipped = sizes[first], 0

@@ -11,6 +11,7 @@ released, and read by others only after they have acquired it (or have seen ``_d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -86,7 +87,8 @@ class Handle:
         if self._done:
             return True
         self._flush()
-        if not self._latch.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+        longest = threading.TIMEOUT_MAX
+        if not self._latch.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), longest)):
             return False
         self._latch.release()
         return True
@@ -132,7 +134,9 @@ class Handle:
                 ended.set_result(None)
 
         def tell(_: Handle) -> None:
-            loop.call_soon_threadsafe(end)
+            # Where the loop has been closed, nobody awaits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(end)
 
         self._flush()
         self.add_done_callback(tell)

@@ -208,13 +208,23 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     active = context.current()
     _check_dynamic(active, "remove_process_set")
-    if process_set is global_process_set or process_set.process_set_id is None:
+    set_id = process_set.process_set_id
+    if process_set is global_process_set or set_id is None:
         return False
-    set_id, process_set.process_set_id = process_set.process_set_id, None
-    with Call(RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix="process_set.remove") as call:
-        call.add(None, None, ranks=(set_id,))
-        handle = call.submit()
-    handle.result()
+    # Before anything else, as another thread may be given the id for a new set.
+    process_set.process_set_id = None
+    ranks = active.process_sets.pop(set_id)
+    try:
+        with Call(
+            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix="process_set.remove"
+        ) as call:
+            call.add(None, None, ranks=(set_id,))
+            handle = call.submit()
+        handle.result()
+    except BaseException:
+        active.process_sets[set_id] = ranks
+        process_set.process_set_id = set_id
+        raise
     return True
 
 

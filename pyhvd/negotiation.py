@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pyhvd.cache import SlotTable
+from pyhvd.cache import Group, SlotTable, group_of
 from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response, iter_bits
 from pyhvd.validation import check, verb
 
@@ -41,14 +41,21 @@ class Entry:
 
 @dataclass(slots=True)
 class Refusal:
-    """A rank refused a tensor, or a grouped call: the others are told as they submit it.
+    """A tensor, or a grouped call, has failed already: ranks that have yet to submit it are told as they do.
+
+    Either a rank refused it, or it fell with the rest of its group.
 
     ``waiting`` holds, for each rank that has yet to submit all of it, how many tensors are still to come
-    (-1 where the rank has sent nothing yet).
+    (-1 where the rank has sent nothing yet). ``size`` is the grouped call's, 0 where that is not known.
     """
 
     error: ErrorInfo
     waiting: dict[int, int]
+    size: int = 0
+
+    def concerns(self, request: Request) -> bool:
+        """Return whether a request of the same key is meant: calls of one name may differ in size."""
+        return not (self.size and request.group_size) or self.size == request.group_size
 
 
 Key = tuple[str, str]
@@ -57,6 +64,12 @@ Key = tuple[str, str]
 def _key(request: Request) -> Key:
     """Return the unit of refusal: a grouped call as a whole, or one tensor."""
     return (request.group, "") if request.group else ("", request.name)
+
+
+def _keys(request: Request) -> tuple[Key, ...]:
+    """Return the refusals that concern a request; a refused group is named by the group alone."""
+    key = _key(request)
+    return (("", request.name), key) if request.group and not request.error else (key,)
 
 
 class Negotiation:
@@ -83,8 +96,8 @@ class Negotiation:
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
         self._table: dict[str, Entry] = {}
-        self._group_ready: dict[str, set[str]] = {}
-        self._groups: dict[str, set[str]] = {}
+        self._group_ready: dict[Group, set[str]] = {}
+        self._groups: dict[Group, set[str]] = {}
         self._refusals: dict[Key, list[Refusal]] = {}
         self._bits = dict.fromkeys(ranks, 0)
         self._bits_since: dict[int, float] = {}
@@ -96,7 +109,9 @@ class Negotiation:
         """Take one full request of a rank; ``seq`` is the number of the list being built."""
         self._seq = seq
         if request.type == RequestType.JOIN:
-            self._join(rank, now)
+            # A join that was refused is none, and can be called again.
+            if not request.error:
+                self._join(rank, now)
             return
         if self._told_of_refusal(rank, request):
             return
@@ -118,7 +133,8 @@ class Negotiation:
             assert meant is not None, f"rank {rank} sent slot {slot}, which held nothing as of list {seen}"
             request = meant.requests[self.ranks.index(rank)]
             current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
-            if not current or self.joined or self._is_tabled(request) or _key(request) in self._refusals:
+            refused = any(key in self._refusals for key in _keys(request))
+            if not current or self.joined or refused or self._is_tabled(request):
                 self.submit(rank, request, seq, now)
             else:
                 self._hold_bits(rank, 1 << slot, now)
@@ -134,10 +150,10 @@ class Negotiation:
                 return 0
         for slot in iter_bits(ready):
             group = self.cache[slot].group
-            if group:
-                members = self.cache.group_bits(group)
-                size = self.cache[slot].requests[0].group_size
-                if members & ready != members or members.bit_count() != size:
+            if group is not None:
+                members = self.cache.group_bits(group) & ready
+                # The cache may have lost a member, or hold one of an earlier call of this name.
+                if members.bit_count() != group[1]:
                     ready &= ~members
         for rank in self._bits:
             self._bits[rank] &= ~ready
@@ -188,16 +204,14 @@ class Negotiation:
         self._bits[rank] |= bits
 
     def _is_tabled(self, request: Request) -> bool:
-        return request.name in self._table or bool(request.group and request.group in self._groups)
+        return request.name in self._table or group_of(request) in self._groups
 
     def _spill(self, request: Request, now: float) -> None:
         """Turn bits back into requests for a tensor that one rank submits in full, and for its group."""
         slot = self.cache.slot_of(request.name)
-        slots = self.cache.group_bits(request.group) if request.group else 0
+        slots = self.cache.group_bits(group_of(request))
         if slot >= 0:
-            slots |= 1 << slot
-            if group := self.cache[slot].group:
-                slots |= self.cache.group_bits(group)
+            slots |= 1 << slot | self.cache.group_bits(self.cache[slot].group)
         for each in iter_bits(slots & self._any_bits()):
             self._spill_slot(each, now)
 
@@ -208,7 +222,10 @@ class Negotiation:
         for rank in holders:
             self._bits[rank] &= ~(1 << slot)
         for rank in holders:
-            self._add(rank, meant.requests[self.ranks.index(rank)], since)
+            request = meant.requests[self.ranks.index(rank)]
+            # While a group's bits are turned back one by one, the group may fail.
+            if not self._told_of_refusal(rank, request):
+                self._add(rank, request, since)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -220,8 +237,8 @@ class Negotiation:
             entry.deferred.append((rank, request))
             return
         entry.requests[rank] = request
-        if request.group:
-            self._groups.setdefault(request.group, set()).add(request.name)
+        if group := group_of(request):
+            self._groups.setdefault(group, set()).add(request.name)
         if len(entry.requests) + len(self.joined) >= len(self.ranks):
             self._settle(request.name, entry)
 
@@ -234,19 +251,20 @@ class Negotiation:
         if error is not None:
             self._fail_with_group(name, error)
             return
-        first = self._first(entry)
-        if not first.group:
+        group = group_of(self._first(entry))
+        if group is None:
             self._answer(name)
             self._drop((name,))
             return
-        ready = self._group_ready.setdefault(first.group, set())
+        ready = self._group_ready.setdefault(group, set())
         ready.add(name)
-        if len(ready) == first.group_size:
-            del self._group_ready[first.group]
+        if len(ready) == group[1]:
+            del self._group_ready[group]
             # The table keeps the order in which the group was first submitted.
-            for member in [n for n in self._table if n in ready]:
+            members = [n for n in self._table if n in ready]
+            for member in members:
                 self._answer(member)
-            self._drop(ready)
+            self._drop(members)
 
     def _first(self, entry: Entry) -> Request:
         return entry.requests[min(entry.requests)]
@@ -269,10 +287,11 @@ class Negotiation:
         gone = [self._table.pop(name) for name in names]
         for entry in gone:
             for request in entry.requests.values():
-                if request.group in self._groups:
-                    self._groups[request.group].discard(request.name)
-                    if not self._groups[request.group]:
-                        del self._groups[request.group]
+                group = group_of(request)
+                if group in self._groups:
+                    self._groups[group].discard(request.name)
+                    if not self._groups[group]:
+                        del self._groups[group]
         for entry in gone:
             for rank, request in entry.deferred:
                 self.submit(rank, request, self._seq, entry.since)
@@ -283,21 +302,31 @@ class Negotiation:
         for_ranks = tuple(sorted(entry.requests))
         self.responses.append(Response(self._first(entry), self.set_id, error=error, only=for_ranks))
 
-    def _fail_with_group(self, name: str, error: ErrorInfo) -> None:
-        """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit."""
-        groups = {r.group for r in self._table[name].requests.values() if r.group}
+    def _fail_with_group(self, name: str, error: ErrorInfo, refused: Iterable[str] = ()) -> None:
+        """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit.
+
+        ``refused`` are the tensors of whose fate the missing ranks learn by a refusal of theirs.
+        """
+        groups = {group for r in self._table[name].requests.values() if (group := group_of(r))}
         names = {name}.union(*(self._groups.get(group, ()) for group in groups))
         failed = [n for n in self._table if n in names]
         for member in failed:
             text = error.message if member == name else f"Its group failed with {name!r}: {error.message}"
-            self._fail(self._table[member], ErrorInfo(error.kind, text, error.rank, error.per_rank))
+            fault = ErrorInfo(error.kind, text, error.rank, error.per_rank)
+            entry = self._table[member]
+            self._fail(entry, fault)
+            # A rank whose own tensor of this name is still to come must not wait for the others.
+            missing = self._members - entry.requests.keys() - set(self.joined)
+            if missing and member not in refused:
+                refusal = Refusal(fault, dict.fromkeys(missing, -1))
+                self._refusals.setdefault(("", member), []).append(refusal)
         for group in groups:
             self._group_ready.pop(group, None)
         self._drop(failed)
 
     def _refuse(self, rank: int, request: Request) -> None:
         """A rank refused what the others submit, or will submit, under this name: tell them at once."""
-        names = self._groups.get(request.group, set()) if request.group else {request.name}
+        names = self._names_of(request)
         entries = [self._table[n] for n in self._table if n in names]
         mine = [entry for entry in entries if rank in entry.requests]
         if mine:
@@ -311,19 +340,30 @@ class Negotiation:
         told = {r for entry in entries for r in entry.requests}
         waiting = dict.fromkeys(self._members - {rank} - told - set(self.joined), -1)
         if waiting:
-            self._refusals.setdefault(_key(request), []).append(Refusal(error, waiting))
+            refusal = Refusal(error, waiting, request.group_size)
+            self._refusals.setdefault(_key(request), []).append(refusal)
         if entries:
-            self._fail_with_group(self._first(entries[0]).name, error)
+            self._fail_with_group(self._first(entries[0]).name, error, names)
+
+    def _names_of(self, refusal: Request) -> set[str]:
+        """Return the tensors in the table that a refusal is about."""
+        if not refusal.group:
+            return {refusal.name}
+        for (group, size), names in self._groups.items():
+            if group == refusal.group and refusal.group_size in (0, size):
+                return set(names)
+        return set()
 
     def _told_of_refusal(self, rank: int, request: Request) -> bool:
         """Answer a rank's request for what another rank has refused before."""
-        key = _key(request)
-        for refusal in self._refusals.get(key, ()):
-            if rank not in refusal.waiting:
+        pending = ((key, refusal) for key in _keys(request) for refusal in self._refusals.get(key, ()))
+        for key, refusal in pending:
+            if rank not in refusal.waiting or not refusal.concerns(request):
                 continue
             left = refusal.waiting[rank]
             # A rank that refuses a group as well says so once, whatever the group's size.
-            left = 0 if request.error else (left if left > 0 else max(request.group_size, 1)) - 1
+            whole = request.group_size if key[0] else 1
+            left = 0 if request.error else (left if left > 0 else whole) - 1
             refusal.waiting[rank] = left
             if not left:
                 self._forget_refusal(key, refusal, rank)

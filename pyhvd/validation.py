@@ -75,8 +75,8 @@ _NDIMS: Check = ("numbers of dimensions", lambda r: len(r.shape), lambda r: f"{l
 _TRAILING: Check = ("dimensions after the first", lambda r: r.shape[1:], lambda r: str(r.shape))
 _SCALES: tuple[Check, ...] = (
     ("prescale factors", lambda r: r.prescale, lambda r: f"{r.prescale!r}"),
-    ("reduce ops", lambda r: r.op, _op),
     ("postscale factors", lambda r: r.postscale, lambda r: f"{r.postscale!r}"),
+    ("reduce ops", lambda r: r.op, _op),
 )
 _LAST: tuple[Check, ...] = (
     ("root ranks", lambda r: r.root, lambda r: str(r.root)),

@@ -74,37 +74,44 @@ def run_ranks(
     >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
     [3.0, 3.0, 3.0]
     """
-    crew = _Crew(size, timeout, init, dict(knobs or {}))
-    threads = [
-        threading.Thread(target=crew.play, args=(r, function, args), name=f"rank-{r}", daemon=True)
-        for r in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(until - time.monotonic(), 0.0))
-    hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-    errors = crew.errors
-    if hung:
-        stacks = _stacks()
-        crew.worlds.abort()
-        raise RanksFailed(f"ranks {hung} have not ended within {timeout:g} s\n{stacks}", errors)
-    if errors:
-        rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], _SECONDARY), item[0]))
-        raise RanksFailed(f"rank {rank} of {size} raised {type(error).__name__}: {error}", errors) from error
-    return [crew.results[rank] for rank in range(size)]
+    return _Crew(size, timeout, init, dict(knobs or {})).run(function, args)
 
 
 class _Crew:
     """What the threads of one :func:`run_ranks` share."""
 
     def __init__(self, size: int, timeout: float, init: bool, knobs: dict[str, Any]) -> None:
+        self.size = size
+        self.timeout = timeout
         self.worlds = ThreadWorlds(size, timeout)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self._init = init
         self._knobs = knobs
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Start the ranks, wait for them, and return their results or raise the first error."""
+        size, timeout = self.size, self.timeout
+        threads = [
+            threading.Thread(target=self.play, args=(r, function, args), name=f"rank-{r}", daemon=True)
+            for r in range(size)
+        ]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        errors = self.errors
+        if hung:
+            stacks = _stacks()
+            self.worlds.abort()
+            raise RanksFailed(f"ranks {hung} have not ended within {timeout:g} s\n{stacks}", errors)
+        if errors:
+            rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], _SECONDARY), item[0]))
+            text = f"rank {rank} of {size} raised {type(error).__name__}: {error}"
+            raise RanksFailed(text, errors) from error
+        return [self.results[rank] for rank in range(size)]
 
     def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Be one rank."""
