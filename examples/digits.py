@@ -227,8 +227,11 @@ class Progress:
 
 
 def _terminal() -> TextIO | None:
-    """Return the user's terminal, to draw on. mpiexec makes stdout a pipe, but pyhvdrun hands stdin on."""
-    if sys.stdout.isatty():
+    """Return the user's terminal, to draw on. mpiexec makes stdout a pipe, but pyhvdrun hands stdin on.
+
+    Open MPI's mpiexec makes it a terminal of its own, whatever the output goes to: that one does not count.
+    """
+    if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
         return sys.stdout
     try:
         return open(os.ttyname(0), "w", encoding="utf-8")

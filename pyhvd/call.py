@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from pyhvd.messages import GLOBAL_SET, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
 from pyhvd.validation import describe_ranks, verb
+
+T = TypeVar("T")
 
 
 class Call:
@@ -181,6 +183,22 @@ class Call:
 
 def _completer(handle: Handle, part: int) -> Callable[[Any, BaseException | None], None]:
     return lambda result, error: handle.complete(part, result, error)
+
+
+def refusing(
+    kind: RequestType,
+    name: str | None,
+    process_set: ProcessSet,
+    prepare: Callable[[], T],
+    *,
+    grouped: bool = False,
+) -> T:
+    """Return ``prepare()``, the part of a call that comes before it; if that raises, the call is refused."""
+    try:
+        return prepare()
+    except Exception:
+        with Call(kind, name, process_set, grouped=grouped):
+            raise
 
 
 def target_like(source: TensorView, shape: tuple[int, ...]) -> TensorView:

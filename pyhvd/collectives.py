@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyhvd.arrays import Array, view, view_for_writing
-from pyhvd.call import Call, check_rows, check_splits, target_like
+from pyhvd.call import Call, check_rows, check_splits, refusing, target_like
 from pyhvd.compression import Compression, Compressor, compress_all, decompress_all
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
@@ -123,7 +123,8 @@ def allreduce(
     HorovodInternalError
         Another rank failed, or pyhvd was shut down.
     """
-    compressed, ctx = compression.compress(tensor)
+    kind = RequestType.ALLREDUCE
+    compressed, ctx = refusing(kind, name, process_set, lambda: compression.compress(tensor))
     handle = allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(handle.result(), ctx)
 
@@ -185,7 +186,10 @@ def grouped_allreduce(
 
     Takes and returns lists; otherwise as :func:`allreduce`. Member i of n is named ``<name>_<i>of<n>``.
     """
-    compressed, contexts = compress_all(compression, tensors)
+    kind = RequestType.ALLREDUCE
+    compressed, contexts = refusing(
+        kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
+    )
     handle = grouped_allreduce_async(
         compressed, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -251,7 +255,8 @@ def reducescatter(
     Rank r gets ``n // size`` rows, and one more if ``r < n % size``; possibly none. The shape must be the
     same on every rank and have a dimension 0. ``op`` is Average or Sum; otherwise as :func:`allreduce`.
     """
-    compressed, ctx = compression.compress(tensor)
+    kind = RequestType.REDUCESCATTER
+    compressed, ctx = refusing(kind, name, process_set, lambda: compression.compress(tensor))
     handle = reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(handle.result(), ctx)
 
@@ -279,7 +284,10 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several tensors as one unit; list in, list out; see :func:`reducescatter`."""
-    compressed, contexts = compress_all(compression, tensors)
+    kind = RequestType.REDUCESCATTER
+    compressed, contexts = refusing(
+        kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
+    )
     handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     return decompress_all(compression, handle.result(), contexts)
 

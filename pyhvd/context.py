@@ -114,6 +114,13 @@ class Context:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
             return f"{prefix}.{next(counter)}"
 
+    def admit(self, set_id: int, ranks: Ranks) -> None:
+        """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
+        with self._lock:
+            self.process_sets[set_id] = ranks
+            for key in [key for key in self._counters if key[0] == set_id]:
+                del self._counters[key]
+
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child, which has the context, but not its thread."""
         if os.getpid() != self._pid:

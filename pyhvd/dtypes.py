@@ -95,6 +95,7 @@ _ROWS = (
     DtypeInfo(Code.COMPLEX64, "complex64", 8, _COMPLEX_OPS),
     DtypeInfo(Code.COMPLEX128, "complex128", 16, _COMPLEX_OPS),
 )
+INTEGERS = frozenset(row.code for row in _ROWS if "int" in row.name)
 BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
 _BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
 # Asking numpy for a dtype's name takes microseconds. Entries are only ever added, and equal: no lock.

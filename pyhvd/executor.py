@@ -6,15 +6,17 @@ about. A rank that has joined has no entries, and takes part with neutral elemen
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from pyhvd.arrays import Array, TensorView, flat_bytes
 from pyhvd.backends.base import Backend
-from pyhvd.dtypes import BY_CODE, DtypeInfo, ReduceOp
+from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
 from pyhvd.errors import (
     HorovodInternalError,
     InternalError,
@@ -38,7 +40,7 @@ def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
         return RankFailedError(info.message, info.rank)
     if info.kind == ErrorKind.STALL:
         return StallError(info.message, info.missing)
-    return ShutDownError(info.message, info.rank)
+    return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
 
 
 class Executor:
@@ -237,9 +239,22 @@ def _sum_of(request: Request, size: int) -> tuple[ReduceOp, float]:
 
     Ranks that have joined count in the divisor.
     """
-    if request.op == ReduceOp.AVERAGE:
-        return ReduceOp.SUM, request.postscale / size
-    return ReduceOp(request.op), request.postscale
+    if request.op != ReduceOp.AVERAGE:
+        return ReduceOp(request.op), request.postscale
+    return ReduceOp.SUM, _quotient(request.postscale, size, request.dtype in INTEGERS)
+
+
+@functools.lru_cache(maxsize=256)
+def _quotient(postscale: float, size: int, exact: bool) -> float:
+    """Return postscale / size; with ``exact`` never nearer to zero than it is.
+
+    Integers are cut off after the multiplication: a factor of 1/49 that was rounded down would make the
+    average of 49 ones a 0.
+    """
+    factor = postscale / size
+    if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):
+        return math.nextafter(factor, math.copysign(math.inf, factor))
+    return factor
 
 
 def _sources(entries: Entries) -> list[TensorView | None]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from pyhvd import context
-from pyhvd.call import Call
+from pyhvd.call import refusing
 from pyhvd.collectives import allgather, broadcast, broadcast_
 from pyhvd.messages import RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set, members_of
@@ -38,9 +36,8 @@ def broadcast_object(
     name = _name(name, process_set)
     here = context.current().topology.rank == root_rank
     data = np.empty(0, np.uint8)
-    with _announced(RequestType.BROADCAST, f"{name}.sz", process_set):
-        if here:
-            data = _pickled(obj)
+    if here:
+        data = refusing(RequestType.BROADCAST, f"{name}.sz", process_set, lambda: _pickled(obj))
     size = broadcast(np.array(data.nbytes, np.int64), root_rank, f"{name}.sz", process_set)
     if not here:
         data = np.empty(int(size), np.uint8)
@@ -63,8 +60,7 @@ def allgather_object(
         Who takes part.
     """
     name = _name(name, process_set)
-    with _announced(RequestType.ALLGATHER, f"{name}.sz", process_set):
-        data = _pickled(obj)
+    data = refusing(RequestType.ALLGATHER, f"{name}.sz", process_set, lambda: _pickled(obj))
     sizes = allgather(np.array([data.nbytes], np.int64), f"{name}.sz", process_set)
     everything = allgather(data, f"{name}.t", process_set)
     ends = np.cumsum(sizes)
@@ -79,10 +75,3 @@ def _name(name: str | None, process_set: ProcessSet) -> str:
 
 def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)
-
-
-@contextlib.contextmanager
-def _announced(kind: RequestType, name: str, process_set: ProcessSet) -> Iterator[None]:
-    """Let the others know if this rank cannot pickle its object: they would wait for it."""
-    with Call(kind, name, process_set):
-        yield

@@ -157,11 +157,7 @@ def prepare(process_sets: Iterable[Any], world: Any, by_comm_allowed: bool) -> l
 
 def register(active: context.Context, process_set: ProcessSet, set_id: int) -> None:
     """Give a set its id, and let it be used; it loses the id when the context ends."""
-    active.process_sets[set_id] = tuple(process_set.ranks or ())
-    # The id may be another set's of before: its members' counts of unnamed tensors differ.
-    with active._lock:
-        for key in [key for key in active._counters if key[0] == set_id]:
-            del active._counters[key]
+    active.admit(set_id, tuple(process_set.ranks or ()))
     process_set.process_set_id = set_id
     _registered.setdefault(active, []).append(process_set)
 

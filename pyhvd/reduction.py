@@ -69,8 +69,8 @@ class Reduction:
 def _factor(which: str, value: float) -> float:
     try:
         factor = float(value)
-    except TypeError as exc:
-        raise ValueError(f"{which}_factor: {exc}") from None
+    except (TypeError, ValueError) as exc:
+        raise ValueError(f"{which}_factor={value!r} is not a number: {exc}") from None
     if not math.isfinite(factor):
         raise ValueError(f"{which}_factor={value!r} is not a finite number")
     return factor

@@ -188,7 +188,8 @@ def test_nothing_survives_the_job() -> None:
 
 def test_run_mpi_returns_code_and_output(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from mpi4py import MPI\nprint('size', MPI.COMM_WORLD.size)\n")
+    # One write per line: ranks share the pipe, and print() may write in pieces.
+    script.write_text("import os\nfrom mpi4py import MPI\nos.write(1, b'size %d\\n' % MPI.COMM_WORLD.size)\n")
     run = run_mpi(2, [sys.executable, str(script)])
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["size 2"] * 2

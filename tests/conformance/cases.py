@@ -1,0 +1,144 @@
+"""Conformance cases: plain functions that every rank of an initialised world calls, and the ways to run them.
+
+A case is written once and run twice: on ranks that are threads (:func:`on_threads`), and, many to a launch,
+under mpiexec (:func:`run_all`). After each case one more collective must work, whatever the case provoked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.context import current_slot, playing_rank
+from pyhvd.testing import run_ranks
+
+ALL = (1, 2, 3, 4)
+SEVERAL = (2, 3, 4)
+SECONDS = 12.0
+"""No wait in a case lasts longer: a hang is a failure that names the line."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case, and the numbers of ranks that it is for."""
+
+    name: str
+    body: Callable[[], None]
+    sizes: tuple[int, ...]
+
+    def __call__(self) -> None:
+        """Run the case on this rank, then see whether the world still works."""
+        self.body()
+        total = hvd.allreduce(np.arange(3), op=hvd.Sum, name=f"after {self.name}")
+        assert total.tolist() == [0, hvd.size(), 2 * hvd.size()], f"the collective after {self.name}"
+
+
+class Cases(list[Case]):
+    """The cases of one subject."""
+
+    def add(self, *sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        """Decorate a case; all rank counts where none is given."""
+
+        def decorate(body: Callable[[], None]) -> Callable[[], None]:
+            self.append(Case(body.__name__, body, sizes or ALL))
+            return body
+
+        return decorate
+
+    def add_each(
+        self, names: Iterable[str], *sizes: int
+    ) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
+        """Decorate a case of one parameter: one case for each of its values."""
+
+        def decorate(body: Callable[[str], None]) -> Callable[[str], None]:
+            for name in names:
+                self.append(
+                    Case(f"{body.__name__}-{name}", lambda name=name: body(name), sizes or ALL)  # type: ignore[misc]
+                )
+            return body
+
+        return decorate
+
+
+def each(cases: Cases, *sizes: int) -> pytest.MarkDecorator:
+    """Parametrise a test over cases and rank counts; the parameters are named ``case`` and ``size``."""
+    chosen = [(case, n) for case in cases for n in (sizes or ALL) if n in case.sizes]
+    ids = [f"{case.name}-{n}" for case, n in chosen]
+    return pytest.mark.parametrize(("case", "size"), chosen, ids=ids)
+
+
+def on_threads(case: Callable[[], Any], size: int, **knobs: Any) -> list[Any]:
+    """Run a case on ranks that are threads."""
+    return run_ranks(size, case, timeout=SECONDS, knobs=knobs or None)
+
+
+def run_all(cases: Iterable[Case]) -> None:
+    """Run all cases that this world has the ranks for; each prints its time, so that a hang is located."""
+    for case in cases:
+        if hvd.size() in case.sizes:
+            started = time.monotonic()
+            try:
+                case()
+            except BaseException as exc:
+                exc.add_note(f"in the conformance case {case.name} on rank {hvd.rank()} of {hvd.size()}")
+                raise
+            if hvd.rank() == 0:
+                print(f"{case.name}: {time.monotonic() - started:.2f} s", flush=True)
+
+
+def last() -> int:
+    """The rank that plays the odd one out."""
+    return hvd.size() - 1
+
+
+def is_last() -> bool:
+    """Whether this rank is the odd one out."""
+    return hvd.rank() == last()
+
+
+def raised(handle: hvd.Handle) -> BaseException | None:
+    """Return the error a handle ends with, in bounded time."""
+    return handle.exception(SECONDS)
+
+
+def outcome(call: Callable[[], Any]) -> BaseException | None:
+    """Call, wait for the handle if there is one, and return the error of either."""
+    try:
+        got = call()
+        if isinstance(got, hvd.Handle):
+            got.result(SECONDS)
+    except Exception as exc:
+        return exc
+    return None
+
+
+class Spawned:
+    """A thread that acts for the same rank; its error is raised by :meth:`join`."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        slot = current_slot()
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            with playing_rank(slot):
+                try:
+                    body()
+                except BaseException as exc:
+                    self._error = exc
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive(), "a thread of this rank has not ended"
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,185 @@
+"""Cases of join: uneven numbers of steps, every op with a joined rank, several rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.conformance.cases import SEVERAL, Cases, Spawned, is_last, last, outcome, raised
+from tests.conformance.oracle import DTYPES, OPS, SUMMABLE, inputs, reduced, rows, same
+
+CASES = Cases()
+
+
+@CASES.add()
+def uneven_steps() -> None:
+    """Rank r has r + 1 batches; the divisor stays the size of the world."""
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(2):
+        for step in range(rank + 1):
+            alive = [float(r + 1) for r in range(size) if r >= step]
+            mine = np.full(3, rank + 1.0)
+            assert np.allclose(hvd.allreduce(mine, name="grad"), sum(alive) / size)
+            assert hvd.allreduce(mine, name="sum", op=hvd.Sum)[0] == sum(alive)
+        assert hvd.join() == last()
+
+
+@CASES.add()
+def the_last_to_join_is_known_to_all() -> None:
+    for chosen in range(hvd.size()):
+        if hvd.rank() != chosen or hvd.size() == 1:
+            assert hvd.join() == chosen
+        else:
+            # The others have joined when this cannot run any more.
+            while True:
+                error = outcome(hvd.barrier)
+                if isinstance(error, hvd.MismatchError) and len(error.per_rank) == hvd.size() - 1:
+                    break
+            assert hvd.join() == chosen
+
+
+def _alone_after_joins() -> None:
+    """Return on the last rank once every other one has joined."""
+    while True:
+        error = outcome(hvd.barrier)
+        assert isinstance(error, hvd.MismatchError), repr(error)
+        if len(error.per_rank) == hvd.size() - 1:
+            return
+
+
+@CASES.add(*SEVERAL)
+def every_dtype_and_op_with_joined_ranks() -> None:
+    """Min, Max and Product are not polluted: what the joined ranks give is neutral."""
+    if is_last():
+        _alone_after_joins()
+        handles = []
+        for name, ops in OPS.items():
+            mine = inputs(name, (5, 2), 1, seed=4)
+            mine[0].reshape(-1)[0] = 0
+            for op in ops:
+                handles.append((name, op, mine, hvd.allreduce_async(mine[0], op=op)))
+                handles.append((name, op, mine, hvd.grouped_allreduce_async([mine[0]], op=op)))
+        for name, op, mine, handle in handles:
+            got = handle.result(30)
+            out = got[0] if isinstance(got, list) else got
+            same(out, reduced(op, mine, size=hvd.size()), f"{name} {op!r} with joined ranks")
+        own = inputs("float32", (4,), 1, seed=4)
+        want = reduced(hvd.Sum, own, 0.5, 3.0)
+        same(hvd.allreduce(own[0], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), want)
+    assert hvd.join() == last()
+
+
+@CASES.add(3, 4)
+def two_ranks_left() -> None:
+    """Joined and live ranks in one reduction, also the one that coordinates."""
+    size, rank = hvd.size(), hvd.rank()
+    live = (1, size - 1)
+    if rank in live:
+        for name in SUMMABLE:
+            parts = inputs(name, (6,), size, seed=2)
+            got = hvd.allreduce(parts[rank], name=f"two.{name}")
+            # Until the others have joined this waits for them, so exactly two ranks take part.
+            same(got, reduced(hvd.Average, [parts[r] for r in live], size=size), name)
+            gathered = hvd.allgather(parts[rank], name=f"two.g.{name}")
+            same(gathered, np.concatenate([parts[r] for r in live]), name)
+    assert hvd.join() in range(size)
+
+
+@CASES.add(*SEVERAL)
+def moving_ops_with_joined_ranks() -> None:
+    size = hvd.size()
+    if is_last():
+        _alone_after_joins()
+        for name in DTYPES:
+            (mine,) = inputs(name, (2 * size + 1, 2), 1, seed=5)
+            same(hvd.allgather(mine), mine, name)
+            same(hvd.grouped_allgather([mine, mine[:0], mine[:1]])[2], mine[:1], name)
+            same(hvd.broadcast(mine, last()), mine, name)
+            if name in SUMMABLE:
+                want = reduced(hvd.Sum, [mine])[rows(len(mine), size, last())]
+                same(hvd.reducescatter(mine, op=hvd.Sum), want, name)
+                same(hvd.grouped_reducescatter([mine, mine], op=hvd.Sum)[1], want, name)
+    assert hvd.join() == last()
+
+
+@CASES.add(*SEVERAL)
+def what_needs_everybody_fails_with_joined_ranks() -> None:
+    size = hvd.size()
+    if is_last():
+        _alone_after_joins()
+        calls = (
+            lambda: hvd.alltoall(np.zeros(size), name="needs"),
+            lambda: hvd.broadcast(np.zeros(2), 0, name="needs"),
+            hvd.barrier,
+        )
+        for call in calls:
+            error = outcome(call)
+            assert isinstance(error, hvd.MismatchError), repr(error)
+            assert error.per_rank.keys() == set(range(size - 1))
+            assert "join" in str(error)
+    assert hvd.join() == last()
+    assert hvd.alltoall(np.zeros(size), name="needs").tolist() == [0.0] * size
+
+
+@CASES.add(*SEVERAL)
+def pending_before_the_join() -> None:
+    """What a rank submitted before it joined is still its contribution."""
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(2):
+        handles = [hvd.allreduce_async(np.full(2, rank + i), op=hvd.Sum, name=f"p.{i}") for i in range(5)]
+        handles.append(hvd.allgather_async(np.array([rank]), name="p.g"))
+        assert hvd.join() in range(size)
+        for i in range(5):
+            assert handles[i].result(30).tolist() == [sum(r + i for r in range(size))] * 2
+        assert handles[5].result(30).tolist() == list(range(size))
+
+
+@CASES.add()
+def three_rounds_with_cached_names() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    for turn in range(3):
+        for step in range(4):
+            assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="round")[0] == size, (turn, step)
+        if rank == turn % size:
+            extra = hvd.allreduce(np.ones(2), op=hvd.Sum, name="round")
+            assert extra[0] == 1.0
+        hvd.join()
+
+
+@CASES.add(*SEVERAL)
+def a_joined_rank_submits_nothing() -> None:
+    """Another thread of a rank that waits in join() is told so."""
+    joined = Spawned(lambda: _check_last(hvd.join())) if not is_last() else None
+    if joined is not None:
+        error: BaseException | None = None
+        for _ in range(2000):
+            error = outcome(lambda: hvd.allreduce_async(np.ones(1), name="own").wait(0.01))
+            if isinstance(error, hvd.HorovodInternalError):
+                break
+        assert isinstance(error, hvd.HorovodInternalError), repr(error)
+        assert "joined" in str(error)
+        joined.join()
+    else:
+        _alone_after_joins()
+        assert hvd.join() == last()
+
+
+def _check_last(rank: int) -> None:
+    assert rank == last()
+
+
+@CASES.add(*SEVERAL)
+def mismatch_among_the_live() -> None:
+    if hvd.size() == 2:
+        return
+    if hvd.rank() == 0:
+        assert hvd.join() in range(hvd.size())
+        return
+    extent = 4 if is_last() else 3
+    error = raised(hvd.allreduce_async(np.ones(extent), name="live"))
+    assert isinstance(error, hvd.MismatchError), repr(error)
+    assert set(error.per_rank) == set(range(1, hvd.size()))
+    with pytest.raises(hvd.UnsupportedDtypeError):
+        hvd.allreduce(np.array(["a"]), name="live")
+    hvd.join()

@@ -1,0 +1,128 @@
+"""What the collectives must return, computed with numpy alone, bit by bit.
+
+Every rank can compute every rank's input, so nothing but the result needs to travel. The order of reduction
+is the ranks' order; float16 and bfloat16 are reduced in float32 and rounded once; integers wrap, and are
+truncated toward zero by factors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+
+Array = np.ndarray[Any, Any]
+Dtype = np.dtype[Any]
+
+BF16: Dtype = np.dtype(ml_dtypes.bfloat16)
+INFO: dict[str, DtypeInfo] = {row.name: row for row in BY_CODE.values()}
+DTYPES: dict[str, Dtype] = {name: BF16 if name == "bfloat16" else np.dtype(name) for name in INFO}
+OPS: dict[str, list[ReduceOp]] = {name: sorted(row.ops - {ReduceOp.ADASUM}) for name, row in INFO.items()}
+SUMMABLE = [name for name in INFO if ReduceOp.SUM in OPS[name]]
+SCALABLE = [name for name, row in INFO.items() if row.scalable]
+SHAPES: tuple[tuple[int, ...], ...] = ((5,), (3, 4), (), (0,), (2, 0, 3), (1, 7, 2), (33,))
+_HALVES = (Code.FLOAT16, Code.BFLOAT16)
+
+
+def values(name: str, shape: Sequence[int], rank: int, seed: int = 0) -> Array:
+    """Return one rank's input: the whole range of integers, so that sums wrap; floats of many magnitudes."""
+    dtype, shape = DTYPES[name], tuple(shape)
+    rng = np.random.default_rng([seed, rank, int(INFO[name].code), *shape])
+    if dtype.kind == "b":
+        return np.asarray(rng.integers(0, 2, shape)).astype(bool)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return np.asarray(rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True))
+    spread = 10.0 ** rng.uniform(-2, 2, shape)
+    real = np.asarray(rng.normal(size=shape) * spread)
+    if dtype.kind == "c":
+        real = real + 1j * np.asarray(rng.normal(size=shape) * spread)
+    return np.asarray(real).astype(dtype)
+
+
+def inputs(name: str, shape: Sequence[int], size: int, seed: int = 0) -> list[Array]:
+    """Return every rank's input."""
+    return [values(name, shape, rank, seed) for rank in range(size)]
+
+
+def _real(array: Array) -> Array:
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
+
+
+def scaled(array: Array, factor: float) -> Array:
+    """Apply a factor by the rules of N1."""
+    if factor == 1.0:
+        return array
+    if array.dtype.kind in "iu":
+        low, high = int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max)
+        # float64 first, as the rule has it; Python's int() truncates toward zero.
+        products = (array.astype(np.float64) * factor).tolist()
+        return np.array([min(max(int(x), low), high) for x in products], array.dtype)
+    if INFO[array.dtype.name].code in _HALVES:
+        return scaled(array.astype(np.float32), factor).astype(array.dtype)
+    real = _real(array)
+    product: Array = real * real.dtype.type(factor)
+    return product.view(array.dtype)
+
+
+def _combined(op: ReduceOp, x: Array, y: Array) -> Array:
+    if op is ReduceOp.MIN:
+        return np.minimum(x, y)
+    if op is ReduceOp.MAX:
+        return np.maximum(x, y)
+    if op is not ReduceOp.PRODUCT:
+        return np.asarray(x + y)
+    if x.dtype.kind == "c":
+        pair = [x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real]
+        return np.stack(pair, axis=-1).reshape(-1).view(x.dtype)
+    return np.asarray(x * y)
+
+
+def reduced(
+    op: ReduceOp, parts: Sequence[Array], prescale: float = 1.0, postscale: float = 1.0, size: int = 0
+) -> Array:
+    """Return what every rank must get; ``size`` is the divisor where some ranks have joined."""
+    dtype, shape = parts[0].dtype, parts[0].shape
+    half = INFO[dtype.name].code in _HALVES
+    wide = np.dtype(np.float32) if half else dtype
+    with np.errstate(all="ignore"):
+        flat = [scaled(part.reshape(-1), prescale).astype(wide) for part in parts]
+        total = flat[0]
+        for part in flat[1:]:
+            total = _combined(op, total, part)
+        factor = postscale / (size or len(parts)) if op is ReduceOp.AVERAGE else postscale
+        return scaled(total, factor).astype(dtype).reshape(shape)
+
+
+def rows(extent: int, size: int, rank: int) -> slice:
+    """Return the rows of dimension 0 that a rank gets of a reducescatter."""
+    counts = [extent // size + (r < extent % size) for r in range(size)]
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def exchanged(parts: Sequence[Array], splits: Sequence[Sequence[int]], rank: int) -> Array:
+    """Return what a rank must get of an alltoall; ``splits[r]`` is what rank r was given."""
+    blocks = []
+    for part, counts in zip(parts, splits, strict=True):
+        starts = list(itertools.accumulate(counts, initial=0))
+        blocks.append(part[starts[rank] : starts[rank + 1]])
+    return np.concatenate(blocks)
+
+
+def same(got: Any, want: Array, what: str = "") -> None:
+    """Compare type, dtype, shape and bits."""
+    assert isinstance(got, np.ndarray), f"{what}: got a {type(got).__name__}"
+    assert got.dtype == want.dtype, f"{what}: got {got.dtype}, want {want.dtype}"
+    assert got.shape == want.shape, f"{what}: got shape {got.shape}, want {want.shape}"
+    if got.tobytes() != want.tobytes():
+        wrong = np.flatnonzero(got.reshape(-1) != want.reshape(-1))[:5]
+        raise AssertionError(
+            f"{what}: {wrong.size} or more wrong, at {wrong}:"
+            f" got {got.reshape(-1)[wrong]}, want {want.reshape(-1)[wrong]}"
+        )

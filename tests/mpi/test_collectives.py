@@ -1,0 +1,65 @@
+"""Every verb, dtype and array kind under mpiexec; many cases to a launch."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+import pyhvd as hvd
+from tests.conformance import kinds_of_arrays, movements, reductions
+from tests.conformance.cases import run_all
+from tests.conformance.oracle import exchanged, inputs, reduced, same
+from tests.mpi.harness import on_ranks
+
+
+@on_ranks(1, 2, 3, 4, timeout=60)
+def test_reductions() -> None:
+    hvd.init()
+    run_all(reductions.CASES)
+
+
+@on_ranks(1, 2, 4, timeout=60)
+def test_movements_and_arrays() -> None:
+    hvd.init()
+    run_all([*movements.CASES, *kinds_of_arrays.CASES])
+
+
+@on_ranks(3, timeout=60)
+def test_small_windows_and_small_messages() -> None:
+    """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
+    from pyhvd.backends import host, mpi
+
+    host.CHUNK, host.FLAT, mpi.LARGEST = 24, 0, 8
+    hvd.init()
+    chosen: tuple[str, ...] = ("every_dtype_and_op-allreduce_async", "layouts-column")
+    chosen += ("every_dtype_and_op-grouped_allreduce_async_",)
+    chosen += ("every_dtype_scattered-grouped_reducescatter_async", "every_dtype_gathered-allgather_async")
+    chosen += ("every_dtype_gathered-grouped_allgather_async", "every_dtype_broadcast-broadcast_async_")
+    chosen += ("every_dtype_exchanged-uneven", "every_dtype_exchanged-from one", "layouts-transposed")
+    cases = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
+    assert len({case.name for case in cases} & set(chosen)) == len(chosen)
+    run_all([case for case in cases if case.name in chosen])
+    mpi.LARGEST = 1000
+    size, rank = hvd.size(), hvd.rank()
+    parts = inputs("float64", (1201,), size)
+    same(
+        hvd.allgather(parts[rank][: 400 * rank + 1]),
+        np.concatenate([p[: 400 * r + 1] for r, p in enumerate(parts)]),
+    )
+    same(hvd.broadcast(parts[rank], 2), parts[2])
+    splits = [[(400 * (r + k)) % 1200 // 3 for k in range(size)] for r in range(size)]
+    same(hvd.alltoall(parts[rank], splits[rank])[0], exchanged(parts, splits, rank))
+    same(hvd.allreduce(parts[rank], op=hvd.Sum), reduced(hvd.Sum, parts))
+
+
+@on_ranks(2)
+def test_average_is_deprecated() -> None:
+    hvd.init()
+    for average, want in ((True, 1.5), (False, 3.0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = hvd.allreduce(np.array([1.0 + hvd.rank()]), average=average)
+        assert got.tolist() == [want]
+        assert [each.category for each in caught] == [DeprecationWarning]
+        assert caught[0].filename == __file__

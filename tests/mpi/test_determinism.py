@@ -1,0 +1,36 @@
+"""Same input, same bits: alone or fused, whatever the settings, on processes and on threads."""
+
+from __future__ import annotations
+
+import os
+
+import pyhvd as hvd
+from pyhvd.testing import run_ranks
+from tests.conformance import determinism
+from tests.conformance.cases import run_all
+from tests.mpi.harness import on_ranks
+
+SETTINGS = (
+    {"PYHVD_FUSION_THRESHOLD": "0"},
+    {"PYHVD_FUSION_THRESHOLD": "3000"},
+    {"PYHVD_CACHE_CAPACITY": "0"},
+    {"PYHVD_DISABLE_GROUP_FUSION": "1", "PYHVD_CYCLE_TIME": "0"},
+)
+
+
+@on_ranks(3, 4, timeout=60)
+def test_bits() -> None:
+    hvd.init()
+    run_all(determinism.CASES)
+    rank, size = hvd.rank(), hvd.size()
+    want = determinism.digests()
+    assert determinism.digests() == want
+    # The world of threads: another carrier, the same bits.
+    assert run_ranks(size, determinism.digests, timeout=30)[rank] == want
+    for env in SETTINGS:
+        hvd.shutdown()
+        os.environ.update(env)
+        hvd.init()
+        assert determinism.digests() == want, env
+        for name in env:
+            del os.environ[name]

@@ -1,0 +1,136 @@
+"""When something breaks nobody hangs, and the cause shows: uncaught errors, no memory, a broken carrier."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.conformance.cases import is_last, last, outcome
+from tests.mpi.harness import on_ranks, run_function, run_mpi
+from tests.mpi.launch import ROOT
+
+WITHIN_S = 12.0
+
+RAISING = """
+import numpy as np, pyhvd as hvd, sys
+hvd.init()
+assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
+if hvd.rank() == {bad}:
+    raise KeyError("the root cause")
+try:
+    {call}
+except hvd.RankFailedError as exc:
+    sys.stderr.write(f"rank {{hvd.rank()}} learned: {{exc}} ({{exc.rank}})\\n")
+    sys.stderr.flush()
+    raise
+"""
+CALLS = {
+    "waiting": "hvd.allreduce(np.ones(3), name='waits')",
+    "joined": "hvd.join()",
+    "submitting later": "import time; time.sleep(0.5); hvd.barrier()",
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "call"), [(0, "waiting"), (1, "waiting"), (1, "joined"), (0, "submitting later")]
+)
+def test_uncaught_exception_under_plain_mpiexec(tmp_path: Path, call: str, bad: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RAISING.format(bad=bad, call=CALLS[call]))
+    run = run_mpi(3, [sys.executable, str(script)], env={"PYTHONPATH": str(ROOT)})
+    assert not run.timed_out, run.stderr
+    assert run.returncode != 0
+    assert run.seconds < WITHIN_S
+    assert "KeyError: 'the root cause'" in run.stderr
+    told = [line for line in run.stderr.splitlines() if "learned: " in line]
+    # mpiexec may end the job before the last rank has got its line out, but not before all have.
+    assert told, run.stderr
+    for line in told:
+        assert f"rank {bad} failed: KeyError: 'the root cause' ({bad})" in line
+
+
+class _NoMemory:
+    """numpy, without memory for an output of seven rows."""
+
+    def __init__(self) -> None:
+        self.full = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Allocate, or not."""
+        if self.full and shape and shape[0] == 7 * hvd.size():
+            raise MemoryError("no room")
+        return np.empty(shape, dtype)
+
+
+@on_ranks(2, 4)
+def test_no_memory_for_an_output_on_one_rank() -> None:
+    from pyhvd import executor
+
+    hvd.init()
+    allocator = _NoMemory()
+    if is_last():
+        vars(executor)["np"] = allocator
+    for verb in (hvd.allgather, hvd.alltoall):
+        rows = np.ones((7 * (hvd.size() if verb is hvd.alltoall else 1), 2))
+        for _ in range(2):
+            allocator.full = True
+            good = hvd.allgather_async(np.ones(2), name="beside")
+            error = outcome(lambda verb=verb, rows=rows: verb(rows, name="large"))  # type: ignore[misc]
+            assert isinstance(error, hvd.RankFailedError), repr(error)
+            assert error.rank == last()
+            assert "no memory" in str(error)
+            assert "large" in str(error)
+            assert isinstance(error.__cause__, MemoryError) == is_last()
+            good.exception(10)
+            hvd.barrier()
+            allocator.full = False
+            assert verb(rows, name="large").shape == (7 * hvd.size(), 2)
+            hvd.barrier()
+
+
+def _broken_carrier() -> None:
+    from pyhvd.backends.mpi import MpiFabric
+
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the wire is cut")
+
+        setattr(MpiFabric, "allgather", broken)  # noqa: B010 - mypy refuses the assignment
+    error = outcome(lambda: hvd.allreduce(np.ones(2), name="cut"))
+    assert hvd.rank() == 1, "the other ranks are inside MPI, and cannot be reached"
+    assert isinstance(error, hvd.InternalError), repr(error)
+    assert "the wire is cut" in str(error)
+    assert "cut" in str(error)
+    assert isinstance(outcome(hvd.barrier), hvd.HorovodInternalError)
+    hvd.shutdown()
+
+
+def test_a_broken_carrier_ends_the_job() -> None:
+    """Its rank gets an error; shutting down there ends the ranks that are caught inside MPI."""
+    report = run_function(2, _broken_carrier, timeout=20)
+    assert report.seconds < WITHIN_S, report.text
+    assert not report.timed_out, report.text
+    assert report.returncode != 0
+    assert "the wire is cut" in report.output
+
+
+def test_an_error_of_any_class_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = RAISING.format(bad=1, call=CALLS["waiting"])
+    script.write_text(
+        text.replace('KeyError("the root cause")', "type('Odd', (Exception,), {})('caf\\u00e9')")
+    )
+    run = run_mpi(2, [sys.executable, str(script)], env={"PYTHONPATH": str(ROOT)})
+    assert run.returncode not in (0, None), run.stderr
+    assert "rank 0 learned: rank 1 failed: Odd: caf" in run.stderr

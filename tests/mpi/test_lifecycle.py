@@ -1,0 +1,134 @@
+"""Coming and going under mpiexec; fork; what is left at the interpreter's exit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.conformance.cases import SECONDS, outcome
+from tests.conformance.endings import ENDINGS
+from tests.mpi.harness import on_ranks, run_mpi
+from tests.mpi.launch import ROOT
+
+
+@on_ranks(2, 4, timeout=60)
+def test_endings() -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    for ending in ENDINGS.values():
+        ending(world.Get_rank(), world.Get_size())
+        assert not hvd.is_initialized(), ending.__name__
+        world.Barrier()
+        if world.Get_rank() == 0:
+            print(ending.__name__, flush=True)
+    assert not MPI.Is_finalized()
+
+
+def _in_child() -> int:
+    """Return what is wrong in a forked child, as an exit code."""
+    calls: tuple[Callable[[], Any], ...] = (
+        hvd.rank,
+        hvd.init,
+        hvd.barrier,
+        lambda: hvd.allreduce(np.ones(1)),
+        lambda: hvd.broadcast_object(1),
+    )
+    for code, call in enumerate(calls, 1):
+        error = outcome(call)
+        if not isinstance(error, hvd.NotInitializedError) or "fork" not in str(error):
+            print("child:", code, repr(error), flush=True)
+            return code
+    if hvd.is_initialized():
+        return 90
+    hvd.shutdown()
+    return 0
+
+
+@on_ranks(2, timeout=60)
+def test_fork() -> None:
+    """A forked child cannot use pyhvd and is told so; its parent goes on, also while the child lives."""
+    hvd.init()
+    pending = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="before the fork") if hvd.rank() else None
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = _in_child()
+        finally:
+            os._exit(code)
+    if pending is None:
+        pending = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="before the fork")
+    assert pending.result(SECONDS).tolist() == [2.0, 2.0]
+    for step in range(50):
+        assert hvd.allreduce(np.full(2, step), op=hvd.Sum, name="while").tolist() == [2 * step] * 2
+    until = time.monotonic() + SECONDS
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        assert time.monotonic() < until, "the child hangs"
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+
+
+@on_ranks(2, cleanup=False)
+def test_leaving_without_shutdown() -> None:
+    """The interpreter's exit shuts down."""
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
+
+
+@on_ranks(2)
+def test_topology() -> None:
+    from mpi4py import MPI
+
+    hvd.init()
+    world = MPI.COMM_WORLD
+    assert (hvd.rank(), hvd.size()) == (world.rank, world.size)
+    assert (hvd.local_rank(), hvd.local_size()) == (world.rank, world.size)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert hvd.mpi_threads_supported() == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+    # The program's own messages and pyhvd's do not meet.
+    handles = [hvd.allreduce_async(np.full(1000, i), op=hvd.Sum, name=f"mixed.{i}") for i in range(20)]
+    assert world.allreduce(1) == world.size
+    assert [handle.result(SECONDS)[0] for handle in handles] == [i * world.size for i in range(20)]
+
+
+SCRIPTS = {
+    "exit while the other one waits": (
+        "import sys, numpy as np, pyhvd as hvd\n"
+        "hvd.init()\n"
+        "if hvd.rank() == 1: sys.exit(0)\n"
+        "try:\n    hvd.allreduce(np.ones(1), name='left alone')\n"
+        "except hvd.ShutDownError as exc: print('told', exc.rank, flush=True)\n"
+    ),
+    "pending at the end": (
+        "import numpy as np, pyhvd as hvd\n"
+        "hvd.init()\n"
+        "h = hvd.allreduce_async(np.ones(1), name='never') if hvd.rank() == 0 else None\n"
+        "hvd.barrier()\n"
+        "hvd.shutdown()\n"
+        "if h is not None: print('told', h.exception().rank >= 0, flush=True)\n"
+    ),
+    "an error that nobody looks at": (
+        "import numpy as np, pyhvd as hvd\n"
+        "hvd.init()\n"
+        "hvd.allreduce_async(np.ones(2 + hvd.rank()), name='bad')\n"
+        "hvd.barrier()\n"
+        "if hvd.rank() == 0: print('told', True, flush=True)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_clean_exits(name: str) -> None:
+    run = run_mpi(2, [sys.executable, "-c", SCRIPTS[name]], env={"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() in ("told 1", "told True")

@@ -1,0 +1,121 @@
+"""Process sets under mpiexec: static, dynamic, and made of communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.conformance import sets
+from tests.conformance.cases import run_all
+from tests.mpi.harness import on_ranks
+
+
+def _use_all(given: list[hvd.ProcessSet]) -> None:
+    for each in given:
+        assert each.ranks is not None
+        if hvd.rank() in each.ranks:
+            sets.every_verb_in(each.ranks, each)
+        else:
+            sets.check_outsider(each)
+    hvd.barrier()
+
+
+@on_ranks(2, 4, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, timeout=60)
+def test_dynamic() -> None:
+    hvd.init()
+    run_all(sets.DYNAMIC)
+
+
+WRONG: dict[str, Callable[[int], list[list[int]]]] = {
+    "world": lambda rank: [[0, 1, 2, 3]],
+    "twice": lambda rank: [[0], [0]],
+    "beyond": lambda rank: [[0, 4]],
+    "differ": lambda rank: [[rank]],
+    "fewer": lambda rank: [[0]] * (rank == 2),
+    "one refuses": lambda rank: [[0], [99 if rank == 3 else 1]],
+}
+
+
+@on_ranks(4, timeout=60)
+def test_static_sets_and_failed_inits() -> None:
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.Get_rank()
+    for kind, wrong in WRONG.items():
+        bad = [hvd.ProcessSet(ranks) for ranks in wrong(rank)]
+        with pytest.raises(ValueError, match=r"process set|there are only ranks"):
+            hvd.init(process_sets=bad)
+        assert not hvd.is_initialized(), kind
+        assert [each.process_set_id for each in bad] == [None] * len(bad)
+        with pytest.raises(NotImplementedError, match="comm"):
+            hvd.init(process_sets=[hvd.ProcessSet(MPI.COMM_SELF)])
+        static = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [1, 2, 3], [3])]
+        hvd.init(process_sets=static)
+        assert [each.process_set_id for each in static] == [1, 2, 3], kind
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
+        if kind in ("world", "one refuses"):
+            _use_all(static)
+        with pytest.raises(ValueError, match="DYNAMIC_PROCESS_SETS"):
+            hvd.add_process_set([0])
+        hvd.shutdown()
+
+
+@on_ranks(4, timeout=60)
+def test_sets_of_communicators() -> None:
+    """The halves of one split become two sets; each rank knows its own."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    for color in (world.rank % 2, world.rank // 2):
+        half = world.Split(color, world.rank)
+        mine = hvd.ProcessSet(half)
+        assert [mine.ranks, mine.process_set_id] == [None, None]
+        hvd.init(comm=world, process_sets=[mine])
+        members = half.allgather(world.rank)
+        assert mine.ranks == members
+        assert [mine.process_set_id] == [1 if 0 in members else 2]
+        assert "communicator" in repr(mine)
+        sets.every_verb_in(members, mine)
+        hvd.barrier()
+        hvd.shutdown()
+        assert mine.process_set_id is None
+        half.Free()
+    same = world.Dup()
+    with pytest.raises(ValueError, match="duplicate of the global"):
+        hvd.init(comm=world, process_sets=[hvd.ProcessSet(same)])
+    same.Free()
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
+
+
+@on_ranks(4, timeout=60)
+def test_init_with_some_of_the_ranks() -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    members = [1, 3] if world.rank % 2 else [0, 2]
+    for ranks in (members, members[::-1], np.array(members).tolist()):
+        hvd.init(comm=ranks)
+        assert (hvd.rank(), hvd.size()) == (world.rank // 2, 2)
+        assert hvd.allgather(np.array([world.rank])).tolist() == members
+        hvd.shutdown()
+    part = world.Split(world.rank > 0, -world.rank)
+    hvd.init(comm=part)
+    assert (hvd.rank(), hvd.size()) == (part.rank, part.size)
+    # The communicator was duplicated: the program may use, and free, its own.
+    assert part.allreduce(1) == part.size
+    part.Free()
+    if world.rank:
+        assert hvd.allgather(np.array([world.rank])).tolist() == [3, 2, 1]
+    hvd.shutdown()
+    for wrong in ([0, 0], [-1], [99], [], "01", 5, MPI.COMM_NULL, ["a"]):
+        with pytest.raises(ValueError, match=r"rank|comm|process set"):
+            hvd.init(comm=wrong)
+        assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=f"rank {world.rank} calls init"):
+        hvd.init(comm=[r for r in range(4) if r != world.rank])
+    hvd.init()
+    assert hvd.size() == 4
