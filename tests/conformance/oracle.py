@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -95,7 +96,10 @@ def reduced(
         total = flat[0]
         for part in flat[1:]:
             total = _combined(op, total, part)
-        factor = postscale / (size or len(parts)) if op is ReduceOp.AVERAGE else postscale
+        divisor = (size or len(parts)) if op is ReduceOp.AVERAGE else 1
+        factor = postscale / divisor
+        if dtype.kind in "iu" and abs(Fraction(factor) * divisor) < abs(Fraction(postscale)):
+            factor = float(np.nextafter(factor, np.copysign(np.inf, factor)))  # exact quotients stay whole
         return scaled(total, factor).astype(dtype).reshape(shape)
 
 
