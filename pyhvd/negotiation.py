@@ -108,6 +108,10 @@ class Negotiation:
     def submit(self, rank: int, request: Request, seq: int, now: float) -> None:
         """Take one full request of a rank; ``seq`` is the number of the list being built."""
         self._seq = seq
+        self._take(rank, request, now)
+        self._excuse_joined()
+
+    def _take(self, rank: int, request: Request, now: float) -> None:
         if request.type == RequestType.JOIN:
             # A join that was refused is none, and can be called again.
             if not request.error:
@@ -222,10 +226,7 @@ class Negotiation:
         for rank in holders:
             self._bits[rank] &= ~(1 << slot)
         for rank in holders:
-            request = meant.requests[self.ranks.index(rank)]
-            # While a group's bits are turned back one by one, the group may fail.
-            if not self._told_of_refusal(rank, request):
-                self._add(rank, request, since)
+            self._add(rank, meant.requests[self.ranks.index(rank)], since)
 
     # -- the table -----------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class Negotiation:
                         del self._groups[group]
         for entry in gone:
             for rank, request in entry.deferred:
-                self.submit(rank, request, self._seq, entry.since)
+                self._take(rank, request, entry.since)
 
     # -- errors --------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class Negotiation:
             rank,
         )
         told = {r for entry in entries for r in entry.requests}
-        waiting = dict.fromkeys(self._members - {rank} - told - set(self.joined), -1)
+        waiting = dict.fromkeys(self._members - {rank} - told, -1)
         if waiting:
             refusal = Refusal(error, waiting, request.group_size)
             self._refusals.setdefault(_key(request), []).append(refusal)
@@ -379,18 +380,23 @@ class Negotiation:
             if not self._refusals[key]:
                 del self._refusals[key]
 
+    def _excuse_joined(self) -> None:
+        """Joined ranks need not be told of refusals; those of theirs that were deferred came before."""
+        for rank in self.joined if self._refusals else ():
+            for key, refusals in list(self._refusals.items()):
+                for refusal in list(refusals):
+                    self._forget_refusal(key, refusal, rank)
+
     # -- join ----------------------------------------------------------------------------------------
 
     def _join(self, rank: int, now: float) -> None:
         self.joined.append(rank)
         for slot in iter_bits(self._any_bits()):
             self._spill_slot(slot, now)
-        for key, refusals in list(self._refusals.items()):
-            for refusal in list(refusals):
-                self._forget_refusal(key, refusal, rank)
         for name, entry in list(self._table.items()):
             if self._table.get(name) is entry:
                 self._settle(name, entry)
+        self._excuse_joined()
         if len(self.joined) == len(self.ranks):
             last, self.joined = self.joined[-1], []
             self.responses.append(Response(Request(RequestType.JOIN, "join"), self.set_id, value=last))

@@ -1,0 +1,156 @@
+"""Configuration: every knob, both prefixes, the notices, and what is said of a value that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from pyhvd.config import SHARED, Config
+from pyhvd.errors import ConfigError
+
+GOOD: dict[str, tuple[str, str, Any]] = {
+    "fusion_threshold": ("FUSION_THRESHOLD", "1048576", 1048576),
+    "cycle_time_ms": ("CYCLE_TIME", "2.5", 2.5),
+    "cache_capacity": ("CACHE_CAPACITY", "0", 0),
+    "disable_group_fusion": ("DISABLE_GROUP_FUSION", "1", True),
+    "dynamic_process_sets": ("DYNAMIC_PROCESS_SETS", "true", True),
+    "stall_check_disable": ("STALL_CHECK_DISABLE", "yes", True),
+    "stall_check_time_seconds": ("STALL_CHECK_TIME_SECONDS", "1e1", 10.0),
+    "stall_shutdown_time_seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "90", 90.0),
+    "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
+    "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
+    "log_hide_time": ("LOG_HIDE_TIME", "True", True),
+    "controller": ("CONTROLLER", "MPI", "mpi"),
+    "cpu_operations": ("CPU_OPERATIONS", "mpi", "mpi"),
+}
+each_knob = pytest.mark.parametrize("knob", GOOD)
+
+
+def test_the_table_here_is_complete() -> None:
+    assert list(GOOD) == [k.name for k in dataclasses.fields(Config)]
+    assert [GOOD[k.name][0] for k in dataclasses.fields(Config)] == [
+        k.metadata["suffix"] for k in dataclasses.fields(Config)
+    ]
+
+
+def test_defaults_are_horovods() -> None:
+    config, notices = Config.from_env({})
+    assert notices == []
+    assert config == Config()
+    assert (config.fusion_threshold, config.cycle_time_ms, config.cache_capacity) == (128 * 2**20, 1.0, 1024)
+    assert (config.stall_check_time_seconds, config.stall_shutdown_time_seconds) == (60.0, 0.0)
+    switches = (config.disable_group_fusion, config.dynamic_process_sets, config.stall_check_disable)
+    assert not any(switches)
+
+
+@each_knob
+def test_every_knob_under_its_own_name(knob: str) -> None:
+    suffix, text, value = GOOD[knob]
+    config, notices = Config.from_env({f"PYHVD_{suffix}": text})
+    assert getattr(config, knob) == value
+    assert type(getattr(config, knob)) is type(value)
+    assert notices == []
+    assert config == dataclasses.replace(Config(), **{knob: value}), "no other knob has moved"
+
+
+@each_knob
+def test_every_knob_under_horovods_name(knob: str) -> None:
+    suffix, text, value = GOOD[knob]
+    config, notices = Config.from_env({f"HOROVOD_{suffix}": text})
+    assert getattr(config, knob) == value
+    assert notices == [f"read HOROVOD_{suffix}; the names of pyhvd's own are PYHVD_<same suffix>"]
+
+
+def test_pyhvds_own_name_wins_without_a_notice() -> None:
+    config, notices = Config.from_env({"PYHVD_CACHE_CAPACITY": "3", "HOROVOD_CACHE_CAPACITY": "nonsense"})
+    assert (config.cache_capacity, notices) == (3, [])
+
+
+def test_overrides_win_over_both() -> None:
+    env = {"PYHVD_CACHE_CAPACITY": "3", "HOROVOD_CYCLE_TIME": "4"}
+    config, _ = Config.from_env(env, cache_capacity=5, cycle_time_ms=6.0)
+    assert (config.cache_capacity, config.cycle_time_ms) == (5, 6.0)
+
+
+def test_the_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYHVD_CACHE_CAPACITY", "77")
+    assert Config.from_env()[0].cache_capacity == 77
+
+
+@pytest.mark.parametrize("word", ["1", "true", "yes", "on", "TRUE", "Yes", " on "])
+def test_words_for_true(word: str) -> None:
+    assert Config.from_env({"PYHVD_LOG_HIDE_TIME": word})[0].log_hide_time
+
+
+@pytest.mark.parametrize("word", ["0", "false", "no", "off", "", "FALSE", " No "])
+def test_words_for_false(word: str) -> None:
+    assert not Config.from_env({"PYHVD_LOG_HIDE_TIME": word})[0].log_hide_time
+
+
+@pytest.mark.parametrize("prefix", ["PYHVD_", "HOROVOD_"])
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        *[("FUSION_THRESHOLD", text) for text in ("", "lots", "-1", "1.5", "64MB", "(None,)", "nan")],
+        *[("CYCLE_TIME", text) for text in ("", "fast", "-1", "nan", "inf", "(None,)")],
+        *[("CACHE_CAPACITY", text) for text in ("-1", "yes", "1e3")],
+        *[("DISABLE_GROUP_FUSION", text) for text in ("2", "maybe", "tru")],
+        *[("LOG_LEVEL", text) for text in ("", "loud", "10")],
+        *[("CONTROLLER", "gloo"), ("CPU_OPERATIONS", "ccl")],
+        ("STALL_CHECK_TIME_SECONDS", "-0.1"),
+    ],
+)
+def test_a_value_that_is_none_is_an_error_that_names_the_variable(
+    prefix: str, suffix: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{prefix}{suffix}={text!r}: ")):
+        Config.from_env({prefix + suffix: text})
+
+
+def test_the_message_says_what_was_expected() -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_env({"PYHVD_LOG_HIDE_TIME": "ja"})
+    assert str(error.value) == (
+        "PYHVD_LOG_HIDE_TIME='ja': expected one of 1, 0, true, false, yes, no, on, off"
+    )
+    assert isinstance(error.value, ValueError)
+
+
+def test_a_job_must_not_end_before_its_warning() -> None:
+    with pytest.raises(ConfigError, match="PYHVD_STALL_SHUTDOWN_TIME_SECONDS=30 is less than"):
+        Config.from_env({"PYHVD_STALL_SHUTDOWN_TIME_SECONDS": "30"})
+    env = {"PYHVD_STALL_SHUTDOWN_TIME_SECONDS": "30", "PYHVD_STALL_CHECK_TIME_SECONDS": "30"}
+    assert Config.from_env(env)[0].stall_shutdown_time_seconds == 30.0
+
+
+def test_what_has_no_effect_is_said() -> None:
+    env = {"HOROVOD_AUTOTUNE": "1", "PYHVD_TIMELINE": "/tmp/t.json", "HOROVOD_UNRELATED": "1", "PATH": "/"}
+    _, notices = Config.from_env(env)
+    assert notices == ["this version of pyhvd does not act on HOROVOD_AUTOTUNE, PYHVD_TIMELINE"]
+
+
+def test_several_borrowed_names_make_one_notice() -> None:
+    _, notices = Config.from_env({"HOROVOD_LOG_LEVEL": "info", "HOROVOD_CYCLE_TIME": "1"})
+    assert notices == [
+        "read HOROVOD_CYCLE_TIME, HOROVOD_LOG_LEVEL; the names of pyhvd's own are PYHVD_<same suffix>"
+    ]
+
+
+def test_the_table_lists_every_knob() -> None:
+    lines = Config.describe().splitlines()
+    assert [line.split()[0] for line in lines] == [f"PYHVD_{suffix}" for suffix, _, _ in GOOD.values()]
+    assert lines[0].split()[1] == str(128 * 2**20)
+
+
+def test_what_all_ranks_share_is_a_knob() -> None:
+    assert set(SHARED) <= {k.name for k in dataclasses.fields(Config)}
+
+
+def test_nothing_can_be_changed_or_misspelt() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().cache_capacity = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config.from_env({}, cache_capcity=3)

@@ -1,0 +1,230 @@
+"""The two machines together: what travels, what is remembered, what is said of what waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyhvd.controller import Coordinator, Stalled, Worker
+from pyhvd.errors import InternalError
+from pyhvd.messages import (
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    Request,
+    RequestList,
+    RequestType,
+    ResponseList,
+    bits_to_bytes,
+)
+from tests.unit.simulation import Network, allreduce, grouped, tensor
+
+EVERY_KIND = [
+    allreduce("a"),
+    allreduce("scaled", prescale=0.5, postscale=2.0, op=4),
+    allreduce("scalar", ()),
+    allreduce("empty", (0,)),
+    tensor(RequestType.ALLGATHER, "g", (3, 2)),
+    tensor(RequestType.BROADCAST, "b", root=1),
+    tensor(RequestType.ALLTOALL, "t", (4,)),
+    tensor(RequestType.REDUCESCATTER, "r", (5,), op=0),
+    Request(RequestType.BARRIER, "barrier.0"),
+]
+
+
+@pytest.mark.parametrize("request_", EVERY_KIND, ids=lambda r: r.name)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_every_rank_submits_comes_back_to_every_rank(request_: Request, size: int) -> None:
+    network = Network(size, sets=())
+    for _ in range(3):
+        for ends in network.everywhere([request_]):
+            assert [end.response.request for end in ends] == [request_]
+            assert ends[0].response.error is None
+    network.check_all()
+
+
+def test_nothing_is_said_before_the_last_rank_has_submitted() -> None:
+    network = Network(3)
+    for rank in (2, 0):
+        network.submit(rank, [allreduce("a")])
+    network.settle()
+    assert network.answered == []
+    network.submit(1, [allreduce("a")])
+    network.settle()
+    assert [r.request.name for r in network.answered[0].responses] == ["a"]
+
+
+def test_the_order_is_that_in_which_tensors_become_ready() -> None:
+    network = Network(2)
+    network.submit(0, [allreduce("x")])
+    network.submit(0, [allreduce("y")])
+    network.submit(1, [allreduce("y")])
+    network.submit(1, [allreduce("x")])
+    network.settle()
+    assert [r.request.name for r in network.answered[0].responses] == ["y", "x"]
+
+
+def test_from_the_second_step_on_only_bits_travel() -> None:
+    network = Network(2, capacity=64)
+    names = [allreduce(f"layer{i}.weight", (i + 1,)) for i in range(20)]
+    network.everywhere(names)
+    for step in range(5):
+        network.sent.clear()
+        network.answered.clear()
+        network.everywhere(reversed(names) if step % 2 else names)
+        assert [(m.requests, m.bits) for m in network.sent] == [([], {0: b"\xff\xff\x0f"})] * 2
+        assert [(m.responses, m.cached) for m in network.answered] == [([], {0: b"\xff\xff\x0f"})]
+    network.check_all()
+
+
+@pytest.mark.parametrize("first", EVERY_KIND[:-1], ids=lambda r: r.name)
+def test_every_kind_of_tensor_is_cached_but_no_barrier(first: Request) -> None:
+    network = Network(2)
+    network.everywhere([first])
+    network.everywhere([first])
+    assert network.answered[-1].responses == []
+    network.everywhere([EVERY_KIND[-1]])
+    network.everywhere([EVERY_KIND[-1]])
+    assert len(network.answered[-1].responses) == 1
+
+
+def test_allgather_with_rows_of_its_own_on_each_rank_is_cached() -> None:
+    network = Network(2)
+    requests = [tensor(RequestType.ALLGATHER, "g", (rank, 4)) for rank in range(2)]
+    network.each(requests)
+    ends = network.each(requests)
+    assert network.answered[-1].responses == []
+    assert ends[1][0].response.dims == (0, 1)
+
+
+def test_forty_changes_of_shape_under_one_name() -> None:
+    network = Network(3, capacity=4)
+    for step in range(40):
+        for ends in network.everywhere([allreduce("x", (step,))]):
+            assert ends[0].response.request.shape == (step,)
+    assert len(network.coordinator._sets[0].cache) == 1
+    network.check_all()
+
+
+def test_allgather_whose_rows_change_at_each_step() -> None:
+    network = Network(2, capacity=4)
+    for step in range(40):
+        ends = network.each([tensor(RequestType.ALLGATHER, "x", (step % 7 * (r + 1), 2)) for r in (0, 1)])
+        assert ends[0][0].response.dims == (step % 7, step % 7 * 2)
+    network.check_all()
+
+
+def test_three_thousand_names_with_a_cache_of_1024() -> None:
+    network = Network(2, capacity=1024)
+    requests = [allreduce(f"t{i}") for i in range(3000)]
+    for _ in range(2):
+        ends = network.everywhere(requests)
+        assert all(len(each) == 3000 for each in ends)
+    assert len(network.coordinator._sets[0].cache) == 1024
+    ends = network.everywhere(requests[-500:])
+    assert network.answered[-1].responses == [], "the most recent ones are still there"
+    network.check_all()
+
+
+def test_without_a_cache_everything_travels_in_full() -> None:
+    network = Network(2, capacity=0)
+    for _ in range(3):
+        network.everywhere([allreduce("a")])
+        assert network.answered[-1].responses[0].slot == -1
+    network.check_all()
+
+
+def test_overlapping_sets_have_names_and_caches_of_their_own() -> None:
+    network = Network(3, sets=[(0, 1), (1, 2)])
+    for step in range(3):
+        for rank, sets in ((0, (1,)), (1, (1, 2)), (2, (2,))):
+            for set_id in sets:
+                network.submit(rank, [allreduce("same", (set_id,))], set_id)
+        network.settle()
+        assert len(network.answered) == step + 1
+    assert network.answered[-1].cached == {1: b"\x01", 2: b"\x01"}
+    network.check_all()
+
+
+def test_ranks_are_told_what_waits_for_whom() -> None:
+    network = Network(4)
+    network.everywhere([allreduce("cached")])
+    network.submit(2, [allreduce("late"), allreduce("cached")])
+    network.submit(0, [allreduce("late")])
+    for rank, now in ((0, 5.0), (2, 7.0)):
+        network.send(rank)
+        network.deliver_up(rank, now)
+    assert network.coordinator.stalled() == [
+        Stalled(0, "late", 5.0, (0, 2), (1, 3)),
+        Stalled(0, "cached", 7.0, (2,), (0, 1, 3)),
+    ]
+
+
+def test_time_goes_on_when_bits_become_requests() -> None:
+    network = Network(2)
+    network.everywhere([allreduce("a")])
+    network.submit(0, [allreduce("a")])
+    network.send(0)
+    network.deliver_up(0, 3.0)
+    network.submit(1, [Request(RequestType.JOIN, "join")])
+    network.coordinator._sets[0]._spill(allreduce("a"), 9.0)
+    assert network.coordinator.stalled() == [Stalled(0, "a", 3.0, (0,), (1,))]
+
+
+def test_a_group_that_lacks_a_member_names_it() -> None:
+    network = Network(2)
+    network.submit(0, grouped("g", [(1,), (1,)]))
+    network.settle()
+    assert [each.name for each in network.coordinator.stalled()] == ["g_1of2", "g_2of2"]
+
+
+def test_shutdown_travels_to_everybody_once() -> None:
+    coordinator = Coordinator(2, 8)
+    workers = [Worker(0, 2), Worker(1, 2)]
+    why = ErrorInfo(ErrorKind.SHUT_DOWN, "rank 1 called shutdown()", 1)
+    coordinator.receive(0, workers[0].compose([(0, allreduce("a"))]))
+    coordinator.receive(1, workers[1].compose([], why))
+    coordinator.receive(0, workers[0].compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "rank 0 did too", 0)))
+    answer = coordinator.respond()
+    assert answer is not None
+    assert answer.stop == why, "the first reason counts"
+    assert coordinator.respond() is None
+
+
+def test_work_that_is_ready_runs_before_a_shutdown() -> None:
+    network = Network(2)
+    network.submit(0, [allreduce("a")])
+    network.submit(1, [allreduce("a")])
+    for rank in (0, 1):
+        network.send(rank)
+        network.deliver_up(rank)
+    network.coordinator.receive(0, network.ranks[0].worker.compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "x")))
+    answer = network.coordinator.respond()
+    assert answer is not None
+    assert [r.request.name for r in answer.responses] == ["a"]
+    assert answer.stop is not None
+
+
+def test_a_lost_answer_is_noticed() -> None:
+    worker = Worker(1, 2)
+    with pytest.raises(InternalError, match="rank 1 got response list 2 after 0"):
+        worker.process(ResponseList(PROTOCOL_VERSION, 2))
+
+
+def test_bits_behind_a_refusal_in_one_message_travel_in_full() -> None:
+    worker = Worker(0, 1)
+    coordinator = Coordinator(1, 8)
+    for requests in ([allreduce("a")], [allreduce("a"), allreduce("b")]):
+        coordinator.receive(0, worker.compose([(0, r) for r in requests]))
+        answer = coordinator.respond()
+        assert answer is not None
+        worker.process(answer)
+    refused = Request(RequestType.ALLREDUCE, "a", error="no")
+    message = worker.compose([(0, refused), (0, allreduce("a")), (0, allreduce("b"))])
+    assert [r.name for _, r in message.requests][:2] == ["a", "a"]
+    assert message.requests[0][1].error == "no"
+
+
+def test_bits_mean_nothing_of_sets_that_a_rank_is_not_in() -> None:
+    worker = Worker(2, 3, [(0, 1)])
+    assert worker.process(ResponseList(PROTOCOL_VERSION, 1, {1: bits_to_bytes(1)})) == []
+    assert worker.compose([]) == RequestList(PROTOCOL_VERSION, 1)

@@ -1,0 +1,186 @@
+"""The public face: its names, their stub, their signatures, and that importing it costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyhvd as hvd
+
+ERRORS = (
+    *("ConfigError", "DuplicateNameError", "HorovodInternalError", "HorovodVersionMismatchError"),
+    *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
+    *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
+)
+OPS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")
+OTHERS = (
+    "Compression",
+    "Compressor",
+    "Config",
+    "Handle",
+    "ProcessSet",
+    "ReduceOp",
+    "__version__",
+    "global_process_set",
+)
+TOPOLOGY = (
+    *("ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
+    *("is_homogeneous", "is_initialized", "local_rank", "local_size", "mpi_built", "mpi_enabled"),
+    *("mpi_threads_supported", "nccl_built", "rank", "rocm_built", "size"),
+)
+RULE = [
+    "average=None",
+    "name=None",
+    "op=None",
+    "prescale_factor=1.0",
+    "postscale_factor=1.0",
+    "process_set=global",
+]
+RULE_SYNC = [*RULE[:2], "compression=none", *RULE[2:]]
+SCATTER = ["name=None", "op=Average", "process_set=global", "prescale_factor=1.0", "postscale_factor=1.0"]
+SCATTER_SYNC = [SCATTER[0], "compression=none", *SCATTER[1:]]
+GATHER = ["name=None", "process_set=global"]
+ROOTED = ["root_rank", *GATHER]
+SPLIT = ["splits=None", *GATHER]
+
+SIGNATURES: dict[str, list[str]] = {
+    "allreduce": ["tensor", *RULE_SYNC],
+    "allreduce_async": ["tensor", *RULE],
+    "allreduce_": ["tensor", *RULE],
+    "allreduce_async_": ["tensor", *RULE],
+    "grouped_allreduce": ["tensors", *RULE_SYNC],
+    "grouped_allreduce_async": ["tensors", *RULE],
+    "grouped_allreduce_": ["tensors", *RULE],
+    "grouped_allreduce_async_": ["tensors", *RULE],
+    "allgather": ["tensor", *GATHER],
+    "allgather_async": ["tensor", *GATHER],
+    "grouped_allgather": ["tensors", *GATHER],
+    "grouped_allgather_async": ["tensors", *GATHER],
+    "broadcast": ["tensor", *ROOTED],
+    "broadcast_async": ["tensor", *ROOTED],
+    "broadcast_": ["tensor", *ROOTED],
+    "broadcast_async_": ["tensor", *ROOTED],
+    "alltoall": ["tensor", *SPLIT],
+    "alltoall_async": ["tensor", *SPLIT],
+    "reducescatter": ["tensor", *SCATTER_SYNC],
+    "reducescatter_async": ["tensor", *SCATTER],
+    "grouped_reducescatter": ["tensors", *SCATTER_SYNC],
+    "grouped_reducescatter_async": ["tensors", *SCATTER],
+    "join": ["device=-1"],
+    "barrier": ["process_set=global"],
+    "poll": ["handle"],
+    "synchronize": ["handle"],
+    "init": ["comm=None", "process_sets=None"],
+    "shutdown": [],
+    "add_process_set": ["process_set"],
+    "remove_process_set": ["process_set"],
+    "broadcast_object": ["obj=None", "root_rank=0", "name=None", "process_set=global"],
+    "allgather_object": ["obj", "name=None", "process_set=global"],
+}
+
+
+def described(default: Any) -> str:
+    """A default, by its public name."""
+    if default is hvd.global_process_set:
+        return "global"
+    if default is hvd.Compression.none:
+        return "none"
+    return "Average" if isinstance(default, hvd.ReduceOp) and default is hvd.Average else repr(default)
+
+
+def test_the_namespace_is_this() -> None:
+    assert set(hvd.__all__) == {*ERRORS, *OPS, *OTHERS, *TOPOLOGY, *SIGNATURES}
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+
+
+def test_every_name_is_there() -> None:
+    for name in hvd.__all__:
+        assert getattr(hvd, name) is getattr(hvd, name)
+    assert set(hvd.__all__) <= set(dir(hvd))
+    with pytest.raises(AttributeError, match="module 'pyhvd' has no attribute 'allreduc'"):
+        _ = hvd.allreduc  # type: ignore[attr-defined]
+
+
+def test_the_stub_says_the_same() -> None:
+    stub = ast.parse((Path(hvd.__file__).parent / "__init__.pyi").read_text())
+    names = {"__version__": ""}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pyhvd"):
+            for alias in node.names:
+                assert alias.asname == alias.name, "a stub re-exports only what it imports as itself"
+                names[alias.name] = node.module
+    assert sorted(names) == sorted(hvd.__all__)
+    for name, module in names.items():
+        if module:
+            assert getattr(sys.modules[module], name) is getattr(hvd, name), name
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_horovods(name: str) -> None:
+    parameters = inspect.signature(getattr(hvd, name)).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={described(p.default)}" for p in parameters]
+    assert found == SIGNATURES[name]
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+@pytest.mark.parametrize("name", TOPOLOGY)
+def test_topology_takes_no_arguments(name: str) -> None:
+    assert not inspect.signature(getattr(hvd, name)).parameters
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *TOPOLOGY, *ERRORS])
+def test_every_name_is_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(hvd, name))
+
+
+def test_ops_are_horovods_numbers() -> None:
+    assert [int(getattr(hvd, op)) for op in ("Average", "Sum", "Adasum", "Min", "Max", "Product")] == list(
+        range(6)
+    )
+
+
+def test_importing_costs_nothing() -> None:
+    code = (
+        "import sys, threading, pyhvd;"
+        "heavy = {'numpy', 'mpi4py', 'mpi4py.MPI', 'msgspec', 'cloudpickle', 'cupy'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy or threading.active_count() > 1 else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_but_init_touches_mpi() -> None:
+    code = (
+        "import sys, pyhvd; [getattr(pyhvd, name) for name in pyhvd.__all__];"
+        "pyhvd.mpi_built(), pyhvd.nccl_built(), pyhvd.is_initialized(), pyhvd.shutdown();"
+        "sys.exit('mpi4py.MPI' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_before_init_only_questions_about_the_build_are_answered() -> None:
+    assert not hvd.is_initialized()
+    assert hvd.mpi_built()
+    assert hvd.nccl_built() == 0
+    for name in (
+        "rank",
+        "size",
+        "local_rank",
+        "local_size",
+        "cross_rank",
+        "cross_size",
+        "mpi_threads_supported",
+    ):
+        with pytest.raises(hvd.NotInitializedError, match="pyhvd has not been initialized"):
+            getattr(hvd, name)()
+    for call in (lambda: hvd.barrier(), lambda: hvd.join(), lambda: hvd.allreduce(1.0)):
+        with pytest.raises(hvd.NotInitializedError):
+            call()
+    hvd.shutdown()
