@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pyhvd.cache import Group, SlotTable, group_of
 from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response, iter_bits
-from pyhvd.validation import check, verb
+from pyhvd.validation import check, describe_values, verb
 
 _CACHED = frozenset(
     (
@@ -117,6 +117,8 @@ class Negotiation:
             if not request.error:
                 self._join(rank, now)
             return
+        if request.group and not request.error:
+            self._check_group_size(rank, request, now)
         if self._told_of_refusal(rank, request):
             return
         self._spill(request, now)
@@ -208,7 +210,9 @@ class Negotiation:
         self._bits[rank] |= bits
 
     def _is_tabled(self, request: Request) -> bool:
-        return request.name in self._table or group_of(request) in self._groups
+        """Return whether a tensor, or a grouped call of its group's name, is in the table."""
+        grouped = bool(request.group) and any(name == request.group for name, _ in self._groups)
+        return grouped or request.name in self._table
 
     def _spill(self, request: Request, now: float) -> None:
         """Turn bits back into requests for a tensor that one rank submits in full, and for its group."""
@@ -324,6 +328,31 @@ class Negotiation:
         for group in groups:
             self._group_ready.pop(group, None)
         self._drop(failed)
+
+    def _check_group_size(self, rank: int, request: Request, now: float) -> None:
+        """Fail grouped calls of one name that are of one size here and of another there.
+
+        They have no tensor in common, so each rank would wait for the others' for ever.
+        """
+        if held := self._any_bits():
+            others = self.cache.group_bits((request.group, 0)) & ~self.cache.group_bits(group_of(request))
+            for slot in iter_bits(others & held):
+                self._spill_slot(slot, now)
+        for group in [g for g in self._groups if g[0] == request.group and g[1] != request.group_size]:
+            names = self._groups[group]
+            sizes = {r: group[1] for name in names for r in self._table[name].requests}
+            if rank in sizes:
+                continue
+            per_rank = {r: f"{n} tensors" for r, n in {**sizes, rank: request.group_size}.items()}
+            error = ErrorInfo(
+                ErrorKind.MISMATCH,
+                f"Mismatched sizes of the group {request.group!r} ({verb(request.type)}):"
+                f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
+                per_rank=per_rank,
+            )
+            refusal = Refusal(error, dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1))
+            self._refusals.setdefault(_key(request), []).append(refusal)
+            self._fail_with_group(next(iter(names)), error, names)
 
     def _refuse(self, rank: int, request: Request) -> None:
         """A rank refused what the others submit, or will submit, under this name: tell them at once."""

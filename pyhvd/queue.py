@@ -23,6 +23,9 @@ from pyhvd.validation import verb
 
 Key = tuple[int, str]
 
+_IN_FLIGHT = "is still in flight on this rank"
+_REMEDY = ": give it another name, or synchronize the first one before"
+
 
 @dataclass(slots=True, eq=False)
 class TensorEntry:
@@ -68,6 +71,7 @@ class TensorQueue:
         self._window = window
         self._lock = threading.Lock()
         self._entries: dict[Key, TensorEntry] = {}
+        self._groups: dict[Key, int] = {}
         self._fresh: list[tuple[int, Request]] = []
         self._oldest = 0.0
         self._flush = False
@@ -90,6 +94,10 @@ class TensorQueue:
             names = {(e.process_set, e.request.name) for e in entries}
             if len(names) < len(entries) or any(name in self._entries for name in names):
                 self._raise_duplicate(entries)
+            if group := entries[0].request.group:
+                if (entries[0].process_set, group) in self._groups:
+                    raise DuplicateNameError(f"a grouped call named {group!r} {_IN_FLIGHT}{_REMEDY}")
+                self._groups[entries[0].process_set, group] = len(entries)
             for entry in entries:
                 self._entries[entry.process_set, entry.request.name] = entry
             wake = self._push([(e.process_set, e.request) for e in entries])
@@ -144,13 +152,13 @@ class TensorQueue:
     def pop(self, process_set: int, name: str) -> TensorEntry | None:
         """Take out an entry that has been answered; its name is free again."""
         with self._lock:
-            return self._entries.pop((process_set, name), None)
+            return self._take_out((process_set, name))
 
     def pop_set(self, process_set: int) -> list[TensorEntry]:
         """Take out all entries of a process set, in order of submission."""
         with self._lock:
             keys = [key for key in self._entries if key[0] == process_set]
-            return [self._entries.pop(key) for key in keys]
+            return [entry for key in keys if (entry := self._take_out(key)) is not None]
 
     def close(self, error: BaseException) -> list[TensorEntry]:
         """Refuse all further submissions with ``error``; return what was in flight."""
@@ -158,9 +166,19 @@ class TensorQueue:
             if self._closed is None:
                 self._closed = error
             entries, self._entries = list(self._entries.values()), {}
+            self._groups = {}
             self._fresh = []
             self._flush = False
             return entries
+
+    def _take_out(self, key: Key) -> TensorEntry | None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.request.group:
+            group = (entry.process_set, entry.request.group)
+            self._groups[group] -= 1
+            if not self._groups[group]:
+                del self._groups[group]
+        return entry
 
     def _push(self, items: list[tuple[int, Request]]) -> bool:
         if not self._fresh:
@@ -174,12 +192,9 @@ class TensorQueue:
         for entry in entries:
             key = (entry.process_set, entry.request.name)
             if key in seen or key in self._entries:
-                where = (
-                    "occurs twice in one grouped call" if key in seen else "is still in flight on this rank"
-                )
+                where = "occurs twice in one grouped call" if key in seen else _IN_FLIGHT
                 what = verb(RequestType(entry.request.type))
                 raise DuplicateNameError(
-                    f"{what} {entry.request.name!r}: a tensor of this name {where}:"
-                    " give it another name, or synchronize the first one before"
+                    f"{what} {entry.request.name!r}: a tensor of this name {where}{_REMEDY}"
                 )
             seen.add(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,37 @@ def test_factors_that_are_no_numbers_are_named() -> None:
             hvd.allreduce(np.ones(2), postscale_factor=float("nan"))
 
     run_ranks(2, body, timeout=20)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("before", [False, True], ids=["new", "cached"])
+@pytest.mark.parametrize("name", ["g", None])
+def test_groups_of_different_sizes_are_an_error_on_all(size: int, before: bool, name: str | None) -> None:
+    def body() -> float:
+        if before:
+            hvd.grouped_allreduce([np.ones(2)] * 2, name=name)
+        count = 3 if hvd.rank() == 1 else 2
+        with pytest.raises(hvd.MismatchError, match="Mismatched sizes of the group") as caught:
+            hvd.grouped_allreduce([np.ones(2)] * count, name=name)
+        assert caught.value.per_rank[1] == "3 tensors"
+        assert hvd.grouped_allreduce([np.ones(2)] * 2, name=name, op=hvd.Sum)[1][0] == hvd.size()
+        return float(hvd.allreduce(1.0, op=hvd.Sum))
+
+    assert run_ranks(size, body, timeout=20) == [size] * size
+
+
+def test_a_group_in_flight_keeps_its_name_whatever_the_size_of_another() -> None:
+    tried = threading.Event()
+
+    def body() -> float:
+        if hvd.rank() == 0:
+            first = hvd.grouped_allreduce_async([np.ones(2)] * 2, name="g", op=hvd.Sum)
+            with pytest.raises(hvd.DuplicateNameError, match="'g' is still in flight on this rank"):
+                hvd.grouped_allreduce_async([np.ones(2)] * 3, name="g", op=hvd.Sum)
+            tried.set()
+        else:
+            assert tried.wait(20)
+            first = hvd.grouped_allreduce_async([np.ones(2)] * 2, name="g", op=hvd.Sum)
+        return float(first.result()[1][0])
+
+    assert run_ranks(2, body, timeout=30) == [2.0, 2.0]

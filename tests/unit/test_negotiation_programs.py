@@ -24,7 +24,7 @@ KINDS = (
     *(RequestType.BROADCAST, RequestType.ALLTOALL, RequestType.BARRIER),
 )
 GROUPABLE = 3
-UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("g", 3), ("h", 2), ("k", 1))
+UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("i", 3), ("h", 2), ("k", 1))
 """Names, and the sizes of those that are groups."""
 ROWS_DIFFER = (RequestType.ALLGATHER, RequestType.ALLTOALL)
 NEEDS_ALL = (RequestType.ALLTOALL, RequestType.BARRIER)
