@@ -129,6 +129,8 @@ def view_for_writing(tensor: Any) -> TensorView:
 
 
 def _as_numpy(tensor: Any) -> Array:
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: pass array.filled(value), or array.data")
     if isinstance(tensor, np.ndarray):
         return np.asarray(tensor)
     if isinstance(tensor, _SCALARS):

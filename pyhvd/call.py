@@ -63,9 +63,7 @@ class Call:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(self.context.topology.rank)
-        if name is not None and not isinstance(name, str):
-            raise ValueError(f"{verb(kind)}: name must be a str, not {type(name).__name__}")
-        self.name = name if name is not None else self.context.next_name(self.set_id, prefix)
+        self.name = _checked(name, kind) or self.context.next_name(self.set_id, prefix)
         self._kind = kind
         self._grouped = grouped
         self._group_size = 0
@@ -179,6 +177,18 @@ class Call:
         self.context.runtime.announce(self.set_id, refusal)
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (what + exc.args[0],)
+
+
+def _checked(name: str | None, kind: RequestType) -> str:
+    """Return the user's name as it travels, empty for none."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{verb(kind)}: name must be a str that is not empty, not {name!r}")
+    try:
+        return name.encode().decode()  # a plain str, whatever subclass it was
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"{verb(kind)}: name {name!r} is no text that can be sent: {exc}") from None
 
 
 def _completer(handle: Handle, part: int) -> Callable[[Any, BaseException | None], None]:

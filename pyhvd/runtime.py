@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pyhvd.backends.base import Backend
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
-from pyhvd.errors import HorovodInternalError, InternalError, TransportError
+from pyhvd.errors import HorovodInternalError, InternalError, ShutDownError, TransportError
 from pyhvd.executor import Executor, exception_of
 from pyhvd.fusion import plan
 from pyhvd.messages import (
@@ -166,7 +166,7 @@ class Runtime:
 
     def _send_requests(self) -> bool:
         stop = None if self._stop_sent else self._stop
-        fresh = self._queue.take(time.monotonic())
+        fresh = [each for each in self._queue.take(time.monotonic()) if self._is_known(*each)]
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
@@ -176,6 +176,15 @@ class Runtime:
         else:
             self._control.send(0, encode(message))
         return True
+
+    def _is_known(self, process_set: int, request: Request) -> bool:
+        """Return whether a set is still there; a thread may have submitted to it while it was removed."""
+        if process_set in self._worker.sets:
+            return True
+        if not request.error and (entry := self._queue.pop(process_set, request.name)) is not None:
+            text = f"{request.name!r}: process set {process_set} has been removed"
+            entry.done(None, ShutDownError(text))
+        return False
 
     def _send_to_workers(self, payload: bytes) -> None:
         for rank in range(1, self._control.size):

@@ -69,7 +69,7 @@ class Mailbox:
         """Sleep until something was put."""
         with self._changed:
             if not self._rung:
-                self._changed.wait(timeout)
+                self._changed.wait(timeout and min(timeout, threading.TIMEOUT_MAX))
             self._rung = False
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd import context
 from pyhvd.testing import run_ranks
 
 
@@ -86,3 +87,49 @@ def test_a_group_in_flight_keeps_its_name_whatever_the_size_of_another() -> None
         return float(first.result()[1][0])
 
     assert run_ranks(2, body, timeout=30) == [2.0, 2.0]
+
+
+class _Name(str):
+    __slots__ = ()
+
+
+def test_names_are_any_text() -> None:
+    def body() -> list[float]:
+        names = ["é" * 5000, _Name("subclass"), str(np.str_("numpy")), np.str_("numpy's"), "a\nb\0c"]
+        for bad in ("\ud800", "", 3, b"bytes"):
+            with pytest.raises(ValueError, match="name"):
+                hvd.allreduce(1.0, name=bad)  # type: ignore[arg-type]
+        return [float(hvd.allreduce(1.0, name=name, op=hvd.Sum)) for name in names]
+
+    assert run_ranks(2, body, timeout=20) == [[2.0] * 5] * 2
+
+
+def test_masked_arrays_are_refused_on_every_rank() -> None:
+    def body() -> float:
+        tensor = np.ma.masked_array(np.ones(2), [True, False]) if hvd.rank() else np.ones(2)
+        with pytest.raises(TypeError if hvd.rank() else hvd.RankFailedError, match="lose its mask"):
+            hvd.allreduce(tensor)
+        return float(hvd.allreduce(1.0, op=hvd.Sum))
+
+    assert run_ranks(2, body, timeout=20) == [2.0, 2.0]
+
+
+def test_a_thread_that_submits_while_its_set_is_removed_gets_an_answer() -> None:
+    def body() -> set[str]:
+        active = context.current()
+        kinds = set()
+        for _ in range(20):
+            pair = hvd.add_process_set([0, 1])
+            set_id = pair.process_set_id
+            assert set_id is not None
+            hvd.remove_process_set(pair)
+            if hvd.rank() < 2:
+                active.process_sets[set_id] = (0, 1)  # as a thread saw it that looked before
+                pair.process_set_id = set_id
+                kinds.add(type(hvd.allreduce_async(1.0, process_set=pair).exception(10)).__name__)
+                active.process_sets.pop(set_id)
+            hvd.barrier()
+        return kinds
+
+    knobs = {"dynamic_process_sets": True}
+    assert run_ranks(3, body, knobs=knobs, timeout=30) == [{"ShutDownError"}, {"ShutDownError"}, set()]
