@@ -52,7 +52,6 @@ class SlotTable:
         self._by_group: dict[Group, int] = {}
         self._recency: OrderedDict[int, None] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
-        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -144,7 +143,6 @@ class SlotTable:
             return len(self._slots)
         for slot in self._recency:
             if not busy >> slot & 1:
-                self.evictions += 1
                 return slot
         return -1
 

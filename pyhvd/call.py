@@ -16,14 +16,25 @@ import numpy as np
 from pyhvd import context
 from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
-from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
+from pyhvd.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    UnsupportedOpError,
+    describe_exception,
+)
 from pyhvd.handles import Handle
-from pyhvd.messages import GLOBAL_SET, Request, RequestType
+from pyhvd.messages import GLOBAL_SET, UNNAMED, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
 from pyhvd.validation import describe_ranks, verb
 
 T = TypeVar("T")
+
+
+class OwnName(str):
+    """A name that pyhvd gives itself."""
+
+    __slots__ = ()
 
 
 class Call:
@@ -56,14 +67,15 @@ class Call:
         name: str | None,
         process_set: ProcessSet,
         grouped: bool = False,
-        prefix: str = "noname",
+        prefix: str = UNNAMED,
     ) -> None:
         self.context = context.current()
         self.set_id, ranks = members_of(self.context, process_set)
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(self.context.topology.rank)
-        self.name = _checked(name, kind) or self.context.next_name(self.set_id, prefix)
+        own = str(name) if isinstance(name, OwnName) else _checked(name, kind)
+        self.name = own or self.context.next_name(self.set_id, prefix)
         self._kind = kind
         self._grouped = grouped
         self._group_size = 0
@@ -141,6 +153,8 @@ class Call:
         runtime = self.context.runtime
         handle = Handle(self.name, len(self._parts), runtime.flush, self._result(inplace))
         if not self._parts:
+            # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
+            runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
         entries = [
             TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits)
@@ -154,6 +168,10 @@ class Call:
             return list if inplace is None else lambda _: list(inplace)
         return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
 
+    def _refusal(self, text: str) -> Request:
+        group = self.name if self._grouped else ""
+        return Request(self._kind, self.name, group=group, group_size=self._group_size, error=text)
+
     def __enter__(self) -> Call:
         return self
 
@@ -166,15 +184,8 @@ class Call:
         if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
             return
         what = f"{verb(self._kind)} {self.name!r}: "
-        text = f"{type(exc).__name__}: {exc}"
-        refusal = Request(
-            self._kind,
-            self.name,
-            group=self.name if self._grouped else "",
-            group_size=self._group_size,
-            error=text,
-        )
-        self.context.runtime.announce(self.set_id, refusal)
+        text = describe_exception(exc)
+        self.context.runtime.announce(self.set_id, self._refusal(text))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (what + exc.args[0],)
 
@@ -185,6 +196,8 @@ def _checked(name: str | None, kind: RequestType) -> str:
         return ""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{verb(kind)}: name must be a str that is not empty, not {name!r}")
+    if UNNAMED in name.split("."):
+        raise ValueError(f"{verb(kind)}: names with {UNNAMED!r} between dots, like {name!r}, are pyhvd's own")
     try:
         return name.encode().decode()  # a plain str, whatever subclass it was
     except UnicodeEncodeError as exc:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyhvd.arrays import Array, view, view_for_writing
-from pyhvd.call import Call, check_rows, check_splits, refusing, target_like
-from pyhvd.compression import Compression, Compressor, compress_all, decompress_all
+from pyhvd.call import Call, OwnName, check_rows, check_splits, refusing, target_like
+from pyhvd.compression import Compression, Compressor, compress_all, compress_one, decompress_all
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
-from pyhvd.messages import RequestType
+from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.reduction import Reduction
 
@@ -124,7 +124,7 @@ def allreduce(
         Another rank failed, or pyhvd was shut down.
     """
     kind = RequestType.ALLREDUCE
-    compressed, ctx = refusing(kind, name, process_set, lambda: compression.compress(tensor))
+    compressed, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
     handle = allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
     return compression.decompress(handle.result(), ctx)
 
@@ -256,7 +256,7 @@ def reducescatter(
     same on every rank and have a dimension 0. ``op`` is Average or Sum; otherwise as :func:`allreduce`.
     """
     kind = RequestType.REDUCESCATTER
-    compressed, ctx = refusing(kind, name, process_set, lambda: compression.compress(tensor))
+    compressed, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
     handle = reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(handle.result(), ctx)
 
@@ -458,20 +458,19 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: where 
     int
         The rank that joined last, the same on every rank.
     """
-    with Call(RequestType.JOIN, "join", global_process_set) as call:
+    with Call(RequestType.JOIN, OwnName(JOIN_NAME), global_process_set) as call:
         call.add(None, None)
         handle = call.submit()
         call.context.joined = True
-    try:
-        last: int = handle.result()
-    finally:
-        call.context.joined = False
+    # Not when the wait ends, which may be interrupted: the others count on this rank until all have joined.
+    handle.add_done_callback(lambda _: call.context.leave_join())
+    last: int = handle.result()
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the process set has called it."""
-    with Call(RequestType.BARRIER, None, process_set, prefix="barrier") as call:
+    with Call(RequestType.BARRIER, None, process_set, prefix=f"barrier.{UNNAMED}") as call:
         call.add(None, None)
         handle = call.submit()
     handle.result()

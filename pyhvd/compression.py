@@ -60,11 +60,18 @@ class Compression:
     fp16 = FP16Compressor
 
 
+def compress_one(compression: type[Compressor], tensor: Any) -> tuple[Any, Any]:
+    """Compress a tensor; ValueError if ``compression`` is none."""
+    if not hasattr(compression, "compress"):
+        raise ValueError(f"compression is Compression.none, .fp16 or a Compressor, not {compression!r}")
+    return compression.compress(tensor)
+
+
 def compress_all(compression: type[Compressor], tensors: Any) -> tuple[Any, list[Any]]:
     """Compress a grouped call's list; anything else is passed on, for the call itself to refuse."""
     if not isinstance(tensors, (list, tuple)):
         return tensors, []
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    pairs = [compress_one(compression, tensor) for tensor in tensors]
     return [tensor for tensor, _ in pairs], [ctx for _, ctx in pairs]
 
 

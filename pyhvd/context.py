@@ -21,8 +21,8 @@ from pyhvd._version import __version__
 from pyhvd.backends.base import Backend
 from pyhvd.backends.host import HostBackend
 from pyhvd.config import SHARED, Config
-from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind
+from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
 from pyhvd.runtime import Runtime
 from pyhvd.validation import describe_ranks, describe_values
 from pyhvd.worlds import World
@@ -95,7 +95,10 @@ class Context:
         self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
-        self.runtime = Runtime(world.connect(), backends, sets, self.config)
+        slot = current_slot()  # callbacks of handles act for this rank too
+        self.runtime = Runtime(
+            world.connect(), backends, sets, self.config, surroundings=lambda: playing_rank(slot)
+        )
         self.runtime.start()
 
     def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
@@ -108,11 +111,19 @@ class Context:
                 )
         return replace(config, **dict(zip(SHARED, heard[0].shared, strict=True)))
 
-    def next_name(self, process_set: int, prefix: str = "noname") -> str:
-        """Return the name of an unnamed tensor; ranks that call in the same order get the same names."""
+    def next_name(self, process_set: int, prefix: str = UNNAMED) -> str:
+        """Return the name of an unnamed tensor; ranks that call in the same order get the same names.
+
+        A call that is refused for its process set takes no number: on such a rank the order is lost, and
+        tensors should have names.
+        """
         with self._lock:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
             return f"{prefix}.{next(counter)}"
+
+    def leave_join(self) -> None:
+        """Every rank has joined: this one submits again."""
+        self.joined = False
 
     def admit(self, set_id: int, ranks: Ranks) -> None:
         """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
@@ -138,7 +149,7 @@ class Context:
         if cause is None:
             reason = ErrorInfo(ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} {how}", rank)
         else:
-            text = f"rank {rank} failed: {type(cause).__name__}: {cause}"
+            text = f"rank {rank} failed: {describe_exception(cause)}"
             reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank)
         self.runtime.stop(reason)
         if self.runtime.broken:

@@ -57,7 +57,6 @@ class Coordinator:
 
     def __init__(self, size: int, capacity: int, sets: Sequence[tuple[int, ...]] = ()) -> None:
         self._capacity = capacity
-        self._size = size
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
@@ -97,6 +96,18 @@ class Coordinator:
         self._sequence += 1
         stop, self._stop = self._stop, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
+
+    def audience(self, message: ResponseList) -> list[int]:
+        """Return the ranks whom a response list concerns.
+
+        A rank that is busy must not hold up sets that it is no member of, and it does if messages for it
+        pile up in MPI. What a slot means is told to all members of its set, so the bits of a rank that has
+        not seen the other sets' lists still mean what it thinks.
+        """
+        sets = {*message.cached, *(response.process_set for response in message.responses)}
+        if message.stop is not None or not sets <= self._sets.keys():
+            sets.add(GLOBAL_SET)
+        return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
     def stalled(self) -> list[Stalled]:
         """Return what is waiting, set by set, oldest first."""
@@ -173,7 +184,7 @@ class Worker:
 
     def process(self, message: ResponseList) -> list[Response]:
         """Return what this rank is to do, in order, and bring its caches up to date."""
-        if message.seq != self._seen + 1:
+        if message.seq <= self._seen:
             raise InternalError(f"rank {self.rank} got response list {message.seq} after {self._seen}")
         self._seen = message.seq
         todo: list[Response] = []

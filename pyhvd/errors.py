@@ -118,3 +118,8 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
+
+
+def describe_exception(exc: BaseException) -> str:
+    """Return an exception's kind and text in one line."""
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

@@ -166,7 +166,8 @@ class Executor:
             flat_bytes(outputs[0]),
             [n * row for n in received],
         )
-        entry.done((outputs[0], np.array(received, np.int32)), None)
+        few = max(received) <= np.iinfo(np.int32).max
+        entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
 
     def _allocate(
         self, backend: Backend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
@@ -268,7 +269,11 @@ def _targets(entries: Entries) -> list[TensorView | None]:
 def _deliver_targets(entries: Entries) -> None:
     for entry in entries:
         if entry is not None and entry.target is not None:
-            entry.target.copy_home()
+            try:
+                entry.target.copy_home()
+            except ValueError as exc:  # the caller's array has become read-only meanwhile
+                entry.done(None, exc)
+                continue
             entry.done(entry.target.array, None)
 
 

@@ -37,6 +37,7 @@ class Handle:
         "_left",
         "_lock",
         "_name",
+        "_open",
         "_result",
         "_results",
         "_seen",
@@ -50,6 +51,7 @@ class Handle:
         self._flush = flush
         self._result = result
         self._results: list[Any] = [None] * parts
+        self._open = [True] * parts
         self._error: BaseException | None = None
         self._done = False
         self._seen = False
@@ -118,7 +120,10 @@ class Handle:
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has."""
+        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has.
+
+        A callback may submit; it must not wait for another handle: nothing would end it.
+        """
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -154,8 +159,11 @@ class Handle:
     # -- for the runtime -----------------------------------------------------------------------------
 
     def complete(self, part: int, result: Any, error: BaseException | None) -> None:
-        """One tensor of the collective has ended; called once per part, by the runtime alone."""
+        """One tensor of the collective has ended; called by the runtime alone. The first word counts."""
         with self._lock:
+            if not self._open[part]:
+                return
+            self._open[part] = False
             self._results[part] = result
             if error is not None and self._error is None:
                 self._error = error
@@ -172,7 +180,7 @@ class Handle:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:
+            except BaseException:
                 _log.exception("a callback of %r raised", self._name)
 
 

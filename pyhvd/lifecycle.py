@@ -12,7 +12,7 @@ from pyhvd import context, logs, process_sets
 from pyhvd.call import Call
 from pyhvd.config import Config
 from pyhvd.context import Context, Slot, StaticSet
-from pyhvd.messages import RequestType
+from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.worlds import World
 
@@ -63,21 +63,15 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
 
 def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
-    dynamic = sets == "dynamic"
-    if isinstance(sets, str) and not dynamic:
-        raise ValueError(f"process_sets takes a list of ProcessSet, or 'dynamic', not {sets!r}")
-    overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
-    config, notices = Config.from_env(None, **overrides)
+    config, notices, error = _read_config(slot, sets)
     world = slot.make_world() if slot.make_world is not None else _mpi_world(comm, config)
     given: list[Any] = []
     prepared: list[StaticSet] = []
-    error: Exception | None = None
     try:
         given = [] if sets is None or isinstance(sets, str) else list(sets)
-        by_comm_allowed = hasattr(comm, "Get_group")
-        prepared = process_sets.prepare(given, world, by_comm_allowed)
+        prepared = process_sets.prepare(given, world, by_comm_allowed=hasattr(comm, "Get_group"))
     except (ValueError, TypeError, NotImplementedError) as exc:
-        error = exc
+        error = error or exc
     try:
         active = Context(world, config, prepared, "" if error is None else f"{type(error).__name__}: {error}")
     except ValueError as exc:
@@ -92,6 +86,20 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
         _log.warning("%s", notice)
     for notice in active.notices:
         _log.warning("%s", notice)
+
+
+def _read_config(
+    slot: Slot, sets: Iterable[ProcessSet] | str | None
+) -> tuple[Config, list[str], Exception | None]:
+    """Return configuration and notices; or defaults and what is wrong, for all ranks to hear of."""
+    dynamic = sets == "dynamic"
+    overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
+    try:
+        if isinstance(sets, str) and not dynamic:
+            raise ValueError(f"process_sets takes a list of ProcessSet, or 'dynamic', not {sets!r}")
+        return *Config.from_env(None, **overrides), None
+    except ValueError as exc:
+        return Config(), [], exc
 
 
 def _mpi_world(comm: Any, config: Config) -> World:
@@ -115,9 +123,9 @@ def _mpi_world(comm: Any, config: Config) -> World:
             raise ValueError(f"init(comm=...) takes an intracommunicator, and this is {comm!r}")
         return mpi_world(comm)
     if isinstance(comm, Sequence) and not isinstance(comm, str):
-        ranks = process_sets.sorted_ranks(comm)
+        ranks = process_sets.sorted_ranks(comm, "init(comm=...)")
         here, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-        process_sets.checked_ranks(ranks, size)
+        process_sets.checked_ranks(ranks, size, "init(comm=...)")
         if here not in ranks:
             raise ValueError(f"rank {here} calls init(comm={ranks}), but is not one of those ranks")
         return mpi_world(sub_communicator(ranks), owned=True)
@@ -138,10 +146,11 @@ def shutdown() -> None:
 
 def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()") -> None:
     """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
-    active, slot.context = slot.context, None
+    active = slot.context
     assert active is not None
+    active.shutdown(cause, how)  # if this is interrupted, it can be called again
     process_sets.forget(active)
-    active.shutdown(cause, how)
+    slot.context = None
 
 
 def _at_exit() -> None:
@@ -178,7 +187,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     active = context.current()
     _check_dynamic(active, "add_process_set")
-    with Call(RequestType.ADD_PROCESS_SET, None, global_process_set, prefix="process_set.add") as call:
+    with Call(
+        RequestType.ADD_PROCESS_SET, None, global_process_set, prefix=f"process_set.add.{UNNAMED}"
+    ) as call:
         new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         if new.mpi_comm is not None:
             raise NotImplementedError("a ProcessSet of a communicator can only be given to init()")
@@ -207,16 +218,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         Dynamic process sets are off.
     """
     active = context.current()
-    _check_dynamic(active, "remove_process_set")
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"remove_process_set takes a ProcessSet, not {process_set!r}")
     set_id = process_set.process_set_id
     if process_set is global_process_set or set_id is None:
         return False
+    _check_dynamic(active, "remove_process_set")
     # Before anything else, as another thread may be given the id for a new set.
     process_set.process_set_id = None
     ranks = active.process_sets.pop(set_id)
     try:
         with Call(
-            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix="process_set.remove"
+            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
         ) as call:
             call.add(None, None, ranks=(set_id,))
             handle = call.submit()

@@ -30,3 +30,4 @@ def set_up(config: Config, rank: int) -> None:
     clock = "" if config.log_hide_time else "%(asctime)s "
     handler.setFormatter(logging.Formatter(f"{clock}pyhvd[{rank}] %(levelname)s: %(message)s"))
     logger.addHandler(handler)
+    logger.propagate = False  # a handler of the root that comes later would show each line twice

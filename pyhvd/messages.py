@@ -18,6 +18,11 @@ from pyhvd.errors import InternalError
 PROTOCOL_VERSION = 1
 GLOBAL_SET = 0
 
+UNNAMED = "noname"
+"""Marks the names that pyhvd gives itself; users' names do not have it between their dots."""
+
+JOIN_NAME = f"join.{UNNAMED}"
+
 
 class RequestType(enum.IntEnum):
     """Kind of a request; 0-7 are Horovod's codes."""
@@ -30,7 +35,6 @@ class RequestType(enum.IntEnum):
     ALLTOALL = 5
     BARRIER = 6
     REDUCESCATTER = 7
-    ERROR = 8
     ADD_PROCESS_SET = 9
     REMOVE_PROCESS_SET = 10
 
@@ -52,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     type : int
         A :class:`RequestType`.
     name : str
-        The tensor's name, with the verb's prefix.
+        The tensor's name; verbs share names.
     dtype : int
         Wire code.
     shape : tuple of int
@@ -60,7 +64,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     op : int
         Reduce op, or -1.
     prescale, postscale : float
-        Factors before and after the reduction; Average is a Sum with a postscale.
+        Factors before and after the reduction.
     root : int
         Global rank of the root of a broadcast, or -1.
     device : str

@@ -32,6 +32,7 @@ class MpiTransport:
     _YIELDS = 10
     _FIRST_PAUSE = 50e-6
     _LAST_PAUSE = 10e-3
+    _LONGEST_SLEEP = 0.25
     _RUNG_FOR = 20e-3
 
     def __init__(self, comm: MPI.Intracomm, bell: Doorbell, bells: Sequence[bytes | None]) -> None:
@@ -43,16 +44,15 @@ class MpiTransport:
         # Rank 0 hears from everybody, the others from rank 0 only.
         heard = range(self.size) if self.rank == 0 else (0,)
         self._rung_by_all = all(bells[r] is not None for r in heard)
-        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+        self._sending: deque[tuple[MPI.Request, bytes, int]] = deque()
         self._rung_until = 0.0
 
     def send(self, destination: int, payload: bytes) -> None:
         """Send a message; returns at once."""
         request = self._comm.Isend([payload, MPI.BYTE], destination)
         if not request.Test():
-            self._sending.append((request, payload))
-        if address := self._bells[destination]:
-            self._bell.ring(address)
+            self._sending.append((request, payload, destination))
+        self._ring(destination)
 
     def receive(self) -> list[Message]:
         """Return what has arrived."""
@@ -105,18 +105,18 @@ class MpiTransport:
         self._comm.Free()
         self._bell.close()
 
-    def _longest_sleep(self, now: float, pause: float) -> float | None:
-        """Return for how long (s) the bell may be trusted, None for ever."""
+    def _longest_sleep(self, now: float, pause: float) -> float:
+        """Return for how long (s) the bell may be trusted."""
         if self._sending or not self._rung_by_all:
             return pause  # MPI's own progress, and other hosts, ring no bell here
         if now < self._rung_until:
             return 1e-3  # a ring may come in before the message that it announces
-        return None
+        # ... and long before it, if MPI had to queue the message and its sender computes or sits in MPI by
+        # the time it goes out: the bell alone is never trusted for ever.
+        return self._LONGEST_SLEEP
 
-    def _sleep(self, left: float | None, pause: float | None) -> bool:
+    def _sleep(self, left: float | None, pause: float) -> bool:
         """Sleep on the bell; poll(2) counts in milliseconds, so shorter pauses are slept through."""
-        if pause is None:
-            return self._bell.wait(left)
         nap = pause if left is None else min(pause, left)
         if nap >= 1e-3:
             return self._bell.wait(nap)
@@ -125,4 +125,9 @@ class MpiTransport:
 
     def _progress(self) -> None:
         while self._sending and self._sending[0][0].Test():
-            self._sending.popleft()
+            _, _, destination = self._sending.popleft()
+            self._ring(destination)  # the ring before may have come too early
+
+    def _ring(self, destination: int) -> None:
+        if address := self._bells[destination]:
+            self._bell.ring(address)

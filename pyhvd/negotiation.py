@@ -15,7 +15,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pyhvd.cache import Group, SlotTable, group_of
-from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response, iter_bits
+from pyhvd.messages import (
+    JOIN_NAME,
+    UNNAMED,
+    ErrorInfo,
+    ErrorKind,
+    Request,
+    RequestType,
+    Response,
+    iter_bits,
+)
 from pyhvd.validation import check, describe_values, verb
 
 _CACHED = frozenset(
@@ -282,7 +291,9 @@ class Negotiation:
         if first.type in (RequestType.ALLGATHER, RequestType.ALLTOALL):
             dims = tuple(entry.requests[r].shape[0] if r in entry.requests else 0 for r in self.ranks)
         slot = -1
-        if first.type in _CACHED and not joined and self.cache.capacity:
+        # An unnamed tensor's name never comes again.
+        again = first.type in _CACHED and not name.startswith(f"{UNNAMED}.")
+        if again and not joined and self.cache.capacity:
             mine = tuple(entry.requests[r] for r in self.ranks)
             slot = self.cache.assign(mine, self._any_bits(), self._seq)
         self.responses.append(Response(first, self.set_id, slot, dims, joined))
@@ -428,4 +439,4 @@ class Negotiation:
         self._excuse_joined()
         if len(self.joined) == len(self.ranks):
             last, self.joined = self.joined[-1], []
-            self.responses.append(Response(Request(RequestType.JOIN, "join"), self.set_id, value=last))
+            self.responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))

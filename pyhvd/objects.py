@@ -8,9 +8,9 @@ import cloudpickle
 import numpy as np
 
 from pyhvd import context
-from pyhvd.call import refusing
+from pyhvd.call import OwnName, refusing
 from pyhvd.collectives import allgather, broadcast, broadcast_
-from pyhvd.messages import RequestType
+from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set, members_of
 
 
@@ -37,11 +37,11 @@ def broadcast_object(
     here = context.current().topology.rank == root_rank
     data = np.empty(0, np.uint8)
     if here:
-        data = refusing(RequestType.BROADCAST, f"{name}.sz", process_set, lambda: _pickled(obj))
-    size = broadcast(np.array(data.nbytes, np.int64), root_rank, f"{name}.sz", process_set)
+        data = refusing(RequestType.BROADCAST, _part(name, "sz"), process_set, lambda: _pickled(obj))
+    size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
     if not here:
         data = np.empty(int(size), np.uint8)
-    broadcast_(data, root_rank, f"{name}.t", process_set)
+    broadcast_(data, root_rank, _part(name, "t"), process_set)
     return obj if here else cloudpickle.loads(data.data)
 
 
@@ -60,9 +60,9 @@ def allgather_object(
         Who takes part.
     """
     name = _name(name, process_set)
-    data = refusing(RequestType.ALLGATHER, f"{name}.sz", process_set, lambda: _pickled(obj))
-    sizes = allgather(np.array([data.nbytes], np.int64), f"{name}.sz", process_set)
-    everything = allgather(data, f"{name}.t", process_set)
+    data = refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set, lambda: _pickled(obj))
+    sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
+    everything = allgather(data, _part(name, "t"), process_set)
     ends = np.cumsum(sizes)
     return [cloudpickle.loads(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
 
@@ -70,7 +70,11 @@ def allgather_object(
 def _name(name: str | None, process_set: ProcessSet) -> str:
     active = context.current()
     set_id, _ = members_of(active, process_set)
-    return name if name is not None else active.next_name(set_id, "object")
+    return name if name is not None else OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
+
+
+def _part(name: str, part: str) -> str:
+    return type(name)(f"{name}.{part}")
 
 
 def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -17,26 +17,26 @@ from pyhvd.messages import GLOBAL_SET
 from pyhvd.validation import describe_ranks
 
 
-def sorted_ranks(ranks: Any) -> list[int]:
+def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:
     """Return ranks as sorted ints; ValueError if they are none, negative, repeated or no ints."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
-        raise ValueError(f"a process set is made of ranks (ints) or of a communicator, not of {ranks!r}")
+        raise ValueError(f"{what} takes ranks (ints) or a communicator, not {ranks!r}")
     try:
         members = sorted(operator.index(rank) for rank in ranks)
     except TypeError as exc:
-        raise ValueError(f"the ranks of a process set are ints: {exc}") from None
+        raise ValueError(f"{what} takes ranks, which are ints: {exc}") from None
     if not members:
-        raise ValueError("a process set needs at least one rank")
+        raise ValueError(f"{what} needs at least one rank")
     if members[0] < 0 or len(set(members)) < len(members):
-        raise ValueError(f"the ranks of a process set are distinct and >= 0, not {members}")
+        raise ValueError(f"{what} takes distinct ranks >= 0, not {members}")
     return members
 
 
-def checked_ranks(ranks: Iterable[int], size: int) -> Ranks:
+def checked_ranks(ranks: Iterable[int], size: int, what: str = "process set") -> Ranks:
     """Return sorted ranks as a tuple; ValueError if one does not exist."""
     members = tuple(ranks)
     if members[-1] >= size:
-        raise ValueError(f"process set of {describe_ranks(members)}: there are only ranks 0-{size - 1}")
+        raise ValueError(f"{what} of {describe_ranks(members)}: there are only ranks 0-{size - 1}")
     return members
 
 

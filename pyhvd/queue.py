@@ -157,6 +157,7 @@ class TensorQueue:
     def pop_set(self, process_set: int) -> list[TensorEntry]:
         """Take out all entries of a process set, in order of submission."""
         with self._lock:
+            self._fresh = [each for each in self._fresh if each[0] != process_set]
             keys = [key for key in self._entries if key[0] == process_set]
             return [entry for key in keys if (entry := self._take_out(key)) is not None]
 

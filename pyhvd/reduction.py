@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ class Reduction:
         if average is not None:
             if op is not None:
                 raise ValueError("give op or average, not both; average is deprecated")
-            warnings.warn("average is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=5)
+            text = "average is deprecated: use op=Average or op=Sum"
+            warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
             op = ReduceOp.AVERAGE if average else ReduceOp.SUM
         try:
             chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
@@ -64,6 +66,14 @@ class Reduction:
             )
         if not info.scalable and (self.prescale, self.postscale) != (1.0, 1.0):
             raise UnsupportedDtypeError(f"{info.name} cannot be scaled")
+
+
+def _callers_level() -> int:
+    """Return the stacklevel of the first caller outside this package, as seen by this function's caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pyhvd."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _factor(which: str, value: float) -> float:

@@ -16,13 +16,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from pyhvd.backends.base import Backend
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
-from pyhvd.errors import HorovodInternalError, InternalError, ShutDownError, TransportError
+from pyhvd.errors import (
+    HorovodInternalError,
+    InternalError,
+    ShutDownError,
+    TransportError,
+    describe_exception,
+)
 from pyhvd.executor import Executor, exception_of
 from pyhvd.fusion import plan
 from pyhvd.messages import (
@@ -60,6 +67,8 @@ class Runtime:
         Members of the process sets 1, 2, ... that exist from the start.
     config : Config
         This rank's configuration, with the shared knobs agreed.
+    surroundings : callable
+        Entered by the background thread, in which callbacks of handles run.
     """
 
     def __init__(
@@ -68,8 +77,10 @@ class Runtime:
         backends: dict[int, Backend],
         sets: Sequence[tuple[int, ...]],
         config: Config,
+        surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._control = control
+        self._surroundings = surroundings
         self._config = config
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000)
         self._worker = Worker(control.rank, control.size, sets)
@@ -105,6 +116,10 @@ class Runtime:
 
     def flush(self) -> None:
         """Somebody waits: send what has gathered."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "a callback of a handle must not wait: it runs on the thread that would end it"
+            )
         self._queue.flush()
 
     def stop(self, reason: ErrorInfo) -> None:
@@ -122,6 +137,10 @@ class Runtime:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        with self._surroundings():
+            self._live()
+
+    def _live(self) -> None:
         try:
             stop = self._loop()
             self._end(exception_of(stop))
@@ -160,7 +179,7 @@ class Runtime:
                 lists.append(decode_responses(payload))
         if self._coordinator is not None and (responses := self._coordinator.respond()):
             active = True
-            self._send_to_workers(encode(responses))
+            self._send_to_workers(encode(responses), self._coordinator.audience(responses))
             lists.append(responses)
         return lists, active
 
@@ -186,9 +205,10 @@ class Runtime:
             entry.done(None, ShutDownError(text))
         return False
 
-    def _send_to_workers(self, payload: bytes) -> None:
-        for rank in range(1, self._control.size):
-            self._control.send(rank, payload)
+    def _send_to_workers(self, payload: bytes, audience: Iterable[int]) -> None:
+        for rank in audience:
+            if rank != self._control.rank:
+                self._control.send(rank, payload)
 
     def _sleep(self) -> None:
         due = self._queue.sleep_until()
@@ -229,18 +249,19 @@ class Runtime:
         """Leave no message behind: rank 0 hears from every rank before the communicators are freed."""
         if self._coordinator is None:
             self._control.send(0, _GOODBYE)
-        until = time.monotonic() + _FAREWELL_SECONDS
+        # A rank may compute for long without giving up the GIL: it is late, not lost. A dead one ends the
+        # whole job.
+        warn_at = time.monotonic() + _FAREWELL_SECONDS
         while self._coordinator is not None and self._goodbyes < self._control.size - 1:
             self._goodbyes += sum(not payload for _, payload in self._control.receive())
-            if time.monotonic() > until:
-                raise TransportError(
-                    f"{self._control.size - 1 - self._goodbyes} ranks have not said goodbye"
-                    f" within {_FAREWELL_SECONDS:g} s"
-                )
+            if time.monotonic() > warn_at:
+                missing = self._control.size - 1 - self._goodbyes
+                _log.warning("shutting down: still waiting for %d ranks that are busy", missing)
+                warn_at += _FAREWELL_SECONDS
             if self._goodbyes < self._control.size - 1:
                 self._control.wait(0.1)
-        if not self._control.drain(_FAREWELL_SECONDS):
-            raise TransportError(f"the last messages were not taken within {_FAREWELL_SECONDS:g} s")
+        while not self._control.drain(_FAREWELL_SECONDS):
+            _log.warning("shutting down: the last messages have not been taken yet")
 
     def _break(self, exc: BaseException) -> None:
         """This thread cannot go on: say so to everybody who can still be reached."""
@@ -258,13 +279,14 @@ class Runtime:
             error.__cause__ = exc
         _log.error("rank %d: %s", self._control.rank, error, exc_info=exc)
         rank = self._control.rank
-        info = ErrorInfo(ErrorKind.RANK_FAILED, f"rank {rank} failed: {type(exc).__name__}: {exc}", rank)
+        info = ErrorInfo(ErrorKind.RANK_FAILED, f"rank {rank} failed: {describe_exception(exc)}", rank)
         with contextlib.suppress(Exception):
             if self._coordinator is not None:
                 self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))
                 if responses := self._coordinator.respond():
-                    self._send_to_workers(encode(responses))
+                    self._send_to_workers(encode(responses), range(self._control.size))
             else:
                 self._control.send(0, encode(RequestList(PROTOCOL_VERSION, 0, stop=info)))
+                self._control.send(0, _GOODBYE)
             self._control.drain(1.0)
         self._end(error)

@@ -46,8 +46,8 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every node has the same number of ranks."""
-    return context.current().topology.homogeneous
+    """Return whether every node has the same number of ranks; False before ``init()``."""
+    return is_initialized() and context.current().topology.homogeneous
 
 
 def mpi_threads_supported() -> bool:

@@ -1,1 +1,4 @@
-"""Backends: how the bytes of an agreed collective move. Only here and in transport.py is MPI touched."""
+"""Backends: how the bytes of an agreed collective move.
+
+Only ``backends/mpi.py``, ``mpi_transport.py`` and ``mpi_world.py`` touch MPI.
+"""

@@ -101,9 +101,6 @@ class Backend(Protocol):
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false: the same list on every rank."""
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-
     def subset(self, ranks: Sequence[int], tag: int) -> Backend:
         """Return the backend of some of the ranks; called by exactly those."""
 

@@ -139,8 +139,7 @@ class HostBackend:
             out = self._buffer("out", mine)
             blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
             _fusion.reduce(address(out), blocks, mine // item, info.code, op, postscale)
-            base = starts
-            own = [(i, first - base[i][self.rank], n) for i, first, n in for_rank[self.rank]]
+            own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]
             ptrs, numbers = self._pieces(targets, own, item)
             _fusion.unpack(address(out), ptrs, numbers, info.code)
 
@@ -231,10 +230,6 @@ class HostBackend:
         flags = np.empty(self.size, np.uint8)
         self._fabric.allgather(np.array([ok], np.uint8), flags)
         return [r for r in range(self.size) if not flags[r]]
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._fabric.barrier()
 
     def subset(self, ranks: Sequence[int], tag: int) -> HostBackend:
         """Return the backend of some of the ranks; called by exactly those."""

@@ -154,8 +154,8 @@ class Network:
         message = self.coordinator.respond()
         if message is not None:
             self.answered.append(message)
-            for queue in self.down:
-                queue.append(encode(message))
+            for rank in self.coordinator.audience(message):
+                self.down[rank].append(encode(message))
         return message
 
     def deliver_down(self, rank: int) -> list[Response]:

@@ -165,7 +165,7 @@ def test_time_goes_on_when_bits_become_requests() -> None:
     network.submit(0, [allreduce("a")])
     network.send(0)
     network.deliver_up(0, 3.0)
-    network.submit(1, [Request(RequestType.JOIN, "join")])
+    network.submit(1, [Request(RequestType.JOIN, "join.noname")])
     network.coordinator._sets[0]._spill(allreduce("a"), 9.0)
     assert network.coordinator.stalled() == [Stalled(0, "a", 3.0, (0,), (1,))]
 
@@ -204,10 +204,27 @@ def test_work_that_is_ready_runs_before_a_shutdown() -> None:
     assert answer.stop is not None
 
 
-def test_a_lost_answer_is_noticed() -> None:
+def test_answers_out_of_order_are_noticed_and_gaps_are_lists_for_other_sets() -> None:
     worker = Worker(1, 2)
-    with pytest.raises(InternalError, match="rank 1 got response list 2 after 0"):
-        worker.process(ResponseList(PROTOCOL_VERSION, 2))
+    worker.process(ResponseList(PROTOCOL_VERSION, 2))
+    for seq in (2, 1):
+        with pytest.raises(InternalError, match=f"rank 1 got response list {seq} after 2"):
+            worker.process(ResponseList(PROTOCOL_VERSION, seq))
+    worker.process(ResponseList(PROTOCOL_VERSION, 7))
+
+
+def test_lists_go_to_the_ranks_that_they_concern() -> None:
+    coordinator = Coordinator(4, 8, [(1, 2), (2, 3)])
+    ask = Request(RequestType.ALLREDUCE, "x", 7, (1,), 1)
+    for rank in (1, 2):
+        coordinator.receive(rank, RequestList(PROTOCOL_VERSION, 0, requests=[(1, ask)]))
+    first = coordinator.respond()
+    assert first is not None
+    assert coordinator.audience(first) == [1, 2]
+    coordinator.receive(3, RequestList(PROTOCOL_VERSION, 0, stop=ErrorInfo(ErrorKind.SHUT_DOWN, "enough", 3)))
+    last = coordinator.respond()
+    assert last is not None
+    assert coordinator.audience(last) == [0, 1, 2, 3]
 
 
 def test_bits_behind_a_refusal_in_one_message_travel_in_full() -> None:

@@ -156,7 +156,7 @@ def test_a_joined_rank_is_reported_after_the_shapes_and_before_the_root() -> Non
         (2, (2,), "broadcast 'x' has its root on rank 0"),
     ):
         network = Network(3)
-        network.submit(0, [Request(RequestType.JOIN, "join")])
+        network.submit(0, [Request(RequestType.JOIN, "join.noname")])
         network.submit(1, [tensor(BCAST, "x", (2,), root=0)])
         ends = network.submit(2, [tensor(BCAST, "x", shape, root=root)])
         network.settle()

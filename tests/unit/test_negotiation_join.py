@@ -7,7 +7,7 @@ import pytest
 from pyhvd.messages import ErrorKind, Request, RequestType, Response
 from tests.unit.simulation import Done, Network, allreduce, grouped, tensor
 
-JOIN = Request(RequestType.JOIN, "join")
+JOIN = Request(RequestType.JOIN, "join.noname")
 ADVICE = "Call it before the first rank joins or after join() has returned."
 
 

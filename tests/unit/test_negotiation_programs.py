@@ -276,7 +276,7 @@ class Program:
     def _make_change(self, player: Player, step: Step) -> None:
         number = len(player.steps)
         if isinstance(step, Join):
-            request = Request(RequestType.JOIN, "join")
+            request = Request(RequestType.JOIN, "join.noname")
         elif isinstance(step, Add):
             ranks = _within(step.ranks, self.network.size)
             request = Request(RequestType.ADD_PROCESS_SET, f"add.{number}", ranks=ranks)

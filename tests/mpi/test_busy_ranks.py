@@ -1,0 +1,55 @@
+"""Ranks that compute without giving up the GIL: the others go on, and nothing is lost meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+import pyhvd as hvd
+from tests.mpi.harness import on_ranks
+
+
+def _hold_the_gil(seconds: float) -> None:
+    """Compute in one bytecode instruction: no other thread of this process runs meanwhile."""
+    each = time.perf_counter()
+    sum(range(10**6))
+    each = time.perf_counter() - each
+    sum(range(int(10**6 * seconds / each)))
+
+
+@on_ranks(3, timeout=60.0)
+def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    hvd.barrier()
+    start = time.monotonic()
+    if hvd.rank() == 1:
+        _hold_the_gil(4.0)
+        end = start
+    else:
+        for _ in range(450):
+            assert hvd.allreduce(np.ones(2), name="a", op=hvd.Sum, process_set=pair)[0] == 2.0
+        end = time.monotonic()
+    hvd.barrier()
+    took = hvd.allgather(np.array([end - start]))
+    assert took.max() < 3.5, f"the pair waited for a rank that is no member: {took} s"
+
+
+@on_ranks(2, timeout=60.0)
+def test_messages_for_a_busy_rank_are_found_when_it_is_back() -> None:
+    hvd.init()
+    for _ in range(3):
+        if hvd.rank() == 1:
+            _hold_the_gil(1.0)
+        handles = [hvd.allreduce_async(np.ones(8), name=f"t{i}", op=hvd.Sum) for i in range(300)]
+        assert all(handle.result()[0] == 2.0 for handle in handles)
+
+
+@on_ranks(2, timeout=60.0)
+def test_a_busy_rank_is_not_given_up_when_another_shuts_down() -> None:
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        _hold_the_gil(12.0)
+    hvd.shutdown()

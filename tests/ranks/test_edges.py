@@ -1,0 +1,140 @@
+"""Edges of calls and handles: names that collide, empty groups, callbacks, late trouble with a target."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.testing import RanksFailed, run_ranks
+
+
+def test_names_that_pyhvd_gives_itself_are_refused_and_others_are_free() -> None:
+    def body() -> int:
+        for taken in ("noname.0", "barrier.noname.1", "join.noname", "object.noname.0.sz"):
+            with pytest.raises(ValueError, match="pyhvd's own"):
+                hvd.allreduce(1.0, name=taken)
+        for free in ("join", "barrier.0", "object.0.sz", "nonames", "x.noname1"):
+            assert hvd.allreduce(1.0, name=free, op=hvd.Sum) == hvd.size()
+        if hvd.rank() == 1:
+            hvd.allreduce(np.ones(2), name="join")
+        return hvd.join()
+
+    assert run_ranks(2, body, timeout=20) in ([0, 0], [1, 1])
+
+
+@pytest.mark.parametrize("verb", ["grouped_allreduce", "grouped_allgather", "grouped_reducescatter"])
+def test_an_empty_group_on_one_rank_is_an_error_on_the_others(verb: str) -> None:
+    def body() -> float:
+        assert getattr(hvd, verb)([]) == []
+        if hvd.rank() == 1:
+            assert getattr(hvd, verb)([]) == []
+        else:
+            with pytest.raises(hvd.RankFailedError, match="rank 1 refused it: its list of tensors is empty"):
+                getattr(hvd, verb)([np.ones(4)] * 2)
+        return float(hvd.allreduce(1.0, op=hvd.Sum))
+
+    assert run_ranks(3, body, timeout=20) == [3.0] * 3
+
+
+def test_a_bad_setting_on_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = threading.Lock()
+    turn = iter([False, True, False, False])
+    real = hvd.Config.from_env
+
+    def from_env(env: object = None, **overrides: object) -> object:
+        with reads:
+            bad = next(turn, False)
+        return real({**os.environ, **({"PYHVD_CYCLE_TIME": "abc"} if bad else {})}, **overrides)
+
+    monkeypatch.setattr(hvd.Config, "from_env", from_env)
+
+    def body() -> str:
+        with pytest.raises(ValueError, match="PYHVD_CYCLE_TIME='abc'") as caught:
+            hvd.init()
+        hvd.init()  # the next reading is good on every rank
+        return type(caught.value).__name__
+
+    assert sorted(run_ranks(2, body, init=False, timeout=20)) == ["ConfigError", "ValueError"]
+
+
+def test_callbacks_may_raise_anything_and_submit_but_not_wait(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "pyhvd")
+
+    def body() -> float:
+        submitted: list[hvd.Handle] = []
+        called = threading.Event()
+
+        def leave(_: hvd.Handle) -> None:
+            raise SystemExit("not from here")
+
+        def wait(_: hvd.Handle) -> None:
+            hvd.allreduce(1.0, name="from a callback")
+
+        def submit(_: hvd.Handle) -> None:
+            submitted.append(hvd.allreduce_async(2.0, name="submitted", op=hvd.Sum))
+            called.set()
+
+        handle = hvd.allreduce_async(1.0, name="first")
+        for callback in (leave, wait, submit):
+            handle.add_done_callback(callback)
+        assert called.wait(20)
+        return float(submitted[0].result(20))
+
+    assert run_ranks(2, body, timeout=30) == [4.0, 4.0]
+
+
+def test_a_target_that_becomes_read_only_in_flight_fails_alone() -> None:
+    ready = threading.Barrier(2)
+
+    def body() -> list[float]:
+        target = np.ones((4, 4)).T[:, ::2]
+        if hvd.rank() == 1:
+            ready.wait(20)
+        others = [hvd.allreduce_async(np.ones(2), name=f"before.{i}", op=hvd.Sum) for i in range(2)]
+        handle = hvd.allreduce_async_(target, name="target", op=hvd.Sum)
+        others.append(hvd.allreduce_async(np.ones(2), name="behind", op=hvd.Sum))
+        if hvd.rank() == 0:
+            target.flags.writeable = False
+            ready.wait(20)
+            with pytest.raises(ValueError, match="read-only"):
+                handle.result(20)
+        else:
+            assert (handle.result(20) == 2.0).all()
+        return [float(other.result(20)[0]) for other in others]
+
+    assert run_ranks(2, body, timeout=40) == [[2.0] * 3] * 2
+
+
+def test_removing_what_is_no_set_and_the_global_set() -> None:
+    def body() -> bool:
+        with pytest.raises(ValueError, match="takes a ProcessSet"):
+            hvd.remove_process_set([0])  # type: ignore[arg-type]
+        return hvd.remove_process_set(hvd.global_process_set)
+
+    assert run_ranks(2, body) == [False, False]
+    assert not hvd.is_homogeneous()
+
+
+def test_an_exception_without_text_is_named_without_a_colon() -> None:
+    def body() -> None:
+        if hvd.rank() == 1:
+            raise KeyboardInterrupt
+        hvd.allreduce(1.0)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, body, timeout=20)
+    assert str(caught.value.errors[0]) == "rank 1 failed: KeyboardInterrupt"
+
+
+def test_a_warning_points_at_the_caller() -> None:
+    def body() -> str:
+        with pytest.warns(DeprecationWarning, match="average") as caught:
+            hvd.allreduce_async(1.0, average=True).result()
+        return caught[0].filename
+
+    assert run_ranks(1, body) == [__file__]
