@@ -33,8 +33,9 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         Where the supervisor reads one :class:`Record`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A killed rank must not take its last lines with it.
-        sys.stdout.reconfigure(line_buffering=True)
+        # A killed rank must not take its last lines with it; and whole lines only, as ranks share the screen
+        # (with PYTHONUNBUFFERED, print would write a line and its end apart).
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     ending = _Ending(place, report_fd)
     watch_mpi_import(place, ending.doubt)
     atexit.register(ending.leave)  # the first registered runs last
