@@ -108,6 +108,9 @@ class Config:
         _bool,
         "ask MPI for THREAD_SERIALIZED instead of THREAD_MULTIPLE (the program itself must then not use MPI)",
     )
+    fast_lane: bool = _knob(
+        True, "FAST_LANE", _bool, "ranks of one node use shared memory; off: everything goes through MPI"
+    )
     log_level: str = _knob(
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
     )
@@ -173,7 +176,7 @@ class Config:
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = ("fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+SHARED = ("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from pyhvd._version import __version__
-from pyhvd.backends.base import Backend
-from pyhvd.backends.host import HostBackend
+from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
@@ -87,17 +87,22 @@ class Context:
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self.joined = False
-        backends: dict[int, Backend] = {GLOBAL_SET: HostBackend(world.fabric)}
+        open_window = world.open_window if self.config.fast_lane else None
+
+        def make(fabric: Fabric) -> Backend:
+            return make_backend(fabric, open_window)
+
+        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and self.topology.rank in ranks:
-                backends[set_id] = backends[GLOBAL_SET].subset(ranks, set_id)
+                backends[set_id] = make(world.fabric.subset(ranks, set_id))
         self._world = world
         self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         slot = current_slot()  # callbacks of handles act for this rank too
         self.runtime = Runtime(
-            world.connect(), backends, sets, self.config, surroundings=lambda: playing_rank(slot)
+            world.connect(), backends, sets, self.config, make, surroundings=lambda: playing_rank(slot)
         )
         self.runtime.start()
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Array, TensorView, flat_bytes
-from pyhvd.backends.base import Backend
+from pyhvd.backends.base import Backend, Fabric
 from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
 from pyhvd.errors import (
     HorovodInternalError,
@@ -56,15 +56,23 @@ class Executor:
         By process set; sets that this rank is not a member of are absent. Owned.
     sets : dict of int to tuple of int
         Members of every process set; kept by the worker machine, read here.
+    make_backend : callable
+        Returns the backend of a new set, from its fabric; collective over the set.
     """
 
     def __init__(
-        self, rank: int, queue: TensorQueue, backends: dict[int, Backend], sets: dict[int, tuple[int, ...]]
+        self,
+        rank: int,
+        queue: TensorQueue,
+        backends: dict[int, Backend],
+        sets: dict[int, tuple[int, ...]],
+        make_backend: Callable[[Fabric], Backend],
     ) -> None:
         self._rank = rank
         self._queue = queue
         self._backends = backends
         self._sets = sets
+        self._make_backend = make_backend
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.REDUCESCATTER: self._reducescatter,
@@ -220,7 +228,8 @@ class Executor:
     def _add_process_set(self, batch: list[Response], entries: Entries) -> None:
         ranks, set_id = batch[0].request.ranks, batch[0].value
         if self._rank in ranks:
-            self._backends[set_id] = self._backends[GLOBAL_SET].subset(ranks, set_id)
+            fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
+            self._backends[set_id] = self._make_backend(fabric)
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:

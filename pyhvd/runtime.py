@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from pyhvd.backends.base import Backend
+from pyhvd.backends.base import Backend, Fabric
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.errors import (
@@ -67,6 +67,8 @@ class Runtime:
         Members of the process sets 1, 2, ... that exist from the start.
     config : Config
         This rank's configuration, with the shared knobs agreed.
+    make_backend : callable
+        Returns the backend of a new set, from its fabric.
     surroundings : callable
         Entered by the background thread, in which callbacks of handles run.
     """
@@ -77,6 +79,7 @@ class Runtime:
         backends: dict[int, Backend],
         sets: Sequence[tuple[int, ...]],
         config: Config,
+        make_backend: Callable[[Fabric], Backend],
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._control = control
@@ -91,7 +94,7 @@ class Runtime:
             0.0 if config.stall_check_disable else config.stall_check_time_seconds,
             config.stall_shutdown_time_seconds,
         )
-        self._executor = Executor(control.rank, self._queue, backends, self._worker.sets)
+        self._executor = Executor(control.rank, self._queue, backends, self._worker.sets, make_backend)
         self._goodbyes = 0
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyhvd.backends.base import Fabric
-from pyhvd.backends.inprocess import Meeting, ThreadFabric
+from pyhvd.backends.inprocess import Meeting, ThreadFabric, open_thread_window
+from pyhvd.backends.shm import OpenWindow
 from pyhvd.transport import ControlTransport, InProcessTransport, Mailbox
 
 
@@ -48,6 +49,8 @@ class World:
         ``abort()`` ends the world's other ranks where nothing else can.
     threads : bool
         Whether MPI_THREAD_MULTIPLE was granted.
+    open_window : callable
+        Makes memory that the ranks of a fabric share; see :mod:`pyhvd.backends.shm`.
     """
 
     topology: Topology
@@ -57,6 +60,7 @@ class World:
     members: Callable[[object], tuple[int, ...]]
     abort: Callable[[], None]
     threads: bool
+    open_window: OpenWindow
 
 
 class ThreadWorlds:
@@ -96,6 +100,7 @@ class ThreadWorlds:
             members=_no_communicators,
             abort=meeting.abort,
             threads=True,
+            open_window=open_thread_window,
         )
 
     def abort(self) -> None:

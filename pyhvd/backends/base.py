@@ -57,6 +57,7 @@ class Backend(Protocol):
 
     rank: int
     size: int
+    fabric: Fabric
 
     def allreduce(
         self,
@@ -100,9 +101,6 @@ class Backend(Protocol):
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false: the same list on every rank."""
-
-    def subset(self, ranks: Sequence[int], tag: int) -> Backend:
-        """Return the backend of some of the ranks; called by exactly those."""
 
     def close(self) -> None:
         """Give up what the backend holds; collective."""

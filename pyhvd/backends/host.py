@@ -74,7 +74,7 @@ class HostBackend:
     def __init__(self, fabric: Fabric) -> None:
         self.rank = fabric.rank
         self.size = fabric.size
-        self._fabric = fabric
+        self.fabric = fabric
         self._buffers: dict[str, Bytes] = {}
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class HostBackend:
             self._pack(send, sources, [p for pieces in for_rank for p in pieces], info, op, prescale)
             mine = send_counts[self.rank]
             box = self._buffer("box", mine * self.size)
-            self._fabric.alltoallv(send, send_counts, box, [mine] * self.size)
+            self.fabric.alltoallv(send, send_counts, box, [mine] * self.size)
             out = self._buffer("out", mine)
             blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
             _fusion.reduce(address(out), blocks, mine // item, info.code, op, postscale)
@@ -150,7 +150,7 @@ class HostBackend:
         nbytes, item, size = len(send), info.itemsize, self.size
         if nbytes * size <= FLAT:
             box = self._buffer("box", nbytes * size)
-            self._fabric.allgather(send, box)
+            self.fabric.allgather(send, box)
             blocks = address(box) + nbytes * np.arange(size, dtype=np.int64)
             _fusion.reduce(address(out), blocks, nbytes // item, info.code, op, factor)
             return
@@ -158,10 +158,10 @@ class HostBackend:
         first = sum(counts[: self.rank])
         mine = counts[self.rank]
         box = self._buffer("box", mine * size)
-        self._fabric.alltoallv(send, counts, box, [mine] * size)
+        self.fabric.alltoallv(send, counts, box, [mine] * size)
         blocks = address(box) + mine * np.arange(size, dtype=np.int64)
         _fusion.reduce(address(out) + first, blocks, mine // item, info.code, op, factor)
-        self._fabric.allgatherv(out, counts)
+        self.fabric.allgatherv(out, counts)
 
     # -- the other collectives -----------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class HostBackend:
             if source is not None and counts[i][self.rank]:
                 first = sum(counts[i][: self.rank])
                 targets[i][first : first + counts[i][self.rank]] = source.bytes
-            self._fabric.allgatherv(targets[i], counts[i])
+            self.fabric.allgatherv(targets[i], counts[i])
 
     def _allgather_packed(
         self,
@@ -195,7 +195,7 @@ class HostBackend:
             if source := sources[i]:
                 box[at : at + counts[i][self.rank]] = source.bytes
             at += counts[i][self.rank]
-        self._fabric.allgatherv(box, per_rank)
+        self.fabric.allgatherv(box, per_rank)
         ptrs, numbers = [], []
         filled = {i: address(targets[i]) for i in small}
         for r in range(self.size):
@@ -209,36 +209,32 @@ class HostBackend:
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's bytes to every rank."""
         if self.size > 1 and len(buffer):
-            self._fabric.broadcast(buffer, root)
+            self.fabric.broadcast(buffer, root)
 
     def swap_counts(self, counts: Sequence[int]) -> list[int]:
         """Tell rank r ``counts[r]``; return what each rank tells this one."""
         told = np.array(counts, np.int64)
         heard = np.empty(self.size, np.int64)
         words = [8] * self.size
-        self._fabric.alltoallv(told.view(np.uint8), words, heard.view(np.uint8), words)
+        self.fabric.alltoallv(told.view(np.uint8), words, heard.view(np.uint8), words)
         return [int(count) for count in heard]
 
     def alltoall(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Exchange blocks of uneven size; counts in bytes."""
-        self._fabric.exchange(send, send_counts, recv, recv_counts)
+        self.fabric.exchange(send, send_counts, recv, recv_counts)
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false."""
         flags = np.empty(self.size, np.uint8)
-        self._fabric.allgather(np.array([ok], np.uint8), flags)
+        self.fabric.allgather(np.array([ok], np.uint8), flags)
         return [r for r in range(self.size) if not flags[r]]
-
-    def subset(self, ranks: Sequence[int], tag: int) -> HostBackend:
-        """Return the backend of some of the ranks; called by exactly those."""
-        return HostBackend(self._fabric.subset(ranks, tag))
 
     def close(self) -> None:
         """Give up buffers and fabric; collective."""
         self._buffers.clear()
-        self._fabric.close()
+        self.fabric.close()
 
     # -- staging -------------------------------------------------------------------------------------
 

@@ -12,7 +12,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from pyhvd.arrays import Bytes
+import numpy as np
+
+from pyhvd.arrays import Bytes, address
+from pyhvd.backends.base import Fabric
+from pyhvd.backends.shm import NoWindow, Segment, aligned
 from pyhvd.errors import TransportError
 
 
@@ -104,7 +108,7 @@ class ThreadFabric:
         """Wait for everybody."""
         self._meeting.wait()
 
-    def exchange_objects(self, mine: bytes) -> list[bytes]:
+    def exchange_objects(self, mine: Any) -> list[Any]:
         """Return what every rank gives, in rank order."""
         laid = self._lay(mine)
         self._meeting.wait()
@@ -122,3 +126,15 @@ class ThreadFabric:
         self._meeting.laid[self.rank] = mine
         self._meeting.wait()
         return list(self._meeting.laid)
+
+
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+    """Return memory that the threads of a fabric share, as they share all memory."""
+    assert isinstance(fabric, ThreadFabric)
+    mine = np.empty(nbytes, np.uint8)
+    parts = fabric.exchange_objects(mine)
+
+    def close() -> None:
+        parts.clear()  # the others' memory was kept alive by this list
+
+    return Segment([aligned(address(part)) for part in parts], close, parts)

@@ -8,11 +8,14 @@ take the GIL back each time, which costs milliseconds while another thread runs 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 
 from mpi4py import MPI
 
 from pyhvd.arrays import Bytes
+from pyhvd.backends.base import Fabric
+from pyhvd.backends.shm import NoWindow, Segment, aligned
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
@@ -97,3 +100,42 @@ class MpiFabric:
             for k in range(0, len(block), LARGEST)
         ]
         MPI.Request.Waitall(requests)
+
+
+def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+    """Return an MPI shared window of the ranks of a fabric, if they are all on one node."""
+    assert isinstance(fabric, MpiFabric)
+    comm = fabric.comm
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
+    try:
+        if not comm.allreduce(node.Get_size() == fabric.size, MPI.LAND):
+            return NoWindow("they are on several nodes", expected=True)
+    finally:
+        node.Free()
+    if cause := comm.bcast(_too_little_memory(nbytes * fabric.size), 0):
+        return NoWindow(cause)
+    window = None
+    try:
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+        cause = ""
+    except MPI.Exception as exc:
+        cause = f"MPI_Win_allocate_shared: {exc}"
+    causes = [text for text in comm.allgather(cause) if text]
+    if causes or window is None:
+        if window is not None:
+            window.Free()
+        return NoWindow(causes[0])
+    areas = [aligned(window.Shared_query(rank)[0].address) for rank in range(fabric.size)]
+    return Segment(areas, window.Free, window)
+
+
+def _too_little_memory(needed: int) -> str:
+    """Return what is wrong if /dev/shm cannot hold a window: its pages would then be missing when touched."""
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return ""  # no such folder on this system: MPI knows another way
+    free = status.f_bavail * status.f_frsize
+    if free >= needed + (needed >> 2):
+        return ""
+    return f"/dev/shm has {free >> 20} MiB free, and {needed / (1 << 20):.1f} MiB are needed"

@@ -1,0 +1,173 @@
+"""The fast lane of one node: collectives over a shared window, without the GIL.
+
+Owns: one rank's view of a window, and the numbering of its chunks. Knows addresses, dtype and op codes; not
+tensors, names or MPI. Whoever makes the window (:mod:`pyhvd.backends.shm`) keeps its memory alive.
+
+Every method is collective: the ranks of the window call the same ones in the same order. One thread at a
+time may use a window.
+"""
+
+from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+
+
+cdef extern from "_window.h" nogil:
+    enum:
+        PYHVD_MAX_LOCAL
+        PYHVD_FLAT
+
+    ctypedef struct pyhvd_window:
+        int rank
+        int size
+        size_t chunk
+        uint64_t chunks
+        uint64_t flats
+        uint8_t* area[256]
+
+    ctypedef struct pyhvd_job:
+        const int64_t* srcs
+        const int64_t* dsts
+        const int64_t* starts
+        size_t n
+        int dtype
+        int op
+        double prescale
+        double postscale
+
+    size_t pyhvd_window_area(size_t chunk)
+    void pyhvd_window_clear(pyhvd_window* w)
+    int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
+    int pyhvd_window_gather(
+        pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts, const int64_t* starts
+    )
+    int pyhvd_window_alltoall(
+        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
+        uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
+    )
+    int pyhvd_window_barrier(pyhvd_window* w)
+    void pyhvd_window_abort(pyhvd_window* w)
+
+
+MAX_LOCAL = PYHVD_MAX_LOCAL
+FLAT = PYHVD_FLAT
+
+
+def area_bytes(Py_ssize_t chunk):
+    """Return the bytes of one rank's area in a window of the given chunk size (bytes)."""
+    return pyhvd_window_area(<size_t>chunk)
+
+
+cdef class Window:
+    """One rank's end of a shared window.
+
+    Parameters
+    ----------
+    rank : int
+        This rank among the ranks of the window.
+    areas : sequence of int
+        Address of each rank's area, as this process sees it; 128-byte aligned, :func:`area_bytes` long.
+    chunk : int
+        Bytes of a slot; a multiple of 128.
+
+    Raises
+    ------
+    ValueError
+        More than MAX_LOCAL ranks, a chunk of the wrong size, or an unaligned area.
+    """
+
+    cdef pyhvd_window window
+
+    def __cinit__(self, int rank, areas, Py_ssize_t chunk):
+        if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:
+            raise ValueError(f"a window has at most {PYHVD_MAX_LOCAL} ranks")
+        if chunk < PYHVD_FLAT or chunk % 128:
+            raise ValueError(f"a chunk is a multiple of 128 bytes, and {PYHVD_FLAT} at least, not {chunk}")
+        self.window.rank = rank
+        self.window.size = <int>len(areas)
+        self.window.chunk = <size_t>chunk
+        for q, address in enumerate(areas):
+            if address % 128:
+                raise ValueError(f"area {q} is not aligned to 128 bytes")
+            self.window.area[<int>q] = <uint8_t*><uintptr_t>address
+
+    def clear(self):
+        """Zero this rank's area, touching its pages; before any rank uses the window."""
+        with nogil:
+            pyhvd_window_clear(&self.window)
+
+    def allreduce(
+        self, const int64_t[::1] srcs, const int64_t[::1] dsts, const int64_t[::1] starts, int dtype, int op,
+        double prescale, double postscale
+    ):
+        """Reduce tensors, one behind the other, in rank order; every rank gets the result.
+
+        Parameters
+        ----------
+        srcs, dsts : int64 arrays of n addresses
+            0 as a source brings the neutral element, 0 as a target drops the result. May be equal.
+        starts : int64 array of n + 1
+            Prefix sums of the element counts; the same on every rank.
+        dtype, op : int
+            Codes; checked by the caller.
+        prescale, postscale : float
+            Factors before and after.
+
+        Returns
+        -------
+        bool
+            False if the window was aborted.
+        """
+        cdef pyhvd_job job
+        cdef int status
+        if srcs.shape[0] != dsts.shape[0] or starts.shape[0] != srcs.shape[0] + 1:
+            raise ValueError("srcs, dsts and starts do not belong together")
+        if not srcs.shape[0] or starts[srcs.shape[0]] == 0:
+            return True
+        job.srcs = &srcs[0]
+        job.dsts = &dsts[0]
+        job.starts = &starts[0]
+        job.n = <size_t>srcs.shape[0]
+        job.dtype = dtype
+        job.op = op
+        job.prescale = prescale
+        job.postscale = postscale
+        with nogil:
+            status = pyhvd_window_allreduce(&self.window, &job)
+        return status == 0
+
+    def gather(self, uintptr_t send, uintptr_t recv, const int64_t[::1] counts, const int64_t[::1] starts):
+        """Gather blocks: rank q's ``counts[q]`` bytes at ``send`` come to ``recv + starts[q]`` everywhere."""
+        cdef int status
+        if counts.shape[0] != self.window.size or starts.shape[0] < self.window.size:
+            raise ValueError("one count and one start per rank")
+        with nogil:
+            status = pyhvd_window_gather(
+                &self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0], &starts[0]
+            )
+        return status == 0
+
+    def alltoall(
+        self, uintptr_t send, const int64_t[::1] send_counts, const int64_t[::1] send_starts, uintptr_t recv,
+        const int64_t[::1] recv_counts, const int64_t[::1] recv_starts
+    ):
+        """Send a block to each rank; counts and starts in bytes, one per rank."""
+        cdef int status
+        cdef Py_ssize_t size = self.window.size
+        if min(send_counts.shape[0], send_starts.shape[0], recv_counts.shape[0], recv_starts.shape[0]) < size:
+            raise ValueError("one count and one start per rank")
+        with nogil:
+            status = pyhvd_window_alltoall(
+                &self.window, <const uint8_t*>send, &send_counts[0], &send_starts[0], <uint8_t*>recv,
+                &recv_counts[0], &recv_starts[0]
+            )
+        return status == 0
+
+    def barrier(self):
+        """Return when every rank has called it; False if the window was aborted."""
+        cdef int status
+        with nogil:
+            status = pyhvd_window_barrier(&self.window)
+        return status == 0
+
+    def abort(self):
+        """Let no rank wait any longer. From any thread."""
+        pyhvd_window_abort(&self.window)

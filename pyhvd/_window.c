@@ -1,0 +1,382 @@
+#include "_window.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+
+#include "_kernels.h"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define LINE 128         /* two cache lines: adjacent-line prefetch pairs them */
+#define BLOCK 4096       /* bytes reduced, and sent home, while they are in the first-level cache */
+#define AHEAD 2048       /* bytes by which the peers' lines are fetched for writing */
+#define SPINS 60         /* about 1 us */
+#define YIELDS 10
+#define LONG_YIELD 20000 /* ns: somebody else wants this core */
+#define NAP_NS 100000000 /* longest sleep between two looks at `aborted` */
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint64_t packed;
+    _Alignas(LINE) _Atomic uint64_t reduced;
+    _Alignas(LINE) _Atomic uint64_t flat;
+    _Alignas(LINE) _Atomic uint32_t bell;
+    _Alignas(LINE) _Atomic uint32_t asleep;
+    _Alignas(LINE) _Atomic uint32_t aborted;
+} control;
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+static inline control *control_of(const pyhvd_window *w, int rank) { return (control *)w->area[rank]; }
+
+static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
+    return w->area[rank] + sizeof(control) + (w->flats & 1) * PYHVD_FLAT;
+}
+
+static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + (chunk % PYHVD_SLOTS) * w->chunk;
+}
+
+size_t pyhvd_window_area(size_t chunk) { return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * chunk; }
+
+void pyhvd_window_clear(pyhvd_window *w) { memset(w->area[w->rank], 0, pyhvd_window_area(w->chunk)); }
+
+/* ---- waiting and announcing ---- */
+
+static inline void pause_cpu(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void sleep_on(_Atomic uint32_t *bell, uint32_t seen) {
+    struct timespec nap = {0, NAP_NS};
+#ifdef __linux__
+    syscall(SYS_futex, (uint32_t *)bell, FUTEX_WAIT, seen, &nap, NULL, 0);
+#else
+    (void)bell, (void)seen;
+    nap.tv_nsec = 50000;
+    nanosleep(&nap, NULL);
+#endif
+}
+
+static void wake(control *sleeper) {
+    atomic_fetch_add_explicit(&sleeper->bell, 1, memory_order_release);
+#ifdef __linux__
+    syscall(SYS_futex, (uint32_t *)&sleeper->bell, FUTEX_WAKE, 1, NULL, NULL, 0);
+#endif
+}
+
+static inline int reached(_Atomic uint64_t *counter, uint64_t value) {
+    return atomic_load_explicit(counter, memory_order_acquire) >= value;
+}
+
+static int sleep_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+    control *mine = control_of(w, w->rank);
+    for (;;) {
+        uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
+        atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst);
+        int done = reached(counter, value);
+        if (!done) sleep_on(&mine->bell, seen);
+        atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
+        if (done || reached(counter, value)) return PYHVD_OK;
+        if (atomic_load_explicit(&mine->aborted, memory_order_relaxed)) return PYHVD_ABORTED;
+    }
+}
+
+/* Wait until a counter has reached a value. */
+static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+    for (int yields = 0; yields < YIELDS; yields++) {
+        for (int spin = 0; spin < SPINS; spin++) {
+            if (reached(counter, value)) return PYHVD_OK;
+            pause_cpu();
+        }
+        int64_t before = now_ns();
+        sched_yield();
+        if (now_ns() - before > LONG_YIELD) break;
+    }
+    return reached(counter, value) ? PYHVD_OK : sleep_until(w, counter, value);
+}
+
+static int await_packed(pyhvd_window *w, uint64_t value) {
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank && await(w, &control_of(w, q)->packed, value)) return PYHVD_ABORTED;
+    return PYHVD_OK;
+}
+
+static int await_reduced(pyhvd_window *w, uint64_t value) {
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank && await(w, &control_of(w, q)->reduced, value)) return PYHVD_ABORTED;
+    return PYHVD_OK;
+}
+
+static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+    atomic_store_explicit(counter, value, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int q = 0; q < w->size; q++) {
+        control *peer = control_of(w, q);
+        if (q != w->rank && atomic_load_explicit(&peer->asleep, memory_order_relaxed)) wake(peer);
+    }
+}
+
+/* A slot may be filled with a chunk once every rank is done with the chunk that it held. */
+static int await_free_slot(pyhvd_window *w, uint64_t chunk) {
+    return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
+}
+
+void pyhvd_window_abort(pyhvd_window *w) {
+    for (int q = 0; q < w->size; q++) {
+        atomic_store_explicit(&control_of(w, q)->aborted, 1, memory_order_relaxed);
+        wake(control_of(w, q));
+    }
+}
+
+/* ---- reductions ---- */
+
+/* Elements [from, to) of a job, piece by piece; `at` remembers the tensor, as ranges only move forward. */
+typedef struct {
+    const pyhvd_job *job;
+    size_t at;
+} walker;
+
+typedef struct {
+    size_t tensor;
+    int64_t offset, count;
+} piece;
+
+static int next_piece(walker *walk, int64_t *from, int64_t to, piece *p) {
+    if (*from >= to) return 0;
+    const int64_t *starts = walk->job->starts;
+    while (starts[walk->at + 1] <= *from) walk->at++;
+    p->tensor = walk->at;
+    p->offset = *from - starts[walk->at];
+    p->count = MIN(to, starts[walk->at + 1]) - *from;
+    *from += p->count;
+    return 1;
+}
+
+static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
+    return (uint8_t *)(intptr_t)base + (size_t)offset * item;
+}
+
+/* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
+static void pack_range(const pyhvd_job *job, walker *walk, int64_t from, int64_t to, uint8_t *out, int own) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    piece p;
+    while (next_piece(walk, &from, to, &p)) {
+        int64_t src = job->srcs[p.tensor];
+        size_t count = (size_t)p.count;
+        if (!src)
+            pyhvd_fill(out, count, job->dtype, job->op);
+        else if (job->prescale != 1.0)
+            pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
+        else if (!own)
+            memcpy(out, address_of(src, p.offset, item), count * item);
+        out += count * item;
+    }
+}
+
+static void unpack_range(const pyhvd_job *job, walker *walk, int64_t from, int64_t to, const uint8_t *in) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    piece p;
+    while (next_piece(walk, &from, to, &p)) {
+        size_t bytes = (size_t)p.count * item;
+        if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
+        in += bytes;
+    }
+}
+
+static inline void fetch_for_writing(const uint8_t *at, size_t bytes) {
+    for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k, 1, 3);
+}
+
+/* Reduce one piece of this rank's slice, and take the result home into the peers' slots: each of their
+ * lines changes owner twice, instead of three times if they fetched the result themselves. */
+static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at) {
+    size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)p->count * item;
+    int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
+    int64_t from[PYHVD_MAX_LOCAL];
+    uint8_t *mine = slot_of(w, w->rank, chunk) + at;
+    const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
+    uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
+    for (size_t k = 0; k < bytes; k += BLOCK) {
+        size_t length = MIN(bytes - k, BLOCK);
+        for (int q = 0; q < w->size; q++) {
+            const uint8_t *theirs = q == w->rank ? own : slot_of(w, q, chunk) + at;
+            from[q] = (int64_t)(intptr_t)(theirs + k);
+            if (q != w->rank && k + length < bytes) fetch_for_writing(theirs + k + length, AHEAD);
+        }
+        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
+        for (int q = 0; q < w->size; q++)
+            if (q != w->rank) memcpy(slot_of(w, q, chunk) + at + k, out + k, length);
+    }
+}
+
+static void reduce_range(pyhvd_window *w, const pyhvd_job *job, walker *walk, int64_t first, int64_t from,
+                         int64_t to, uint64_t chunk) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    piece p;
+    for (int64_t at = from; next_piece(walk, &from, to, &p); at += p.count)
+        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item);
+}
+
+/* Everything lies in the flat buffers: one step, and everybody reduces everything. */
+static int reduce_flat(pyhvd_window *w, const pyhvd_job *job) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
+    walker packing = {job, 0}, reducing = {job, 0};
+    pack_range(job, &packing, 0, total, flat_of(w, w->rank), 0);
+    announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank && await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
+    piece p;
+    for (int64_t at = 0; next_piece(&reducing, &from, total, &p); at += p.count) {
+        for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
+        if (job->dsts[p.tensor])
+            pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
+                         (size_t)p.count, job->dtype, job->op, job->postscale);
+    }
+    w->flats++;
+    return PYHVD_OK;
+}
+
+typedef struct {
+    int64_t from, to, mine_from, mine_to; /* elements of a chunk, and of this rank's slice of it */
+} span;
+
+static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
+    span s = {index * per_chunk, MIN(total, (index + 1) * per_chunk), 0, 0};
+    int64_t count = s.to - s.from;
+    s.mine_from = s.from + count * w->rank / w->size;
+    s.mine_to = s.from + count * (w->rank + 1) / w->size;
+    return s;
+}
+
+static int pack_chunk(pyhvd_window *w, const pyhvd_job *job, walker *walk, span s, uint64_t chunk) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    uint8_t *slot = slot_of(w, w->rank, chunk);
+    if (await_free_slot(w, chunk)) return PYHVD_ABORTED;
+    pack_range(job, walk, s.from, s.mine_from, slot, 0);
+    pack_range(job, walk, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
+    pack_range(job, walk, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
+    announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+    return PYHVD_OK;
+}
+
+int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
+    if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, job);
+    int64_t count = (total + per_chunk - 1) / per_chunk;
+    walker packing = {job, 0}, reducing = {job, 0}, unpacking = {job, 0};
+    /* Three stages in step: while the peers reduce chunk i - 1, chunk i is packed and i - 2 taken out. */
+    for (int64_t i = 0; i < count + 2; i++) {
+        if (i < count &&
+            pack_chunk(w, job, &packing, span_of(w, total, per_chunk, i), w->chunks + (uint64_t)i))
+            return PYHVD_ABORTED;
+        if (i >= 1 && i <= count) {
+            uint64_t chunk = w->chunks + (uint64_t)i - 1;
+            span s = span_of(w, total, per_chunk, i - 1);
+            if (await_packed(w, chunk + 1)) return PYHVD_ABORTED;
+            reduce_range(w, job, &reducing, s.from, s.mine_from, s.mine_to, chunk);
+            announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+        }
+        if (i >= 2) {
+            uint64_t chunk = w->chunks + (uint64_t)i - 2;
+            span s = span_of(w, total, per_chunk, i - 2);
+            const uint8_t *slot = slot_of(w, w->rank, chunk);
+            if (await_reduced(w, chunk + 1)) return PYHVD_ABORTED;
+            unpack_range(job, &unpacking, s.from, s.mine_from, slot);
+            unpack_range(job, &unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+        }
+    }
+    w->chunks += (uint64_t)count;
+    return PYHVD_OK;
+}
+
+/* ---- moving bytes ---- */
+
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
+                        const int64_t *starts) {
+    int64_t longest = 0, chunk = (int64_t)w->chunk;
+    for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
+    if (recv + starts[w->rank] != send) memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
+    for (int64_t from = 0; from < longest; from += chunk) {
+        int64_t mine = MIN(counts[w->rank] - from, chunk);
+        if (await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
+        announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        for (int k = 1; k < w->size; k++) { /* each rank begins with another peer */
+            int q = (w->rank + k) % w->size;
+            int64_t theirs = MIN(counts[q] - from, chunk);
+            if (await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (theirs > 0) memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
+        }
+        announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}
+
+/* The largest of the ranks' values. */
+static int largest(pyhvd_window *w, int64_t *value) {
+    memcpy(flat_of(w, w->rank), value, sizeof *value);
+    announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+    for (int q = 0; q < w->size; q++) {
+        int64_t theirs;
+        if (q != w->rank && await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
+        memcpy(&theirs, flat_of(w, q), sizeof theirs);
+        *value = MAX(*value, theirs);
+    }
+    w->flats++;
+    return PYHVD_OK;
+}
+
+int pyhvd_window_barrier(pyhvd_window *w) {
+    int64_t nothing = 0;
+    return largest(w, &nothing);
+}
+
+int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
+                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
+                          const int64_t *recv_starts) {
+    int64_t part = (int64_t)(w->chunk / (size_t)w->size) & ~(int64_t)63, longest = 0;
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) longest = MAX(longest, send_counts[q]);
+    if (largest(w, &longest)) return PYHVD_ABORTED;
+    memmove(recv + recv_starts[w->rank], send + send_starts[w->rank], (size_t)send_counts[w->rank]);
+    for (int64_t from = 0; from < longest; from += part) {
+        uint8_t *slot = slot_of(w, w->rank, w->chunks);
+        if (await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        for (int q = 0; q < w->size; q++) {
+            int64_t n = q == w->rank ? 0 : MIN(send_counts[q] - from, part);
+            if (n > 0) memcpy(slot + q * part, send + send_starts[q] + from, (size_t)n);
+        }
+        announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        for (int k = 1; k < w->size; k++) {
+            int q = (w->rank + k) % w->size;
+            int64_t n = MIN(recv_counts[q] - from, part);
+            const uint8_t *theirs = slot_of(w, q, w->chunks) + w->rank * part;
+            if (await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (n > 0) memcpy(recv + recv_starts[q] + from, theirs, (size_t)n);
+        }
+        announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}

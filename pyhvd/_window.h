@@ -1,0 +1,74 @@
+/* Collectives of one node over a shared window: plain C over addresses, no Python, no MPI.
+ *
+ * Every rank owns one area of the window: a few counters, two small "flat" buffers, and SLOTS slots of
+ * one chunk each. An operation is cut into chunks, which all ranks number alike; chunk c uses slot
+ * c % SLOTS. The counters only ever grow:
+ *
+ *   packed   chunks that the owner has laid into its slots
+ *   reduced  chunks that the owner needs no slot of any rank for any more, but its own
+ *   flat     flat operations for which the owner has laid down its part
+ *
+ * Memory ordering: data is written before the counter that announces it (release), and read after the
+ * counter has been seen (acquire). A slot is written again only when every rank has announced that it is
+ * done with what the slot held; a flat buffer when its owner begins the operation after next, which it
+ * can only do once every rank has begun the next one, and so has ended this one.
+ *
+ * Waiting: a short spin with yields, then a futex. A sleeper sets `asleep`, then looks again, then
+ * sleeps on `bell` as it was before; an announcer stores its counter, then looks for sleepers. The
+ * sequentially consistent fences between the two steps of each make sure that one of them sees the other.
+ */
+#ifndef PYHVD_WINDOW_H
+#define PYHVD_WINDOW_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define PYHVD_MAX_LOCAL 256 /* ranks on one node */
+#define PYHVD_SLOTS 3
+#define PYHVD_FLAT 16384 /* bytes of a rank's part in a flat operation */
+
+enum { PYHVD_OK = 0, PYHVD_ABORTED = -2 };
+
+typedef struct {
+    int rank, size;
+    size_t chunk;     /* bytes of a slot */
+    uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
+    uint64_t flats;   /* flat operations so far, the same on every rank */
+    uint8_t *area[PYHVD_MAX_LOCAL];
+} pyhvd_window;
+
+/* What one rank brings into a reduction: n tensors, one behind the other. */
+typedef struct {
+    const int64_t *srcs;   /* addresses; 0: this rank has joined, and brings the neutral element */
+    const int64_t *dsts;   /* addresses, or 0 for a result that nobody wants; may equal srcs */
+    const int64_t *starts; /* n + 1 prefix sums of the element counts */
+    size_t n;
+    int dtype, op;
+    double prescale, postscale;
+} pyhvd_job;
+
+/* Bytes of one rank's area. */
+size_t pyhvd_window_area(size_t chunk);
+
+/* Zero this rank's area, touching its pages; before any rank uses the window. */
+void pyhvd_window_clear(pyhvd_window *w);
+
+/* Reduce every element in rank order 0 .. size-1, and leave the result with every rank. */
+int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
+
+/* Gather blocks: rank q's counts[q] bytes come to lie at recv + starts[q], on every rank. */
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
+                        const int64_t *starts);
+
+/* Send a block to each rank; starts and counts in bytes. */
+int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
+                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
+                          const int64_t *recv_starts);
+
+/* Return when every rank has called it. */
+int pyhvd_window_barrier(pyhvd_window *w);
+
+/* Let no rank wait any longer: their calls return PYHVD_ABORTED. */
+void pyhvd_window_abort(pyhvd_window *w);
+
+#endif
