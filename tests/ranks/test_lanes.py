@@ -1,0 +1,114 @@
+"""Both lanes, one behaviour: the same programs with and without shared memory give equal bits and errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pyhvd as hvd
+from pyhvd.testing import run_ranks
+
+VERBS = ("allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoall", "reducescatter")
+DTYPES = ("float32", "float64", "float16", "int32", "uint8", "complex64")
+OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a program; ``odd`` is the rank that submits another shape, or splits that are wrong."""
+
+    verb: str
+    dtype: str
+    op: hvd.ReduceOp
+    rows: int
+    columns: int
+    scale: float
+    odd: int
+    in_half: bool
+    name: int
+
+
+steps = st.builds(
+    Step,
+    verb=st.sampled_from(VERBS),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(OPS),
+    rows=st.sampled_from([0, 1, 2, 5, 64, 300]),
+    columns=st.sampled_from([1, 3, 200]),
+    scale=st.sampled_from([1.0, 1.0, 0.5]),
+    odd=st.sampled_from([-1, -1, -1, -1, 0, 1]),
+    in_half=st.booleans(),
+    name=st.integers(0, 3),
+)
+
+
+def _input(step: Step, rank: int, index: int) -> Any:
+    rng = np.random.default_rng([rank, index])
+    shape = (step.rows + (rank == step.odd), step.columns)
+    values = rng.integers(0, 50, shape) if step.dtype[0] in "iu" else rng.normal(size=shape)
+    return values.astype(step.dtype)
+
+
+def _call(step: Step, tensor: Any, process_set: hvd.ProcessSet) -> Any:
+    how: dict[str, Any] = {"name": f"t{step.name}", "process_set": process_set}
+    scaled: dict[str, Any] = {"op": step.op, "prescale_factor": step.scale, "postscale_factor": step.scale, **how}
+    if step.verb == "grouped":
+        return hvd.grouped_allreduce([tensor, tensor[:1], tensor * 2], **scaled)
+    if step.verb in ("allreduce", "allreduce_"):
+        return getattr(hvd, step.verb)(tensor, **scaled)
+    if step.verb == "reducescatter":
+        return hvd.reducescatter(tensor, **scaled)
+    if step.verb == "broadcast":
+        return hvd.broadcast(tensor, min(1, hvd.size() - 1), **how)
+    if step.verb == "alltoall":
+        size = process_set.size()
+        assert size is not None
+        return hvd.alltoall(tensor, splits=[len(tensor) // size] * size, **how)
+    return hvd.allgather(tensor, **how)
+
+
+def _bits(result: Any) -> Any:
+    if isinstance(result, (list, tuple)):
+        return [_bits(each) for each in result]
+    return result.dtype.name, result.shape, result.tobytes()
+
+
+def _program(plan: list[Step], leaving: int) -> list[Any]:
+    """Carry out a plan; rank 0 leaves ``leaving`` steps before the end, and joins."""
+    log: list[Any] = []
+    half = hvd.add_process_set(list(range(min(2, hvd.size() - 1))) or [0])
+    rank = hvd.rank()
+    for index, step in enumerate(plan[: len(plan) - leaving] if rank == 0 else plan):
+        chosen = half if step.in_half and index < len(plan) - leaving else hvd.global_process_set
+        if not chosen.included():
+            continue
+        try:
+            log.append(_bits(_call(step, _input(step, rank, index), chosen)))
+        except (hvd.HorovodInternalError, ValueError) as exc:
+            log.append((type(exc).__name__, str(exc)))
+    log.append(hvd.join() in range(hvd.size()))
+    log.append(hvd.remove_process_set(half))
+    return log
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@settings(max_examples=25)
+@given(plan=st.lists(steps, min_size=1, max_size=8), leaving=st.integers(0, 3))
+def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leaving: int) -> None:
+    runs = [
+        run_ranks(
+            size,
+            _program,
+            plan,
+            min(leaving, len(plan)),
+            knobs={"fast_lane": fast, "dynamic_process_sets": True},
+            timeout=60,
+        )
+        for fast in (True, False)
+    ]
+    assert runs[0] == runs[1]
