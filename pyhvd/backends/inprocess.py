@@ -131,10 +131,5 @@ class ThreadFabric:
 def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
     """Return memory that the threads of a fabric share, as they share all memory."""
     assert isinstance(fabric, ThreadFabric)
-    mine = np.empty(nbytes, np.uint8)
-    parts = fabric.exchange_objects(mine)
-
-    def close() -> None:
-        parts.clear()  # the others' memory was kept alive by this list
-
-    return Segment([aligned(address(part)) for part in parts], close, parts)
+    parts = fabric.exchange_objects(np.empty(nbytes, np.uint8))
+    return Segment([aligned(address(part)) for part in parts], parts)

@@ -8,14 +8,17 @@ take the GIL back each time, which costs milliseconds while another thread runs 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
+import tempfile
 from collections.abc import Sequence
 
+import numpy as np
 from mpi4py import MPI
 
-from pyhvd.arrays import Bytes
+from pyhvd.arrays import Bytes, address
 from pyhvd.backends.base import Fabric
-from pyhvd.backends.shm import NoWindow, Segment, aligned
+from pyhvd.backends.shm import NoWindow, Segment
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
@@ -103,39 +106,54 @@ class MpiFabric:
 
 
 def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
-    """Return an MPI shared window of the ranks of a fabric, if they are all on one node."""
+    """Return memory that the ranks of a fabric share, if they are all on one node.
+
+    A file in /dev/shm, unlinked as soon as all have it open. Each rank claims its own part of it, which puts
+    the pages next to it, and says so at once if there is too little memory.
+    """
     assert isinstance(fabric, MpiFabric)
-    comm = fabric.comm
+    comm, size = fabric.comm, fabric.size
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
     try:
-        if not comm.allreduce(node.Get_size() == fabric.size, MPI.LAND):
+        if not comm.allreduce(node.Get_size() == size, MPI.LAND):
             return NoWindow("they are on several nodes", expected=True)
     finally:
         node.Free()
-    if cause := comm.bcast(_too_little_memory(nbytes * fabric.size), 0):
-        return NoWindow(cause)
-    window = None
-    try:
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
-        cause = ""
-    except MPI.Exception as exc:
-        cause = f"MPI_Win_allocate_shared: {exc}"
+    stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    path, cause = comm.bcast(_new_file(size * stride) if fabric.rank == 0 else None, 0)
+    memory: mmap.mmap | None = None
+    if not cause:
+        try:
+            memory = _map(path, fabric.rank * stride, stride, size * stride)
+        except OSError as exc:
+            cause = f"{path}: {exc.strerror} ({size * stride / (1 << 20):.1f} MiB are needed)"
     causes = [text for text in comm.allgather(cause) if text]
-    if causes or window is None:
-        if window is not None:
-            window.Free()
+    if path and fabric.rank == 0:
+        os.unlink(path)
+    if causes or memory is None:
         return NoWindow(causes[0])
-    areas = [aligned(window.Shared_query(rank)[0].address) for rank in range(fabric.size)]
-    return Segment(areas, window.Free, window)
+    start = address(np.frombuffer(memory, np.uint8))
+    return Segment([start + rank * stride for rank in range(size)], memory)
 
 
-def _too_little_memory(needed: int) -> str:
-    """Return what is wrong if /dev/shm cannot hold a window: its pages would then be missing when touched."""
+def _new_file(nbytes: int) -> tuple[str, str]:
+    """Return the path of a new file of so many bytes, or what is wrong."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return ""  # no such folder on this system: MPI knows another way
-    free = status.f_bavail * status.f_frsize
-    if free >= needed + (needed >> 2):
-        return ""
-    return f"/dev/shm has {free >> 20} MiB free, and {needed / (1 << 20):.1f} MiB are needed"
+        fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
+    except OSError as exc:
+        return "", f"{folder}: {exc.strerror}"
+    os.ftruncate(fd, nbytes)
+    os.close(fd)
+    return path, ""
+
+
+def _map(path: str, first: int, own: int, nbytes: int) -> mmap.mmap:
+    """Map a file, and claim this rank's own part of it."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, first, own)  # without it, touching a page that is not to be had is SIGBUS
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)

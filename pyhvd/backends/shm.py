@@ -1,6 +1,6 @@
 """One node: every collective over a shared window, by the kernels of :mod:`pyhvd._engine`.
 
-Owns: making windows (MPI's shared windows, or plain memory where the ranks are threads), and the decision
+Owns: making windows (a file in shared memory, or plain memory where the ranks are threads), and the decision
 whether a process set can have one. A set whose ranks lie on several nodes, a node without enough shared
 memory, or ``PYHVD_FAST_LANE=0`` leave the set to its other fabric; the cause is told once.
 
@@ -40,14 +40,11 @@ class Segment:
     ----------
     areas : list of int
         Address of each rank's part, in this process.
-    close : callable
-        Gives it up; collective.
     memory : object
         Keeps it alive.
     """
 
     areas: list[int]
-    close: Callable[[], None]
     memory: object
 
 
@@ -132,7 +129,7 @@ class ShmFabric:
 
     def close(self) -> None:
         """Give up window and fabric; collective."""
-        self._segment.close()
+        self._segment.memory = None
         self.inner.close()
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:

@@ -56,7 +56,12 @@ def _input(step: Step, rank: int, index: int) -> Any:
 
 def _call(step: Step, tensor: Any, process_set: hvd.ProcessSet) -> Any:
     how: dict[str, Any] = {"name": f"t{step.name}", "process_set": process_set}
-    scaled: dict[str, Any] = {"op": step.op, "prescale_factor": step.scale, "postscale_factor": step.scale, **how}
+    scaled: dict[str, Any] = {
+        "op": step.op,
+        "prescale_factor": step.scale,
+        "postscale_factor": step.scale,
+        **how,
+    }
     if step.verb == "grouped":
         return hvd.grouped_allreduce([tensor, tensor[:1], tensor * 2], **scaled)
     if step.verb in ("allreduce", "allreduce_"):
