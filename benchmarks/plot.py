@@ -1,0 +1,84 @@
+"""The pictures: times against size, or bars of medians with whiskers from the minimum to p99."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import FLOOR, OURS, Outcome
+from benchmarks.report import Report, show, show_bytes
+
+_OURS, _PEERS, _FLOOR = (
+    "#c2410c",
+    ("#1d4ed8", "#0e7490", "#4d7c0f", "#7e22ce", "#be185d", "#57534e"),
+    "#a8a29e",
+)
+
+
+def plot(path: Path, report: Report, by_size: bool) -> None:
+    """Draw a report into a PNG; says so where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no {path}: matplotlib is not installed (pip install --group bench)")
+        return
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    panels = [(run, outcome) for run in report.runs for outcome in run.outcomes]
+    if by_size and len(report.runs[0].outcomes) > 1:
+        figure, axes = pyplot.subplots(figsize=(8, 5))
+        _lines(axes, report.runs[0].outcomes)
+    else:
+        tall = sum(0.32 * len(outcome.figures) + 0.9 for _, outcome in panels)
+        heights = [len(outcome.figures) + 2 for _, outcome in panels]
+        figure, grid = pyplot.subplots(
+            len(panels), 1, figsize=(8, tall), squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
+        for axes, (run, outcome) in zip(grid[:, 0], panels, strict=True):
+            _bars(axes, outcome)
+            axes.set_title(f"{outcome.label}, {run.ranks} ranks", fontsize=9, loc="left")
+    machine = report.runs[0].machine
+    figure.suptitle(f"{report.title}\n{machine.mpi}, {machine.cores} cores", fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _colour(kind: str, number: int) -> str:
+    return _OURS if kind == OURS else _FLOOR if kind == FLOOR else _PEERS[number % len(_PEERS)]
+
+
+def _bars(axes: Any, outcome: Outcome) -> None:
+    figures = outcome.figures[::-1]
+    for row, each in enumerate(figures):
+        whiskers = [[each.median - each.min], [max(0.0, each.p99 - each.median)]]
+        axes.barh(row, each.median, color=_colour(each.kind, 0), xerr=whiskers, ecolor="#44403c", capsize=2)
+        text = f"  {show(each.median, outcome.unit)}"
+        axes.text(max(each.median, each.p99), row, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(figures)), [each.name for each in figures], fontsize=8)
+    axes.set_xlim(0, 1.18 * max(1e-12, *(each.p99 for each in figures), *(each.median for each in figures)))
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _lines(axes: Any, outcomes: list[Outcome]) -> None:
+    names = list(dict.fromkeys(each.name for outcome in outcomes for each in outcome.figures))
+    for number, name in enumerate(names):
+        points = [(o.nbytes, found) for o in outcomes if (found := o.find(name)) is not None]
+        sizes = [nbytes for nbytes, _ in points]
+        kind = points[0][1].kind
+        colour = _colour(kind, number)
+        dashes = "--" if kind == FLOOR else "-"
+        axes.plot(sizes, [f.median for _, f in points], dashes, marker=".", color=colour, label=name)
+        axes.fill_between(
+            sizes, [f.min for _, f in points], [f.p99 for _, f in points], color=colour, alpha=0.12, lw=0
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    every = [outcome.nbytes for outcome in outcomes]
+    axes.set_xticks(every, [show_bytes(nbytes) for nbytes in every], rotation=45, fontsize=8)
+    axes.set_ylabel("seconds: median, and from the minimum to p99")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)

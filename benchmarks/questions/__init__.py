@@ -1,0 +1,1 @@
+"""The questions: each module holds one ``QUESTION`` and runs by itself."""

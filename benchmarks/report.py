@@ -1,0 +1,271 @@
+"""From figures to what is shown and kept: tables, targets, the JSON files.
+
+A target compares medians of one run. Absolute times are shown too, but move with the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import OURS, Outcome, paired_ratio, ratio
+from benchmarks.machine import Machine
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a question asks of pyhvd.
+
+    Attributes
+    ----------
+    text : str
+        As printed.
+    case : str
+        Label of the case.
+    ours : str
+        Name of pyhvd's contender.
+    against : tuple of str
+        Peers; the fastest counts. Empty: ``ours`` itself is compared, in the unit of its case.
+    least, moonshot : float
+        What is asked, and what is dreamt of.
+    fewer : bool
+        The value should be at most that: ours, or ours over the peer. Otherwise at least: the peer over ours.
+    ranks : tuple of int
+        Rank counts that it is meant for; empty: all.
+    mpi : tuple of str
+        MPIs that it is meant for; empty: all.
+    """
+
+    text: str
+    case: str
+    ours: str
+    against: tuple[str, ...]
+    least: float
+    moonshot: float
+    fewer: bool = False
+    ranks: tuple[int, ...] = (2,)
+    mpi: tuple[str, ...] = ()
+
+
+class Verdict(msgspec.Struct):
+    """Whether a target is met; ``paired`` is the median of the ratios taken repetition by repetition."""
+
+    text: str
+    ranks: int
+    value: float
+    paired: float | None
+    least: float
+    moonshot: float
+    fewer: bool
+    unit: str
+    met: bool
+    moon: bool
+
+
+class Run(msgspec.Struct):
+    """One job: a question on so many ranks."""
+
+    ranks: int
+    machine: Machine
+    mpi: str
+    outcomes: list[Outcome]
+    notes: list[str]
+
+
+class Report(msgspec.Struct):
+    """What a JSON file holds."""
+
+    question: str
+    title: str
+    mpi: str
+    runs: list[Run]
+    verdicts: list[Verdict]
+    schema: int = SCHEMA
+
+
+def judge(targets: Iterable[Target], runs: Iterable[Run]) -> list[Verdict]:
+    """Hold the runs against the targets that are meant for them and whose contenders took part."""
+    verdicts = []
+    targets = list(targets)
+    for run in runs:
+        for target in targets:
+            if (target.mpi and run.mpi not in target.mpi) or (target.ranks and run.ranks not in target.ranks):
+                continue
+            outcome = next((each for each in run.outcomes if each.label == target.case), None)
+            if outcome is not None and (verdict := _judge(target, run.ranks, outcome)) is not None:
+                verdicts.append(verdict)
+    return verdicts
+
+
+def _judge(target: Target, ranks: int, outcome: Outcome) -> Verdict | None:
+    ours = outcome.find(target.ours)
+    peers = [found for name in target.against if (found := outcome.find(name)) is not None]
+    if ours is None or (target.against and not peers):
+        return None
+    paired, unit = None, outcome.unit
+    value = ours.median
+    if peers:
+        best = min(peers, key=lambda peer: peer.median)
+        above, below = (ours, best) if target.fewer else (best, ours)
+        value, paired, unit = ratio(above, below), paired_ratio(above, below), "x"
+
+    def reaches(limit: float) -> bool:
+        return value <= limit if target.fewer else value >= limit
+
+    return Verdict(
+        text=target.text,
+        ranks=ranks,
+        value=value,
+        paired=paired,
+        least=target.least,
+        moonshot=target.moonshot,
+        fewer=target.fewer,
+        unit=unit,
+        met=reaches(target.least),
+        moon=reaches(target.moonshot),
+    )
+
+
+# -- text ----------------------------------------------------------------------------------------------
+
+
+def show(value: float, unit: str) -> str:
+    """Return a value with its unit, to three digits."""
+    if unit == "x":
+        return f"{_three(value)}x"
+    if unit != "s":
+        return f"{_three(value)} {unit}"
+    for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if value * factor >= 1:
+            return f"{_three(value * factor)} {name}"
+    return f"{_three(value * 1e9)} ns"
+
+
+def _three(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(digits, 0), 4)}f}"
+
+
+def show_bytes(count: int) -> str:
+    """Return a size such as ``64 KiB``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:g} {name}" if count % unit == 0 else f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def console() -> Console:
+    """Return a console that no table is too wide for."""
+    return Console(width=max(118, Console().width), highlight=False)
+
+
+def print_run(title: str, run: Run) -> None:
+    """Print a job's figures."""
+    out = console()
+    machine = run.machine
+    out.print(
+        f"\n{title}\n{run.ranks} ranks, {machine.mpi}, Python {machine.python}, {machine.cores} cores:"
+        f" {machine.cpu}, load {machine.load[0]}, commit {machine.commit or 'unknown'}"
+    )
+    for outcome in run.outcomes:
+        out.print(_table(outcome))
+        for name, values in (("spinning in Python", "spin"), ("MPI ping-pong", "mpi")):
+            found = [v for each in outcome.latencies if (v := getattr(each, values)) is not None]
+            if found:
+                shown = ", ".join(show(value, "s") for value in found)
+                out.print(f"  core to core, one way, {name}, before and after: {shown}")
+    for note in run.notes:
+        out.print(f"  {note}")
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(title=outcome.label, title_justify="left", title_style="bold", min_width=100)
+    table.add_column("", no_wrap=True)
+    for head in ("min", "median", "p99", "max", "n", "to pyhvd", "pairwise"):
+        table.add_column(head, justify="right")
+    first = next((each for each in outcome.figures if each.kind == OURS), None)
+    for each in outcome.figures:
+        ratios = ("", "")
+        ours = outcome.find(each.beside) or first
+        if ours is not None and each is not ours and outcome.unit == "s":
+            ratios = (show(ratio(each, ours), "x"), show(paired_ratio(each, ours), "x"))
+        values = (each.min, each.median, each.p99, each.max)
+        style = "bold" if each.kind == OURS else ""
+        shown = [show(value, outcome.unit) for value in values]
+        table.add_row(each.name, *shown, str(len(each.samples)), *ratios, style=style)
+    return table
+
+
+def print_verdicts(reports: Sequence[Report]) -> None:
+    """Print which targets are met."""
+    table = Table(title="targets (medians)", title_justify="left", title_style="bold")
+    for head in ("question", "MPI", "ranks", "target"):
+        table.add_column(head)
+    for head in ("at least", "moonshot", "measured", "pairwise"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    for row in _rows(reports):
+        table.add_row(*row)
+    if table.row_count:
+        console().print(table)
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """Return the table of targets for a README."""
+    lines = ["| question | MPI | ranks | target | at least | moonshot | measured | pairwise | |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines += ["| " + " | ".join(row) + " |" for row in _rows(reports)]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(reports: Sequence[Report]) -> list[list[str]]:
+    rows = []
+    for report in reports:
+        for each in report.verdicts:
+            sign = "<= " if each.fewer else ""
+            state = "moonshot" if each.moon else "met" if each.met else "MISSED"
+            limits = [sign + show(limit, each.unit) for limit in (each.least, each.moonshot)]
+            paired = "" if each.paired is None else show(each.paired, each.unit)
+            value = show(each.value, each.unit)
+            rows.append(
+                [report.question, report.mpi, str(each.ranks), each.text, *limits, value, paired, state]
+            )
+    return rows
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+def save(path: Path, report: Report | Run) -> None:
+    """Write a report or a run as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(_rounded(report)), indent=1))
+
+
+def _rounded(report: Report | Run) -> Report | Run:
+    """Keep six digits of the samples: more are noise, and the files are kept."""
+    for run in report.runs if isinstance(report, Report) else [report]:
+        for outcome in run.outcomes:
+            for each in outcome.figures:
+                each.samples = [float(f"{value:.6g}") for value in each.samples]
+    return report
+
+
+def load_run(path: Path) -> Run:
+    """Read what :func:`save` wrote of a job."""
+    return msgspec.json.decode(path.read_bytes(), type=Run)
+
+
+def load_report(path: Path) -> Report:
+    """Read what :func:`save` wrote of a question."""
+    return msgspec.json.decode(path.read_bytes(), type=Report)

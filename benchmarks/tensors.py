@@ -1,0 +1,127 @@
+"""Arrays to reduce, filled so that every wrong sum shows, and the gradient sizes of ResNet-50.
+
+Rank r fills element i of tensor t with (r + 1) * (1 + (i + t) % 7): sums over up to 8 ranks are integers
+below 256, which float32, float16 and bfloat16 all hold exactly, whoever adds them up in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+_PERIOD = 7
+_BLOCK = _PERIOD * 8192
+"""Elements written or compared at a time: few enough to leave most of the cache to the tensors."""
+
+
+class WrongResultError(Exception):
+    """A contender's result is not the sum."""
+
+
+class Tensors:
+    """The arrays of one case on one rank, which all contenders reduce in turn.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Elements of each array.
+    rank, size : int
+        This rank's place.
+    dtype : dtype-like
+        float32, float16 or ml_dtypes.bfloat16.
+    loops : int
+        How often they are reduced in one repetition; see :func:`benchmarks.peers.contender`.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], rank: int, size: int, dtype: Any = np.float32, loops: int = 1
+    ) -> None:
+        self.loops = loops
+        self.arrays: list[Array] = [np.ones(count, dtype) for count in counts]
+        self.nbytes = sum(array.nbytes for array in self.arrays)
+        pattern = 1.0 + np.arange(_BLOCK + _PERIOD) % _PERIOD
+        self._mine = (pattern * (rank + 1)).astype(dtype)
+        self._sum = (pattern * (size * (size + 1) // 2)).astype(dtype)
+        self._bits = np.dtype(f"u{self._mine.itemsize}")
+
+    def fill(self) -> None:
+        """Write this rank's values."""
+        for t, array in enumerate(self.arrays):
+            for first in range(0, array.size, _BLOCK):
+                block = array[first : first + _BLOCK]
+                block[:] = self._mine[t % _PERIOD : t % _PERIOD + block.size]
+
+    def zero(self) -> None:
+        """Write zeros: they may be reduced any number of times."""
+        for array in self.arrays:
+            array.fill(0)
+
+    def check(self, thorough: bool = True) -> None:
+        """Raise WrongResultError unless the arrays hold the sums.
+
+        Parameters
+        ----------
+        thorough : bool
+            Compare every element; otherwise the first, middle and last of each array.
+        """
+        for t, array in enumerate(self.arrays):
+            for first, last in _ranges(array.size) if thorough else _samples(array.size):
+                offset = t % _PERIOD + first % _PERIOD
+                expected = self._sum[offset : offset + last - first]
+                found = array[first:last]
+                if not np.array_equal(found.view(self._bits), expected.view(self._bits)):
+                    where = f"tensor {t} of {len(self.arrays)}, elements {first} to {last - 1}"
+                    raise WrongResultError(f"{where}: {found} instead of {expected}")
+
+    def pieces(self, nbytes: int) -> list[list[Array]]:
+        """Cut the arrays into buckets of at most so many bytes: each a list of views, in order."""
+        room = limit = max(1, nbytes // self.arrays[0].itemsize)
+        buckets: list[list[Array]] = [[]]
+        for array in self.arrays:
+            first = 0
+            while first < array.size:
+                if not room:
+                    buckets.append([])
+                    room = limit
+                piece = array[first : first + room]
+                buckets[-1].append(piece)
+                first += piece.size
+                room -= piece.size
+        return buckets
+
+
+def _ranges(count: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
+
+
+def _samples(count: int) -> Iterator[tuple[int, int]]:
+    return ((at, at + 1) for at in (0, count // 2, count - 1))
+
+
+def resnet50() -> list[int]:
+    """Return the elements of ResNet-50's 161 gradients (25 557 032 in all), in the order backward makes them.
+
+    He et al., "Deep Residual Learning for Image Recognition", 2015, in the layout of torchvision.
+    """
+    counts: list[int] = []
+
+    def convolution(inputs: int, outputs: int, kernel: int) -> None:
+        counts.extend((inputs * outputs * kernel * kernel, outputs, outputs))  # and the batch norm's two
+
+    convolution(3, 64, 7)
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(inputs, width, 1)
+            convolution(width, width, 3)
+            convolution(width, 4 * width, 1)
+            if block == 0:
+                convolution(inputs, 4 * width, 1)
+            inputs = 4 * width
+    counts.extend((inputs * 1000, 1000))
+    return counts[::-1]
