@@ -69,9 +69,8 @@ def random_array(rng: np.random.Generator, count: int, dtype: Any) -> Array:
     if np.dtype(dtype).kind in "iu":
         return rng.integers(0, 100, count).astype(dtype)
     values = rng.normal(size=count) * 10.0 ** rng.integers(-3, 3, count)
-    if np.dtype(dtype).kind == "c":
-        return (values + 1j * rng.normal(size=count)).astype(dtype)
-    result: Array = values.astype(dtype)
+    imaginary = 1j * rng.normal(size=count) if np.dtype(dtype).kind == "c" else 0.0
+    result: Array = (values + imaginary).astype(dtype)
     return result
 
 
