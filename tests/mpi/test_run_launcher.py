@@ -190,7 +190,7 @@ def test_foreign_mpiexec_is_named(tmp_path: Path) -> None:
     starter = "MPICH" if LIBRARY.family == "Open MPI" else "Open MPI"
     assert f"started by {starter}'s mpiexec, but mpi4py is built on {LIBRARY.name}" in line
     assert f"use {MPIEXEC}, or: pyhvdrun -n 2" in line
-    assert ended.last == line
+    # Not the last line: the other rank's MPI library may still write about the same under a foreign mpiexec.
     assert "never here" not in ended.out
 
 
