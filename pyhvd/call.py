@@ -160,7 +160,14 @@ class Call:
             TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits)
             for part, (request, source, target, splits) in enumerate(self._parts)
         ]
-        runtime.submit(entries)
+        # Before the others can hear of it: from then on this rank submits nothing.
+        joining, joined = self._kind is RequestType.JOIN, self.context.joined
+        self.context.joined = joined or joining
+        try:
+            runtime.submit(entries)
+        except BaseException:
+            self.context.joined = joined
+            raise
         return handle
 
     def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:

@@ -461,7 +461,6 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: where 
     with Call(RequestType.JOIN, OwnName(JOIN_NAME), global_process_set) as call:
         call.add(None, None)
         handle = call.submit()
-        call.context.joined = True
     # Not when the wait ends, which may be interrupted: the others count on this rank until all have joined.
     handle.add_done_callback(lambda _: call.context.leave_join())
     last: int = handle.result()
