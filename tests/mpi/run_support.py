@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -46,7 +49,11 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def bare_environment() -> dict[str, str]:
     """What a user of Open MPI's mpiexec on a small machine, or as root, has to set by hand."""
+    # A directory of its own for each job: one that a killed job of the same process id left behind is fatal.
+    folder = tempfile.mkdtemp(prefix="hvd-", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {
+        "PRTE_MCA_prte_tmpdir_base": folder,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
