@@ -67,8 +67,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if importlib.util.find_spec("pyhvd._fusion") is None:
-    raise ImportError(
-        "pyhvd's extension pyhvd._fusion has not been built: install the package with pip"
-        " (from a source tree: pip install -e . or python setup.py build_ext --inplace)"
-    )
+for _extension in ("pyhvd._fusion", "pyhvd._engine"):
+    if importlib.util.find_spec(_extension) is None:
+        raise ImportError(
+            f"pyhvd's extension {_extension} has not been built: install the package with pip"
+            " (from a source tree: pip install -e . or python setup.py build_ext --inplace)"
+        )
