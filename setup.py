@@ -3,17 +3,23 @@
 The extensions never link MPI: they see plain addresses, so one wheel serves every MPI.
 """
 
+import glob
+
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
+WINDOW = "pyhvd/_window.c"
 KERNELS = ["pyhvd/_kernels.c", "pyhvd/_convert.c"]
 
 
-def extension(name, *sources):
+def extension(name, *sources, headers=()):
     return Extension(
         f"pyhvd.{name}",
         sources=[f"pyhvd/{name}.pyx", *sources, *KERNELS],
-        depends=["pyhvd/_kernels.h", "pyhvd/_loops.h", "pyhvd/_window.h"],
+        depends=glob.glob("pyhvd/*.h"),
+        include_dirs=list(headers),
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION")] if headers else [],
         # -fno-math-errno and friends change no result; -ffast-math would, and so would fused
         # multiply-adds: with them the bits would depend on the machine.
         extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
@@ -22,7 +28,11 @@ def extension(name, *sources):
 
 setup(
     ext_modules=cythonize(
-        [extension("_fusion"), extension("_engine", "pyhvd/_window.c")],
+        [
+            extension("_fusion"),
+            extension("_engine", WINDOW),
+            extension("_lane", "pyhvd/_driver.c", "pyhvd/_board.c", WINDOW, headers=[numpy.get_include()]),
+        ],
         compiler_directives={
             "language_level": 3,
             "boundscheck": False,

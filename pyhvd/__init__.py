@@ -67,7 +67,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-for _extension in ("pyhvd._fusion", "pyhvd._engine"):
+for _extension in ("pyhvd._fusion", "pyhvd._engine", "pyhvd._lane"):
     if importlib.util.find_spec(_extension) is None:
         raise ImportError(
             f"pyhvd's extension {_extension} has not been built: install the package with pip"

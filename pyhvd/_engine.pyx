@@ -7,45 +7,7 @@ Every method is collective: the ranks of the window call the same ones in the sa
 time may use a window.
 """
 
-from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
-
-
-cdef extern from "_window.h" nogil:
-    enum:
-        PYHVD_MAX_LOCAL
-        PYHVD_FLAT
-
-    ctypedef struct pyhvd_window:
-        int rank
-        int size
-        size_t chunk
-        uint64_t chunks
-        uint64_t flats
-        uint8_t* area[256]
-
-    ctypedef struct pyhvd_job:
-        const int64_t* srcs
-        const int64_t* dsts
-        const int64_t* starts
-        size_t n
-        int dtype
-        int op
-        double prescale
-        double postscale
-
-    size_t pyhvd_window_area(size_t chunk)
-    void pyhvd_window_clear(pyhvd_window* w)
-    int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
-    int pyhvd_window_gather(
-        pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts, const int64_t* starts
-    )
-    int pyhvd_window_alltoall(
-        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
-        uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
-    )
-    int pyhvd_window_barrier(pyhvd_window* w)
-    void pyhvd_window_abort(pyhvd_window* w)
-
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
 
 MAX_LOCAL = PYHVD_MAX_LOCAL
 FLAT = PYHVD_FLAT
@@ -73,8 +35,6 @@ cdef class Window:
     ValueError
         More than MAX_LOCAL ranks, a chunk of the wrong size, or an unaligned area.
     """
-
-    cdef pyhvd_window window
 
     def __cinit__(self, int rank, areas, Py_ssize_t chunk):
         if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:

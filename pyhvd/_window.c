@@ -1,25 +1,13 @@
 #include "_window.h"
 
-#include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
-#include <time.h>
 
 #include "_kernels.h"
+#include "_waiting.h"
 
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#define LINE 128         /* two cache lines: adjacent-line prefetch pairs them */
-#define BLOCK 4096       /* bytes reduced, and sent home, while they are in the first-level cache */
-#define AHEAD 2048       /* bytes by which the peers' lines are fetched for writing */
-#define SPINS 60         /* about 1 us */
-#define YIELDS 10
-#define LONG_YIELD 20000 /* ns: somebody else wants this core */
-#define NAP_NS 100000000 /* longest sleep between two looks at `aborted` */
+#define LINE PYHVD_LINE
+#define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
+#define AHEAD 2048 /* bytes by which the peers' lines are fetched for writing */
 
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t packed;
@@ -49,80 +37,60 @@ void pyhvd_window_clear(pyhvd_window *w) { memset(w->area[w->rank], 0, pyhvd_win
 
 /* ---- waiting and announcing ---- */
 
-static inline void pause_cpu(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static void sleep_on(_Atomic uint32_t *bell, uint32_t seen) {
-    struct timespec nap = {0, NAP_NS};
-#ifdef __linux__
-    syscall(SYS_futex, (uint32_t *)bell, FUTEX_WAIT, seen, &nap, NULL, 0);
-#else
-    (void)bell, (void)seen;
-    nap.tv_nsec = 50000;
-    nanosleep(&nap, NULL);
-#endif
-}
-
-static void wake(control *sleeper) {
-    atomic_fetch_add_explicit(&sleeper->bell, 1, memory_order_release);
-#ifdef __linux__
-    syscall(SYS_futex, (uint32_t *)&sleeper->bell, FUTEX_WAKE, 1, NULL, NULL, 0);
-#endif
-}
-
 static inline int reached(_Atomic uint64_t *counter, uint64_t value) {
     return atomic_load_explicit(counter, memory_order_acquire) >= value;
 }
 
-static int sleep_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+/* One nap: returns PYHVD_LATER if it has brought nothing. */
+static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     control *mine = control_of(w, w->rank);
-    for (;;) {
-        uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
-        atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
-        atomic_thread_fence(memory_order_seq_cst);
-        int done = reached(counter, value);
-        if (!done) sleep_on(&mine->bell, seen);
-        atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
-        if (done || reached(counter, value)) return PYHVD_OK;
-        if (atomic_load_explicit(&mine->aborted, memory_order_relaxed)) return PYHVD_ABORTED;
-    }
+    uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
+    atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!reached(counter, value)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
+    atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
+    if (reached(counter, value)) return PYHVD_OK;
+    return atomic_load_explicit(&mine->aborted, memory_order_relaxed) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
-/* Wait until a counter has reached a value. */
+/* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */
 static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
-    for (int yields = 0; yields < YIELDS; yields++) {
-        for (int spin = 0; spin < SPINS; spin++) {
+    int yields = 0, status = PYHVD_LATER;
+    do {
+        for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (reached(counter, value)) return PYHVD_OK;
-            pause_cpu();
+            pyhvd_pause();
         }
-        int64_t before = now_ns();
-        sched_yield();
-        if (now_ns() - before > LONG_YIELD) break;
+    } while (pyhvd_yield(&yields));
+    while (status == PYHVD_LATER) {
+        uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
+        status = nap_until(w, counter, value);
+        if (w->brief && before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
+            break;
     }
-    return reached(counter, value) ? PYHVD_OK : sleep_until(w, counter, value);
+    return status;
 }
 
+/* The functions that wait return what `await` returned, if it was not PYHVD_OK. */
 static int await_packed(pyhvd_window *w, uint64_t value) {
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank && await(w, &control_of(w, q)->packed, value)) return PYHVD_ABORTED;
-    return PYHVD_OK;
+    int status = PYHVD_OK;
+    for (int q = 0; q < w->size && !status; q++)
+        if (q != w->rank) status = await(w, &control_of(w, q)->packed, value);
+    return status;
 }
 
 static int await_reduced(pyhvd_window *w, uint64_t value) {
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank && await(w, &control_of(w, q)->reduced, value)) return PYHVD_ABORTED;
-    return PYHVD_OK;
+    int status = PYHVD_OK;
+    for (int q = 0; q < w->size && !status; q++)
+        if (q != w->rank) status = await(w, &control_of(w, q)->reduced, value);
+    return status;
+}
+
+static int await_flat(pyhvd_window *w, uint64_t value) {
+    int status = PYHVD_OK;
+    for (int q = 0; q < w->size && !status; q++)
+        if (q != w->rank) status = await(w, &control_of(w, q)->flat, value);
+    return status;
 }
 
 static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
@@ -130,7 +98,8 @@ static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     atomic_thread_fence(memory_order_seq_cst);
     for (int q = 0; q < w->size; q++) {
         control *peer = control_of(w, q);
-        if (q != w->rank && atomic_load_explicit(&peer->asleep, memory_order_relaxed)) wake(peer);
+        if (q != w->rank && atomic_load_explicit(&peer->asleep, memory_order_relaxed))
+            pyhvd_futex_wake(&peer->bell, 0);
     }
 }
 
@@ -142,7 +111,7 @@ static int await_free_slot(pyhvd_window *w, uint64_t chunk) {
 void pyhvd_window_abort(pyhvd_window *w) {
     for (int q = 0; q < w->size; q++) {
         atomic_store_explicit(&control_of(w, q)->aborted, 1, memory_order_relaxed);
-        wake(control_of(w, q));
+        pyhvd_futex_wake(&control_of(w, q)->bell, 1);
     }
 }
 
@@ -150,22 +119,17 @@ void pyhvd_window_abort(pyhvd_window *w) {
 
 /* Elements [from, to) of a job, piece by piece; `at` remembers the tensor, as ranges only move forward. */
 typedef struct {
-    const pyhvd_job *job;
-    size_t at;
-} walker;
-
-typedef struct {
     size_t tensor;
     int64_t offset, count;
 } piece;
 
-static int next_piece(walker *walk, int64_t *from, int64_t to, piece *p) {
+static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
     if (*from >= to) return 0;
-    const int64_t *starts = walk->job->starts;
-    while (starts[walk->at + 1] <= *from) walk->at++;
-    p->tensor = walk->at;
-    p->offset = *from - starts[walk->at];
-    p->count = MIN(to, starts[walk->at + 1]) - *from;
+    const int64_t *starts = job->starts;
+    while (starts[*at + 1] <= *from) ++*at;
+    p->tensor = *at;
+    p->offset = *from - starts[*at];
+    p->count = MIN(to, starts[*at + 1]) - *from;
     *from += p->count;
     return 1;
 }
@@ -175,10 +139,10 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
 }
 
 /* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
-static void pack_range(const pyhvd_job *job, walker *walk, int64_t from, int64_t to, uint8_t *out, int own) {
+static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out, int own) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
-    while (next_piece(walk, &from, to, &p)) {
+    while (next_piece(job, walk, &from, to, &p)) {
         int64_t src = job->srcs[p.tensor];
         size_t count = (size_t)p.count;
         if (!src)
@@ -191,10 +155,10 @@ static void pack_range(const pyhvd_job *job, walker *walk, int64_t from, int64_t
     }
 }
 
-static void unpack_range(const pyhvd_job *job, walker *walk, int64_t from, int64_t to, const uint8_t *in) {
+static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, const uint8_t *in) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
-    while (next_piece(walk, &from, to, &p)) {
+    while (next_piece(job, walk, &from, to, &p)) {
         size_t bytes = (size_t)p.count * item;
         if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
         in += bytes;
@@ -227,25 +191,28 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
     }
 }
 
-static void reduce_range(pyhvd_window *w, const pyhvd_job *job, walker *walk, int64_t first, int64_t from,
+static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
                          int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
-    for (int64_t at = from; next_piece(walk, &from, to, &p); at += p.count)
+    for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count)
         reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item);
 }
 
 /* Everything lies in the flat buffers: one step, and everybody reduces everything. */
-static int reduce_flat(pyhvd_window *w, const pyhvd_job *job) {
+static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
+    const pyhvd_job *job = c->job;
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
-    walker packing = {job, 0}, reducing = {job, 0};
-    pack_range(job, &packing, 0, total, flat_of(w, w->rank), 0);
-    announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank && await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
+    if (!c->stage) {
+        pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
+        announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+        c->stage = 1;
+    }
+    int status = await_flat(w, w->flats + 1);
+    if (status) return status;
     piece p;
-    for (int64_t at = 0; next_piece(&reducing, &from, total, &p); at += p.count) {
+    for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
         for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
         if (job->dsts[p.tensor])
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
@@ -267,46 +234,70 @@ static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int
     return s;
 }
 
-static int pack_chunk(pyhvd_window *w, const pyhvd_job *job, walker *walk, span s, uint64_t chunk) {
-    size_t item = pyhvd_itemsize(job->dtype);
+static int pack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+    size_t item = pyhvd_itemsize(c->job->dtype);
     uint8_t *slot = slot_of(w, w->rank, chunk);
-    if (await_free_slot(w, chunk)) return PYHVD_ABORTED;
-    pack_range(job, walk, s.from, s.mine_from, slot, 0);
-    pack_range(job, walk, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
-    pack_range(job, walk, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
+    int status = await_free_slot(w, chunk);
+    if (status) return status;
+    pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
+    pack_range(c->job, &c->packing, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
+    pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
     announce(w, &control_of(w, w->rank)->packed, chunk + 1);
     return PYHVD_OK;
 }
 
-int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
-    if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, job);
+static int reduce_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+    int status = await_packed(w, chunk + 1);
+    if (status) return status;
+    reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
+    announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+    return PYHVD_OK;
+}
+
+static int unpack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+    size_t item = pyhvd_itemsize(c->job->dtype);
+    const uint8_t *slot = slot_of(w, w->rank, chunk);
+    int status = await_reduced(w, chunk + 1);
+    if (status) return status;
+    unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
+    unpack_range(c->job, &c->unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    return PYHVD_OK;
+}
+
+void pyhvd_window_begin(pyhvd_course *course, const pyhvd_job *job) {
+    memset(course, 0, sizeof *course);
+    course->job = job;
+}
+
+int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
+    size_t item = pyhvd_itemsize(c->job->dtype);
+    int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
+    int status = PYHVD_OK;
+    if (!total) return PYHVD_OK;
+    if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
-    walker packing = {job, 0}, reducing = {job, 0}, unpacking = {job, 0};
-    /* Three stages in step: while the peers reduce chunk i - 1, chunk i is packed and i - 2 taken out. */
-    for (int64_t i = 0; i < count + 2; i++) {
-        if (i < count &&
-            pack_chunk(w, job, &packing, span_of(w, total, per_chunk, i), w->chunks + (uint64_t)i))
-            return PYHVD_ABORTED;
-        if (i >= 1 && i <= count) {
-            uint64_t chunk = w->chunks + (uint64_t)i - 1;
-            span s = span_of(w, total, per_chunk, i - 1);
-            if (await_packed(w, chunk + 1)) return PYHVD_ABORTED;
-            reduce_range(w, job, &reducing, s.from, s.mine_from, s.mine_to, chunk);
-            announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
-        }
-        if (i >= 2) {
-            uint64_t chunk = w->chunks + (uint64_t)i - 2;
-            span s = span_of(w, total, per_chunk, i - 2);
-            const uint8_t *slot = slot_of(w, w->rank, chunk);
-            if (await_reduced(w, chunk + 1)) return PYHVD_ABORTED;
-            unpack_range(job, &unpacking, s.from, s.mine_from, slot);
-            unpack_range(job, &unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    /* Three stages in step: while the peers reduce chunk k - 1, chunk k is packed and k - 2 taken out. */
+    for (; c->step < count + 2; c->step++, c->stage = 0) {
+        for (; c->stage < 3; c->stage++) {
+            int64_t k = c->step - c->stage;
+            if (k < 0 || k >= count) continue;
+            span s = span_of(w, total, per_chunk, k);
+            uint64_t chunk = w->chunks + (uint64_t)k;
+            if (c->stage == 0) status = pack_chunk(w, c, s, chunk);
+            if (c->stage == 1) status = reduce_chunk(w, c, s, chunk);
+            if (c->stage == 2) status = unpack_chunk(w, c, s, chunk);
+            if (status) return status;
         }
     }
     w->chunks += (uint64_t)count;
     return PYHVD_OK;
+}
+
+int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {
+    pyhvd_course course;
+    pyhvd_window_begin(&course, job);
+    w->brief = 0;
+    return pyhvd_window_proceed(w, &course);
 }
 
 /* ---- moving bytes ---- */

@@ -27,13 +27,14 @@
 #define PYHVD_SLOTS 3
 #define PYHVD_FLAT 16384 /* bytes of a rank's part in a flat operation */
 
-enum { PYHVD_OK = 0, PYHVD_ABORTED = -2 };
+enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
 
 typedef struct {
     int rank, size;
     size_t chunk;     /* bytes of a slot */
     uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
     uint64_t flats;   /* flat operations so far, the same on every rank */
+    int brief;        /* whether a reduction may return before its end; see pyhvd_window_proceed */
     uint8_t *area[PYHVD_MAX_LOCAL];
 } pyhvd_window;
 
@@ -47,6 +48,14 @@ typedef struct {
     double prescale, postscale;
 } pyhvd_job;
 
+/* How far a reduction has come: chunk by chunk, three stages each; where each stage is in the job. */
+typedef struct {
+    const pyhvd_job *job;
+    int64_t step;
+    int stage;
+    size_t packing, reducing, unpacking;
+} pyhvd_course;
+
 /* Bytes of one rank's area. */
 size_t pyhvd_window_area(size_t chunk);
 
@@ -55,6 +64,11 @@ void pyhvd_window_clear(pyhvd_window *w);
 
 /* Reduce every element in rank order 0 .. size-1, and leave the result with every rank. */
 int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
+
+/* The same in pieces: with w->brief set, `proceed` returns PYHVD_LATER after a sleep that brought nothing,
+ * and is then called again, by any thread. Nothing else may use the window in between. */
+void pyhvd_window_begin(pyhvd_course *course, const pyhvd_job *job);
+int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *course);
 
 /* Gather blocks: rank q's counts[q] bytes come to lie at recv + starts[q], on every rank. */
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,

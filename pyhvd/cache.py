@@ -117,6 +117,12 @@ class SlotTable:
         self.last_change = seq
         return slot
 
+    def victim(self, name: str, busy: int) -> int:
+        """Return the slot that :meth:`assign` would take away from another tensor, or -1."""
+        if name in self._by_name or len(self._slots) < self.capacity:
+            return -1
+        return self._free_slot(busy)
+
     def meaning(self, slot: int, seen: int) -> Slot | None:
         """Return what a slot held for a rank that had processed response lists up to ``seen``."""
         current = self._slots.get(slot)
@@ -178,6 +184,10 @@ class WorkerCache:
             del self._by_name[old[1].name]
         self._slots[response.slot] = (response, own)
         self._by_name[own.name] = response.slot
+
+    def __getitem__(self, slot: int) -> Request:
+        """Return this rank's own request of a slot."""
+        return self._slots[slot][1]
 
     def expand(self, bits: int) -> list[Response]:
         """Return the responses of the set bits, in slot order."""

@@ -22,7 +22,7 @@ from pyhvd.errors import (
     UnsupportedOpError,
     describe_exception,
 )
-from pyhvd.handles import Handle
+from pyhvd.handles import Handle, QueuedHandle
 from pyhvd.messages import GLOBAL_SET, UNNAMED, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
@@ -151,7 +151,7 @@ class Call:
                 " has returned"
             )
         runtime = self.context.runtime
-        handle = Handle(self.name, len(self._parts), runtime.flush, self._result(inplace))
+        handle = QueuedHandle(self.name, len(self._parts), runtime.flush, self._result(inplace))
         if not self._parts:
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
@@ -211,7 +211,7 @@ def _checked(name: str | None, kind: RequestType) -> str:
         raise ValueError(f"{verb(kind)}: name {name!r} is no text that can be sent: {exc}") from None
 
 
-def _completer(handle: Handle, part: int) -> Callable[[Any, BaseException | None], None]:
+def _completer(handle: QueuedHandle, part: int) -> Callable[[Any, BaseException | None], None]:
     return lambda result, error: handle.complete(part, result, error)
 
 

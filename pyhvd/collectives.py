@@ -20,7 +20,7 @@ from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
-from pyhvd.reduction import Reduction
+from pyhvd.reducing import reduce_tensors, start_allreduce
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -34,36 +34,6 @@ Splits = Sequence[int] | Array | None
 # -- allreduce -----------------------------------------------------------------------------------------
 
 
-def _reduce(
-    kind: RequestType,
-    tensors: Any,
-    grouped: bool,
-    inplace: bool,
-    name: str | None,
-    process_set: ProcessSet,
-    how: tuple[bool | None, ReduceOp | None, float, float],
-) -> Handle:
-    with Call(kind, name, process_set, grouped=grouped) as call:
-        members = call.members(tensors)
-        reduction = Reduction.of(kind, *how)
-        for tensor in members:
-            source = view_for_writing(tensor) if inplace else view(tensor)
-            reduction.check(source.info)
-            if kind is RequestType.REDUCESCATTER:
-                rows = check_rows(source.shape, call.size)[call.rank]
-                target = target_like(source, (rows, *source.shape[1:]))
-            else:
-                target = source if inplace else target_like(source, source.shape)
-            call.add(
-                source,
-                target,
-                op=int(reduction.op),
-                prescale=reduction.prescale,
-                postscale=reduction.postscale,
-            )
-        return call.submit(list(members) if inplace else None)
-
-
 def allreduce_async(
     tensor: Any,
     average: bool | None = None,
@@ -74,8 +44,9 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce; see :func:`allreduce`."""
-    how = (average, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, tensor, False, False, name, process_set, how)
+    return start_allreduce(
+        False, False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce(
@@ -123,10 +94,14 @@ def allreduce(
     HorovodInternalError
         Another rank failed, or pyhvd was shut down.
     """
-    kind = RequestType.ALLREDUCE
-    compressed, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
-    handle = allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(handle.result(), ctx)
+    ctx: Any = None
+    if compression is not Compression.none:
+        kind = RequestType.ALLREDUCE
+        tensor, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
+    result = start_allreduce(
+        False, False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    ).result()
+    return result if compression is Compression.none else compression.decompress(result, ctx)
 
 
 def allreduce_async_(
@@ -139,8 +114,9 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an in-place allreduce; see :func:`allreduce_`. Leave ``tensor`` alone until it has ended."""
-    how = (average, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, tensor, False, True, name, process_set, how)
+    return start_allreduce(
+        False, True, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce_(
@@ -153,8 +129,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce a tensor in place and return it; see :func:`allreduce`. It must be writable."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    return start_allreduce(
+        False, True, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).result()
 
 
@@ -168,8 +144,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce of several tensors; see :func:`grouped_allreduce`."""
-    how = (average, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, tensors, True, False, name, process_set, how)
+    return start_allreduce(
+        True, False, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_allreduce(
@@ -186,14 +163,16 @@ def grouped_allreduce(
 
     Takes and returns lists; otherwise as :func:`allreduce`. Member i of n is named ``<name>_<i>of<n>``.
     """
-    kind = RequestType.ALLREDUCE
-    compressed, contexts = refusing(
-        kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
-    )
-    handle = grouped_allreduce_async(
-        compressed, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return decompress_all(compression, handle.result(), contexts)
+    contexts: list[Any] = []
+    if compression is not Compression.none:
+        kind = RequestType.ALLREDUCE
+        tensors, contexts = refusing(
+            kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
+        )
+    results: list[Any] = start_allreduce(
+        True, False, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ).result()
+    return results if compression is Compression.none else decompress_all(compression, results, contexts)
 
 
 def grouped_allreduce_async_(
@@ -206,8 +185,9 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an in-place allreduce of several tensors; see :func:`grouped_allreduce_`."""
-    how = (average, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.ALLREDUCE, tensors, True, True, name, process_set, how)
+    return start_allreduce(
+        True, True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def grouped_allreduce_(
@@ -220,8 +200,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce several tensors in place as one unit, and return them; see :func:`grouped_allreduce`."""
-    return grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    return start_allreduce(
+        True, True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).result()
 
 
@@ -238,7 +218,7 @@ def reducescatter_async(
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
     how = (None, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.REDUCESCATTER, tensor, False, False, name, process_set, how)
+    return reduce_tensors(RequestType.REDUCESCATTER, tensor, False, False, name, process_set, how)
 
 
 def reducescatter(
@@ -271,7 +251,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
     how = (None, op, prescale_factor, postscale_factor)
-    return _reduce(RequestType.REDUCESCATTER, tensors, True, False, name, process_set, how)
+    return reduce_tensors(RequestType.REDUCESCATTER, tensors, True, False, name, process_set, how)
 
 
 def grouped_reducescatter(

@@ -22,6 +22,7 @@ from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
 from pyhvd.runtime import Runtime
 from pyhvd.validation import describe_ranks, describe_values
@@ -86,7 +87,6 @@ class Context:
         self.config = self._adopt(config, heard)
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
-        self.joined = False
         open_window = world.open_window if self.config.fast_lane else None
 
         def make(fabric: Fabric) -> Backend:
@@ -96,13 +96,22 @@ class Context:
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and self.topology.rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
+        self.lane = open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
+        self.joined = False
         self._world = world
         self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         slot = current_slot()  # callbacks of handles act for this rank too
+        bell = LaneBell(self.lane, self.topology.rank) if self.lane is not None else None
         self.runtime = Runtime(
-            world.connect(), backends, sets, self.config, make, surroundings=lambda: playing_rank(slot)
+            world.connect(bell),
+            backends,
+            sets,
+            self.config,
+            make,
+            self.lane,
+            surroundings=lambda: playing_rank(slot),
         )
         self.runtime.start()
 
@@ -125,6 +134,17 @@ class Context:
         with self._lock:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
             return f"{prefix}.{next(counter)}"
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has joined, and submits nothing to the global set."""
+        return self._joined
+
+    @joined.setter
+    def joined(self, value: bool) -> None:
+        self._joined = value
+        if self.lane is not None:
+            self.lane.paused = value
 
     def leave_join(self) -> None:
         """Every rank has joined: this one submits again."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pyhvd.cache import WorkerCache
 from pyhvd.errors import InternalError
+from pyhvd.loans import Board
 from pyhvd.messages import (
     GLOBAL_SET,
     PROTOCOL_VERSION,
@@ -53,15 +54,20 @@ class Coordinator:
         Slots of each process set's response cache; 0 turns it off.
     sets : sequence of tuple of int
         Members of the process sets that exist from the start; they get the ids 1, 2, ...
+    board : Board, optional
+        Where ranks agree on cached tensors by themselves.
     """
 
-    def __init__(self, size: int, capacity: int, sets: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(
+        self, size: int, capacity: int, sets: Sequence[tuple[int, ...]] = (), board: Board | None = None
+    ) -> None:
         self._capacity = capacity
+        self._board = board
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
         members = [tuple(range(size)), *sets]
-        self._sets = {i: Negotiation(i, ranks, capacity) for i, ranks in enumerate(members)}
+        self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
 
     def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
         """Take one worker's message; ``now`` is any clock in seconds, used to tell how long tensors wait."""
@@ -93,6 +99,8 @@ class Coordinator:
                 responses.extend(self._with_sets(response))
         if not (cached or responses or self._stop):
             return None
+        for negotiation in self._sets.values():
+            negotiation.lend()
         self._sequence += 1
         stop, self._stop = self._stop, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
@@ -109,12 +117,12 @@ class Coordinator:
             sets.add(GLOBAL_SET)
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
-    def stalled(self) -> list[Stalled]:
+    def stalled(self, now: float = 0.0) -> list[Stalled]:
         """Return what is waiting, set by set, oldest first."""
         return [
             Stalled(i, name, since, tuple(r for r in each.ranks if r not in missing), tuple(missing))
             for i, each in sorted(self._sets.items())
-            for name, since, missing in each.pending()
+            for name, since, missing in each.pending(now)
         ]
 
     def _live(self, set_id: int, seen: int) -> Negotiation | None:
@@ -129,7 +137,9 @@ class Coordinator:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
             set_id = next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
-            self._sets[set_id] = Negotiation(set_id, request.ranks, self._capacity, self._sequence + 1)
+            self._sets[set_id] = Negotiation(
+                set_id, request.ranks, self._capacity, self._sequence + 1, self._board
+            )
             return [Response(request, GLOBAL_SET, value=set_id)]
         if request.type == RequestType.REMOVE_PROCESS_SET:
             removed = self._sets.pop(request.ranks[0], None)
@@ -181,6 +191,14 @@ class Worker:
                 self._in_flight[key] = request
         packed = {set_id: bits_to_bytes(b) for set_id, b in bits.items()}
         return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop)
+
+    def adopt(self, set_id: int, request: Request) -> None:
+        """Take note of a tensor that this rank has submitted past its messages."""
+        self._in_flight[set_id, request.name] = request
+
+    def own(self, set_id: int, slot: int) -> Request:
+        """Return this rank's own request of a cache slot."""
+        return self._caches[set_id][slot]
 
     def process(self, message: ResponseList) -> list[Response]:
         """Return what this rank is to do, in order, and bring its caches up to date."""

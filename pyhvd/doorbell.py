@@ -40,7 +40,11 @@ class Doorbell:
     ----------
     address : bytes
         What the others need to ring it.
+    shortest : float
+        Seconds of the shortest wait: poll(2) counts in milliseconds.
     """
+
+    shortest = 1e-3
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -25,6 +25,7 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
 )
+from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.validation import describe_ranks, verb
@@ -58,6 +59,8 @@ class Executor:
         Members of every process set; kept by the worker machine, read here.
     make_backend : callable
         Returns the backend of a new set, from its fabric; collective over the set.
+    lane : FastLane or None
+        Told of sets that come and go.
     """
 
     def __init__(
@@ -67,12 +70,17 @@ class Executor:
         backends: dict[int, Backend],
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
+        lane: FastLane | None = None,
     ) -> None:
         self._rank = rank
         self._queue = queue
         self._backends = backends
         self._sets = sets
         self._make_backend = make_backend
+        self._lane = lane
+        if lane is not None:
+            for set_id, backend in backends.items():
+                lane.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.REDUCESCATTER: self._reducescatter,
@@ -115,7 +123,7 @@ class Executor:
     def _allreduce(self, batch: list[Response], entries: Entries) -> None:
         request = batch[0].request
         backend = self._backends[batch[0].process_set]
-        op, postscale = _sum_of(request, backend.size)
+        op, postscale = kernel_terms(request, backend.size)
         backend.allreduce(
             _sources(entries),
             _targets(entries),
@@ -130,7 +138,7 @@ class Executor:
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
         request = batch[0].request
         backend = self._backends[batch[0].process_set]
-        op, postscale = _sum_of(request, backend.size)
+        op, postscale = kernel_terms(request, backend.size)
         backend.reducescatter(
             _sources(entries),
             _targets(entries),
@@ -230,11 +238,14 @@ class Executor:
         if self._rank in ranks:
             fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
             self._backends[set_id] = self._make_backend(fabric)
+            if self._lane is not None:
+                self._lane.open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        for entry in self._queue.pop_set(removed):
+        on_lane = self._lane.close_set(removed) if self._lane is not None else []
+        for entry in [*self._queue.pop_set(removed), *on_lane]:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )
@@ -244,7 +255,7 @@ class Executor:
         self._tell_value(batch, entries)
 
 
-def _sum_of(request: Request, size: int) -> tuple[ReduceOp, float]:
+def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
     """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
 
     Ranks that have joined count in the divisor.

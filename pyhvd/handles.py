@@ -1,7 +1,8 @@
 """Handles: the promise of a collective's result; ``poll`` and ``synchronize`` over them.
 
-Owns: :class:`Handle`. Knows nothing of the runtime beyond two things it is given: the number of tensors
-to wait for, and a function that asks the runtime to flush.
+Owns: :class:`QueuedHandle`, of what goes by message; :class:`Handle` itself, the base of both, is the fast
+lane's. A queued handle knows nothing of the runtime beyond two things it is given: the number of tensors to
+wait for, and a function that asks the runtime to flush.
 
 Memory ordering: ``_results`` and ``_error`` are written by the completing thread before ``_latch`` is
 released, and read by others only after they have acquired it (or have seen ``_done``, written last under
@@ -10,25 +11,34 @@ released, and read by others only after they have acquired it (or have seen ``_d
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
+
+from pyhvd._lane import Handle
+
+__all__ = ["Handle", "QueuedHandle", "poll", "synchronize"]
 
 _log = logging.getLogger("pyhvd")
 
 
-class Handle:
-    """The promise of the result of one collective, or of one grouped collective.
+class QueuedHandle(Handle):
+    """The promise of what goes by message; see :class:`Handle`.
 
-    Returned by every ``*_async`` function. Usable from any thread, with :func:`poll` and
-    :func:`synchronize`, or awaited in a coroutine.
+    Parameters
+    ----------
+    name : str
+        Of the tensor, or of the grouped call.
+    parts : int
+        Number of tensors to wait for.
+    flush : callable
+        Asks the runtime to send what has gathered.
+    result : callable
+        Makes the call's result of the tensors' results.
     """
 
     __slots__ = (
-        "__weakref__",
         "_callbacks",
         "_done",
         "_error",
@@ -70,22 +80,11 @@ class Handle:
         return self._name
 
     def done(self) -> bool:
-        """Return whether the collective has ended, well or not. Never blocks."""
+        """Return whether the collective has ended; see :meth:`Handle.done`."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the collective has ended.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; None waits as long as it takes.
-
-        Returns
-        -------
-        bool
-            False if it timed out; the collective goes on.
-        """
+        """Wait until the collective has ended; see :meth:`Handle.wait`."""
         if self._done:
             return True
         self._flush()
@@ -96,15 +95,7 @@ class Handle:
         return True
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait, and return the output (a list of outputs for a grouped call).
-
-        Raises
-        ------
-        TimeoutError
-            It did not end within ``timeout`` seconds; it goes on.
-        HorovodInternalError
-            The collective failed; see :mod:`pyhvd.errors` for the kinds.
-        """
+        """Wait, and return the output; see :meth:`Handle.result`."""
         if not self.wait(timeout):
             raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
         self._seen = True
@@ -120,33 +111,16 @@ class Handle:
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has.
-
-        A callback may submit; it must not wait for another handle: nothing would end it.
-        """
+        """Call ``callback(handle)`` once it has ended; see :meth:`Handle.add_done_callback`."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-
-        def end() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def tell(_: Handle) -> None:
-            # Where the loop has been closed, nobody awaits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(end)
-
+    def flush(self) -> None:
+        """Send what has gathered: somebody waits."""
         self._flush()
-        self.add_done_callback(tell)
-        yield from ended.__await__()
-        return self.result()
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"

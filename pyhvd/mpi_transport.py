@@ -9,11 +9,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from mpi4py import MPI
 
-from pyhvd.doorbell import Doorbell
-from pyhvd.transport import Message
+from pyhvd.transport import Bell, Message
 
 
 class MpiTransport:
@@ -23,9 +23,9 @@ class MpiTransport:
     ----------
     comm : mpi4py.MPI.Intracomm
         Owned, and freed by :meth:`close`.
-    bell : Doorbell
+    bell : Bell
         This rank's bell; owned.
-    bells : sequence of (bytes or None)
+    bells : sequence
         By rank, the address of each bell, None where it is out of reach.
     """
 
@@ -35,7 +35,7 @@ class MpiTransport:
     _LONGEST_SLEEP = 0.25
     _RUNG_FOR = 20e-3
 
-    def __init__(self, comm: MPI.Intracomm, bell: Doorbell, bells: Sequence[bytes | None]) -> None:
+    def __init__(self, comm: MPI.Intracomm, bell: Bell, bells: Sequence[Any]) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._comm = comm
@@ -116,9 +116,8 @@ class MpiTransport:
         return self._LONGEST_SLEEP
 
     def _sleep(self, left: float | None, pause: float) -> bool:
-        """Sleep on the bell; poll(2) counts in milliseconds, so shorter pauses are slept through."""
         nap = pause if left is None else min(pause, left)
-        if nap >= 1e-3:
+        if nap >= self._bell.shortest:
             return self._bell.wait(nap)
         time.sleep(nap)
         return self._bell.wait(0.0)
@@ -129,5 +128,5 @@ class MpiTransport:
             self._ring(destination)  # the ring before may have come too early
 
     def _ring(self, destination: int) -> None:
-        if address := self._bells[destination]:
+        if (address := self._bells[destination]) is not None:
             self._bell.ring(address)

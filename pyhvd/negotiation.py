@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pyhvd.cache import Group, SlotTable, group_of
+from pyhvd.cache import Group, Slot, SlotTable, group_of
+from pyhvd.loans import Board, Loans
 from pyhvd.messages import (
     JOIN_NAME,
     UNNAMED,
@@ -94,13 +95,18 @@ class Negotiation:
         Slots of its response cache.
     since : int
         Number of the response list that announces the set; 0 for sets that exist from the start.
+    board : Board, optional
+        Where ranks agree on cached tensors by themselves.
     """
 
-    def __init__(self, set_id: int, ranks: tuple[int, ...], capacity: int, since: int = 0) -> None:
+    def __init__(
+        self, set_id: int, ranks: tuple[int, ...], capacity: int, since: int = 0, board: Board | None = None
+    ) -> None:
         self.set_id = set_id
         self.ranks = ranks
         self.since = since
         self.cache = SlotTable(capacity)
+        self._loans = Loans(set_id, ranks, self.cache, board)
         self.joined: list[int] = []
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
@@ -111,16 +117,18 @@ class Negotiation:
         self._bits = dict.fromkeys(ranks, 0)
         self._bits_since: dict[int, float] = {}
         self._seq = 0
+        self._now = 0.0
 
     # -- what a rank says ----------------------------------------------------------------------------
 
     def submit(self, rank: int, request: Request, seq: int, now: float) -> None:
         """Take one full request of a rank; ``seq`` is the number of the list being built."""
-        self._seq = seq
+        self._seq, self._now = seq, now
         self._take(rank, request, now)
         self._excuse_joined()
 
     def _take(self, rank: int, request: Request, now: float) -> None:
+        self._recall_for(request)
         if request.type == RequestType.JOIN:
             # A join that was refused is none, and can be called again.
             if not request.error:
@@ -138,7 +146,8 @@ class Negotiation:
 
     def submit_bits(self, rank: int, bits: int, seen: int, seq: int, now: float) -> None:
         """Take the cached tensors that a rank submits again; ``seen`` says what its bits mean."""
-        self._seq = seq
+        self._seq, self._now = seq, now
+        self._recall(bits)
         plain = seen >= self.cache.last_change and not (self._table or self._refusals or self.joined)
         if plain:
             self._hold_bits(rank, bits, now)
@@ -176,6 +185,7 @@ class Negotiation:
         for slot in slots:
             self._bits_since.pop(slot, None)
         self.cache.touch(slots)
+        self._loans.answered(ready)
         return ready
 
     def take_responses(self) -> list[Response]:
@@ -183,10 +193,22 @@ class Negotiation:
         responses, self.responses = self.responses, []
         return responses
 
+    def lend(self) -> None:
+        """The response list is complete: let the ranks agree by themselves on what it has answered."""
+        held = self._any_bits()
+
+        def is_free(meant: Slot, slot: int) -> bool:
+            request = meant.requests[0]
+            refused = any(key in self._refusals for key in _keys(request))
+            return not (held >> slot & 1 or refused or self.joined or self._is_tabled(request))
+
+        self._loans.lend(is_free)
+
     # -- ends ----------------------------------------------------------------------------------------
 
     def abort(self, error: ErrorInfo) -> list[Response]:
         """Fail everything that is pending, for a set that is being removed."""
+        self._hold_recalled(self._loans.recall_all())
         for slot in iter_bits(self._any_bits()):
             self._spill_slot(slot, 0.0)
         for entry in list(self._table.values()):
@@ -194,8 +216,11 @@ class Negotiation:
         self._table.clear()
         return self.take_responses()
 
-    def pending(self) -> list[tuple[str, float, list[int]]]:
-        """Return (name, first submission, missing ranks) of all that some ranks wait for, oldest first."""
+    def pending(self, now: float) -> list[tuple[str, float, list[int]]]:
+        """Return (name, first submission, missing ranks) of all that some ranks wait for, oldest first.
+
+        A post on the board counts from when it was first seen here.
+        """
         waiting = [
             (name, entry.since, [r for r in self.ranks if r not in entry.requests and r not in self.joined])
             for name, entry in self._table.items()
@@ -203,7 +228,40 @@ class Negotiation:
         for slot in iter_bits(self._any_bits()):
             missing = [r for r in self.ranks if not self._bits[r] >> slot & 1]
             waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), missing))
+        posted = self._loans.look(now)
+        for slot in {slot for bits in posted.values() for slot in iter_bits(bits)}:
+            missing = [r for r in self.ranks if not posted.get(r, 0) >> slot & 1]
+            waiting.append((self.cache[slot].name, self._loans.since(slot, now), missing))
         return sorted((w for w in waiting if w[2]), key=lambda w: w[1])
+
+    # -- the board -----------------------------------------------------------------------------------
+
+    def _recall(self, bits: int) -> None:
+        """Take slots back from the board: a message speaks of their tensors."""
+        self._hold_recalled(self._loans.recall(bits))
+
+    def _recall_for(self, request: Request) -> None:
+        if request.type == RequestType.JOIN:
+            self._hold_recalled(self._loans.recall_all())
+            return
+        slot = self.cache.slot_of(request.name)
+        bits = 1 << slot if slot >= 0 else 0
+        if request.group:
+            bits |= self.cache.group_bits((request.group, 0))
+        self._recall(bits)
+
+    def _hold_recalled(self, posted: dict[int, int]) -> None:
+        for rank, bits in posted.items():
+            for slot in iter_bits(bits):
+                self._hold_bits(rank, 1 << slot, self._loans.since(slot, self._now))
+
+    def _make_room(self, name: str) -> None:
+        """See that the slot that a new tensor gets is one that nobody has posted, nor used of late."""
+        if self.cache.victim(name, 0) < 0:
+            return
+        self._loans.look(self._now)
+        while (slot := self.cache.victim(name, self._any_bits())) >= 0 and self._loans.has(slot):
+            self._recall(1 << slot)
 
     # -- bits ----------------------------------------------------------------------------------------
 
@@ -295,7 +353,9 @@ class Negotiation:
         again = first.type in _CACHED and not name.startswith(f"{UNNAMED}.")
         if again and not joined and self.cache.capacity:
             mine = tuple(entry.requests[r] for r in self.ranks)
+            self._make_room(name)
             slot = self.cache.assign(mine, self._any_bits(), self._seq)
+            self._loans.answered(1 << slot if slot >= 0 else 0)
         self.responses.append(Response(first, self.set_id, slot, dims, joined))
 
     def _drop(self, names: Iterable[str]) -> None:

@@ -3,7 +3,7 @@
 Owns: the table of entries by (process set, name), the order of submission, and the signal that something
 is new. Any thread submits; the runtime's thread takes. No MPI, no arrays' contents.
 
-Invariant, under ``_lock``: a name in ``_entries`` is in flight. ``_asleep`` is set by the runtime only
+Invariant, under ``_lock``: a name in ``entries`` is in flight. ``_asleep`` is set by the runtime only
 while it holds the lock and has seen ``_fresh`` empty (or not due); a submitter that finds it set clears it
 and wakes the runtime after it has released the lock, so that no wake-up is lost and at most one is paid.
 """
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pyhvd.arrays import TensorView
 from pyhvd.errors import DuplicateNameError
@@ -55,6 +55,16 @@ class TensorEntry:
     splits: tuple[int, ...] = ()
 
 
+class Elsewhere(Protocol):
+    """Where tensors may be in flight past the queue; see :class:`pyhvd._lane.Lane`."""
+
+    def find(self, set_id: int, name: str) -> object | None:
+        """Return what is in flight under a tensor's name, or None."""
+
+    def find_group(self, set_id: int, name: str) -> object | None:
+        """Return what is in flight under a grouped call's name, or None."""
+
+
 class TensorQueue:
     """See the module's docstring.
 
@@ -64,14 +74,18 @@ class TensorQueue:
         Ends the runtime's sleep; called from any thread.
     window : float
         Longest time (s) for which submissions gather while nobody waits.
+    elsewhere : Elsewhere, optional
+        The fast lane. It looks into :attr:`entries` and :attr:`groups` before it lets a name in, and the
+        queue, having put its own names there, looks into the lane: one of the two sees the other.
     """
 
-    def __init__(self, wake: Callable[[], None], window: float) -> None:
+    def __init__(self, wake: Callable[[], None], window: float, elsewhere: Elsewhere | None = None) -> None:
         self._wake = wake
+        self._elsewhere = elsewhere
         self._window = window
         self._lock = threading.Lock()
-        self._entries: dict[Key, TensorEntry] = {}
-        self._groups: dict[Key, int] = {}
+        self.entries: dict[Key, TensorEntry] = {}
+        self.groups: dict[Key, int] = {}
         self._fresh: list[tuple[int, Request]] = []
         self._oldest = 0.0
         self._flush = False
@@ -92,17 +106,36 @@ class TensorQueue:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
             names = {(e.process_set, e.request.name) for e in entries}
-            if len(names) < len(entries) or any(name in self._entries for name in names):
+            if len(names) < len(entries) or any(name in self.entries for name in names):
                 self._raise_duplicate(entries)
             if group := entries[0].request.group:
-                if (entries[0].process_set, group) in self._groups:
+                if (entries[0].process_set, group) in self.groups:
                     raise DuplicateNameError(f"a grouped call named {group!r} {_IN_FLIGHT}{_REMEDY}")
-                self._groups[entries[0].process_set, group] = len(entries)
+                self.groups[entries[0].process_set, group] = len(entries)
             for entry in entries:
-                self._entries[entry.process_set, entry.request.name] = entry
+                self.entries[entry.process_set, entry.request.name] = entry
+            if self._elsewhere is not None and (clash := self._clash(self._elsewhere, entries)):
+                for entry in entries:
+                    self._take_out((entry.process_set, entry.request.name))
+                raise DuplicateNameError(clash)
             wake = self._push([(e.process_set, e.request) for e in entries])
         if wake:
             self._wake()
+
+    def adopt(self, entries: Sequence[TensorEntry], fresh: bool) -> None:
+        """Take over tensors that were in flight elsewhere; ``fresh`` if no other rank has heard of them."""
+        with self._lock:
+            error = self._closed
+            for entry in entries if error is None else ():
+                self.entries[entry.process_set, entry.request.name] = entry
+                if group := entry.request.group:
+                    key = (entry.process_set, group)
+                    self.groups[key] = self.groups.get(key, 0) + 1
+            if fresh and error is None:
+                self._push([(e.process_set, e.request) for e in entries])
+                self._flush = True
+        for entry in entries if error is not None else ():
+            entry.done(None, error)
 
     def announce(self, process_set: int, refusal: Request) -> None:
         """Let the other ranks know that this rank refused a tensor, so that they do not wait for it."""
@@ -158,7 +191,7 @@ class TensorQueue:
         """Take out all entries of a process set, in order of submission."""
         with self._lock:
             self._fresh = [each for each in self._fresh if each[0] != process_set]
-            keys = [key for key in self._entries if key[0] == process_set]
+            keys = [key for key in self.entries if key[0] == process_set]
             return [entry for key in keys if (entry := self._take_out(key)) is not None]
 
     def close(self, error: BaseException) -> list[TensorEntry]:
@@ -166,19 +199,20 @@ class TensorQueue:
         with self._lock:
             if self._closed is None:
                 self._closed = error
-            entries, self._entries = list(self._entries.values()), {}
-            self._groups = {}
+            entries = list(self.entries.values())
+            self.entries.clear()  # the fast lane looks into these very objects
+            self.groups.clear()
             self._fresh = []
             self._flush = False
             return entries
 
     def _take_out(self, key: Key) -> TensorEntry | None:
-        entry = self._entries.pop(key, None)
+        entry = self.entries.pop(key, None)
         if entry is not None and entry.request.group:
             group = (entry.process_set, entry.request.group)
-            self._groups[group] -= 1
-            if not self._groups[group]:
-                del self._groups[group]
+            self.groups[group] -= 1
+            if not self.groups[group]:
+                del self.groups[group]
         return entry
 
     def _push(self, items: list[tuple[int, Request]]) -> bool:
@@ -188,11 +222,24 @@ class TensorQueue:
         wake, self._asleep = self._asleep, False
         return wake
 
+    @staticmethod
+    def _clash(elsewhere: Elsewhere, entries: Sequence[TensorEntry]) -> str:
+        """Return what is wrong if one of the names is in flight elsewhere, else nothing."""
+        request = entries[0].request
+        if request.group and elsewhere.find_group(entries[0].process_set, request.group) is not None:
+            return f"a grouped call named {request.group!r} {_IN_FLIGHT}{_REMEDY}"
+        for entry in entries:
+            name = entry.request.name
+            if elsewhere.find(entry.process_set, name) is not None:
+                what = verb(RequestType(entry.request.type))
+                return f"{what} {name!r}: a tensor of this name {_IN_FLIGHT}{_REMEDY}"
+        return ""
+
     def _raise_duplicate(self, entries: Sequence[TensorEntry]) -> None:
         seen: set[Key] = set()
         for entry in entries:
             key = (entry.process_set, entry.request.name)
-            if key in seen or key in self._entries:
+            if key in seen or key in self.entries:
                 where = "occurs twice in one grouped call" if key in seen else _IN_FLIGHT
                 what = verb(RequestType(entry.request.type))
                 raise DuplicateNameError(

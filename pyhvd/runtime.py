@@ -16,10 +16,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from pyhvd._lane import Lane
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
@@ -30,8 +32,9 @@ from pyhvd.errors import (
     TransportError,
     describe_exception,
 )
-from pyhvd.executor import Executor, exception_of
+from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
+from pyhvd.lane import FastLane
 from pyhvd.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
@@ -69,6 +72,8 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
+    lane : Lane or None
+        The fast lane, which this thread drives where nobody waits, and sleeps on.
     surroundings : callable
         Entered by the background thread, in which callbacks of handles run.
     """
@@ -80,22 +85,30 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
+        lane: Lane | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._control = control
         self._surroundings = surroundings
         self._config = config
-        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000)
+        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
-            Coordinator(control.size, config.cache_capacity, sets) if control.rank == 0 else None
+            Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
+        self._lane = FastLane(lane, self._worker, self._queue, kernel_terms) if lane is not None else None
         self._stall = StallInspector(
             0.0 if config.stall_check_disable else config.stall_check_time_seconds,
             config.stall_shutdown_time_seconds,
+            unannounced=lane is not None,
         )
-        self._executor = Executor(control.rank, self._queue, backends, self._worker.sets, make_backend)
+        self._executor = Executor(
+            control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane
+        )
         self._goodbyes = 0
+        self._outgoing: ResponseList | None = None
+        self._lists: deque[ResponseList] = deque()
+        self._entered = False
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
@@ -124,6 +137,8 @@ class Runtime:
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
         self._queue.flush()
+        if self._lane is not None:
+            self._lane.lane.flush()
 
     def stop(self, reason: ErrorInfo) -> None:
         """End every rank's runtime, and wait until this one's has ended."""
@@ -155,23 +170,21 @@ class Runtime:
 
     def _loop(self) -> ErrorInfo:
         while True:
-            lists, active = self._communicate()
-            for responses in lists:
-                for batch in plan(
-                    self._worker.process(responses),
-                    self._config.fusion_threshold,
-                    self._config.disable_group_fusion,
-                ):
-                    self._executor.run(batch)
+            active = self._communicate()
+            while (responses := self._next_list()) is not None:
+                active = True
+                self._carry_out(responses)
                 if responses.stop is not None:
                     return responses.stop
+                self._leave()
             if not active:
                 self._sleep()
 
-    def _communicate(self) -> tuple[list[ResponseList], bool]:
-        """Send what is new, take what has arrived; return what is to be done, and whether anything moved."""
+    def _communicate(self) -> bool:
+        """Send what is new, take what has arrived; return whether anything moved."""
+        if self._lane is not None:
+            self._lane.convert_refused()
         active = self._send_requests()
-        lists: list[ResponseList] = []
         for source, payload in self._control.receive():
             active = True
             if not payload:
@@ -179,12 +192,49 @@ class Runtime:
             elif self._coordinator is not None:
                 self._coordinator.receive(source, decode_requests(payload), time.monotonic())
             else:
-                lists.append(decode_responses(payload))
-        if self._coordinator is not None and (responses := self._coordinator.respond()):
-            active = True
-            self._send_to_workers(encode(responses), self._coordinator.audience(responses))
-            lists.append(responses)
-        return lists, active
+                self._lists.append(decode_responses(payload))
+        if self._coordinator is not None and self._outgoing is None:
+            self._outgoing = self._coordinator.respond()
+        return self._publish() or active
+
+    def _publish(self) -> bool:
+        """Send the coordinator's answer, which has its place in the order of what the fast lane does."""
+        responses = self._outgoing
+        if responses is None or self._coordinator is None:
+            return False
+        audience = self._coordinator.audience(responses)
+        if self._lane is not None and not self._lane.lane.announce(responses.seq, audience):
+            return False  # some rank is far behind: later
+        self._outgoing = None
+        self._send_to_workers(encode(responses), audience)
+        if self._control.rank in audience:
+            self._lists.append(responses)
+        return True
+
+    def _next_list(self) -> ResponseList | None:
+        """Return the next list if it is its turn."""
+        if not self._lists:
+            return None
+        if self._lane is not None and not self._lane.lane.enter(self._lists[0].seq):
+            return None
+        self._entered = self._lane is not None
+        return self._lists.popleft()
+
+    def _carry_out(self, responses: ResponseList) -> None:
+        if self._lane is not None:
+            self._lane.prepare(responses)
+        todo = self._worker.process(responses)
+        if self._lane is not None:
+            self._lane.follow(todo)
+        for batch in plan(todo, self._config.fusion_threshold, self._config.disable_group_fusion):
+            self._executor.run(batch)
+        if self._lane is not None:
+            self._lane.install(todo, responses.seq)
+
+    def _leave(self) -> None:
+        if self._lane is not None and self._entered:
+            self._entered = False
+            self._lane.lane.leave()
 
     def _send_requests(self) -> bool:
         stop = None if self._stop_sent else self._stop
@@ -217,7 +267,8 @@ class Runtime:
         due = self._queue.sleep_until()
         now = time.monotonic()
         look = self._inspect(now)
-        times = [t for t in (due, look) if t is not None]
+        retry = now + 1e-3 if self._outgoing is not None else None
+        times = [t for t in (due, look, retry) if t is not None]
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:
             self._control.wait(timeout)
@@ -230,9 +281,9 @@ class Runtime:
         look = self._stall.next_look(now)
         if look is None or look > now:
             return look
-        pending = self._coordinator.stalled()
-        if not pending:
-            return None
+        pending = self._coordinator.stalled(now)
+        if not pending and self._lane is None:
+            return None  # what comes to wait comes as a message
         warning, error = self._stall.look(pending, now)
         if warning:
             _log.warning("%s", warning)
@@ -245,7 +296,8 @@ class Runtime:
 
     def _end(self, error: HorovodInternalError) -> None:
         self.ended = error
-        for entry in self._queue.close(error):
+        on_lane = self._lane.close(self._entered) if self._lane is not None else []
+        for entry in [*self._queue.close(error), *on_lane]:
             entry.done(None, error)
 
     def _say_goodbye(self) -> None:

@@ -23,12 +23,16 @@ class StallInspector:
         Seconds; 0 turns the inspector off.
     end_after : float
         Seconds after which the job is ended; 0 for never.
+    unannounced : bool
+        Whether tensors may come to wait without a message, so that one has to look for them.
     """
 
-    def __init__(self, warn_after: float, end_after: float) -> None:
+    def __init__(self, warn_after: float, end_after: float, unannounced: bool = False) -> None:
+        self._unannounced = unannounced
         self._warn_after = warn_after
         self._end_after = end_after
         self._next = 0.0
+        self._silent_until = 0.0
 
     def next_look(self, now: float) -> float | None:
         """Return when (s) to look again, or None for never."""
@@ -42,6 +46,8 @@ class StallInspector:
         period = min(self._warn_after, self._end_after or self._warn_after)
         oldest = min((p.since for p in pending), default=now)
         self._next = now + max(min(period, oldest + period - now), period / 4)
+        if self._unannounced:
+            self._next = min(self._next, now + period / 4)
         late = [p for p in pending if now - p.since >= self._warn_after]
         if not late:
             return "", None
@@ -52,8 +58,11 @@ class StallInspector:
             )
             missing = {p.name: list(p.missing) for p in over}
             return "", ErrorInfo(ErrorKind.STALL, f"the job was ended {text}", missing=missing)
+        if now < self._silent_until:
+            return "", None
         due = oldest + self._end_after if self._end_after else now + self._warn_after
-        self._next = min(now + self._warn_after, due)
+        self._silent_until = min(now + self._warn_after, due)
+        self._next = min(self._next, self._silent_until) if self._unannounced else self._silent_until
         return (
             f"some ranks wait for tensors that others have not submitted: {self._describe(late, now)}",
             None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 Message = tuple[int, bytes | bytearray]
 
@@ -43,6 +43,21 @@ class ControlTransport(Protocol):
         """Give up what the transport holds; collective."""
 
 
+class Bell(Protocol):
+    """Wakes sleeping ranks; see :class:`pyhvd.doorbell.Doorbell`."""
+
+    shortest: float
+
+    def ring(self, address: Any = None) -> None:
+        """Ring a bell, by default this rank's own; from any thread; never blocks."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
+
+    def close(self) -> None:
+        """Take the bell down."""
+
+
 class Mailbox:
     """One in-process rank's inbox."""
 
@@ -74,16 +89,22 @@ class Mailbox:
 
 
 class InProcessTransport:
-    """Messages between ranks that are threads of one process."""
+    """Messages between ranks that are threads of one process.
 
-    def __init__(self, rank: int, boxes: Sequence[Mailbox]) -> None:
+    With a bell, whose addresses are the ranks, the thread sleeps on that; else on its mailbox.
+    """
+
+    def __init__(self, rank: int, boxes: Sequence[Mailbox], bell: Bell | None = None) -> None:
         self.rank = rank
         self.size = len(boxes)
         self._boxes = boxes
+        self._bell = bell
 
     def send(self, destination: int, payload: bytes) -> None:
         """Send a message."""
         self._boxes[destination].put((self.rank, payload))
+        if self._bell is not None:
+            self._bell.ring(destination)
 
     def receive(self) -> list[Message]:
         """Return what has arrived."""
@@ -91,11 +112,17 @@ class InProcessTransport:
 
     def wait(self, timeout: float | None) -> None:
         """Sleep; see :class:`ControlTransport`."""
-        self._boxes[self.rank].wait(timeout)
+        if self._bell is not None:
+            self._bell.wait(timeout)
+        else:
+            self._boxes[self.rank].wait(timeout)
 
     def wake(self) -> None:
         """End the sleep of the thread in :meth:`wait`."""
-        self._boxes[self.rank].put(None)
+        if self._bell is not None:
+            self._bell.ring()
+        else:
+            self._boxes[self.rank].put(None)
 
     def drain(self, timeout: float) -> bool:  # noqa: ARG002 - what is put has arrived
         """Return True: what is put has arrived."""

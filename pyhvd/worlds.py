@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pyhvd.backends.base import Fabric
 from pyhvd.backends.inprocess import Meeting, ThreadFabric, open_thread_window
 from pyhvd.backends.shm import OpenWindow
-from pyhvd.transport import ControlTransport, InProcessTransport, Mailbox
+from pyhvd.transport import Bell, ControlTransport, InProcessTransport, Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class World:
     exchange : callable
         ``exchange(payload)`` returns every rank's payload, in rank order; collective; used while starting.
     connect : callable
-        Returns the control transport; collective.
+        ``connect(bell)`` returns the control transport; collective. The bell's addresses are the ranks;
+        without one the transport sees to its own.
     members : callable
         ``members(comm)`` returns the ranks (of this world) of an mpi4py communicator.
     abort : callable
@@ -56,7 +57,7 @@ class World:
     topology: Topology
     fabric: Fabric
     exchange: Callable[[bytes], list[bytes]]
-    connect: Callable[[], ControlTransport]
+    connect: Callable[[Bell | None], ControlTransport]
     members: Callable[[object], tuple[int, ...]]
     abort: Callable[[], None]
     threads: bool
@@ -96,7 +97,7 @@ class ThreadWorlds:
             topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
             fabric=fabric,
             exchange=fabric.exchange_objects,
-            connect=lambda: InProcessTransport(rank, boxes),
+            connect=lambda bell: InProcessTransport(rank, boxes, bell),
             members=_no_communicators,
             abort=meeting.abort,
             threads=True,

@@ -16,7 +16,7 @@ import numpy as np
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends.base import Fabric
-from pyhvd.backends.shm import NoWindow, Segment, aligned
+from pyhvd.backends.shm import LINE, NoWindow, Segment, aligned
 from pyhvd.errors import TransportError
 
 
@@ -131,5 +131,7 @@ class ThreadFabric:
 def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
     """Return memory that the threads of a fabric share, as they share all memory."""
     assert isinstance(fabric, ThreadFabric)
-    parts = fabric.exchange_objects(np.empty(nbytes, np.uint8))
-    return Segment([aligned(address(part)) for part in parts], parts)
+    stride = aligned(nbytes)
+    memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
+    start = aligned(address(memory))
+    return Segment([start + rank * stride for rank in range(fabric.size)], memory)

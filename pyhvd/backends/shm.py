@@ -141,7 +141,7 @@ class ShmBackend(HostBackend):
 
     def __init__(self, fabric: ShmFabric) -> None:
         super().__init__(fabric)
-        self._window = fabric.window
+        self.window = fabric.window
 
     def allreduce(
         self,
@@ -156,7 +156,7 @@ class ShmBackend(HostBackend):
         """Reduce tensors that ride together, straight from and to the callers' memory."""
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
-        _check(self._window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
+        _check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
 
 
 def make_backend(fabric: Fabric, open_window: OpenWindow | None) -> HostBackend:

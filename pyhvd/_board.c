@@ -1,0 +1,271 @@
+#include "_board.h"
+
+#include <string.h>
+
+#define LOCK_SPINS 100
+#define LOCK_YIELDS 200
+#define LOCK_NAP 50000 /* ns: the owner of the lock has lost its core, or has been stopped */
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* ---- where things lie ---- */
+
+static size_t lines(size_t bytes) { return (bytes + PYHVD_LINE - 1) / PYHVD_LINE * PYHVD_LINE; }
+
+static size_t set_bytes(int size, uint32_t slots) {
+    return lines(sizeof(pyhvd_board_set)) + lines(slots * sizeof(uint64_t)) +
+           lines(slots / 8) * (2 + (size_t)size);
+}
+
+size_t pyhvd_board_bytes(int size, uint32_t slots) {
+    return lines(sizeof(pyhvd_board_head)) + PYHVD_LOG * lines(sizeof(pyhvd_entry)) +
+           (size_t)size * sizeof(pyhvd_seat) + PYHVD_BOARD_SETS * set_bytes(size, slots);
+}
+
+static pyhvd_entry *entry_at(const pyhvd_board *b, uint64_t place) {
+    return (pyhvd_entry *)((uint8_t *)b->log + (place % PYHVD_LOG) * lines(sizeof(pyhvd_entry)));
+}
+
+static pyhvd_board_set *set_of(const pyhvd_board *b, uint32_t set) {
+    return (pyhvd_board_set *)(b->sets + set * b->set_bytes);
+}
+
+static uint64_t *since_of(const pyhvd_board *b, uint32_t set) {
+    return (uint64_t *)((uint8_t *)set_of(b, set) + lines(sizeof(pyhvd_board_set)));
+}
+
+/* The bit vectors of a set: lent, used, and what each rank has posted. */
+static uint64_t *bits_of(const pyhvd_board *b, uint32_t set, int which) {
+    return (uint64_t *)((uint8_t *)since_of(b, set) + lines(b->slots * sizeof(uint64_t)) +
+                        (size_t)which * lines(b->slots / 8));
+}
+
+static uint64_t *lent_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 0); }
+static uint64_t *used_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 1); }
+static uint64_t *posted_of(const pyhvd_board *b, uint32_t set, uint32_t rank) {
+    return bits_of(b, set, 2 + (int)rank);
+}
+
+void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t slots) {
+    uint8_t *at = base;
+    b->rank = rank;
+    b->size = size;
+    b->slots = slots;
+    b->words = slots / 64;
+    b->head = (pyhvd_board_head *)at;
+    b->log = (pyhvd_entry *)(at += lines(sizeof(pyhvd_board_head)));
+    b->seats = (pyhvd_seat *)(at += PYHVD_LOG * lines(sizeof(pyhvd_entry)));
+    b->sets = at + (size_t)size * sizeof(pyhvd_seat);
+    b->set_bytes = set_bytes(size, slots);
+}
+
+void pyhvd_board_clear(pyhvd_board *b) { memset(b->head, 0, pyhvd_board_bytes(b->size, b->slots)); }
+
+/* ---- the lock ---- */
+
+void pyhvd_board_lock(pyhvd_board *b) {
+    _Atomic uint32_t *lock = &b->head->lock;
+    for (int yields = 0;; yields++) {
+        for (int spin = 0; spin < LOCK_SPINS; spin++) {
+            if (!atomic_load_explicit(lock, memory_order_relaxed) &&
+                !atomic_exchange_explicit(lock, 1, memory_order_acquire))
+                return;
+            pyhvd_pause();
+        }
+        if (yields < LOCK_YIELDS) {
+            sched_yield();
+        } else {
+            pyhvd_nap(LOCK_NAP);
+        }
+    }
+}
+
+static int concerns(const pyhvd_ranks *ranks, uint32_t rank) {
+    return (int)(ranks->ranks[rank / 64] >> (rank % 64) & 1);
+}
+
+static void wake_seat(pyhvd_seat *seat) {
+    if (atomic_load_explicit(&seat->driven, memory_order_relaxed)) {
+        if (atomic_load_explicit(&seat->asleep, memory_order_relaxed)) pyhvd_futex_wake(&seat->bell, 0);
+    } else if (atomic_load_explicit(&seat->dozing, memory_order_relaxed)) {
+        pyhvd_futex_wake(&seat->alarm, 0);
+    }
+}
+
+void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience) {
+    atomic_store_explicit(&b->head->lock, 0, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int rank = 0; rank < b->size; rank++)
+        if (rank != b->rank && concerns(audience, (uint32_t)rank)) wake_seat(&b->seats[rank]);
+}
+
+void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons) {
+    pyhvd_seat *seat = &b->seats[rank];
+    atomic_fetch_or_explicit(&seat->calls, reasons, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&seat->dozing, memory_order_relaxed)) {
+        pyhvd_futex_wake(&seat->alarm, 0);
+    }
+}
+
+/* ---- the log ---- */
+
+/* Step a rank's cursor past entries that do not concern it; return where it stands. */
+static uint64_t skip_for(pyhvd_board *b, uint32_t rank) {
+    _Atomic uint64_t *cursor = &b->seats[rank].cursor;
+    uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
+    while (at < atomic_load_explicit(&b->head->tail, memory_order_acquire)) {
+        int mine = concerns(&entry_at(b, at)->audience, rank);
+        atomic_thread_fence(memory_order_acquire);
+        if (mine) {
+            uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
+            if (now == at) return at;
+            at = now;
+        } else if (atomic_compare_exchange_strong_explicit(cursor, &at, at + 1, memory_order_acq_rel,
+                                                           memory_order_acquire)) {
+            at++;
+        }
+    }
+    return at;
+}
+
+static int has_room(pyhvd_board *b) {
+    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed), lowest = tail;
+    if (tail - b->head->floor < PYHVD_LOG) return 1;
+    for (int rank = 0; rank < b->size; rank++) lowest = MIN(lowest, skip_for(b, (uint32_t)rank));
+    b->head->floor = lowest;
+    return tail - lowest < PYHVD_LOG;
+}
+
+static void add_ranks(pyhvd_ranks *to, const pyhvd_ranks *more) {
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) to->ranks[k] |= more->ranks[k];
+}
+
+/* Publish the entry that was written at the tail. */
+static void publish(pyhvd_board *b) {
+    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed);
+    atomic_store_explicit(&b->head->tail, tail + 1, memory_order_release);
+}
+
+int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience) {
+    pyhvd_ranks woken = {{0}};
+    pyhvd_board_lock(b);
+    int room = has_room(b);
+    if (room) {
+        pyhvd_entry *entry = entry_at(b, b->head->tail);
+        entry->audience = woken = *audience;
+        entry->kind = PYHVD_LIST;
+        entry->number = number;
+        publish(b);
+    }
+    pyhvd_board_unlock(b, &woken);
+    return room;
+}
+
+void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to, pyhvd_ranks *audience) {
+    pyhvd_board_set *s = set_of(b, set);
+    uint64_t ready[PYHVD_BOARD_WORDS], *used = used_of(b, set);
+    uint32_t first = to, last = from;
+    for (uint32_t w = from; w < to; w++) {
+        ready[w] = s->count ? ~(uint64_t)0 : 0;
+        for (uint32_t k = 0; k < s->count && ready[w]; k++) ready[w] &= posted_of(b, set, s->ranks[k])[w];
+        if (!ready[w]) continue;
+        first = MIN(first, w);
+        last = w + 1;
+    }
+    if (first >= last) return;
+    if (!has_room(b)) {
+        atomic_store_explicit(&b->head->backlog, 1, memory_order_release);
+        return;
+    }
+    pyhvd_entry *entry = entry_at(b, b->head->tail);
+    entry->audience = s->members;
+    entry->kind = PYHVD_BATCH;
+    entry->set = set;
+    entry->first = first;
+    entry->last = last;
+    for (uint32_t w = first; w < last; w++) {
+        entry->words[w] = ready[w];
+        used[w] |= ready[w];
+        for (uint32_t k = 0; k < s->count; k++) posted_of(b, set, s->ranks[k])[w] &= ~ready[w];
+    }
+    add_ranks(audience, &s->members);
+    publish(b);
+}
+
+const pyhvd_entry *pyhvd_board_next(pyhvd_board *b) {
+    uint64_t at = skip_for(b, (uint32_t)b->rank);
+    return at < atomic_load_explicit(&b->head->tail, memory_order_acquire) ? entry_at(b, at) : NULL;
+}
+
+void pyhvd_board_advance(pyhvd_board *b) {
+    atomic_fetch_add_explicit(&b->seats[b->rank].cursor, 1, memory_order_acq_rel);
+    if (!atomic_load_explicit(&b->head->backlog, memory_order_acquire)) return;
+    pyhvd_ranks audience = {{0}};
+    pyhvd_board_lock(b);
+    atomic_store_explicit(&b->head->backlog, 0, memory_order_relaxed);
+    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
+        pyhvd_board_match(b, set, 0, b->words, &audience);
+    pyhvd_board_unlock(b, &audience);
+}
+
+int pyhvd_board_behind(const pyhvd_board *b) {
+    return atomic_load_explicit(&b->seats[b->rank].cursor, memory_order_acquire) !=
+           atomic_load_explicit(&b->head->tail, memory_order_acquire);
+}
+
+/* ---- slots ---- */
+
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n) {
+    const uint64_t *lent = lent_of(b, set), *now = since_of(b, set);
+    uint64_t *mine = posted_of(b, set, (uint32_t)b->rank);
+    for (uint32_t k = 0; k < n; k++)
+        if (!(lent[slots[k] / 64] >> (slots[k] % 64) & 1) || now[slots[k]] != since[k]) return 0;
+    for (uint32_t k = 0; k < n; k++) mine[slots[k] / 64] |= (uint64_t)1 << (slots[k] % 64);
+    return 1;
+}
+
+void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count) {
+    pyhvd_ranks nobody = {{0}};
+    pyhvd_board_lock(b);
+    pyhvd_board_set *s = set_of(b, set);
+    memset(s, 0, b->set_bytes);
+    s->count = count;
+    for (uint32_t k = 0; k < count; k++) {
+        s->ranks[k] = ranks[k];
+        s->members.ranks[ranks[k] / 64] |= (uint64_t)1 << (ranks[k] % 64);
+    }
+    pyhvd_board_unlock(b, &nobody);
+}
+
+void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since) {
+    pyhvd_ranks nobody = {{0}};
+    pyhvd_board_lock(b);
+    since_of(b, set)[slot] = since;
+    lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
+    pyhvd_board_unlock(b, &nobody);
+}
+
+void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted) {
+    pyhvd_ranks nobody = {{0}};
+    pyhvd_board_lock(b);
+    for (uint32_t w = 0; w < b->words; w++) {
+        lent_of(b, set)[w] &= ~bits[w];
+        for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {
+            uint64_t *theirs = posted_of(b, set, rank);
+            posted[rank * b->words + w] = theirs[w] & bits[w];
+            theirs[w] &= ~bits[w];
+        }
+    }
+    pyhvd_board_unlock(b, &nobody);
+}
+
+void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used) {
+    pyhvd_ranks nobody = {{0}};
+    pyhvd_board_lock(b);
+    for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++)
+        memcpy(posted + rank * b->words, posted_of(b, set, rank), b->words * sizeof(uint64_t));
+    memcpy(used, used_of(b, set), b->words * sizeof(uint64_t));
+    memset(used_of(b, set), 0, b->words * sizeof(uint64_t));
+    pyhvd_board_unlock(b, &nobody);
+}

@@ -1,0 +1,135 @@
+/* The board: where the ranks of one node agree on cached tensors, in shared memory and without the GIL.
+ *
+ * For each process set the board knows which cache slots it has been *lent* by the coordinator, and which of
+ * them each rank has *posted* (submitted again exactly as the slot remembers it). What every member has
+ * posted is taken down and becomes one *batch* in the log. The coordinator's response lists stand in the
+ * same log, as *lists*; so one total order binds both lanes, and overlapping sets cannot wait in a circle.
+ * A slot is either lent, and its posts lie here, or with the coordinator, which knows its submissions as
+ * bits and requests: `recall` moves it back together with its posts.
+ *
+ * Invariants. All of it but the seats and the log's entries is read and written under `lock` alone. An entry
+ * is written under the lock before `tail` (release) says that it is there, and is read after `tail` has been
+ * seen (acquire); it is written again only when every rank's `cursor` has passed it. A rank's cursor is moved
+ * by the rank's engine, or, past entries that do not concern it, by whoever needs the room: both by
+ * compare-and-swap, and what was read from an entry counts only if the cursor still stood there afterwards.
+ * An abandoned job ends by `closed`.
+ *
+ * Waking: `driven` says that some thread of a rank drives its engine; if that thread sleeps, `asleep` is set
+ * and it sleeps on `bell`. The background thread sleeps on `alarm`, with `dozing` set. Sleepers set their
+ * flag and look again; wakers write first and look at the flag then; sequentially consistent fences between
+ * the steps make sure that one of them sees the other.
+ */
+#ifndef PYHVD_BOARD_H
+#define PYHVD_BOARD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "_waiting.h"
+#include "_window.h"
+
+#define PYHVD_BOARD_SETS 16    /* process sets with ids below; others agree by messages */
+#define PYHVD_BOARD_SLOTS 4096 /* most cache slots of a set */
+#define PYHVD_BOARD_WORDS (PYHVD_BOARD_SLOTS / 64)
+#define PYHVD_LOG 256          /* entries that the slowest rank may be behind */
+
+enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
+
+typedef struct {
+    uint64_t ranks[PYHVD_MAX_LOCAL / 64];
+} pyhvd_ranks;
+
+/* One decision. */
+typedef struct {
+    pyhvd_ranks audience;
+    uint32_t kind, set;
+    uint64_t number; /* of the response list */
+    uint32_t first, last; /* words [first, last) are used */
+    uint64_t words[PYHVD_BOARD_WORDS];
+} pyhvd_entry;
+
+/* One rank's own lines. */
+typedef struct {
+    _Alignas(PYHVD_LINE) _Atomic uint64_t cursor;
+    _Alignas(PYHVD_LINE) _Atomic uint32_t driven;
+    _Alignas(PYHVD_LINE) _Atomic uint32_t bell;
+    _Atomic uint32_t asleep;
+    _Alignas(PYHVD_LINE) _Atomic uint32_t alarm;
+    _Atomic uint32_t dozing;
+    _Atomic uint32_t calls; /* why the background thread is wanted in Python: bits of the caller's choice */
+} pyhvd_seat;
+
+/* One process set; behind it lie since[slots], lent[words], used[words] and posted[size][words]. */
+typedef struct {
+    pyhvd_ranks members;
+    uint32_t count;
+    uint32_t ranks[PYHVD_MAX_LOCAL];
+} pyhvd_board_set;
+
+typedef struct {
+    _Alignas(PYHVD_LINE) _Atomic uint32_t lock;
+    _Alignas(PYHVD_LINE) _Atomic uint64_t tail;
+    uint64_t floor; /* no cursor is below */
+    _Atomic uint32_t backlog; /* the log was full: something that is ready may not have been taken down */
+    _Atomic uint32_t closed;
+} pyhvd_board_head;
+
+/* One rank's view. */
+typedef struct {
+    int rank, size;
+    uint32_t slots, words;
+    pyhvd_board_head *head;
+    pyhvd_entry *log;
+    pyhvd_seat *seats;
+    uint8_t *sets;
+    size_t set_bytes;
+} pyhvd_board;
+
+size_t pyhvd_board_bytes(int size, uint32_t slots);
+
+/* Look at a board of that many bytes at `base`, which is aligned to a line. `slots` is a multiple of 64. */
+void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t slots);
+
+/* Zero the board; by one rank, before any uses it. */
+void pyhvd_board_clear(pyhvd_board *b);
+
+/* ---- for the coordinator; each takes the lock ---- */
+
+void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count);
+void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since);
+
+/* Take back the slots in `bits`; `posted`, [size][words], gets who had posted which of them. */
+void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted);
+
+/* What is posted, [size][words], and which slots have been used since the last call. */
+void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used);
+
+/* Write down a response list; 0 if the log is full. */
+int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience);
+
+/* ---- for every rank ---- */
+
+void pyhvd_board_lock(pyhvd_board *b);
+
+/* Release the lock, and wake the ranks that entries written meanwhile concern. */
+void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);
+
+/* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. */
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n);
+
+/* Under the lock: take down what all members have posted in words [first, last); adds to `audience`. */
+void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t first, uint32_t last, pyhvd_ranks *audience);
+
+/* The entry at this rank's cursor if it concerns the rank; NULL if there is none. Skips what does not. */
+const pyhvd_entry *pyhvd_board_next(pyhvd_board *b);
+
+/* Step past the entry at the cursor; takes down what the log had no room for. */
+void pyhvd_board_advance(pyhvd_board *b);
+
+/* Whether the log goes on behind this rank's cursor. */
+int pyhvd_board_behind(const pyhvd_board *b);
+
+/* Add reasons to a rank's calls, and wake its background thread. From any thread of any rank. */
+void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons);
+
+#endif

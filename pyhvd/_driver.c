@@ -1,0 +1,428 @@
+#include "_driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "_kernels.h"
+
+#define GATHER 50000 /* ns between two looks whether submissions still come in */
+#define WATCH 100000 /* ns between two looks while there was something to do lately */
+#define WATCHED 20   /* quiet looks after which a submission has to ring the background thread */
+#define FOR_EVER INT64_MAX
+
+static pyhvd_seat *seat_of(pyhvd_lane *lane) { return &lane->board.seats[lane->board.rank]; }
+
+static int64_t after(int64_t ns) { return ns < 0 ? FOR_EVER : pyhvd_now() + ns; }
+
+/* ---- memory ---- */
+
+int pyhvd_lane_init(pyhvd_lane *lane) {
+    size_t slots = lane->board.slots;
+    pthread_mutex_init(&lane->mutex, NULL);
+    lane->pending = calloc(slots, sizeof *lane->pending);
+    lane->batch = calloc(slots, sizeof *lane->batch);
+    lane->srcs = calloc(slots, sizeof *lane->srcs);
+    lane->dsts = calloc(slots, sizeof *lane->dsts);
+    lane->starts = calloc(slots + 1, sizeof *lane->starts);
+    return lane->pending && lane->batch && lane->srcs && lane->dsts && lane->starts;
+}
+
+void pyhvd_lane_free(pyhvd_lane *lane) {
+    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++) pyhvd_lane_close_set(lane, set);
+    free(lane->pending);
+    free(lane->batch);
+    free(lane->srcs);
+    free(lane->dsts);
+    free(lane->starts);
+    free(lane->held);
+    free(lane->refused);
+    pthread_mutex_destroy(&lane->mutex);
+}
+
+int pyhvd_lane_open(pyhvd_lane *lane, uint32_t set, pyhvd_window *window) {
+    lane->sets[set].records = calloc(lane->board.slots, sizeof(pyhvd_record));
+    lane->sets[set].window = window;
+    return lane->sets[set].records != NULL;
+}
+
+void pyhvd_lane_close_set(pyhvd_lane *lane, uint32_t set) {
+    free(lane->sets[set].records);
+    lane->sets[set].records = NULL;
+    lane->sets[set].window = NULL;
+}
+
+/* ---- units ---- */
+
+/* Those who wait without driving look again. */
+static void tell_waiters(pyhvd_lane *lane) {
+    atomic_fetch_add_explicit(&lane->progress, 1, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&lane->waiters, memory_order_relaxed)) pyhvd_futex_wake(&lane->progress, 1);
+}
+
+static void wake_driver(pyhvd_lane *lane) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&seat_of(lane)->asleep, memory_order_relaxed))
+        pyhvd_futex_wake(&seat_of(lane)->bell, 0);
+}
+
+static int grow(pyhvd_lane *lane) {
+    uint32_t wanted = lane->capacity ? 2 * lane->capacity : 64;
+    pyhvd_unit **held = realloc(lane->held, wanted * sizeof *held);
+    if (held) lane->held = held;
+    pyhvd_unit **refused = realloc(lane->refused, wanted * sizeof *refused);
+    if (refused) lane->refused = refused;
+    if (!held || !refused) return 0;
+    lane->capacity = wanted;
+    return 1;
+}
+
+int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
+    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
+    /* Whatever is held may be refused: there is room for both. */
+    if (n + lane->refusals >= lane->capacity && !grow(lane)) return 0;
+    unit->started++;
+    unit->state = PYHVD_HELD;
+    atomic_store_explicit(&unit->left, unit->n, memory_order_relaxed);
+    atomic_store_explicit(&unit->notify, 0, memory_order_relaxed);
+    lane->held[n] = unit;
+    atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
+    atomic_fetch_add_explicit(&lane->activity, 1, memory_order_relaxed);
+    return 1;
+}
+
+void pyhvd_lane_ring(pyhvd_lane *lane) {
+    pyhvd_seat *seat = seat_of(lane);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&seat->dozing, memory_order_relaxed) &&
+        !atomic_load_explicit(&lane->watching, memory_order_relaxed))
+        pyhvd_futex_wake(&seat->alarm, 0);
+}
+
+void pyhvd_lane_flush(pyhvd_lane *lane) {
+    if (!atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
+    pyhvd_board *board = &lane->board;
+    pyhvd_ranks audience = {{0}};
+    uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = lane->refusals;
+    memset(from, 0xff, sizeof from);
+    pthread_mutex_lock(&lane->mutex);
+    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
+    pyhvd_board_lock(board);
+    for (uint32_t k = 0; k < n; k++) {
+        pyhvd_unit *unit = lane->held[k];
+        if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n)) {
+            unit->state = PYHVD_REFUSED;
+            lane->refused[lane->refusals++] = unit;
+            continue;
+        }
+        unit->state = PYHVD_POSTED;
+        for (uint32_t i = 0; i < unit->n; i++) {
+            uint32_t word = unit->slots[i] / 64;
+            if (word < from[unit->set]) from[unit->set] = word;
+            if (word + 1 > to[unit->set]) to[unit->set] = word + 1;
+        }
+    }
+    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
+        if (to[set]) pyhvd_board_match(board, set, from[set], to[set], &audience);
+    pyhvd_board_unlock(board, &audience);
+    atomic_store_explicit(&lane->holding, 0, memory_order_release);
+    refusals = lane->refusals - refusals;
+    pthread_mutex_unlock(&lane->mutex);
+    /* An entry for this rank itself: whoever drives here and sleeps has not been woken by the others. */
+    wake_driver(lane);
+    if (refusals) pyhvd_board_call(board, board->rank, PYHVD_CALL_REFUSED);
+}
+
+int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {
+    int was = unit->state;
+    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed), kept = 0;
+    if (was == PYHVD_HELD) {
+        for (uint32_t k = 0; k < n; k++)
+            if (lane->held[k] != unit) lane->held[kept++] = lane->held[k];
+        atomic_store_explicit(&lane->holding, kept, memory_order_release);
+    } else if (was == PYHVD_REFUSED) {
+        for (uint32_t k = 0; k < lane->refusals; k++)
+            if (lane->refused[k] != unit) lane->refused[kept++] = lane->refused[k];
+        lane->refusals = kept;
+    }
+    unit->state = PYHVD_TAKEN;
+    return was;
+}
+
+static void end_part(pyhvd_lane *lane, pyhvd_unit *unit) {
+    if (atomic_fetch_sub_explicit(&unit->left, 1, memory_order_acq_rel) != 1) return;
+    atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
+    atomic_fetch_add_explicit(&lane->activity, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&unit->notify, memory_order_relaxed))
+        pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_DONE);
+}
+
+void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit) {
+    end_part(lane, unit);
+    tell_waiters(lane);
+    wake_driver(lane);
+}
+
+/* ---- carrying out ---- */
+
+static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd_record *b) {
+    return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
+           a->postscale == b->postscale && (!lane->groups_alone || a->unit == b->unit);
+}
+
+/* Remember which slots an entry makes ready. */
+static void unfold(pyhvd_lane *lane, const pyhvd_entry *entry) {
+    lane->set = entry->set;
+    lane->pendings = lane->at = 0;
+    for (uint32_t w = entry->first; w < entry->last; w++)
+        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
+            lane->pending[lane->pendings++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+}
+
+/* Let the first pending tensor ride with those of its kind that fit, in slot order: the same on every rank.
+ * What is left stays behind, in order. */
+static void load_batch(pyhvd_lane *lane) {
+    const pyhvd_record *records = lane->sets[lane->set].records;
+    const pyhvd_record *first = &records[lane->pending[lane->at]];
+    size_t item = pyhvd_itemsize(first->dtype), bytes = 0;
+    uint32_t n = 0, kept = lane->pendings;
+    lane->starts[0] = 0;
+    /* From the back, so that what stays behind can be moved up in place. */
+    for (uint32_t k = lane->at; k < lane->pendings; k++) {
+        const pyhvd_record *r = &records[lane->pending[k]];
+        size_t more = (size_t)r->count * item;
+        if (n && (!rides_with(lane, first, r) || bytes + more > lane->threshold)) {
+            lane->batch[--kept] = lane->pending[k];
+            continue;
+        }
+        lane->srcs[n] = r->src;
+        lane->dsts[n] = r->dst;
+        lane->starts[n + 1] = lane->starts[n] + r->count;
+        lane->pending[lane->at + n++] = lane->pending[k];
+        bytes += more;
+    }
+    lane->members = n;
+    for (uint32_t k = lane->at + n, from = lane->pendings; k < lane->pendings; k++)
+        lane->pending[k] = lane->batch[--from];
+    lane->job = (pyhvd_job){lane->srcs, lane->dsts, lane->starts, n, first->dtype, first->op,
+                            first->prescale, first->postscale};
+    pyhvd_window_begin(&lane->course, &lane->job);
+    lane->running = 1;
+}
+
+static int run_batch(pyhvd_lane *lane) {
+    pyhvd_window *window = lane->sets[lane->set].window;
+    window->brief = 1;
+    int status = pyhvd_window_proceed(window, &lane->course);
+    window->brief = 0;
+    if (status == PYHVD_LATER) return PYHVD_LATE;
+    if (status) return PYHVD_CLOSED;
+    for (uint32_t k = 0; k < lane->members; k++)
+        end_part(lane, lane->sets[lane->set].records[lane->pending[lane->at + k]].unit);
+    lane->at += lane->members;
+    lane->running = 0;
+    tell_waiters(lane);
+    return PYHVD_DONE;
+}
+
+static int has_work(pyhvd_lane *lane) {
+    return lane->running || lane->at < lane->pendings || pyhvd_board_behind(&lane->board);
+}
+
+static int finished(const pyhvd_unit *unit, uint64_t turn) {
+    return unit && atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
+}
+
+static int is_closed(const pyhvd_lane *lane) {
+    return atomic_load_explicit(&lane->closed, memory_order_acquire) != 0;
+}
+
+/* The driver waits for the log to go on. */
+static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
+    pyhvd_seat *seat = seat_of(lane);
+    int yields = 0;
+    do {
+        for (int spin = 0; spin < PYHVD_SPINS; spin++) {
+            if (pyhvd_board_behind(&lane->board) || finished(unit, turn)) return PYHVD_DONE;
+            pyhvd_pause();
+        }
+    } while (pyhvd_yield(&yields));
+    uint32_t seen = atomic_load_explicit(&seat->bell, memory_order_acquire);
+    atomic_store_explicit(&seat->asleep, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    int64_t left = until - pyhvd_now();
+    if (!pyhvd_board_behind(&lane->board) && !finished(unit, turn) && !is_closed(lane) && left > 0)
+        pyhvd_futex_wait(&seat->bell, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
+    atomic_store_explicit(&seat->asleep, 0, memory_order_relaxed);
+    return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
+}
+
+/* Carry out what the log says, as the one who drives. Without a unit: as far as the log goes. */
+static int run(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
+    for (;;) {
+        if (is_closed(lane)) return PYHVD_CLOSED;
+        if (lane->running || lane->at < lane->pendings) {
+            if (!lane->running) load_batch(lane);
+            int status = run_batch(lane);
+            if (status == PYHVD_DONE) continue;
+            if (status == PYHVD_LATE && unit && pyhvd_now() < until) continue;
+            return status;
+        }
+        if (finished(unit, turn)) return PYHVD_DONE;
+        const pyhvd_entry *entry = pyhvd_board_next(&lane->board);
+        if (entry && entry->kind == PYHVD_LIST) return PYHVD_AT_LIST;
+        if (entry) {
+            unfold(lane, entry);
+            pyhvd_board_advance(&lane->board);
+        } else if (!unit) {
+            return PYHVD_IDLING;
+        } else if (await_entry(lane, unit, turn, until) == PYHVD_LATE) {
+            return PYHVD_LATE;
+        }
+    }
+}
+
+static int try_drive(pyhvd_lane *lane) {
+    _Atomic uint32_t *driven = &seat_of(lane)->driven;
+    uint32_t free = 0;
+    return !atomic_load_explicit(driven, memory_order_relaxed) &&
+           atomic_compare_exchange_strong_explicit(driven, &free, 1, memory_order_acquire,
+                                                   memory_order_relaxed);
+}
+
+static void stop_driving(pyhvd_lane *lane) {
+    /* Seen while it is still ours; what comes in later finds `driven` clear, and rings. */
+    int left_over = lane->running || lane->at < lane->pendings;
+    atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
+    tell_waiters(lane);
+    if (left_over || pyhvd_board_behind(&lane->board)) pyhvd_lane_ring(lane);
+}
+
+/* Wait for a sign of those who drive. */
+static void await_progress(pyhvd_lane *lane, uint32_t seen, const pyhvd_unit *unit, uint64_t turn,
+                           int64_t until) {
+    int64_t left = until - pyhvd_now();
+    atomic_fetch_add_explicit(&lane->waiters, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (!finished(unit, turn) && !is_closed(lane) && left > 0)
+        pyhvd_futex_wait(&lane->progress, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
+    atomic_fetch_sub_explicit(&lane->waiters, 1, memory_order_relaxed);
+}
+
+int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t ns) {
+    int64_t until = 0;
+    for (;;) {
+        uint32_t seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
+        if (finished(unit, turn)) return PYHVD_DONE;
+        if (is_closed(lane)) return PYHVD_CLOSED;
+        if (!until) until = after(ns);
+        else if (pyhvd_now() >= until) return PYHVD_LATE;
+        if (try_drive(lane)) {
+            int status = run(lane, unit, turn, until);
+            stop_driving(lane);
+            if (status == PYHVD_DONE) return PYHVD_DONE;
+            if (status == PYHVD_LATE) continue;
+            if (status == PYHVD_AT_LIST) {
+                seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
+                pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_LIST);
+            }
+        }
+        await_progress(lane, seen, unit, turn, until);
+    }
+}
+
+/* ---- the background thread ---- */
+
+/* Post what has gathered once nothing more came in for a while, or the cycle time is over. */
+static int64_t gather(pyhvd_lane *lane, uint32_t *known, int64_t *since) {
+    uint32_t holding = atomic_load_explicit(&lane->holding, memory_order_acquire);
+    if (!holding) {
+        *known = 0;
+        return 0;
+    }
+    int64_t now = pyhvd_now();
+    if (!*known) *since = now;
+    if (*known == holding || (*known && now - *since >= lane->cycle)) {
+        *known = 0;
+        pyhvd_lane_flush(lane);
+        return 0;
+    }
+    *known = holding;
+    return GATHER;
+}
+
+/* Sleep until called, or for so long; what happens before the sleep is seen by the second look. With
+ * `watching` the thread will soon look by itself whether anything was submitted, and is not rung for that. */
+static void rest(pyhvd_lane *lane, int64_t ns, int watching) {
+    pyhvd_seat *seat = seat_of(lane);
+    uint32_t seen = atomic_load_explicit(&seat->alarm, memory_order_acquire);
+    atomic_store_explicit(&lane->watching, (uint32_t)watching, memory_order_relaxed);
+    atomic_store_explicit(&seat->dozing, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    int driven = atomic_load_explicit(&seat->driven, memory_order_relaxed) != 0;
+    int busy = atomic_load_explicit(&seat->calls, memory_order_relaxed) ||
+               (!watching && atomic_load_explicit(&lane->holding, memory_order_relaxed)) ||
+               (!driven && pyhvd_board_behind(&lane->board) && !lane->told);
+    if (!busy) pyhvd_futex_wait(&seat->alarm, seen, ns);
+    atomic_store_explicit(&seat->dozing, 0, memory_order_relaxed);
+}
+
+/* Drive where nobody does; returns whether the caller is wanted for a list that it does not know of. */
+static int drive_alone(pyhvd_lane *lane) {
+    if (!has_work(lane) || !try_drive(lane)) return 0;
+    int status = run(lane, NULL, 0, 0);
+    int news = 0;
+    if (status == PYHVD_AT_LIST) {
+        uint64_t number = pyhvd_board_next(&lane->board)->number;
+        news = number != lane->told;
+        lane->told = number;
+    } else {
+        lane->told = 0;
+    }
+    atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
+    tell_waiters(lane);
+    return news;
+}
+
+uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
+    pyhvd_seat *seat = seat_of(lane);
+    int64_t until = after(ns), since = 0;
+    uint32_t known = 0;
+    for (;;) {
+        uint32_t calls = atomic_exchange_explicit(&seat->calls, 0, memory_order_acquire);
+        if (calls) return calls;
+        if (!is_closed(lane) && drive_alone(lane)) return PYHVD_CALL_LIST;
+        int64_t nap = gather(lane, &known, &since), left = until - pyhvd_now();
+        if (left <= 0) return 0;
+        uint32_t now = atomic_load_explicit(&lane->activity, memory_order_relaxed);
+        lane->quiet = now == lane->last ? lane->quiet + 1 : 0;
+        lane->last = now;
+        int watching = nap || lane->quiet < WATCHED;
+        if (watching && !nap) nap = WATCH;
+        rest(lane, watching && nap < left ? nap : left, watching);
+    }
+}
+
+int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number) {
+    lane->told = 0;
+    if (is_closed(lane) || !try_drive(lane)) return 0;
+    if (run(lane, NULL, 0, 0) == PYHVD_AT_LIST && pyhvd_board_next(&lane->board)->number == number) return 1;
+    stop_driving(lane);
+    return 0;
+}
+
+void pyhvd_lane_leave(pyhvd_lane *lane) {
+    pyhvd_board_advance(&lane->board);
+    stop_driving(lane);
+}
+
+void pyhvd_lane_seize(pyhvd_lane *lane) {
+    while (!try_drive(lane)) pyhvd_nap(GATHER);
+}
+
+void pyhvd_lane_shut(pyhvd_lane *lane) {
+    atomic_store_explicit(&lane->closed, 1, memory_order_release);
+    tell_waiters(lane);
+    wake_driver(lane);
+}

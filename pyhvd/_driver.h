@@ -1,0 +1,135 @@
+/* One rank's engine of the fast lane: from a submission to its completion without the GIL.
+ *
+ * A *unit* is what is submitted together: one cached tensor, or a grouped call. Submitting holds it back
+ * (`held`), until somebody waits or the background thread finds that nothing more comes; then it is posted on
+ * the board. What the board's log says is ready is carried out by whoever *drives* the engine: a thread that
+ * waits for a unit, or the background thread. One thread drives at a time, with its rank's seat as the lock.
+ *
+ * Invariants. `mutex` guards `held`, `refused`, and each unit's `started` and `state`. The engine's own state
+ * (pending, batch, course, counters of windows) belongs to the thread that drives. A unit is in flight while
+ * started > finished; while it is, its records and slots are left alone by everybody but the engine.
+ * `finished` is stored (release) after the results were written, and read (acquire) before they are used.
+ * `progress` grows whenever somebody who waits without driving should look again.
+ *
+ * A unit whose slots the board no longer lends as it knew them is *refused*, and Python *takes* it over to
+ * submit it by message; one whose posts were recalled is taken over when the answer to it arrives. From then
+ * on Python alone ends it.
+ */
+#ifndef PYHVD_DRIVER_H
+#define PYHVD_DRIVER_H
+
+#include <pthread.h>
+
+#include "_board.h"
+
+enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
+
+/* Why the background thread is wanted in Python. */
+enum { PYHVD_CALL_WORK = 1, PYHVD_CALL_LIST = 2, PYHVD_CALL_REFUSED = 4, PYHVD_CALL_DONE = 8 };
+
+/* How a drive ended. */
+enum { PYHVD_DONE = 1, PYHVD_IDLING = 2, PYHVD_AT_LIST = 3, PYHVD_LATE = 4, PYHVD_CLOSED = 5 };
+
+typedef struct {
+    _Atomic uint64_t finished;
+    uint64_t started;
+    _Atomic uint32_t left;   /* tensors of this turn that have not ended */
+    _Atomic uint32_t notify; /* whether the background thread is to be called when the turn ends */
+    int state;
+    uint32_t set, n;
+    uint32_t *slots;
+    uint64_t *since;
+    void *owner;
+} pyhvd_unit;
+
+/* What a slot of a process set means on this rank. */
+typedef struct {
+    pyhvd_unit *unit;
+    int64_t src, dst, count;
+    double prescale, postscale;
+    int dtype, op;
+} pyhvd_record;
+
+typedef struct {
+    pyhvd_window *window; /* NULL: no such set here */
+    pyhvd_record *records;
+} pyhvd_lane_set;
+
+typedef struct {
+    pyhvd_board board;
+    size_t threshold;
+    int groups_alone;
+    int64_t cycle; /* ns */
+    pthread_mutex_t mutex;
+    pyhvd_unit **held, **refused;
+    uint32_t capacity, refusals;
+    _Atomic uint32_t holding;
+    _Atomic uint32_t activity; /* submissions and completions, for the background thread's sense of quiet */
+    pyhvd_lane_set sets[PYHVD_BOARD_SETS];
+    /* the driver's */
+    uint32_t set, pendings, at, members;
+    uint32_t *pending, *batch;
+    int64_t *srcs, *dsts, *starts;
+    pyhvd_job job;
+    pyhvd_course course;
+    int running;
+    /* the background thread's */
+    uint64_t told; /* the list at which the log stands, if the thread knows of it */
+    uint32_t quiet, last;
+    _Atomic uint32_t watching, progress, waiters, closed;
+} pyhvd_lane;
+
+/* Memory for one rank's engine; 0 if there is none. `board` must be attached already. */
+int pyhvd_lane_init(pyhvd_lane *lane);
+void pyhvd_lane_free(pyhvd_lane *lane);
+
+/* Let a set's records be used, or forget them; nothing of it may be in flight. */
+int pyhvd_lane_open(pyhvd_lane *lane, uint32_t set, pyhvd_window *window);
+void pyhvd_lane_close_set(pyhvd_lane *lane, uint32_t set);
+
+/* Under the mutex: hold a unit back; 0 if there is no memory. Its records are complete. */
+int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit);
+
+/* Call the background thread if it sleeps, so that what is held is posted in time. */
+void pyhvd_lane_ring(pyhvd_lane *lane);
+
+/* Post all that is held. */
+void pyhvd_lane_flush(pyhvd_lane *lane);
+
+/* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
+int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);
+
+/* One tensor of a taken unit has ended. */
+void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit);
+
+/* Wait until `unit` has finished its turn, driving the engine if nobody else does: PYHVD_DONE, PYHVD_LATE
+ * after `ns`, or PYHVD_CLOSED. */
+int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t ns);
+
+/* The background thread's sleep: posts what is held, drives where nobody waits; returns its calls, or 0 when
+ * `ns` (negative: no end) have passed. */
+uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns);
+
+/* Drive as far as the log goes; 1 if it has come to response list `number`, and the caller then drives until
+ * it calls `leave`. */
+int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number);
+void pyhvd_lane_leave(pyhvd_lane *lane);
+
+/* Let nobody wait any longer, on this rank. */
+void pyhvd_lane_shut(pyhvd_lane *lane);
+
+/* After `shut`: wait until nobody drives any more, and let nobody drive again. */
+void pyhvd_lane_seize(pyhvd_lane *lane);
+
+static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
+    return atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
+}
+
+/* Call the background thread when the unit ends, if it has not ended yet. */
+static inline int pyhvd_unit_notify(pyhvd_unit *unit, uint64_t turn) {
+    atomic_store_explicit(&unit->notify, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    return pyhvd_unit_finished(unit, turn);
+}
+
+#endif

@@ -1,0 +1,93 @@
+"""The C of the fast lane, for :mod:`pyhvd._lane`."""
+
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from pyhvd._engine cimport pyhvd_window
+
+
+cdef extern from "pthread.h" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_lock(pthread_mutex_t* mutex)
+    int pthread_mutex_unlock(pthread_mutex_t* mutex)
+
+
+cdef extern from "_driver.h" nogil:
+    enum:
+        PYHVD_BOARD_SETS
+        PYHVD_BOARD_SLOTS
+        PYHVD_NAP
+        PYHVD_POSTED
+        PYHVD_DONE
+        PYHVD_CLOSED
+        PYHVD_CALL_WORK
+        PYHVD_CALL_DONE
+
+    ctypedef struct pyhvd_ranks:
+        uint64_t ranks[4]
+
+    ctypedef struct pyhvd_board:
+        int rank
+        int size
+        uint32_t slots
+        uint32_t words
+
+    ctypedef struct pyhvd_unit:
+        uint64_t started
+        int state
+        uint32_t set
+        uint32_t n
+        uint32_t* slots
+        uint64_t* since
+        void* owner
+
+    ctypedef struct pyhvd_record:
+        pyhvd_unit* unit
+        int64_t src
+        int64_t dst
+        int64_t count
+        double prescale
+        double postscale
+        int dtype
+        int op
+
+    ctypedef struct pyhvd_lane_set:
+        pyhvd_window* window
+        pyhvd_record* records
+
+    ctypedef struct pyhvd_lane:
+        pyhvd_board board
+        size_t threshold
+        int groups_alone
+        int64_t cycle
+        pthread_mutex_t mutex
+        pyhvd_unit** refused
+        uint32_t refusals
+        pyhvd_lane_set sets[16]
+
+    size_t pyhvd_board_bytes(int size, uint32_t slots)
+    void pyhvd_board_attach(pyhvd_board* b, void* base, int rank, int size, uint32_t slots)
+    void pyhvd_board_clear(pyhvd_board* b)
+    void pyhvd_board_open(pyhvd_board* b, uint32_t set, const uint32_t* ranks, uint32_t count)
+    void pyhvd_board_lend(pyhvd_board* b, uint32_t set, uint32_t slot, uint64_t since)
+    void pyhvd_board_recall(pyhvd_board* b, uint32_t set, const uint64_t* bits, uint64_t* posted)
+    void pyhvd_board_look(pyhvd_board* b, uint32_t set, uint64_t* posted, uint64_t* used)
+    int pyhvd_board_list(pyhvd_board* b, uint64_t number, const pyhvd_ranks* audience)
+    void pyhvd_board_call(pyhvd_board* b, int rank, uint32_t reasons)
+    int pyhvd_lane_init(pyhvd_lane* lane)
+    void pyhvd_lane_free(pyhvd_lane* lane)
+    int pyhvd_lane_open(pyhvd_lane* lane, uint32_t set, pyhvd_window* window)
+    void pyhvd_lane_close_set(pyhvd_lane* lane, uint32_t set)
+    int pyhvd_lane_hold(pyhvd_lane* lane, pyhvd_unit* unit)
+    void pyhvd_lane_ring(pyhvd_lane* lane)
+    void pyhvd_lane_flush(pyhvd_lane* lane)
+    int pyhvd_lane_take(pyhvd_lane* lane, pyhvd_unit* unit)
+    void pyhvd_lane_settle(pyhvd_lane* lane, pyhvd_unit* unit)
+    int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t ns)
+    uint32_t pyhvd_lane_doze(pyhvd_lane* lane, int64_t ns)
+    int pyhvd_lane_enter(pyhvd_lane* lane, uint64_t number)
+    void pyhvd_lane_leave(pyhvd_lane* lane)
+    void pyhvd_lane_shut(pyhvd_lane* lane)
+    void pyhvd_lane_seize(pyhvd_lane* lane)
+    bint pyhvd_unit_finished(const pyhvd_unit* unit, uint64_t turn)
+    bint pyhvd_unit_notify(pyhvd_unit* unit, uint64_t turn)

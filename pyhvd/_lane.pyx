@@ -1,0 +1,497 @@
+"""The fast lane's engine: cached allreduces, from the submission to the result, without the GIL.
+
+Owns: :class:`Lane`, one rank's end of the board (``_board.h``) and its engine (``_driver.h``); the units that
+it submits; and :class:`Handle`, the promise that a caller gets. Knows slots, addresses and codes. What is
+agreed by message, and how a tensor comes to have a slot, is the business of :mod:`pyhvd.lane`.
+
+Without the GIL (free-threaded Python) the lane's mutex orders what threads do to units; it is held for a few
+instructions, and nothing of Python runs under it.
+"""
+
+import logging
+import os
+import time
+
+cimport numpy as cnp
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+
+from pyhvd._driver cimport *
+from pyhvd._engine cimport Window
+
+cnp.import_array()
+
+_log = logging.getLogger("pyhvd")
+
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_Empty(int nd, cnp.npy_intp* dims, void* descr, int fortran)
+
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+    unsigned long PyThread_get_thread_ident()
+
+
+cdef int AVERAGE = 0  # pyhvd.dtypes.ReduceOp.AVERAGE
+cdef bint _forked = False  # a forked child has the memory, but no background thread
+
+
+def _mark_forked():
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)
+
+SETS = PYHVD_BOARD_SETS
+MAX_SLOTS = PYHVD_BOARD_SLOTS
+CALL_DONE = PYHVD_CALL_DONE
+
+
+def board_bytes(int size, uint32_t slots):
+    """Return the bytes of a board for so many ranks and slots (a multiple of 64)."""
+    return pyhvd_board_bytes(size, slots)
+
+
+include "_units.pxi"
+
+
+cdef class Lane:
+    """One rank's end of the fast lane.
+
+    Parameters
+    ----------
+    base : int
+        Address of the board, :func:`board_bytes` long, aligned to 128 bytes.
+    memory : object
+        Keeps the board alive.
+    rank, size : int
+        This rank, and how many there are.
+    slots : int
+        Cache slots per process set, a multiple of 64, at most MAX_SLOTS.
+    threshold : int
+        Bytes that ride together at most.
+    groups_alone : bool
+        Whether a grouped call's tensors ride only with each other.
+    cycle : float
+        Longest time (s) for which submissions gather while nobody waits.
+    code_of : callable
+        Returns the code of a numpy dtype, or -1.
+    """
+
+    cdef pyhvd_lane c
+    cdef object memory
+    cdef object code_of
+    cdef list names
+    cdef list groups
+    cdef list parts
+    cdef list windows
+    cdef list watched
+    cdef object entries
+    cdef object busy_groups
+    cdef object on_wait
+    cdef dict gathering
+    cdef unsigned long owner
+    cdef public bint paused
+    cdef bint closed
+
+    def __cinit__(
+        self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
+        double cycle, code_of
+    ):
+        pyhvd_board_attach(&self.c.board, <void*>base, rank, size, slots)
+        self.c.threshold = threshold
+        self.c.groups_alone = groups_alone
+        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
+        self.memory = memory
+        self.code_of = code_of
+        self.names = [None] * SETS
+        self.groups = [None] * SETS
+        self.parts = [None] * SETS
+        self.windows = [None] * SETS
+        self.watched = []
+        self.gathering = {}
+        self.entries = {}
+        self.busy_groups = {}
+        if not pyhvd_lane_init(&self.c):
+            raise MemoryError
+
+    def __dealloc__(self):
+        pyhvd_lane_free(&self.c)
+
+    # -- submitting ----------------------------------------------------------------------------------
+
+    def submit(
+        self, set_id, name, tensor, op, prescale, postscale, bint inplace, bint ring
+    ):
+        """Submit a tensor that is as the cache remembers it; return its handle, or None: it is not.
+
+        Parameters
+        ----------
+        set_id : int or None
+            Id of the process set.
+        name : str
+            Name of the tensor.
+        tensor : array
+            What is reduced; with ``inplace`` also where the result goes.
+        op, prescale, postscale
+            As the user gave them.
+        inplace : bool
+            Whether the result goes into ``tensor``.
+        ring : bool
+            Whether the background thread is to post it, should nobody wait for it.
+        """
+        cdef Unit unit
+        cdef Part part
+        if not self.may_submit(set_id, name):
+            return None
+        unit = <Unit>(<dict>self.names[set_id]).get(name)
+        if unit is None or unit.grouped or not self.is_free(unit):
+            return None
+        part = <Part>unit.parts[0]
+        if not same_terms(part, op, prescale, postscale) or not part.suits(tensor, inplace):
+            return None
+        return unit.hold(tensor, tensor if inplace else part.empty(), ring)
+
+    def submit_group(
+        self, set_id, name, tensors, op, prescale, postscale, bint inplace, bint ring
+    ):
+        """As :meth:`submit`, for the tensors of a grouped call."""
+        cdef Unit unit
+        cdef Part part
+        cdef list source
+        cdef list target
+        cdef Py_ssize_t k
+        cdef Py_ssize_t n
+        if not self.may_submit(set_id, name) or not isinstance(tensors, (list, tuple)):
+            return None
+        unit = <Unit>(<dict>self.groups[set_id]).get((name, len(tensors)))
+        if unit is None or not self.is_free(unit) or not same_terms(unit.parts[0], op, prescale, postscale):
+            return None
+        source = list(tensors)
+        n = len(source)
+        if n != unit.c.n:
+            return None
+        for k in range(n):
+            part = <Part>unit.parts[k]
+            if not part.suits(source[k], inplace):
+                return None
+        target = source
+        if not inplace:
+            target = [(<Part>part_).empty() for part_ in unit.parts]
+        return unit.hold(source, target, ring)
+
+    cdef bint may_submit(self, object set_id, object name) except -1:
+        if self.paused or self.closed or _forked or type(name) is not str or type(set_id) is not int:
+            return False
+        return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
+
+    cdef bint is_free(self, Unit unit) except -1:
+        """Return whether no message speaks of a unit's names."""
+        if not self.entries:
+            return True
+        if unit.key in self.busy_groups or unit.key in self.entries:
+            return False
+        if not unit.grouped:
+            return True
+        return not any((unit.set_id, part.request.name) in self.entries for part in unit.parts)
+
+    def flush(self):
+        """Somebody waits: post what is held, and send what has gathered."""
+        self.check_thread()
+        with nogil:
+            pyhvd_lane_flush(&self.c)
+
+    cdef int check_thread(self) except -1:
+        """See that whoever is about to wait may do so."""
+        if _forked:
+            raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
+        if self.entries:
+            self.on_wait()
+        if PyThread_get_thread_ident() == self.owner:
+            raise RuntimeError(
+                "a callback of a handle must not wait: it runs on the thread that would end it"
+            )
+        return 0
+
+    # -- what slots mean -----------------------------------------------------------------------------
+
+    def attach(self, dict entries, dict groups, on_wait):
+        """Say where the names are that messages speak of, and what to call before waiting, if there are any."""
+        self.entries = entries
+        self.busy_groups = groups
+        self.on_wait = on_wait
+
+    def open_set(self, int set_id, Window window):
+        """Let a process set's allreduces go this way, through its window."""
+        if not pyhvd_lane_open(&self.c, <uint32_t>set_id, &window.window):
+            raise MemoryError
+        self.windows[set_id] = window
+        self.names[set_id] = {}
+        self.groups[set_id] = {}
+        self.parts[set_id] = {}
+
+    def close_set(self, int set_id):
+        """Forget a process set. Its units have been taken, and nobody submits to it."""
+        self.names[set_id] = None
+        self.groups[set_id] = None
+        self.parts[set_id] = None
+        self.windows[set_id] = None
+
+    def has_set(self, int set_id):
+        """Return whether a process set's allreduces can go this way."""
+        return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
+
+    def install(self, int set_id, uint32_t slot, request, uint64_t since, int op, double postscale):
+        """Remember what a slot means.
+
+        Parameters
+        ----------
+        set_id, slot : int
+            Of which process set.
+        request : Request
+            This rank's own.
+        since : int
+            Number of the response list that says so.
+        op : int
+            What the kernels do, which have no Average.
+        postscale : float
+            ... and with which factor.
+        """
+        cdef Part part = <Part>(<dict>self.parts[set_id]).get(slot)
+        cdef Part new
+        cdef pyhvd_record* record = &self.c.sets[set_id].records[slot]
+        if part is not None and part.request == request:
+            if not part.unit.retired:
+                return
+            since = part.since
+        if len(request.shape) > 32:
+            return
+        new = Part.__new__(Part)
+        new.request = request
+        new.slot = slot
+        new.since = since
+        new.op = request.op
+        new.code = request.dtype
+        new.ndim = len(request.shape)
+        record.count = 1
+        for d, length in enumerate(request.shape):
+            new.dims[d] = length
+            record.count *= length
+        record.prescale = request.prescale
+        record.postscale = postscale
+        record.dtype = request.dtype
+        record.op = op
+        self.parts[set_id][slot] = new
+        self._assemble(set_id, new)
+
+    def _assemble(self, int set_id, Part part):
+        """Make the unit of a tensor; that of a group once all of its tensors are there."""
+        request = part.request
+        if not request.group:
+            self.names[set_id][request.name] = Unit(self, set_id, request.name, False, [part])
+            return
+        key = (request.group, request.group_size)
+        waiting = self.gathering.setdefault((set_id, key), {})
+        waiting[request.name] = part
+        if len(waiting) < request.group_size:
+            return
+        del self.gathering[set_id, key]
+        names = [f"{request.group}_{i}of{request.group_size}" for i in range(1, request.group_size + 1)]
+        if waiting.keys() == set(names):
+            unit = Unit(self, set_id, request.group, True, [waiting[name] for name in names])
+            self.groups[set_id][key] = unit
+            for name in names:
+                self.names[set_id][name] = unit
+
+    def retire(self, int set_id, uint32_t slot, request):
+        """A slot is about to mean something else; return the unit that it was in, if it is in flight.
+
+        A slot that is to mean what it means already is left alone.
+        """
+        cdef Part part = <Part>self.parts[set_id].get(slot)
+        cdef Unit unit
+        if part is None or part.request == request:
+            return None
+        del self.parts[set_id][slot]
+        unit = part.unit
+        if unit is None:  # its group never came to be
+            old = part.request
+            waiting = self.gathering.get((set_id, (old.group, old.group_size)), {})
+            waiting.pop(old.name, None)
+            return None
+        pthread_mutex_lock(&self.c.mutex)
+        unit.retired = True
+        pthread_mutex_unlock(&self.c.mutex)
+        for each in unit.parts:
+            if self.names[set_id].get(each.request.name) is unit:
+                del self.names[set_id][each.request.name]
+        if unit.grouped and self.groups[set_id].get((unit.name, len(unit.parts))) is unit:
+            del self.groups[set_id][unit.name, len(unit.parts)]
+        return unit if unit.in_flight() else None
+
+    # -- what is in flight ---------------------------------------------------------------------------
+
+    def find(self, int set_id, name):
+        """Return the unit in flight that holds a tensor of this name, or None."""
+        cdef Unit unit
+        if not self.has_set(set_id):
+            return None
+        unit = <Unit>self.names[set_id].get(name)
+        return unit if unit is not None and unit.in_flight() else None
+
+    def find_group(self, int set_id, name):
+        """Return the unit in flight of a grouped call of this name, of any size, or None."""
+        if not self.has_set(set_id):
+            return None
+        for (group, _), unit in self.groups[set_id].items():
+            if group == name and unit.in_flight():
+                return unit
+        return None
+
+    def in_flight(self, set_id=None):
+        """Return the units in flight, of one process set or of all."""
+        which = range(PYHVD_BOARD_SETS) if set_id is None else [set_id]
+        units = {}
+        for each in which:
+            if self.has_set(each):
+                units.update((id(unit), unit) for unit in self.names[each].values() if unit.in_flight())
+        return list(units.values())
+
+    def refused(self):
+        """Return a unit that the board has refused, or None; it is returned until it is taken."""
+        cdef pyhvd_unit* unit = NULL
+        pthread_mutex_lock(&self.c.mutex)
+        if self.c.refusals:
+            unit = self.c.refused[0]
+        pthread_mutex_unlock(&self.c.mutex)
+        return None if unit == NULL else <Unit>unit.owner
+
+    # -- the background thread -----------------------------------------------------------------------
+
+    def doze(self, timeout):
+        """Sleep, post and drive; return the reasons why Python is wanted, 0 after ``timeout`` seconds."""
+        cdef int64_t ns = -1 if timeout is None or timeout > 1e9 else <int64_t>(max(timeout, 0.0) * 1e9)
+        cdef uint32_t calls
+        self.owner = PyThread_get_thread_ident()
+        with nogil:
+            calls = pyhvd_lane_doze(&self.c, ns)
+        if calls & PYHVD_CALL_DONE:
+            self._run_callbacks()
+        return calls
+
+    def enter(self, uint64_t number):
+        """Drive as far as the log goes; return whether it has come to this response list.
+
+        If so, the caller alone uses the windows until :meth:`leave`.
+        """
+        cdef int there
+        with nogil:
+            there = pyhvd_lane_enter(&self.c, number)
+        return there != 0
+
+    def leave(self):
+        """Go on behind the response list."""
+        with nogil:
+            pyhvd_lane_leave(&self.c)
+
+    def call(self, int rank, uint32_t reasons=PYHVD_CALL_WORK):
+        """Let a rank's background thread come to Python. From any thread."""
+        pyhvd_board_call(&self.c.board, rank, reasons)
+
+    def shut(self, bint entered):
+        """Let nobody submit or wait here any longer; return when nobody else uses the windows any more.
+
+        ``entered`` says whether the caller has entered, and not left.
+        """
+        self.closed = True
+        with nogil:
+            pyhvd_lane_shut(&self.c)
+            if not entered:
+                pyhvd_lane_seize(&self.c)
+
+    def _run_callbacks(self):
+        watched, self.watched = self.watched, []
+        for handle, callback in watched:
+            if not handle.done():
+                self.watched.append((handle, callback))
+                continue
+            try:
+                callback(handle)
+            except BaseException:
+                _log.exception("a callback of %r raised", handle.name)
+
+    # -- the coordinator -----------------------------------------------------------------------------
+
+    @property
+    def slots(self):
+        """Cache slots per process set that can be lent."""
+        return self.c.board.slots
+
+    def serves(self, int set_id):
+        """Return whether there is room for a process set of this id."""
+        return set_id < PYHVD_BOARD_SETS
+
+    def clear(self):
+        """Zero the board; on one rank, before any uses it."""
+        pyhvd_board_clear(&self.c.board)
+
+    def open_board(self, int set_id, ranks):
+        """Let the members of a process set agree here."""
+        cdef uint32_t members[256]
+        for k, rank in enumerate(ranks):
+            members[k] = rank
+        pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, <uint32_t>len(ranks))
+
+    def lend(self, int set_id, uint32_t slot, uint64_t since):
+        """Let ranks post a slot that means to them what response list ``since`` said."""
+        pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
+
+    def recall(self, int set_id, bits):
+        """Take slots (a bit vector) back; return, by rank, which of them were posted."""
+        cdef bytes wanted = bits.to_bytes(self.c.board.words * 8, "little")
+        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        cdef char* raw = posted
+        pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*><char*>wanted, <uint64_t*>raw)
+        return self._by_rank(posted)
+
+    def look(self, int set_id):
+        """Return, by rank, what is posted; and the slots that were used since the last look."""
+        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        cdef bytearray used = bytearray(self.c.board.words * 8)
+        cdef char* raw = posted
+        cdef char* raw_used = used
+        pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
+        return self._by_rank(posted), int.from_bytes(used, "little")
+
+    def announce(self, uint64_t number, ranks):
+        """Put a response list into the log; False if the log is full."""
+        cdef pyhvd_ranks audience
+        audience.ranks[:] = [0, 0, 0, 0]
+        for rank in ranks:
+            audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
+        return pyhvd_board_list(&self.c.board, number, &audience) != 0
+
+    def _by_rank(self, bytearray posted):
+        step = self.c.board.words * 8
+        by_rank = {}
+        for rank in range(self.c.board.size):
+            bits = int.from_bytes(posted[rank * step : (rank + 1) * step], "little")
+            if bits:
+                by_rank[rank] = bits
+        return by_rank
+
+
+cdef bint same_terms(Part part, object op, object prescale, object postscale) except -1:
+    """Return whether a call is made as the cached one was."""
+    if op is None:
+        op = AVERAGE
+    if type(prescale) is not float or type(postscale) is not float or not isinstance(op, int):
+        return False
+    return (
+        op == part.op
+        and <double>prescale == <double>part.request.prescale
+        and <double>postscale == <double>part.request.postscale
+    )

@@ -1,0 +1,311 @@
+# Handles, and what they are the promise of; a part of _lane.pyx.
+
+cdef class Handle:
+    """The promise of the result of one collective, or of one grouped collective.
+
+    Returned by every ``*_async`` function. Usable from any thread, with :func:`poll` and
+    :func:`synchronize`, or awaited in a coroutine.
+    """
+
+    cdef object __weakref__
+    cdef Unit unit
+    cdef uint64_t turn
+    cdef bint ended
+    cdef bint seen
+    cdef object source
+    cdef object target
+    cdef object error
+    cdef list callbacks
+
+    @property
+    def name(self):
+        """Name of the tensor, or of the grouped call."""
+        return self.unit.name
+
+    def done(self):
+        """Return whether the collective has ended, well or not. Never blocks."""
+        if not self.ended and pyhvd_unit_finished(&self.unit.c, self.turn):
+            self._end()
+        return self.ended
+
+    def wait(self, timeout=None):
+        """Wait until the collective has ended.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits as long as it takes.
+
+        Returns
+        -------
+        bool
+            False if it timed out; the collective goes on.
+        """
+        if self.ended or pyhvd_unit_finished(&self.unit.c, self.turn):
+            self._end()
+            return True
+        return self._wait(-1.0 if timeout is None else max(float(timeout), 0.0))
+
+    def result(self, timeout=None):
+        """Wait, and return the output (a list of outputs for a grouped call).
+
+        Raises
+        ------
+        TimeoutError
+            It did not end within ``timeout`` seconds; it goes on.
+        HorovodInternalError
+            The collective failed; see :mod:`pyhvd.errors` for the kinds.
+        """
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
+        self.seen = True
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        return self.target
+
+    def exception(self, timeout=None):
+        """Wait, and return the error that the collective ended with, or None."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
+        self.seen = True
+        return self.error
+
+    def add_done_callback(self, callback):
+        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has.
+
+        A callback may submit; it must not wait for another handle: nothing would end it.
+        """
+        cdef Lane lane
+        if self.done():
+            callback(self)
+            return
+        lane = self.unit.lane
+        lane.watched.append((self, callback))
+        if pyhvd_unit_notify(&self.unit.c, self.turn):
+            lane.call(lane.c.board.rank, PYHVD_CALL_DONE)
+
+    def __await__(self):
+        import asyncio
+        import contextlib
+
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def end():
+            if not ended.done():
+                ended.set_result(None)
+
+        def tell(handle):
+            # Where the loop has been closed, nobody awaits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(end)
+
+        self.flush()
+        self.add_done_callback(tell)
+        yield from ended.__await__()
+        return self.result()
+
+    def flush(self):
+        """Send what has gathered: somebody waits."""
+        self.unit.lane.flush()
+
+    def __repr__(self):
+        state = "pending" if not self.done() else "failed" if self.exception(0) is not None else "done"
+        return f"<pyhvd.Handle {self.name!r} {state}>"
+
+    def __del__(self):
+        if self.error is not None and not self.seen:
+            _log.warning("nobody looked at the error of %r: %s", self.unit.name, self.error)
+
+    cdef int _end(self) except -1:
+        """It has ended, and its owner knows: nothing need be kept alive any longer."""
+        cdef Unit unit = self.unit
+        cdef object dropped = self.source
+        if self.ended:
+            return 0
+        self.ended = True
+        pthread_mutex_lock(&unit.lane.c.mutex)
+        self.source = None
+        if unit.handle is self:
+            dropped = unit.handle  # let go of outside the mutex
+            unit.handle = None
+        pthread_mutex_unlock(&unit.lane.c.mutex)
+        return 0
+
+    cdef bint _wait(self, double seconds) except -1:
+        cdef Lane lane = self.unit.lane
+        cdef int64_t left = -1 if seconds < 0 or seconds > 1e9 else <int64_t>(seconds * 1e9)
+        cdef int64_t slice
+        cdef int status
+        lane.check_thread()
+        with nogil:
+            pyhvd_lane_flush(&lane.c)
+        while True:
+            slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
+            with nogil:
+                status = pyhvd_lane_wait(&lane.c, &self.unit.c, self.turn, slice)
+            if status == PYHVD_DONE:
+                self._end()
+                return True
+            PyErr_CheckSignals()
+            if left >= 0:
+                left -= slice
+                if left <= 0:
+                    return False
+            if status == PYHVD_CLOSED:
+                time.sleep(1e-3)  # the background thread is about to fail this one
+
+
+cdef class Part:
+    """One tensor of a unit, as it was cached."""
+
+    cdef readonly object request
+    cdef readonly uint32_t slot
+    cdef readonly uint64_t since
+    cdef readonly Unit unit
+    cdef object op
+    cdef int code
+    cdef object dtype
+    cdef int ndim
+    cdef cnp.npy_intp dims[32]
+
+    cdef bint suits(self, object tensor, bint inplace) except -1:
+        """Return whether a tensor is what the cache remembers."""
+        cdef cnp.ndarray array
+        cdef object dtype
+        cdef int d
+        if not cnp.PyArray_CheckExact(tensor):
+            return False
+        array = <cnp.ndarray>tensor
+        dtype = <object><void*>cnp.PyArray_DESCR(array)
+        if dtype is not self.dtype and not self.learn(dtype):
+            return False
+        if cnp.PyArray_NDIM(array) != self.ndim or not cnp.PyArray_IS_C_CONTIGUOUS(array):
+            return False
+        if inplace and not cnp.PyArray_ISWRITEABLE(array):
+            return False
+        for d in range(self.ndim):
+            if cnp.PyArray_DIMS(array)[d] != self.dims[d]:
+                return False
+        return True
+
+    cdef bint learn(self, object dtype) except -1:
+        if self.unit.lane.code_of(dtype) != self.code:
+            return False
+        self.dtype = dtype
+        return True
+
+    cdef object empty(self):
+        Py_INCREF(self.dtype)  # stolen
+        return PyArray_Empty(self.ndim, self.dims, <void*>self.dtype, 0)
+
+
+cdef class Unit:
+    """What is submitted together: one tensor, or a grouped call."""
+
+    cdef pyhvd_unit c
+    cdef Lane lane
+    cdef readonly str name
+    cdef readonly int set_id
+    cdef readonly bint grouped
+    cdef readonly list parts
+    cdef tuple key
+    cdef object handle
+    cdef bint retired
+
+    def __cinit__(self, Lane lane, int set_id, str name, bint grouped, list parts):
+        cdef Py_ssize_t n = len(parts)
+        cdef Part part
+        self.c.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
+        self.c.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
+        if self.c.slots == NULL or self.c.since == NULL:
+            raise MemoryError
+        self.lane = lane
+        self.set_id = set_id
+        self.name = name
+        self.grouped = grouped
+        self.parts = parts
+        self.key = (set_id, name)
+        self.c.set = <uint32_t>set_id
+        self.c.n = <uint32_t>n
+        self.c.owner = <void*>self
+        for k in range(n):
+            part = <Part>parts[k]
+            part.unit = self
+            self.c.slots[k] = part.slot
+            self.c.since[k] = part.since
+            lane.c.sets[set_id].records[part.slot].unit = &self.c
+
+    def __dealloc__(self):
+        PyMem_Free(self.c.slots)
+        PyMem_Free(self.c.since)
+
+    def in_flight(self):
+        """Return whether it has been submitted and has not ended."""
+        cdef uint64_t started
+        pthread_mutex_lock(&self.lane.c.mutex)
+        started = self.c.started
+        pthread_mutex_unlock(&self.lane.c.mutex)
+        return not pyhvd_unit_finished(&self.c, started)
+
+    def take(self):
+        """Take it out of the engine's hands: Python alone ends it from now on.
+
+        Returns
+        -------
+        (bool, list of (request, source, target)), or None
+            Whether the board had it, and its tensors; None if it is not in flight.
+        """
+        cdef Handle handle = self.handle
+        cdef int was
+        if not self.in_flight():
+            return None
+        pthread_mutex_lock(&self.lane.c.mutex)
+        was = pyhvd_lane_take(&self.lane.c, &self.c)
+        pthread_mutex_unlock(&self.lane.c.mutex)
+        sources = handle.source if self.grouped else [handle.source]
+        targets = handle.target if self.grouped else [handle.target]
+        requests = [part.request for part in self.parts]
+        return was == PYHVD_POSTED, list(zip(requests, sources, targets, strict=True))
+
+    def settle(self, error):
+        """One tensor of a unit that was taken has ended."""
+        cdef Handle handle = self.handle
+        if error is not None and handle.error is None:
+            handle.error = error
+        with nogil:
+            pyhvd_lane_settle(&self.lane.c, &self.c)
+
+    cdef Handle hold(self, object source, object target, bint ring):
+        """Submit it; None if it is in flight."""
+        cdef Lane lane = self.lane
+        cdef pyhvd_record* records = lane.c.sets[self.set_id].records
+        cdef pyhvd_record* record
+        cdef Handle handle = Handle.__new__(Handle)
+        cdef Handle before = None
+        cdef int held = 0
+        cdef uint32_t k
+        handle.unit = self
+        handle.source = source
+        handle.target = target
+        pthread_mutex_lock(&lane.c.mutex)
+        if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired:
+            for k in range(self.c.n):
+                record = &records[self.c.slots[k]]
+                if self.grouped:
+                    record.src = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>(<list>source)[k])
+                    record.dst = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>(<list>target)[k])
+                else:
+                    record.src = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>source)
+                    record.dst = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>target)
+            before = self.handle  # let go of outside the mutex
+            self.handle = handle
+            held = pyhvd_lane_hold(&lane.c, &self.c)
+            handle.turn = self.c.started
+        pthread_mutex_unlock(&lane.c.mutex)
+        if not held:
+            handle.ended = True
+            return None
+        if ring:
+            pyhvd_lane_ring(&lane.c)
+        return handle

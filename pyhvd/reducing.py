@@ -1,0 +1,76 @@
+"""Reducing calls: from a verb's arguments to a handle.
+
+Owns: the choice between the fast lane, which takes what the ranks remember, and the queue, which takes all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyhvd.arrays import view, view_for_writing
+from pyhvd.call import Call, check_rows, target_like
+from pyhvd.context import current_slot
+from pyhvd.dtypes import ReduceOp
+from pyhvd.handles import Handle
+from pyhvd.messages import RequestType
+from pyhvd.process_sets import ProcessSet
+from pyhvd.reduction import Reduction
+
+
+def start_allreduce(
+    grouped: bool,
+    inplace: bool,
+    waits: bool,
+    tensors: Any,
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Handle:
+    """Start an allreduce; ``waits`` says that the caller will wait for it at once.
+
+    One that the ranks remember goes to the fast lane, past all that comes below.
+    """
+    active = current_slot().context
+    lane = active.lane if active is not None and average is None else None
+    if lane is not None and isinstance(process_set, ProcessSet):
+        submit = lane.submit_group if grouped else lane.submit
+        set_id = process_set.process_set_id
+        handle = submit(set_id, name, tensors, op, prescale_factor, postscale_factor, inplace, not waits)
+        if handle is not None:
+            return handle
+    how = (average, op, prescale_factor, postscale_factor)
+    return reduce_tensors(RequestType.ALLREDUCE, tensors, grouped, inplace, name, process_set, how)
+
+
+def reduce_tensors(
+    kind: RequestType,
+    tensors: Any,
+    grouped: bool,
+    inplace: bool,
+    name: str | None,
+    process_set: ProcessSet,
+    how: tuple[bool | None, ReduceOp | None, float, float],
+) -> Handle:
+    """Start a reducing call: check, wrap, submit."""
+    with Call(kind, name, process_set, grouped=grouped) as call:
+        members = call.members(tensors)
+        reduction = Reduction.of(kind, *how)
+        for tensor in members:
+            source = view_for_writing(tensor) if inplace else view(tensor)
+            reduction.check(source.info)
+            if kind is RequestType.REDUCESCATTER:
+                rows = check_rows(source.shape, call.size)[call.rank]
+                target = target_like(source, (rows, *source.shape[1:]))
+            else:
+                target = source if inplace else target_like(source, source.shape)
+            call.add(
+                source,
+                target,
+                op=int(reduction.op),
+                prescale=reduction.prescale,
+                postscale=reduction.postscale,
+            )
+        return call.submit(list(members) if inplace else None)
