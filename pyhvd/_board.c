@@ -164,10 +164,10 @@ int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audienc
 
 void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to, pyhvd_ranks *audience) {
     pyhvd_board_set *s = set_of(b, set);
-    uint64_t ready[PYHVD_BOARD_WORDS], *used = used_of(b, set);
+    uint64_t ready[PYHVD_BOARD_WORDS], *used = used_of(b, set), *lent = lent_of(b, set);
     uint32_t first = to, last = from;
     for (uint32_t w = from; w < to; w++) {
-        ready[w] = s->count ? ~(uint64_t)0 : 0;
+        ready[w] = s->count ? lent[w] : 0;
         for (uint32_t k = 0; k < s->count && ready[w]; k++) ready[w] &= posted_of(b, set, s->ranks[k])[w];
         if (!ready[w]) continue;
         first = MIN(first, w);
@@ -243,6 +243,13 @@ void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t sinc
     pyhvd_board_lock(b);
     since_of(b, set)[slot] = since;
     lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
+    pyhvd_board_unlock(b, &nobody);
+}
+
+void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot) {
+    pyhvd_ranks nobody = {{0}};
+    pyhvd_board_lock(b);
+    lent_of(b, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
     pyhvd_board_unlock(b, &nobody);
 }
 

@@ -114,6 +114,9 @@ void pyhvd_board_lock(pyhvd_board *b);
 /* Release the lock, and wake the ranks that entries written meanwhile concern. */
 void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);
 
+/* Let nobody post a slot any more, nor what is posted be taken down, until the coordinator has recalled it. */
+void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot);
+
 /* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. */
 int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n);
 

@@ -99,8 +99,8 @@ void pyhvd_lane_ring(pyhvd_lane *lane) {
         pyhvd_futex_wake(&seat->alarm, 0);
 }
 
-void pyhvd_lane_flush(pyhvd_lane *lane) {
-    if (!atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
+void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
+    if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
     pyhvd_board *board = &lane->board;
     pyhvd_ranks audience = {{0}};
     uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = lane->refusals;
@@ -345,7 +345,7 @@ static int64_t gather(pyhvd_lane *lane, uint32_t *known, int64_t *since) {
     if (!*known) *since = now;
     if (*known == holding || (*known && now - *since >= lane->cycle)) {
         *known = 0;
-        pyhvd_lane_flush(lane);
+        pyhvd_lane_flush(lane, 0);
         return 0;
     }
     *known = holding;

@@ -93,8 +93,8 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit);
 /* Call the background thread if it sleeps, so that what is held is posted in time. */
 void pyhvd_lane_ring(pyhvd_lane *lane);
 
-/* Post all that is held. */
-void pyhvd_lane_flush(pyhvd_lane *lane);
+/* Post all that is held. With `whole` also wait for other threads that are just doing so. */
+void pyhvd_lane_flush(pyhvd_lane *lane, int whole);
 
 /* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
 int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);

@@ -18,6 +18,7 @@ cdef extern from "_driver.h" nogil:
         PYHVD_BOARD_SLOTS
         PYHVD_NAP
         PYHVD_POSTED
+        PYHVD_TAKEN
         PYHVD_DONE
         PYHVD_CLOSED
         PYHVD_CALL_WORK
@@ -70,6 +71,7 @@ cdef extern from "_driver.h" nogil:
     void pyhvd_board_clear(pyhvd_board* b)
     void pyhvd_board_open(pyhvd_board* b, uint32_t set, const uint32_t* ranks, uint32_t count)
     void pyhvd_board_lend(pyhvd_board* b, uint32_t set, uint32_t slot, uint64_t since)
+    void pyhvd_board_freeze(pyhvd_board* b, uint32_t set, uint32_t slot)
     void pyhvd_board_recall(pyhvd_board* b, uint32_t set, const uint64_t* bits, uint64_t* posted)
     void pyhvd_board_look(pyhvd_board* b, uint32_t set, uint64_t* posted, uint64_t* used)
     int pyhvd_board_list(pyhvd_board* b, uint64_t number, const pyhvd_ranks* audience)
@@ -80,7 +82,7 @@ cdef extern from "_driver.h" nogil:
     void pyhvd_lane_close_set(pyhvd_lane* lane, uint32_t set)
     int pyhvd_lane_hold(pyhvd_lane* lane, pyhvd_unit* unit)
     void pyhvd_lane_ring(pyhvd_lane* lane)
-    void pyhvd_lane_flush(pyhvd_lane* lane)
+    void pyhvd_lane_flush(pyhvd_lane* lane, bint whole)
     int pyhvd_lane_take(pyhvd_lane* lane, pyhvd_unit* unit)
     void pyhvd_lane_settle(pyhvd_lane* lane, pyhvd_unit* unit)
     int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t ns)

@@ -55,10 +55,13 @@ def board_bytes(int size, uint32_t slots):
     return pyhvd_board_bytes(size, slots)
 
 
+include "_board.pxi"
+
+
 include "_units.pxi"
 
 
-cdef class Lane:
+cdef class Lane(BoardEnd):
     """One rank's end of the fast lane.
 
     Parameters
@@ -81,8 +84,6 @@ cdef class Lane:
         Returns the code of a numpy dtype, or -1.
     """
 
-    cdef pyhvd_lane c
-    cdef object memory
     cdef object code_of
     cdef list names
     cdef list groups
@@ -91,6 +92,7 @@ cdef class Lane:
     cdef list watched
     cdef object entries
     cdef object busy_groups
+    cdef object refusals
     cdef object on_wait
     cdef dict gathering
     cdef unsigned long owner
@@ -115,6 +117,7 @@ cdef class Lane:
         self.gathering = {}
         self.entries = {}
         self.busy_groups = {}
+        self.refusals = {}
         if not pyhvd_lane_init(&self.c):
             raise MemoryError
 
@@ -189,20 +192,26 @@ cdef class Lane:
         return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
 
     cdef bint is_free(self, Unit unit) except -1:
-        """Return whether no message speaks of a unit's names."""
-        if not self.entries:
+        """Return whether no message speaks, or is about to speak, of a unit's names."""
+        if not self.entries and not self.refusals:
             return True
-        if unit.key in self.busy_groups or unit.key in self.entries:
+        if unit.key in self.busy_groups or unit.key in self.entries or unit.key in self.refusals:
             return False
         if not unit.grouped:
             return True
-        return not any((unit.set_id, part.request.name) in self.entries for part in unit.parts)
+        keys = [(unit.set_id, part.request.name) for part in unit.parts]
+        return not any(key in self.entries or key in self.refusals for key in keys)
 
     def flush(self):
         """Somebody waits: post what is held, and send what has gathered."""
         self.check_thread()
         with nogil:
-            pyhvd_lane_flush(&self.c)
+            pyhvd_lane_flush(&self.c, False)
+
+    def post(self):
+        """Post what has been submitted, whoever was about to do so."""
+        with nogil:
+            pyhvd_lane_flush(&self.c, True)
 
     cdef int check_thread(self) except -1:
         """See that whoever is about to wait may do so."""
@@ -218,10 +227,11 @@ cdef class Lane:
 
     # -- what slots mean -----------------------------------------------------------------------------
 
-    def attach(self, dict entries, dict groups, on_wait):
+    def attach(self, dict entries, dict groups, dict refusals, on_wait):
         """Say where the names are that messages speak of, and what to call before waiting, if there are any."""
         self.entries = entries
         self.busy_groups = groups
+        self.refusals = refusals
         self.on_wait = on_wait
 
     def open_set(self, int set_id, Window window):
@@ -422,66 +432,6 @@ cdef class Lane:
                 callback(handle)
             except BaseException:
                 _log.exception("a callback of %r raised", handle.name)
-
-    # -- the coordinator -----------------------------------------------------------------------------
-
-    @property
-    def slots(self):
-        """Cache slots per process set that can be lent."""
-        return self.c.board.slots
-
-    def serves(self, int set_id):
-        """Return whether there is room for a process set of this id."""
-        return set_id < PYHVD_BOARD_SETS
-
-    def clear(self):
-        """Zero the board; on one rank, before any uses it."""
-        pyhvd_board_clear(&self.c.board)
-
-    def open_board(self, int set_id, ranks):
-        """Let the members of a process set agree here."""
-        cdef uint32_t members[256]
-        for k, rank in enumerate(ranks):
-            members[k] = rank
-        pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, <uint32_t>len(ranks))
-
-    def lend(self, int set_id, uint32_t slot, uint64_t since):
-        """Let ranks post a slot that means to them what response list ``since`` said."""
-        pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
-
-    def recall(self, int set_id, bits):
-        """Take slots (a bit vector) back; return, by rank, which of them were posted."""
-        cdef bytes wanted = bits.to_bytes(self.c.board.words * 8, "little")
-        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
-        cdef char* raw = posted
-        pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*><char*>wanted, <uint64_t*>raw)
-        return self._by_rank(posted)
-
-    def look(self, int set_id):
-        """Return, by rank, what is posted; and the slots that were used since the last look."""
-        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
-        cdef bytearray used = bytearray(self.c.board.words * 8)
-        cdef char* raw = posted
-        cdef char* raw_used = used
-        pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
-        return self._by_rank(posted), int.from_bytes(used, "little")
-
-    def announce(self, uint64_t number, ranks):
-        """Put a response list into the log; False if the log is full."""
-        cdef pyhvd_ranks audience
-        audience.ranks[:] = [0, 0, 0, 0]
-        for rank in ranks:
-            audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
-        return pyhvd_board_list(&self.c.board, number, &audience) != 0
-
-    def _by_rank(self, bytearray posted):
-        step = self.c.board.words * 8
-        by_rank = {}
-        for rank in range(self.c.board.size):
-            bits = int.from_bytes(posted[rank * step : (rank + 1) * step], "little")
-            if bits:
-                by_rank[rank] = bits
-        return by_rank
 
 
 cdef bint same_terms(Part part, object op, object prescale, object postscale) except -1:

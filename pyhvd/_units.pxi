@@ -139,7 +139,7 @@ cdef class Handle:
         cdef int status
         lane.check_thread()
         with nogil:
-            pyhvd_lane_flush(&lane.c)
+            pyhvd_lane_flush(&lane.c, False)
         while True:
             slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
             with nogil:
@@ -254,7 +254,7 @@ cdef class Unit:
         Returns
         -------
         (bool, list of (request, source, target)), or None
-            Whether the board had it, and its tensors; None if it is not in flight.
+            Whether the board had it, and its tensors; None if it is not in flight, or taken already.
         """
         cdef Handle handle = self.handle
         cdef int was
@@ -263,6 +263,8 @@ cdef class Unit:
         pthread_mutex_lock(&self.lane.c.mutex)
         was = pyhvd_lane_take(&self.lane.c, &self.c)
         pthread_mutex_unlock(&self.lane.c.mutex)
+        if was == PYHVD_TAKEN:
+            return None
         sources = handle.source if self.grouped else [handle.source]
         targets = handle.target if self.grouped else [handle.target]
         requests = [part.request for part in self.parts]

@@ -189,6 +189,11 @@ class WorkerCache:
         """Return this rank's own request of a slot."""
         return self._slots[slot][1]
 
+    def slots_of(self, name: str) -> list[int]:
+        """Return the slots of a tensor, or of all grouped calls, of this name."""
+        slots = [slot for slot, (_, own) in self._slots.items() if own.group == name]
+        return [self._by_name[name], *slots] if name in self._by_name else slots
+
     def expand(self, bits: int) -> list[Response]:
         """Return the responses of the set bits, in slot order."""
         return [self._slots[slot][0] for slot in iter_bits(bits)]

@@ -109,7 +109,7 @@ class Config:
         "ask MPI for THREAD_SERIALIZED instead of THREAD_MULTIPLE (the program itself must then not use MPI)",
     )
     fast_lane: bool = _knob(
-        True, "FAST_LANE", _bool, "arrays of ranks on one node go through shared memory; off: through MPI"
+        True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
     log_level: str = _knob(
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"

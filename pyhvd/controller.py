@@ -200,6 +200,10 @@ class Worker:
         """Return this rank's own request of a cache slot."""
         return self._caches[set_id][slot]
 
+    def slots_of(self, set_id: int, name: str) -> list[int]:
+        """Return the cache slots of a tensor, or of all grouped calls, of this name."""
+        return self._caches[set_id].slots_of(name) if set_id in self._caches else []
+
     def process(self, message: ResponseList) -> list[Response]:
         """Return what this rank is to do, in order, and bring its caches up to date."""
         if message.seq <= self._seen:

@@ -100,7 +100,8 @@ class FastLane:
         self._worker = worker
         self._queue = queue
         self._terms = terms
-        lane.attach(queue.entries, queue.groups, queue.flush)
+        self._unsent: list[tuple[int, Request]] = []
+        lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: Backend) -> None:
         """Let a process set's allreduces go this way, if its ranks share a window."""
@@ -120,10 +121,25 @@ class FastLane:
         self.lane.shut(entered)
         return [entry for unit in self.lane.in_flight() for entry in self._entries(unit)[1]]
 
-    def convert_refused(self) -> None:
-        """Let what the board has refused go by message."""
+    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return what is to be sent: behind what this rank has submitted on the lane before.
+
+        What the board refuses goes by message, first. A tensor that this rank has refused is frozen: what the
+        other ranks have posted is not to meet what this rank submits next under its name.
+        """
+        if fresh:
+            self.lane.post()
+        first, self._unsent = self._unsent, []
         while (unit := self.lane.refused()) is not None:
-            self._queue.adopt(self._entries(unit)[1], fresh=True)
+            _, entries = self._entries(unit)
+            self._queue.adopt(entries)
+            first += [(entry.process_set, entry.request) for entry in entries]
+        for set_id, request in fresh:
+            if request.error and self.lane.has_set(set_id):
+                for slot in self._worker.slots_of(set_id, request.name):
+                    if slot < self.lane.slots:
+                        self.lane.freeze(set_id, slot)
+        return first + fresh
 
     def prepare(self, message: ResponseList) -> None:
         """Take over what a response list is about to answer, and the board has had to give back."""
@@ -148,9 +164,11 @@ class FastLane:
         """Let in from now on what a response list, carried out by now, has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
-            wanted = slot >= 0 and slot < self.lane.slots and response.request.type == RequestType.ALLREDUCE
-            if wanted and self.lane.has_set(set_id):
-                own = self._worker.own(set_id, slot)
+            if not 0 <= slot < self.lane.slots or not self.lane.has_set(set_id):
+                continue
+            own = self._worker.own(set_id, slot)
+            # A list may give a small cache's slot away more than once: the last one counts.
+            if own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 op, postscale = self._terms(own, len(self._worker.sets[set_id]))
                 self.lane.install(set_id, slot, own, number, op, postscale)
 
@@ -160,11 +178,14 @@ class FastLane:
                 self._convert(unit)
 
     def _convert(self, unit: Unit) -> None:
+        """Let a unit end by message."""
         known, entries = self._entries(unit)
-        if known:
-            for entry in entries:
+        self._queue.adopt(entries)
+        for entry in entries:
+            if known:
                 self._worker.adopt(entry.process_set, entry.request)
-        self._queue.adopt(entries, fresh=not known)
+            else:
+                self._unsent.append((entry.process_set, entry.request))
 
     def _entries(self, unit: Unit) -> tuple[bool, list[TensorEntry]]:
         """Take a unit; return whether the coordinator may know of it, and its tensors."""

@@ -64,6 +64,15 @@ class Loans:
         """Remember slots that an answer of this round was about."""
         self._answered |= bits
 
+    def answered_groups(self) -> set[str]:
+        """Return the names of the grouped calls that were answered, where there are calls of other sizes."""
+        groups = {self._cache[slot].group for slot in iter_bits(self._answered & ~self._lent)}
+        return {
+            group[0]
+            for group in groups
+            if group is not None and self._cache.group_bits((group[0], 0)) != self._cache.group_bits(group)
+        }
+
     def lend(self, is_free: Callable[[Slot, int], bool]) -> None:
         """Lend the slots that were answered, where the coordinator has nothing left to do with them."""
         answered, self._answered = self._answered & ~self._lent, 0

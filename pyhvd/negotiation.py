@@ -26,6 +26,7 @@ from pyhvd.messages import (
     Response,
     iter_bits,
 )
+from pyhvd.refusals import Key, Refusal, key_of, keys_of
 from pyhvd.validation import check, describe_values, verb
 
 _CACHED = frozenset(
@@ -47,39 +48,6 @@ class Entry:
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
     deferred: list[tuple[int, Request]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Refusal:
-    """A tensor, or a grouped call, has failed already: ranks that have yet to submit it are told as they do.
-
-    Either a rank refused it, or it fell with the rest of its group.
-
-    ``waiting`` holds, for each rank that has yet to submit all of it, how many tensors are still to come
-    (-1 where the rank has sent nothing yet). ``size`` is the grouped call's, 0 where that is not known.
-    """
-
-    error: ErrorInfo
-    waiting: dict[int, int]
-    size: int = 0
-
-    def concerns(self, request: Request) -> bool:
-        """Return whether a request of the same key is meant: calls of one name may differ in size."""
-        return not (self.size and request.group_size) or self.size == request.group_size
-
-
-Key = tuple[str, str]
-
-
-def _key(request: Request) -> Key:
-    """Return the unit of refusal: a grouped call as a whole, or one tensor."""
-    return (request.group, "") if request.group else ("", request.name)
-
-
-def _keys(request: Request) -> tuple[Key, ...]:
-    """Return the refusals that concern a request; a refused group is named by the group alone."""
-    key = _key(request)
-    return (("", request.name), key) if request.group and not request.error else (key,)
 
 
 class Negotiation:
@@ -157,7 +125,7 @@ class Negotiation:
             assert meant is not None, f"rank {rank} sent slot {slot}, which held nothing as of list {seen}"
             request = meant.requests[self.ranks.index(rank)]
             current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
-            refused = any(key in self._refusals for key in _keys(request))
+            refused = any(key in self._refusals for key in keys_of(request))
             if not current or self.joined or refused or self._is_tabled(request):
                 self.submit(rank, request, seq, now)
             else:
@@ -194,12 +162,17 @@ class Negotiation:
         return responses
 
     def lend(self) -> None:
-        """The response list is complete: let the ranks agree by themselves on what it has answered."""
+        """The response list is complete: let the ranks agree by themselves on what it has answered.
+
+        Of grouped calls of one name only one size is lent: who submits another must be heard of here.
+        """
+        for name in self._loans.answered_groups():
+            self._recall(self.cache.group_bits((name, 0)))
         held = self._any_bits()
 
         def is_free(meant: Slot, slot: int) -> bool:
             request = meant.requests[0]
-            refused = any(key in self._refusals for key in _keys(request))
+            refused = any(key in self._refusals for key in keys_of(request))
             return not (held >> slot & 1 or refused or self.joined or self._is_tabled(request))
 
         self._loans.lend(is_free)
@@ -422,7 +395,7 @@ class Negotiation:
                 per_rank=per_rank,
             )
             refusal = Refusal(error, dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1))
-            self._refusals.setdefault(_key(request), []).append(refusal)
+            self._refusals.setdefault(key_of(request), []).append(refusal)
             self._fail_with_group(next(iter(names)), error, names)
 
     def _refuse(self, rank: int, request: Request) -> None:
@@ -442,7 +415,7 @@ class Negotiation:
         waiting = dict.fromkeys(self._members - {rank} - told, -1)
         if waiting:
             refusal = Refusal(error, waiting, request.group_size)
-            self._refusals.setdefault(_key(request), []).append(refusal)
+            self._refusals.setdefault(key_of(request), []).append(refusal)
         if entries:
             self._fail_with_group(self._first(entries[0]).name, error, names)
 
@@ -457,7 +430,7 @@ class Negotiation:
 
     def _told_of_refusal(self, rank: int, request: Request) -> bool:
         """Answer a rank's request for what another rank has refused before."""
-        pending = ((key, refusal) for key in _keys(request) for refusal in self._refusals.get(key, ()))
+        pending = ((key, refusal) for key in keys_of(request) for refusal in self._refusals.get(key, ()))
         for key, refusal in pending:
             if rank not in refusal.waiting or not refusal.concerns(request):
                 continue

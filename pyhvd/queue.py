@@ -75,8 +75,9 @@ class TensorQueue:
     window : float
         Longest time (s) for which submissions gather while nobody waits.
     elsewhere : Elsewhere, optional
-        The fast lane. It looks into :attr:`entries` and :attr:`groups` before it lets a name in, and the
-        queue, having put its own names there, looks into the lane: one of the two sees the other.
+        The fast lane. It looks into :attr:`entries`, :attr:`groups` and :attr:`refusals` before it lets a
+        name in, and the queue, having put its own names there, looks into the lane: one of the two sees the
+        other.
     """
 
     def __init__(self, wake: Callable[[], None], window: float, elsewhere: Elsewhere | None = None) -> None:
@@ -86,6 +87,7 @@ class TensorQueue:
         self._lock = threading.Lock()
         self.entries: dict[Key, TensorEntry] = {}
         self.groups: dict[Key, int] = {}
+        self.refusals: dict[Key, int] = {}
         self._fresh: list[tuple[int, Request]] = []
         self._oldest = 0.0
         self._flush = False
@@ -122,8 +124,8 @@ class TensorQueue:
         if wake:
             self._wake()
 
-    def adopt(self, entries: Sequence[TensorEntry], fresh: bool) -> None:
-        """Take over tensors that were in flight elsewhere; ``fresh`` if no other rank has heard of them."""
+    def adopt(self, entries: Sequence[TensorEntry]) -> None:
+        """Take over tensors that were in flight elsewhere; whoever calls this tells the other ranks."""
         with self._lock:
             error = self._closed
             for entry in entries if error is None else ():
@@ -131,11 +133,16 @@ class TensorQueue:
                 if group := entry.request.group:
                     key = (entry.process_set, group)
                     self.groups[key] = self.groups.get(key, 0) + 1
-            if fresh and error is None:
-                self._push([(e.process_set, e.request) for e in entries])
-                self._flush = True
         for entry in entries if error is not None else ():
             entry.done(None, error)
+
+    def told(self, process_set: int, name: str) -> None:
+        """A refusal has gone out."""
+        with self._lock:
+            key = (process_set, name)
+            self.refusals[key] -= 1
+            if not self.refusals[key]:
+                del self.refusals[key]
 
     def announce(self, process_set: int, refusal: Request) -> None:
         """Let the other ranks know that this rank refused a tensor, so that they do not wait for it."""
@@ -143,6 +150,8 @@ class TensorQueue:
             if self._closed is not None:
                 return
             self._flush = True
+            key = (process_set, refusal.name)
+            self.refusals[key] = self.refusals.get(key, 0) + 1
             wake = self._push([(process_set, refusal)])
         if wake:
             self._wake()

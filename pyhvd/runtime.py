@@ -182,8 +182,6 @@ class Runtime:
 
     def _communicate(self) -> bool:
         """Send what is new, take what has arrived; return whether anything moved."""
-        if self._lane is not None:
-            self._lane.convert_refused()
         active = self._send_requests()
         for source, payload in self._control.receive():
             active = True
@@ -238,7 +236,13 @@ class Runtime:
 
     def _send_requests(self) -> bool:
         stop = None if self._stop_sent else self._stop
-        fresh = [each for each in self._queue.take(time.monotonic()) if self._is_known(*each)]
+        fresh = self._queue.take(time.monotonic())
+        if self._lane is not None:
+            fresh = self._lane.before_sending(fresh)
+        for process_set, request in fresh:
+            if request.error:
+                self._queue.told(process_set, request.name)
+        fresh = [each for each in fresh if self._is_known(*each)]
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None

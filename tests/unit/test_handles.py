@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pyhvd.errors import MismatchError, ShutDownError
-from pyhvd.handles import Handle, poll, synchronize
+from pyhvd.handles import QueuedHandle, poll, synchronize
 
 
-class Made(Handle):
+class Made(QueuedHandle):
     """A handle with its flushes counted."""
 
     __slots__ = ("flushes",)
@@ -82,7 +82,7 @@ def test_timeouts(timeout: float) -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0, 1e12, math.inf])
 def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     about_to_sleep = threading.Semaphore(0)
-    handle = Handle("x", 1, about_to_sleep.release, lambda outputs: outputs[0])
+    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0])
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(handle.result(timeout)), daemon=True) for _ in range(8)
@@ -132,7 +132,7 @@ def test_callbacks_run_once_in_order_and_at_once_when_late(caplog: pytest.LogCap
     handle, calls = Made(), []
     handle.add_done_callback(lambda h: calls.append((1, h.done())))
 
-    def bad(_: Handle) -> None:
+    def bad(_: QueuedHandle) -> None:
         raise KeyError("mine")
 
     handle.add_done_callback(bad)
@@ -167,7 +167,7 @@ def test_await_raises_the_error() -> None:
 
 
 def test_many_coroutines_await_one_handle() -> None:
-    async def use(handle: Handle) -> Any:
+    async def use(handle: QueuedHandle) -> Any:
         return await handle
 
     async def main() -> list[Any]:

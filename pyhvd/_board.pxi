@@ -1,0 +1,70 @@
+# One rank's end of the board, and what the coordinator does with it; a part of _lane.pyx.
+
+
+cdef class BoardEnd:
+    """One rank's end of the board."""
+
+    cdef pyhvd_lane c
+    cdef object memory
+
+    @property
+    def slots(self):
+        """Cache slots per process set that can be lent."""
+        return self.c.board.slots
+
+    def serves(self, int set_id):
+        """Return whether there is room for a process set of this id."""
+        return set_id < PYHVD_BOARD_SETS
+
+    def clear(self):
+        """Zero the board; on one rank, before any uses it."""
+        pyhvd_board_clear(&self.c.board)
+
+    def open_board(self, int set_id, ranks):
+        """Let the members of a process set agree here."""
+        cdef uint32_t members[256]
+        for k, rank in enumerate(ranks):
+            members[k] = rank
+        pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, <uint32_t>len(ranks))
+
+    def lend(self, int set_id, uint32_t slot, uint64_t since):
+        """Let ranks post a slot that means to them what response list ``since`` said."""
+        pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
+
+    def recall(self, int set_id, bits):
+        """Take slots (a bit vector) back; return, by rank, which of them were posted."""
+        cdef bytes wanted = bits.to_bytes(self.c.board.words * 8, "little")
+        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        cdef char* raw = posted
+        pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*><char*>wanted, <uint64_t*>raw)
+        return self._by_rank(posted)
+
+    def look(self, int set_id):
+        """Return, by rank, what is posted; and the slots that were used since the last look."""
+        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        cdef bytearray used = bytearray(self.c.board.words * 8)
+        cdef char* raw = posted
+        cdef char* raw_used = used
+        pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
+        return self._by_rank(posted), int.from_bytes(used, "little")
+
+    def announce(self, uint64_t number, ranks):
+        """Put a response list into the log; False if the log is full."""
+        cdef pyhvd_ranks audience
+        audience.ranks[:] = [0, 0, 0, 0]
+        for rank in ranks:
+            audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
+        return pyhvd_board_list(&self.c.board, number, &audience) != 0
+
+    def freeze(self, int set_id, uint32_t slot):
+        """Let nobody post a slot, until the coordinator has heard what this rank has to say of it."""
+        pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)
+
+    def _by_rank(self, bytearray posted):
+        step = self.c.board.words * 8
+        by_rank = {}
+        for rank in range(self.c.board.size):
+            bits = int.from_bytes(posted[rank * step : (rank + 1) * step], "little")
+            if bits:
+                by_rank[rank] = bits
+        return by_rank
