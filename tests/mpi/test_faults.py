@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def test_no_memory_for_an_output_on_one_rank() -> None:
 
 def _broken_carrier() -> None:
     from pyhvd.backends.mpi import MpiFabric
+    from pyhvd.backends.shm import ShmBackend
 
     hvd.init()
     hvd.barrier()
@@ -106,9 +108,10 @@ def _broken_carrier() -> None:
         def broken(*_: object) -> None:
             raise RuntimeError("the wire is cut")
 
-        setattr(MpiFabric, "allgather", broken)  # noqa: B010 - mypy refuses the assignment
+        fast = os.environ["PYHVD_FAST_LANE"] == "1"
+        setattr(*((ShmBackend, "allreduce") if fast else (MpiFabric, "allgather")), broken)
     error = outcome(lambda: hvd.allreduce(np.ones(2), name="cut"))
-    assert hvd.rank() == 1, "the other ranks are inside MPI, and cannot be reached"
+    assert hvd.rank() == 1, "the other ranks are inside the collective, and cannot be reached"
     assert isinstance(error, hvd.InternalError), repr(error)
     assert "the wire is cut" in str(error)
     assert "cut" in str(error)
@@ -116,9 +119,10 @@ def _broken_carrier() -> None:
     hvd.shutdown()
 
 
-def test_a_broken_carrier_ends_the_job() -> None:
-    """Its rank gets an error; shutting down there ends the ranks that are caught inside MPI."""
-    report = run_function(2, _broken_carrier, timeout=20)
+@pytest.mark.parametrize("lane", ["0", "1"])
+def test_a_broken_carrier_ends_the_job(lane: str) -> None:
+    """Its rank gets an error; shutting down there ends the ranks that are caught inside the collective."""
+    report = run_function(2, _broken_carrier, timeout=20, env={"PYHVD_FAST_LANE": lane})
     assert report.seconds < WITHIN_S, report.text
     assert not report.timed_out, report.text
     assert report.returncode != 0

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from pyhvd.dtypes import Code
 from pyhvd.messages import ErrorKind, Request, RequestType
+from tests.unit.lane_simulation import LaneNetwork
 from tests.unit.simulation import Done, Network, Ranks, allreduce, tensor
 
 KINDS = (
@@ -155,12 +156,19 @@ Unit = tuple[int, int, int]
 class Program:
     """A program on a network; sets are numbered in the order in which they come, and never reused."""
 
-    def __init__(self, size: int, capacity: int, sets: Sequence[frozenset[int]], steps: list[Step]) -> None:
+    def __init__(
+        self,
+        size: int,
+        capacity: int,
+        sets: Sequence[frozenset[int]],
+        steps: list[Step],
+        network: type[Network] = Network,
+    ) -> None:
         world = tuple(range(size))
         static = [ranks for s in sets if (ranks := _within(s, size)) != world]
         self.members: list[Ranks] = [world, *static]
         self.live = list(range(len(self.members)))
-        self.network = Network(size, capacity, static)
+        self.network = network(size, capacity, static)
         self.submissions: dict[Unit, dict[int, list[Submission]]] = {}
         self.calls: dict[Unit, Call] = {}
         ids = {number: number for number in self.live}
@@ -354,6 +362,10 @@ def _meaning(r: Request) -> tuple[object, ...]:
     return (r.type, r.name, r.dtype, shape, r.op, r.prescale, r.postscale, r.root, r.group, r.group_size)
 
 
+def _one(steps: list[Step]) -> Step:
+    return steps[0] if steps else Window([], True)
+
+
 @settings(max_examples=3000)
 @given(
     size=st.integers(2, 4),
@@ -366,6 +378,41 @@ def test_program_ends_the_same_in_every_order(
     size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
 ) -> None:
     program = Program(size, capacity, sets, steps)
+    program.run(choices)
+    program.check()
+    program.network.check_all()
+
+
+repetitive = st.builds(
+    Call,
+    set=st.integers(0, 1),
+    unit=st.sampled_from([0, 0, 0, 1, 5, 5, 7]),
+    kind=st.sampled_from([0, 0, 0, 0, 0, 0, 1]),
+    shape=st.sampled_from([0, 0, 0, 0, 1]),
+    odd=st.just({})
+    | st.just({})
+    | st.dictionaries(small, st.sampled_from(["shape", "refuse", "refuse"]), max_size=1),
+    impatient=st.booleans(),
+)
+"""Calls of which many are as they were before, so that they go by the board."""
+
+
+@settings(max_examples=3000)
+@given(
+    size=st.integers(2, 4),
+    capacity=st.sampled_from([8, 8, 3, 2]),
+    sets=subsets,
+    steps=st.lists(
+        st.builds(Window, st.lists(repetitive, min_size=2, max_size=8), st.booleans()) | steps.map(_one),
+        min_size=2,
+        max_size=8,
+    ),
+    choices=st.lists(st.integers(0, 12), max_size=200),
+)
+def test_program_ends_the_same_with_a_fast_lane(
+    size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
+) -> None:
+    program = Program(size, capacity, sets, steps, LaneNetwork)
     program.run(choices)
     program.check()
     program.network.check_all()
