@@ -7,7 +7,7 @@ SUITE = $(PYTHON) scripts/run_suite.py --pytest-args "$(ARGS)"
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 GENERATED = $(patsubst %.pyx,%.c,$(wildcard pyhvd/*.pyx))
-NATIVE = setup.py $(filter-out $(GENERATED),$(wildcard pyhvd/*.pyx pyhvd/*.pxd pyhvd/*.c pyhvd/*.h))
+NATIVE = setup.py $(filter-out $(GENERATED),$(wildcard pyhvd/*.pyx pyhvd/*.px[di] pyhvd/*.c pyhvd/*.h))
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
 # The extension is built inside the source tree, one file per interpreter version but one generated C source

@@ -17,7 +17,7 @@ def extension(name, *sources, headers=()):
     return Extension(
         f"pyhvd.{name}",
         sources=[f"pyhvd/{name}.pyx", *sources, *KERNELS],
-        depends=glob.glob("pyhvd/*.h"),
+        depends=sorted(glob.glob("pyhvd/*.h") + glob.glob("pyhvd/*.px[di]")),
         include_dirs=list(headers),
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION")] if headers else [],
         # -fno-math-errno and friends change no result; -ffast-math would, and so would fused

@@ -1,3 +1,4 @@
+#include "_waiting.h"
 #include "_board.h"
 
 #include <string.h>

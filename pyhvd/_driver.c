@@ -1,3 +1,4 @@
+#include "_waiting.h"
 #include "_driver.h"
 
 #include <stdlib.h>
@@ -19,6 +20,7 @@ static int64_t after(int64_t ns) { return ns < 0 ? FOR_EVER : pyhvd_now() + ns; 
 int pyhvd_lane_init(pyhvd_lane *lane) {
     size_t slots = lane->board.slots;
     pthread_mutex_init(&lane->mutex, NULL);
+    lane->patience = PYHVD_YIELDS;
     lane->pending = calloc(slots, sizeof *lane->pending);
     lane->batch = calloc(slots, sizeof *lane->batch);
     lane->srcs = calloc(slots, sizeof *lane->srcs);
@@ -241,19 +243,22 @@ static int is_closed(const pyhvd_lane *lane) {
 /* The driver waits for the log to go on. */
 static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
     pyhvd_seat *seat = seat_of(lane);
-    int yields = 0;
+    int yields = lane->patience;
+    int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (pyhvd_board_behind(&lane->board) || finished(unit, turn)) return PYHVD_DONE;
             pyhvd_pause();
         }
-    } while (pyhvd_yield(&yields));
+        yielded = pyhvd_yield(&yields);
+    } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
     uint32_t seen = atomic_load_explicit(&seat->bell, memory_order_acquire);
     atomic_store_explicit(&seat->asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
-    int64_t left = until - pyhvd_now();
+    int64_t before = pyhvd_now(), left = until - before;
     if (!pyhvd_board_behind(&lane->board) && !finished(unit, turn) && !is_closed(lane) && left > 0)
         pyhvd_futex_wait(&seat->bell, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
+    lane->patience = pyhvd_patience(lane->patience, pyhvd_now() - before);
     atomic_store_explicit(&seat->asleep, 0, memory_order_relaxed);
     return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
 }
@@ -389,6 +394,8 @@ uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
     pyhvd_seat *seat = seat_of(lane);
     int64_t until = after(ns), since = 0;
     uint32_t known = 0;
+    if (!lane->short_turns) pyhvd_take_short_turns();
+    lane->short_turns = 1;
     for (;;) {
         uint32_t calls = atomic_exchange_explicit(&seat->calls, 0, memory_order_acquire);
         if (calls) return calls;

@@ -72,10 +72,11 @@ typedef struct {
     int64_t *srcs, *dsts, *starts;
     pyhvd_job job;
     pyhvd_course course;
-    int running;
+    int running, patience;
     /* the background thread's */
     uint64_t told; /* the list at which the log stands, if the thread knows of it */
     uint32_t quiet, last;
+    int short_turns;
     _Atomic uint32_t watching, progress, waiters, closed;
 } pyhvd_lane;
 

@@ -14,6 +14,8 @@ cdef extern from "_window.h" nogil:
         size_t chunk
         uint64_t chunks
         uint64_t flats
+        int64_t parted
+        int patience
         int brief
         uint8_t* area[256]
 

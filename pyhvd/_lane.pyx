@@ -12,6 +12,7 @@ import logging
 import os
 import time
 
+cimport cython
 cimport numpy as cnp
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from cpython.ref cimport Py_INCREF
@@ -90,9 +91,9 @@ cdef class Lane(BoardEnd):
     cdef list parts
     cdef list windows
     cdef list watched
-    cdef object entries
-    cdef object busy_groups
-    cdef object refusals
+    cdef dict entries
+    cdef dict busy_groups
+    cdef dict refusals
     cdef object on_wait
     cdef dict gathering
     cdef unsigned long owner
@@ -153,8 +154,8 @@ cdef class Lane(BoardEnd):
         unit = <Unit>(<dict>self.names[set_id]).get(name)
         if unit is None or unit.grouped or not self.is_free(unit):
             return None
-        part = <Part>unit.parts[0]
-        if not same_terms(part, op, prescale, postscale) or not part.suits(tensor, inplace):
+        part = unit.first
+        if not part.same_terms(op, prescale, postscale) or not part.suits(tensor, inplace):
             return None
         return unit.hold(tensor, tensor if inplace else part.empty(), ring)
 
@@ -171,7 +172,7 @@ cdef class Lane(BoardEnd):
         if not self.may_submit(set_id, name) or not isinstance(tensors, (list, tuple)):
             return None
         unit = <Unit>(<dict>self.groups[set_id]).get((name, len(tensors)))
-        if unit is None or not self.is_free(unit) or not same_terms(unit.parts[0], op, prescale, postscale):
+        if unit is None or not self.is_free(unit) or not unit.first.same_terms(op, prescale, postscale):
             return None
         source = list(tensors)
         n = len(source)
@@ -284,6 +285,8 @@ cdef class Lane(BoardEnd):
         new.slot = slot
         new.since = since
         new.op = request.op
+        new.prescale = request.prescale
+        new.postscale = request.postscale
         new.code = request.dtype
         new.ndim = len(request.shape)
         record.count = 1
@@ -432,16 +435,3 @@ cdef class Lane(BoardEnd):
                 callback(handle)
             except BaseException:
                 _log.exception("a callback of %r raised", handle.name)
-
-
-cdef bint same_terms(Part part, object op, object prescale, object postscale) except -1:
-    """Return whether a call is made as the cached one was."""
-    if op is None:
-        op = AVERAGE
-    if type(prescale) is not float or type(postscale) is not float or not isinstance(op, int):
-        return False
-    return (
-        op == part.op
-        and <double>prescale == <double>part.request.prescale
-        and <double>postscale == <double>part.request.postscale
-    )

@@ -1,5 +1,6 @@
 # Handles, and what they are the promise of; a part of _lane.pyx.
 
+@cython.freelist(256)
 cdef class Handle:
     """The promise of the result of one collective, or of one grouped collective.
 
@@ -163,11 +164,23 @@ cdef class Part:
     cdef readonly uint32_t slot
     cdef readonly uint64_t since
     cdef readonly Unit unit
-    cdef object op
-    cdef int code
     cdef object dtype
+    cdef double prescale
+    cdef double postscale
+    cdef int op
+    cdef int code
     cdef int ndim
     cdef cnp.npy_intp dims[32]
+
+    cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
+        """Return whether a call is made as the cached one was."""
+        if type(prescale) is not float or type(postscale) is not float:
+            return False
+        if op is None:
+            return self.op == AVERAGE and prescale == self.prescale and postscale == self.postscale
+        if not isinstance(op, int):
+            return False
+        return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
 
     cdef bint suits(self, object tensor, bint inplace) except -1:
         """Return whether a tensor is what the cache remembers."""
@@ -209,6 +222,7 @@ cdef class Unit:
     cdef readonly int set_id
     cdef readonly bint grouped
     cdef readonly list parts
+    cdef Part first
     cdef tuple key
     cdef object handle
     cdef bint retired
@@ -225,6 +239,7 @@ cdef class Unit:
         self.name = name
         self.grouped = grouped
         self.parts = parts
+        self.first = parts[0]
         self.key = (set_id, name)
         self.c.set = <uint32_t>set_id
         self.c.n = <uint32_t>n

@@ -1,16 +1,18 @@
+#include "_waiting.h"
 #include "_window.h"
 
 #include <string.h>
 
 #include "_kernels.h"
-#include "_waiting.h"
 
 #define LINE PYHVD_LINE
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
+#define SHIFT 16   /* where slots begin in a line: as malloc's large blocks do, so that copies need no shifting */
 #define AHEAD 2048 /* bytes by which the peers' lines are fetched for writing */
 
 typedef struct {
     _Alignas(LINE) _Atomic uint64_t packed;
+    _Atomic uint32_t core; /* where the owner last announced something */
     _Alignas(LINE) _Atomic uint64_t reduced;
     _Alignas(LINE) _Atomic uint64_t flat;
     _Alignas(LINE) _Atomic uint32_t bell;
@@ -28,17 +30,31 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 }
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + (chunk % PYHVD_SLOTS) * w->chunk;
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + SHIFT + (chunk % PYHVD_SLOTS) * w->chunk;
 }
 
-size_t pyhvd_window_area(size_t chunk) { return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * chunk; }
+size_t pyhvd_window_area(size_t chunk) {
+    return sizeof(control) + 2 * PYHVD_FLAT + LINE + PYHVD_SLOTS * chunk;
+}
 
-void pyhvd_window_clear(pyhvd_window *w) { memset(w->area[w->rank], 0, pyhvd_window_area(w->chunk)); }
+void pyhvd_window_clear(pyhvd_window *w) {
+    w->patience = PYHVD_YIELDS;
+    memset(w->area[w->rank], 0, pyhvd_window_area(w->chunk));
+}
 
 /* ---- waiting and announcing ---- */
 
 static inline int reached(_Atomic uint64_t *counter, uint64_t value) {
     return atomic_load_explicit(counter, memory_order_acquire) >= value;
+}
+
+/* Leave a core that a peer works on, if there is another one. */
+static void part(pyhvd_window *w) {
+    uint32_t taken[PYHVD_MAX_LOCAL];
+    int n = 0;
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
+    pyhvd_part(taken, n, &w->parted);
 }
 
 /* One nap: returns PYHVD_LATER if it has brought nothing. */
@@ -47,21 +63,27 @@ static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
     atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
+    int64_t before = pyhvd_now();
     if (!reached(counter, value)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
+    w->patience = pyhvd_patience(w->patience, pyhvd_now() - before);
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
+    part(w); /* the kernel likes to place a sleeper beside who wakes it */
     if (reached(counter, value)) return PYHVD_OK;
     return atomic_load_explicit(&mine->aborted, memory_order_relaxed) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
 /* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */
 static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
-    int yields = 0, status = PYHVD_LATER;
+    int yields = w->patience, status = PYHVD_LATER;
+    int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (reached(counter, value)) return PYHVD_OK;
             pyhvd_pause();
         }
-    } while (pyhvd_yield(&yields));
+        yielded = pyhvd_yield(&yields);
+        if (yielded > PYHVD_SHARED_YIELD) part(w);
+    } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
     while (status == PYHVD_LATER) {
         uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
         status = nap_until(w, counter, value);
@@ -94,6 +116,7 @@ static int await_flat(pyhvd_window *w, uint64_t value) {
 }
 
 static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+    atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_here(), memory_order_relaxed);
     atomic_store_explicit(counter, value, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int q = 0; q < w->size; q++) {
@@ -178,8 +201,10 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
     uint8_t *mine = slot_of(w, w->rank, chunk) + at;
     const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
     uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
-    for (size_t k = 0; k < bytes; k += BLOCK) {
-        size_t length = MIN(bytes - k, BLOCK);
+    size_t length = BLOCK - (uintptr_t)out % 64; /* from the second block on, whole lines are written */
+    length -= length % item;
+    for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
+        length = MIN(bytes - k, length);
         for (int q = 0; q < w->size; q++) {
             const uint8_t *theirs = q == w->rank ? own : slot_of(w, q, chunk) + at;
             from[q] = (int64_t)(intptr_t)(theirs + k);

@@ -34,6 +34,8 @@ typedef struct {
     size_t chunk;     /* bytes of a slot */
     uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
     uint64_t flats;   /* flat operations so far, the same on every rank */
+    int64_t parted;   /* when this rank last left a core to a peer (monotonic ns) */
+    int patience;     /* yields before this rank falls asleep */
     int brief;        /* whether a reduction may return before its end; see pyhvd_window_proceed */
     uint8_t *area[PYHVD_MAX_LOCAL];
 } pyhvd_window;
