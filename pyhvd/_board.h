@@ -54,6 +54,7 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t driven;
     _Alignas(PYHVD_LINE) _Atomic uint32_t bell;
     _Atomic uint32_t asleep;
+    _Atomic uint32_t core; /* where the rank's engine was last driven; see pyhvd_here */
     _Alignas(PYHVD_LINE) _Atomic uint32_t alarm;
     _Atomic uint32_t dozing;
     _Atomic uint32_t calls; /* why the background thread is wanted in Python: bits of the caller's choice */

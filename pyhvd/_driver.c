@@ -7,8 +7,8 @@
 #include "_kernels.h"
 
 #define GATHER 50000 /* ns between two looks whether submissions still come in */
-#define WATCH 100000 /* ns between two looks while there was something to do lately */
-#define WATCHED 20   /* quiet looks after which a submission has to ring the background thread */
+#define WATCH 100000 /* ns between two looks after submissions for which nobody waited */
+#define WATCHED 3    /* looks that found nothing, after which a submission has to ring the background thread */
 #define FOR_EVER INT64_MAX
 
 static pyhvd_seat *seat_of(pyhvd_lane *lane) { return &lane->board.seats[lane->board.rank]; }
@@ -21,6 +21,7 @@ int pyhvd_lane_init(pyhvd_lane *lane) {
     size_t slots = lane->board.slots;
     pthread_mutex_init(&lane->mutex, NULL);
     lane->patience = PYHVD_YIELDS;
+    lane->parted = pyhvd_may_part(lane->board.size);
     lane->pending = calloc(slots, sizeof *lane->pending);
     lane->batch = calloc(slots, sizeof *lane->batch);
     lane->srcs = calloc(slots, sizeof *lane->srcs);
@@ -88,8 +89,8 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
     atomic_store_explicit(&unit->left, unit->n, memory_order_relaxed);
     atomic_store_explicit(&unit->notify, 0, memory_order_relaxed);
     lane->held[n] = unit;
+    atomic_fetch_add_explicit(&lane->holds, 1, memory_order_relaxed);
     atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
-    atomic_fetch_add_explicit(&lane->activity, 1, memory_order_relaxed);
     return 1;
 }
 
@@ -154,7 +155,6 @@ int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {
 static void end_part(pyhvd_lane *lane, pyhvd_unit *unit) {
     if (atomic_fetch_sub_explicit(&unit->left, 1, memory_order_acq_rel) != 1) return;
     atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
-    atomic_fetch_add_explicit(&lane->activity, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&unit->notify, memory_order_relaxed))
         pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_DONE);
@@ -240,6 +240,16 @@ static int is_closed(const pyhvd_lane *lane) {
     return atomic_load_explicit(&lane->closed, memory_order_acquire) != 0;
 }
 
+/* Leave a core that another rank works on; see pyhvd_part. */
+static void part(pyhvd_lane *lane) {
+    uint32_t taken[PYHVD_MAX_LOCAL];
+    int n = 0;
+    for (int q = 0; q < lane->board.size; q++)
+        if (q != lane->board.rank)
+            taken[n++] = atomic_load_explicit(&lane->board.seats[q].core, memory_order_relaxed);
+    pyhvd_part(taken, n, &lane->parted);
+}
+
 /* The driver waits for the log to go on. */
 static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
     pyhvd_seat *seat = seat_of(lane);
@@ -250,6 +260,7 @@ static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, 
             if (pyhvd_board_behind(&lane->board) || finished(unit, turn)) return PYHVD_DONE;
             pyhvd_pause();
         }
+        part(lane);
         yielded = pyhvd_yield(&yields);
     } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
     uint32_t seen = atomic_load_explicit(&seat->bell, memory_order_acquire);
@@ -289,11 +300,15 @@ static int run(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t 
 }
 
 static int try_drive(pyhvd_lane *lane) {
-    _Atomic uint32_t *driven = &seat_of(lane)->driven;
-    uint32_t free = 0;
-    return !atomic_load_explicit(driven, memory_order_relaxed) &&
-           atomic_compare_exchange_strong_explicit(driven, &free, 1, memory_order_acquire,
-                                                   memory_order_relaxed);
+    pyhvd_seat *seat = seat_of(lane);
+    uint32_t free = 0, here = pyhvd_here();
+    if (atomic_load_explicit(&seat->driven, memory_order_relaxed) ||
+        !atomic_compare_exchange_strong_explicit(&seat->driven, &free, 1, memory_order_acquire,
+                                                 memory_order_relaxed))
+        return 0;
+    if (atomic_load_explicit(&seat->core, memory_order_relaxed) != here) /* the peers read this line */
+        atomic_store_explicit(&seat->core, here, memory_order_relaxed);
+    return 1;
 }
 
 static void stop_driving(pyhvd_lane *lane) {
@@ -323,7 +338,10 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
         if (is_closed(lane)) return PYHVD_CLOSED;
         if (!until) until = after(ns);
         else if (pyhvd_now() >= until) return PYHVD_LATE;
-        if (try_drive(lane)) {
+        int drives = try_drive(lane);
+        /* Posted only now: who completes the batch sees that somebody drives here, and wakes nobody else. */
+        pyhvd_lane_flush(lane, 0);
+        if (drives) {
             int status = run(lane, unit, turn, until);
             stop_driving(lane);
             if (status == PYHVD_DONE) return PYHVD_DONE;
@@ -339,21 +357,23 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
 
 /* ---- the background thread ---- */
 
-/* Post what has gathered once nothing more came in for a while, or the cycle time is over. */
+/* Post what has gathered once nothing more came in for a while, or the cycle time is over; return how long to wait
+ * for that, or 0. */
 static int64_t gather(pyhvd_lane *lane, uint32_t *known, int64_t *since) {
-    uint32_t holding = atomic_load_explicit(&lane->holding, memory_order_acquire);
-    if (!holding) {
-        *known = 0;
+    uint32_t holds = atomic_load_explicit(&lane->holds, memory_order_acquire);
+    if (!atomic_load_explicit(&lane->holding, memory_order_acquire)) {
+        *since = 0;
         return 0;
     }
     int64_t now = pyhvd_now();
-    if (!*known) *since = now;
-    if (*known == holding || (*known && now - *since >= lane->cycle)) {
-        *known = 0;
+    if (!*since) *since = now;
+    else if (*known == holds || now - *since >= lane->cycle) {
+        *since = 0;
+        lane->quiet = 0;
         pyhvd_lane_flush(lane, 0);
         return 0;
     }
-    *known = holding;
+    *known = holds;
     return GATHER;
 }
 
@@ -402,9 +422,7 @@ uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
         if (!is_closed(lane) && drive_alone(lane)) return PYHVD_CALL_LIST;
         int64_t nap = gather(lane, &known, &since), left = until - pyhvd_now();
         if (left <= 0) return 0;
-        uint32_t now = atomic_load_explicit(&lane->activity, memory_order_relaxed);
-        lane->quiet = now == lane->last ? lane->quiet + 1 : 0;
-        lane->last = now;
+        if (!nap) lane->quiet++;
         int watching = nap || lane->quiet < WATCHED;
         if (watching && !nap) nap = WATCH;
         rest(lane, watching && nap < left ? nap : left, watching);

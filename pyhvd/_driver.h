@@ -63,8 +63,8 @@ typedef struct {
     pthread_mutex_t mutex;
     pyhvd_unit **held, **refused;
     uint32_t capacity, refusals;
-    _Atomic uint32_t holding;
-    _Atomic uint32_t activity; /* submissions and completions, for the background thread's sense of quiet */
+    _Atomic uint32_t holding; /* units in `held` */
+    _Atomic uint32_t holds;   /* units that were ever held */
     pyhvd_lane_set sets[PYHVD_BOARD_SETS];
     /* the driver's */
     uint32_t set, pendings, at, members;
@@ -73,9 +73,10 @@ typedef struct {
     pyhvd_job job;
     pyhvd_course course;
     int running, patience;
+    int64_t parted;
     /* the background thread's */
     uint64_t told; /* the list at which the log stands, if the thread knows of it */
-    uint32_t quiet, last;
+    uint32_t quiet; /* looks that found nothing to post */
     int short_turns;
     _Atomic uint32_t watching, progress, waiters, closed;
 } pyhvd_lane;
@@ -103,7 +104,7 @@ int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);
 /* One tensor of a taken unit has ended. */
 void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit);
 
-/* Wait until `unit` has finished its turn, driving the engine if nobody else does: PYHVD_DONE, PYHVD_LATE
+/* Post what is held, and wait until `unit` has finished its turn, driving the engine if nobody else does: PYHVD_DONE, PYHVD_LATE
  * after `ns`, or PYHVD_CLOSED. */
 int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t ns);
 

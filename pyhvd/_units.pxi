@@ -139,8 +139,6 @@ cdef class Handle:
         cdef int64_t slice
         cdef int status
         lane.check_thread()
-        with nogil:
-            pyhvd_lane_flush(&lane.c, False)
         while True:
             slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
             with nogil:

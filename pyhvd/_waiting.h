@@ -24,7 +24,6 @@
 #define PYHVD_MOST_YIELDS 80
 #define PYHVD_SHORT_NAP 200000 /* ns: it was not worth it to fall asleep */
 #define PYHVD_LONG_YIELD 20000 /* ns: somebody else wants this core */
-#define PYHVD_SHARED_YIELD 3000 /* ns: somebody else has used this core */
 #define PYHVD_PARTING 1000000 /* ns between two attempts to leave a core */
 #define PYHVD_TURN 100000 /* ns: the shortest turn that Linux knows */
 #define PYHVD_NAP 100000000    /* ns: longest sleep between two looks at what else may have happened */
@@ -110,11 +109,15 @@ static inline uint32_t pyhvd_here(void) {
 #endif
 }
 
+/* The first value of `last` for pyhvd_part: with more ranks than cores there is nowhere to go. */
+static inline int64_t pyhvd_may_part(int ranks) { return ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? 0 : INT64_MAX; }
+
 /* Move this thread off its core if a peer was last seen there; `taken` are the peers' cores, as pyhvd_here() gave
  * them. Its affinity stays as it was. */
 static inline void pyhvd_part(const uint32_t *taken, int n, int64_t *last) {
 #ifdef __linux__
     cpu_set_t all, one;
+    if (*last == INT64_MAX) return;
     uint32_t here = pyhvd_here();
     int shared = 0;
     for (int k = 0; k < n; k++) shared |= taken[k] == here;

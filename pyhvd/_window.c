@@ -11,8 +11,8 @@
 #define AHEAD 2048 /* bytes by which the peers' lines are fetched for writing */
 
 typedef struct {
+    _Alignas(LINE) _Atomic uint32_t core; /* where the owner last announced something */
     _Alignas(LINE) _Atomic uint64_t packed;
-    _Atomic uint32_t core; /* where the owner last announced something */
     _Alignas(LINE) _Atomic uint64_t reduced;
     _Alignas(LINE) _Atomic uint64_t flat;
     _Alignas(LINE) _Atomic uint32_t bell;
@@ -39,6 +39,7 @@ size_t pyhvd_window_area(size_t chunk) {
 
 void pyhvd_window_clear(pyhvd_window *w) {
     w->patience = PYHVD_YIELDS;
+    w->parted = pyhvd_may_part(w->size);
     memset(w->area[w->rank], 0, pyhvd_window_area(w->chunk));
 }
 
@@ -81,8 +82,8 @@ static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
             if (reached(counter, value)) return PYHVD_OK;
             pyhvd_pause();
         }
+        part(w);
         yielded = pyhvd_yield(&yields);
-        if (yielded > PYHVD_SHARED_YIELD) part(w);
     } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
     while (status == PYHVD_LATER) {
         uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
@@ -116,7 +117,10 @@ static int await_flat(pyhvd_window *w, uint64_t value) {
 }
 
 static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
-    atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_here(), memory_order_relaxed);
+    _Atomic uint32_t *core = &control_of(w, w->rank)->core;
+    uint32_t here = pyhvd_here();
+    if (atomic_load_explicit(core, memory_order_relaxed) != here) /* the peers read this line */
+        atomic_store_explicit(core, here, memory_order_relaxed);
     atomic_store_explicit(counter, value, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int q = 0; q < w->size; q++) {

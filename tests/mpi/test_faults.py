@@ -109,7 +109,8 @@ def _broken_carrier() -> None:
             raise RuntimeError("the wire is cut")
 
         fast = os.environ["PYHVD_FAST_LANE"] == "1"
-        setattr(*((ShmBackend, "allreduce") if fast else (MpiFabric, "allgather")), broken)
+        owner, verb = (ShmBackend, "allreduce") if fast else (MpiFabric, "allgather")
+        setattr(owner, verb, broken)
     error = outcome(lambda: hvd.allreduce(np.ones(2), name="cut"))
     assert hvd.rank() == 1, "the other ranks are inside the collective, and cannot be reached"
     assert isinstance(error, hvd.InternalError), repr(error)

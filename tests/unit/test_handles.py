@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pyhvd.errors import MismatchError, ShutDownError
-from pyhvd.handles import QueuedHandle, poll, synchronize
+from pyhvd.handles import Handle, QueuedHandle, poll, synchronize
 
 
 class Made(QueuedHandle):
@@ -132,7 +132,7 @@ def test_callbacks_run_once_in_order_and_at_once_when_late(caplog: pytest.LogCap
     handle, calls = Made(), []
     handle.add_done_callback(lambda h: calls.append((1, h.done())))
 
-    def bad(_: QueuedHandle) -> None:
+    def bad(_: Handle) -> None:
         raise KeyError("mine")
 
     handle.add_done_callback(bad)
