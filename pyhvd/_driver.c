@@ -152,8 +152,9 @@ int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {
     return was;
 }
 
-static void end_part(pyhvd_lane *lane, pyhvd_unit *unit) {
-    if (atomic_fetch_sub_explicit(&unit->left, 1, memory_order_acq_rel) != 1) return;
+/* So many tensors of a unit have ended. */
+static void end_parts(pyhvd_lane *lane, pyhvd_unit *unit, uint32_t n) {
+    if (atomic_fetch_sub_explicit(&unit->left, n, memory_order_acq_rel) != n) return;
     atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&unit->notify, memory_order_relaxed))
@@ -161,7 +162,7 @@ static void end_part(pyhvd_lane *lane, pyhvd_unit *unit) {
 }
 
 void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit) {
-    end_part(lane, unit);
+    end_parts(lane, unit, 1);
     tell_waiters(lane);
     wake_driver(lane);
 }
@@ -220,8 +221,12 @@ static int run_batch(pyhvd_lane *lane) {
     window->brief = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) return PYHVD_CLOSED;
-    for (uint32_t k = 0; k < lane->members; k++)
-        end_part(lane, lane->sets[lane->set].records[lane->pending[lane->at + k]].unit);
+    const pyhvd_record *records = lane->sets[lane->set].records;
+    for (uint32_t k = 0, n; k < lane->members; k += n) {
+        pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;
+        for (n = 1; k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit; n++) continue;
+        end_parts(lane, unit, n);
+    }
     lane->at += lane->members;
     lane->running = 0;
     tell_waiters(lane);
@@ -247,7 +252,8 @@ static void part(pyhvd_lane *lane) {
     for (int q = 0; q < lane->board.size; q++)
         if (q != lane->board.rank)
             taken[n++] = atomic_load_explicit(&lane->board.seats[q].core, memory_order_relaxed);
-    pyhvd_part(taken, n, &lane->parted);
+    if (pyhvd_part(taken, n, &lane->parted))
+        atomic_store_explicit(&seat_of(lane)->core, pyhvd_here(), memory_order_relaxed);
 }
 
 /* The driver waits for the log to go on. */

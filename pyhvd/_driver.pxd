@@ -93,3 +93,4 @@ cdef extern from "_driver.h" nogil:
     void pyhvd_lane_seize(pyhvd_lane* lane)
     bint pyhvd_unit_finished(const pyhvd_unit* unit, uint64_t turn)
     bint pyhvd_unit_notify(pyhvd_unit* unit, uint64_t turn)
+    void fetch "pyhvd_fetch"(const void* object)

@@ -12,6 +12,7 @@ cdef extern from "_window.h" nogil:
         int rank
         int size
         size_t chunk
+        size_t shift
         uint64_t chunks
         uint64_t flats
         int64_t parted

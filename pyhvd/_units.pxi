@@ -206,6 +206,9 @@ cdef class Part:
         self.dtype = dtype
         return True
 
+    cdef int64_t address(self, object array):
+        return <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>array)
+
     cdef object empty(self):
         Py_INCREF(self.dtype)  # stolen
         return PyArray_Empty(self.ndim, self.dims, <void*>self.dtype, 0)
@@ -291,8 +294,8 @@ cdef class Unit:
         with nogil:
             pyhvd_lane_settle(&self.lane.c, &self.c)
 
-    cdef Handle hold(self, object source, object target, bint ring):
-        """Submit it; None if it is in flight."""
+    cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
+        """Submit it: n addresses to read from, n to write to. None if it is in flight."""
         cdef Lane lane = self.lane
         cdef pyhvd_record* records = lane.c.sets[self.set_id].records
         cdef pyhvd_record* record
@@ -300,19 +303,16 @@ cdef class Unit:
         cdef Handle before = None
         cdef int held = 0
         cdef uint32_t k
+        cdef uint32_t n = self.c.n
         handle.unit = self
         handle.source = source
         handle.target = target
         pthread_mutex_lock(&lane.c.mutex)
         if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired:
-            for k in range(self.c.n):
+            for k in range(n):
                 record = &records[self.c.slots[k]]
-                if self.grouped:
-                    record.src = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>(<list>source)[k])
-                    record.dst = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>(<list>target)[k])
-                else:
-                    record.src = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>source)
-                    record.dst = <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>target)
+                record.src = addresses[k]
+                record.dst = addresses[n + k]
             before = self.handle  # let go of outside the mutex
             self.handle = handle
             held = pyhvd_lane_hold(&lane.c, &self.c)

@@ -24,7 +24,7 @@
 #define PYHVD_MOST_YIELDS 80
 #define PYHVD_SHORT_NAP 200000 /* ns: it was not worth it to fall asleep */
 #define PYHVD_LONG_YIELD 20000 /* ns: somebody else wants this core */
-#define PYHVD_PARTING 1000000 /* ns between two attempts to leave a core */
+#define PYHVD_PARTING 200000 /* ns between two attempts to leave a core */
 #define PYHVD_TURN 100000 /* ns: the shortest turn that Linux knows */
 #define PYHVD_NAP 100000000    /* ns: longest sleep between two looks at what else may have happened */
 
@@ -113,15 +113,15 @@ static inline uint32_t pyhvd_here(void) {
 static inline int64_t pyhvd_may_part(int ranks) { return ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? 0 : INT64_MAX; }
 
 /* Move this thread off its core if a peer was last seen there; `taken` are the peers' cores, as pyhvd_here() gave
- * them. Its affinity stays as it was. */
-static inline void pyhvd_part(const uint32_t *taken, int n, int64_t *last) {
+ * them. Its affinity stays as it was. Returns whether it has moved: it then says so, lest the peer moves as well. */
+static inline int pyhvd_part(const uint32_t *taken, int n, int64_t *last) {
 #ifdef __linux__
     cpu_set_t all, one;
-    if (*last == INT64_MAX) return;
+    if (*last == INT64_MAX) return 0;
     uint32_t here = pyhvd_here();
     int shared = 0;
     for (int k = 0; k < n; k++) shared |= taken[k] == here;
-    if (!shared || pyhvd_now() - *last < PYHVD_PARTING || sched_getaffinity(0, sizeof all, &all)) return;
+    if (!shared || pyhvd_now() - *last < PYHVD_PARTING || sched_getaffinity(0, sizeof all, &all)) return 0;
     *last = pyhvd_now();
     CPU_ZERO(&one);
     for (uint32_t cpu = 0; cpu < CPU_SETSIZE && !CPU_COUNT(&one); cpu++) {
@@ -129,10 +129,12 @@ static inline void pyhvd_part(const uint32_t *taken, int n, int64_t *last) {
         for (int k = 0; k < n && free; k++) free = taken[k] != cpu + 1;
         if (free) CPU_SET(cpu, &one);
     }
-    if (!CPU_COUNT(&one) || sched_setaffinity(0, sizeof one, &one)) return;
+    if (!CPU_COUNT(&one) || sched_setaffinity(0, sizeof one, &one)) return 0;
     sched_setaffinity(0, sizeof all, &all);
+    return 1;
 #else
     (void)taken, (void)n, (void)last;
+    return 0;
 #endif
 }
 

@@ -7,7 +7,7 @@
 
 #define LINE PYHVD_LINE
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
-#define SHIFT 16   /* where slots begin in a line: as malloc's large blocks do, so that copies need no shifting */
+#define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
 #define AHEAD 2048 /* bytes by which the peers' lines are fetched for writing */
 
 typedef struct {
@@ -30,7 +30,7 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 }
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + SHIFT + (chunk % PYHVD_SLOTS) * w->chunk;
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * w->chunk;
 }
 
 size_t pyhvd_window_area(size_t chunk) {
@@ -55,7 +55,8 @@ static void part(pyhvd_window *w) {
     int n = 0;
     for (int q = 0; q < w->size; q++)
         if (q != w->rank) taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
-    pyhvd_part(taken, n, &w->parted);
+    if (pyhvd_part(taken, n, &w->parted))
+        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_here(), memory_order_relaxed);
 }
 
 /* One nap: returns PYHVD_LATER if it has brought nothing. */
@@ -165,6 +166,18 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
     return (uint8_t *)(intptr_t)base + (size_t)offset * item;
 }
 
+static inline void fetch_for_writing(const uint8_t *at, size_t bytes) {
+    for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k, 1, 3);
+}
+
+/* Fetch the beginning of the tensor after next: the processor cannot guess where small ones lie. */
+static inline void fetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor, size_t item) {
+    size_t next = tensor + 2;
+    if (next >= job->n || !bases[next]) return;
+    size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
+    fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, AHEAD));
+}
+
 /* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
 static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out, int own) {
     size_t item = pyhvd_itemsize(job->dtype);
@@ -176,8 +189,10 @@ static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t
             pyhvd_fill(out, count, job->dtype, job->op);
         else if (job->prescale != 1.0)
             pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
-        else if (!own)
+        else if (!own) {
+            if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
             memcpy(out, address_of(src, p.offset, item), count * item);
+        }
         out += count * item;
     }
 }
@@ -187,18 +202,22 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
         size_t bytes = (size_t)p.count * item;
+        if (!p.offset) fetch_tensor(job, job->dsts, p.tensor, item);
         if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
         in += bytes;
     }
 }
 
-static inline void fetch_for_writing(const uint8_t *at, size_t bytes) {
-    for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k, 1, 3);
+/* Of the lines up to AHEAD behind [k, k + length), fetch those that the block before has not. */
+static inline void fetch_next(const uint8_t *at, size_t k, size_t length, size_t end) {
+    size_t last = MIN(k + length + AHEAD, end), first = k + length + AHEAD - MIN(AHEAD, length);
+    if (first < last) fetch_for_writing(at + first, last - first);
 }
 
-/* Reduce one piece of this rank's slice, and take the result home into the peers' slots: each of their
+/* Reduce one piece of this rank's slice, behind which `more` bytes of it follow, and take the result home into the peers' slots: each of their
  * lines changes owner twice, instead of three times if they fetched the result themselves. */
-static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at) {
+static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
+                         size_t more) {
     size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)p->count * item;
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     int64_t from[PYHVD_MAX_LOCAL];
@@ -212,7 +231,7 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
         for (int q = 0; q < w->size; q++) {
             const uint8_t *theirs = q == w->rank ? own : slot_of(w, q, chunk) + at;
             from[q] = (int64_t)(intptr_t)(theirs + k);
-            if (q != w->rank && k + length < bytes) fetch_for_writing(theirs + k + length, AHEAD);
+            if (q != w->rank) fetch_next(theirs, k, length, bytes + more);
         }
         pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
         for (int q = 0; q < w->size; q++)
@@ -224,8 +243,10 @@ static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, in
                          int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
-    for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count)
-        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item);
+    for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
+        if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
+        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
+    }
 }
 
 /* Everything lies in the flat buffers: one step, and everybody reduces everything. */
@@ -303,6 +324,7 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
     if (!total) return PYHVD_OK;
+    w->shift = c->job->n == 1 ? SHIFT : 0;
     if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
     /* Three stages in step: while the peers reduce chunk k - 1, chunk k is packed and k - 2 taken out. */

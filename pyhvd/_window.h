@@ -32,6 +32,7 @@ enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
 typedef struct {
     int rank, size;
     size_t chunk;     /* bytes of a slot */
+    size_t shift;     /* where slots begin in a line, in the current operation */
     uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
     uint64_t flats;   /* flat operations so far, the same on every rank */
     int64_t parted;   /* when this rank last left a core to a peer (monotonic ns) */
