@@ -12,6 +12,22 @@ MAX_SLOTS: int
 _log: logging.Logger
 
 def board_bytes(size: int, slots: int) -> int: ...
+def meet(
+    current_slot: Callable[[], Any], process_slot: object, set_class: type, global_set: object
+) -> None: ...
+def count_players(change: int) -> None: ...
+def start(
+    grouped: bool,
+    inplace: bool,
+    waits: bool,
+    tensors: Any,
+    average: bool | None,
+    name: str | None,
+    op: Any,
+    prescale: float,
+    postscale: float,
+    process_set: Any,
+) -> Handle | None: ...
 
 class Handle:
     @property
@@ -48,28 +64,6 @@ class Lane:
         cycle: float,
         code_of: Callable[[np.dtype[Any]], int],
     ) -> None: ...
-    def submit(
-        self,
-        set_id: int | None,
-        name: str | None,
-        tensor: Any,
-        op: Any,
-        prescale: float,
-        postscale: float,
-        inplace: bool,
-        ring: bool,
-    ) -> Handle | None: ...
-    def submit_group(
-        self,
-        set_id: int | None,
-        name: str | None,
-        tensors: Any,
-        op: Any,
-        prescale: float,
-        postscale: float,
-        inplace: bool,
-        ring: bool,
-    ) -> Handle | None: ...
     def flush(self) -> None: ...
     def post(self) -> None: ...
     def freeze(self, set_id: int, slot: int) -> None: ...
@@ -96,6 +90,7 @@ class Lane:
     def leave(self) -> None: ...
     def call(self, rank: int) -> None: ...
     def shut(self, entered: bool) -> None: ...
+    def forget(self) -> None: ...
     def clear(self) -> None: ...
     def open_board(self, set_id: int, ranks: Iterable[int]) -> None: ...
     def serves(self, set_id: int) -> bool: ...

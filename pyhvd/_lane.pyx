@@ -59,6 +59,63 @@ def board_bytes(int size, uint32_t slots):
     return pyhvd_board_bytes(size, slots)
 
 
+cdef object _current_slot = None
+cdef object _process_slot = None
+cdef object _set_class = None
+cdef object _global_set = None
+cdef int _players = 0
+
+
+def meet(current_slot, process_slot, set_class, global_set):
+    """Tell :func:`start` how to find a context, and what process sets are."""
+    global _current_slot, _process_slot, _set_class, _global_set
+    _current_slot, _process_slot = current_slot, process_slot
+    _set_class, _global_set = set_class, global_set
+
+
+def count_players(int change):
+    """One more thread, or one less, plays a rank of its own; under a lock of the caller's."""
+    global _players
+    _players += change
+
+
+def start(
+    bint grouped, bint inplace, bint waits, tensors, average, name, op, prescale, postscale, process_set
+):
+    """Submit an allreduce to the fast lane, if it is one that the ranks remember.
+
+    Parameters
+    ----------
+    grouped, inplace : bool
+        Whether ``tensors`` is a list, and whether the results go into them.
+    waits : bool
+        Whether the caller is about to wait: then nobody else need be rung.
+    tensors, average, name, op, prescale, postscale, process_set
+        As the user gave them.
+
+    Returns
+    -------
+    Handle or None
+        None: it has to go by message.
+    """
+    cdef object slot = _process_slot if _players == 0 else _current_slot()
+    cdef object active = slot.context
+    cdef object set_id = 0
+    cdef Lane lane
+    if active is None or average is not None:
+        return None
+    lane = active.lane
+    if lane is None:
+        return None
+    if process_set is not _global_set:
+        if not isinstance(process_set, _set_class):
+            return None
+        set_id = process_set.process_set_id
+    if grouped:
+        return lane.submit_group(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
+    return lane.submit(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
+
+
 include "_board.pxi"
 
 
@@ -130,26 +187,11 @@ cdef class Lane(BoardEnd):
 
     # -- submitting ----------------------------------------------------------------------------------
 
-    def submit(
-        self, set_id, name, tensor, op, prescale, postscale, bint inplace, bint ring
+    cdef Handle submit(
+        self, object set_id, object name, object tensor, object op, object prescale, object postscale,
+        bint inplace, bint ring
     ):
-        """Submit a tensor that is as the cache remembers it; return its handle, or None: it is not.
-
-        Parameters
-        ----------
-        set_id : int or None
-            Id of the process set.
-        name : str
-            Name of the tensor.
-        tensor : array
-            What is reduced; with ``inplace`` also where the result goes.
-        op, prescale, postscale
-            As the user gave them.
-        inplace : bool
-            Whether the result goes into ``tensor``.
-        ring : bool
-            Whether the background thread is to post it, should nobody wait for it.
-        """
+        """Submit a tensor that is as the cache remembers it; None: it is not."""
         cdef Unit unit
         cdef Part part
         cdef object target
@@ -167,8 +209,9 @@ cdef class Lane(BoardEnd):
         addresses[1] = part.address(target)
         return unit.hold(tensor, target, addresses, ring)
 
-    def submit_group(
-        self, set_id, name, tensors, op, prescale, postscale, bint inplace, bint ring
+    cdef Handle submit_group(
+        self, object set_id, object name, object tensors, object op, object prescale, object postscale,
+        bint inplace, bint ring
     ):
         """As :meth:`submit`, for the tensors of a grouped call."""
         cdef Unit unit
@@ -447,6 +490,13 @@ cdef class Lane(BoardEnd):
             pyhvd_lane_shut(&self.c)
             if not entered:
                 pyhvd_lane_seize(&self.c)
+
+    def forget(self):
+        """Let go of all handles, which the garbage collector does not look into; everything has ended."""
+        for parts in self.parts:
+            for part in (parts or {}).values():
+                if part.unit is not None:
+                    (<Unit>part.unit).handle = None
 
     def _run_callbacks(self):
         watched, self.watched = self.watched, []

@@ -1,6 +1,7 @@
 # Handles, and what they are the promise of; a part of _lane.pyx.
 
 @cython.freelist(256)
+@cython.no_gc  # it holds nothing that leads back to it once it has ended; see Lane.forget
 cdef class Handle:
     """The promise of the result of one collective, or of one grouped collective.
 
@@ -25,9 +26,7 @@ cdef class Handle:
 
     def done(self):
         """Return whether the collective has ended, well or not. Never blocks."""
-        if not self.ended and pyhvd_unit_finished(&self.unit.c, self.turn):
-            self._end()
-        return self.ended
+        return self.ended or self._look()
 
     def wait(self, timeout=None):
         """Wait until the collective has ended.
@@ -42,8 +41,7 @@ cdef class Handle:
         bool
             False if it timed out; the collective goes on.
         """
-        if self.ended or pyhvd_unit_finished(&self.unit.c, self.turn):
-            self._end()
+        if self.ended or self._look():
             return True
         return self._wait(-1.0 if timeout is None else max(float(timeout), 0.0))
 
@@ -57,7 +55,7 @@ cdef class Handle:
         HorovodInternalError
             The collective failed; see :mod:`pyhvd.errors` for the kinds.
         """
-        if not self.wait(timeout):
+        if not self.ended and not self._look() and not self.wait(timeout):
             raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         self.seen = True
         if self.error is not None:
@@ -117,6 +115,12 @@ cdef class Handle:
     def __del__(self):
         if self.error is not None and not self.seen:
             _log.warning("nobody looked at the error of %r: %s", self.unit.name, self.error)
+
+    cdef bint _look(self) except -1:
+        if not pyhvd_unit_finished(&self.unit.c, self.turn):
+            return False
+        self._end()
+        return True
 
     cdef int _end(self) except -1:
         """It has ended, and its owner knows: nothing need be kept alive any longer."""

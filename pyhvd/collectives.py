@@ -20,7 +20,7 @@ from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
-from pyhvd.reducing import reduce_tensors, start_allreduce
+from pyhvd.reducing import queue_allreduce, reduce_tensors, start
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -44,8 +44,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce; see :func:`allreduce`."""
-    return start_allreduce(
+    return start(
         False, False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    ) or queue_allreduce(
+        False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
 
 
@@ -98,8 +100,11 @@ def allreduce(
     if compression is not Compression.none:
         kind = RequestType.ALLREDUCE
         tensor, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
-    result = start_allreduce(
-        False, False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    result = (
+        start(False, False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+        or queue_allreduce(
+            False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     ).result()
     return result if compression is Compression.none else compression.decompress(result, ctx)
 
@@ -114,8 +119,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an in-place allreduce; see :func:`allreduce_`. Leave ``tensor`` alone until it has ended."""
-    return start_allreduce(
+    return start(
         False, True, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    ) or queue_allreduce(
+        False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
 
 
@@ -129,8 +136,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce a tensor in place and return it; see :func:`allreduce`. It must be writable."""
-    return start_allreduce(
-        False, True, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    return (
+        start(False, True, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+        or queue_allreduce(
+            False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     ).result()
 
 
@@ -144,8 +154,10 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce of several tensors; see :func:`grouped_allreduce`."""
-    return start_allreduce(
+    return start(
         True, False, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ) or queue_allreduce(
+        True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
 
 
@@ -169,8 +181,11 @@ def grouped_allreduce(
         tensors, contexts = refusing(
             kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
         )
-    results: list[Any] = start_allreduce(
-        True, False, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    results: list[Any] = (
+        start(True, False, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+        or queue_allreduce(
+            True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     ).result()
     return results if compression is Compression.none else decompress_all(compression, results, contexts)
 
@@ -185,8 +200,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an in-place allreduce of several tensors; see :func:`grouped_allreduce_`."""
-    return start_allreduce(
+    return start(
         True, True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    ) or queue_allreduce(
+        True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
 
 
@@ -200,8 +217,11 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce several tensors in place as one unit, and return them; see :func:`grouped_allreduce`."""
-    return start_allreduce(
-        True, True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    return (
+        start(True, True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+        or queue_allreduce(
+            True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     ).result()
 
 

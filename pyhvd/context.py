@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd._lane import count_players
 from pyhvd._version import __version__
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
@@ -227,23 +228,28 @@ class Slot:
         self.overrides: dict[str, Any] = {}
 
 
-_process_slot = Slot()
+process_slot = Slot()
 _thread = _ThreadSlot()
+_players = threading.Lock()
 
 
 def current_slot() -> Slot:
     """Return this thread's slot if it plays a rank, else the process's."""
     slot = _thread.rank
-    return slot if slot is not None else _process_slot
+    return slot if slot is not None else process_slot
 
 
 @contextlib.contextmanager
 def playing_rank(slot: Slot) -> Iterator[None]:
     """Let this thread use a slot of its own."""
     before, _thread.rank = _thread.rank, slot
+    with _players:
+        count_players(1)
     try:
         yield
     finally:
+        with _players:
+            count_players(-1)
         _thread.rank = before
 
 

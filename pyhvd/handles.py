@@ -181,7 +181,7 @@ def synchronize(handle: Handle) -> Any:
     HorovodInternalError
         The collective failed.
     """
-    return _checked(handle).result()
+    return (handle if isinstance(handle, Handle) else _checked(handle)).result()
 
 
 def _checked(handle: Handle) -> Handle:

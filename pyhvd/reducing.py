@@ -1,26 +1,31 @@
 """Reducing calls: from a verb's arguments to a handle.
 
-Owns: the choice between the fast lane, which takes what the ranks remember, and the queue, which takes all.
+An allreduce is offered to the fast lane first (:func:`start`), which takes what the ranks remember; the queue
+takes everything.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pyhvd._lane import meet, start
 from pyhvd.arrays import view, view_for_writing
 from pyhvd.call import Call, check_rows, target_like
-from pyhvd.context import current_slot
+from pyhvd.context import current_slot, process_slot
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import RequestType
-from pyhvd.process_sets import ProcessSet
+from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.reduction import Reduction
 
+__all__ = ["queue_allreduce", "reduce_tensors", "start"]
 
-def start_allreduce(
+meet(current_slot, process_slot, ProcessSet, global_process_set)
+
+
+def queue_allreduce(
     grouped: bool,
     inplace: bool,
-    waits: bool,
     tensors: Any,
     average: bool | None,
     name: str | None,
@@ -29,18 +34,7 @@ def start_allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> Handle:
-    """Start an allreduce; ``waits`` says that the caller will wait for it at once.
-
-    One that the ranks remember goes to the fast lane, past all that comes below.
-    """
-    active = current_slot().context
-    lane = active.lane if active is not None and average is None else None
-    if lane is not None and isinstance(process_set, ProcessSet):
-        submit = lane.submit_group if grouped else lane.submit
-        set_id = process_set.process_set_id
-        handle = submit(set_id, name, tensors, op, prescale_factor, postscale_factor, inplace, not waits)
-        if handle is not None:
-            return handle
+    """Start an allreduce that the fast lane does not know."""
     how = (average, op, prescale_factor, postscale_factor)
     return reduce_tensors(RequestType.ALLREDUCE, tensors, grouped, inplace, name, process_set, how)
 

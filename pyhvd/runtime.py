@@ -303,6 +303,8 @@ class Runtime:
         on_lane = self._lane.close(self._entered) if self._lane is not None else []
         for entry in [*self._queue.close(error), *on_lane]:
             entry.done(None, error)
+        if self._lane is not None:
+            self._lane.lane.forget()
 
     def _say_goodbye(self) -> None:
         """Leave no message behind: rank 0 hears from every rank before the communicators are freed."""
