@@ -8,7 +8,8 @@
 
 #define GATHER 50000 /* ns between two looks whether submissions still come in */
 #define WATCH 100000 /* ns between two looks after submissions for which nobody waited */
-#define WATCHED 3    /* looks that found nothing, after which a submission has to ring the background thread */
+#define WATCHED 3    /* such looks */
+#define LAZY 20      /* looks, a cycle time apart, after the last submission; then the next one has to ring */
 #define FOR_EVER INT64_MAX
 
 static pyhvd_seat *seat_of(pyhvd_lane *lane) { return &lane->board.seats[lane->board.rank]; }
@@ -365,22 +366,36 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
 
 /* Post what has gathered once nothing more came in for a while, or the cycle time is over; return how long to wait
  * for that, or 0. */
-static int64_t gather(pyhvd_lane *lane, uint32_t *known, int64_t *since) {
+static int64_t gather(pyhvd_lane *lane) {
     uint32_t holds = atomic_load_explicit(&lane->holds, memory_order_acquire);
+    int64_t now = pyhvd_now(), since = lane->looked;
+    int settled = holds == lane->known;
+    if (!settled) lane->idle = 0;
+    lane->known = holds;
     if (!atomic_load_explicit(&lane->holding, memory_order_acquire)) {
-        *since = 0;
+        lane->looked = now;
+        if (!settled) lane->alone = 0;
         return 0;
     }
-    int64_t now = pyhvd_now();
-    if (!*since) *since = now;
-    else if (*known == holds || now - *since >= lane->cycle) {
-        *since = 0;
-        lane->quiet = 0;
-        pyhvd_lane_flush(lane, 0);
-        return 0;
-    }
-    *known = holds;
-    return GATHER;
+    if (!settled && now - since < lane->cycle) return GATHER;
+    lane->looked = now;
+    lane->alone = 1;
+    lane->quiet = 0;
+    pyhvd_lane_flush(lane, 0);
+    return 0;
+}
+
+/* How long to sleep when there is nothing to do, and whether the thread will look by itself what was submitted, so
+ * that nobody need ring. Where nobody waits for tensors, it looks often for a while. Where somebody does, it had
+ * better keep out of the way, and is not to be rung time and again. */
+static int64_t choose_nap(pyhvd_lane *lane, int64_t nap, int64_t left, int *watching) {
+    int64_t lazy = lane->cycle < WATCH ? WATCH : lane->cycle;
+    *watching = 1;
+    if (nap) return nap < left ? nap : left;
+    if (lane->quiet++ < WATCHED) return WATCH < left ? WATCH : left;
+    if (!lane->alone && lane->idle++ < LAZY) return lazy < left ? lazy : left;
+    *watching = 0;
+    return left;
 }
 
 /* Sleep until called, or for so long; what happens before the sleep is seen by the second look. With
@@ -418,20 +433,18 @@ static int drive_alone(pyhvd_lane *lane) {
 
 uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
     pyhvd_seat *seat = seat_of(lane);
-    int64_t until = after(ns), since = 0;
-    uint32_t known = 0;
+    int64_t until = after(ns);
     if (!lane->short_turns) pyhvd_take_short_turns();
     lane->short_turns = 1;
     for (;;) {
         uint32_t calls = atomic_exchange_explicit(&seat->calls, 0, memory_order_acquire);
         if (calls) return calls;
         if (!is_closed(lane) && drive_alone(lane)) return PYHVD_CALL_LIST;
-        int64_t nap = gather(lane, &known, &since), left = until - pyhvd_now();
+        int64_t nap = gather(lane), left = until - pyhvd_now();
         if (left <= 0) return 0;
-        if (!nap) lane->quiet++;
-        int watching = nap || lane->quiet < WATCHED;
-        if (watching && !nap) nap = WATCH;
-        rest(lane, watching && nap < left ? nap : left, watching);
+        int watching;
+        nap = choose_nap(lane, nap, left, &watching);
+        rest(lane, nap, watching);
     }
 }
 

@@ -76,7 +76,9 @@ typedef struct {
     int64_t parted;
     /* the background thread's */
     uint64_t told; /* the list at which the log stands, if the thread knows of it */
-    uint32_t quiet; /* looks that found nothing to post */
+    uint32_t known, quiet, idle; /* `holds` at the last look; looks without anything to post, or any submission */
+    int alone;                   /* whether nobody waited for the last submissions */
+    int64_t looked;              /* when everything submitted had been posted (ns) */
     int short_turns;
     _Atomic uint32_t watching, progress, waiters, closed;
 } pyhvd_lane;
