@@ -39,15 +39,15 @@ cdef enum:
     AHEAD = 8  # objects of a grouped call that are fetched before they are looked at
 
 cdef int AVERAGE = 0  # pyhvd.dtypes.ReduceOp.AVERAGE
-cdef bint _forked = False  # a forked child has the memory, but no background thread
+cdef int _generation = 0  # of this process, among its forked ancestors
 
 
-def _mark_forked():
-    global _forked
-    _forked = True
+def _count_generation():
+    global _generation
+    _generation += 1
 
 
-os.register_at_fork(after_in_child=_mark_forked)
+os.register_at_fork(after_in_child=_count_generation)
 
 SETS = PYHVD_BOARD_SETS
 MAX_SLOTS = PYHVD_BOARD_SLOTS
@@ -157,6 +157,7 @@ cdef class Lane(BoardEnd):
     cdef object on_wait
     cdef dict gathering
     cdef unsigned long owner
+    cdef int generation
     cdef public bint paused
     cdef bint closed
 
@@ -169,6 +170,7 @@ cdef class Lane(BoardEnd):
         self.c.groups_alone = groups_alone
         self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
         self.memory = memory
+        self.generation = _generation
         self.code_of = code_of
         self.names = [None] * SETS
         self.groups = [None] * SETS
@@ -254,7 +256,7 @@ cdef class Lane(BoardEnd):
             PyMem_Free(addresses)
 
     cdef bint may_submit(self, object set_id, object name) except -1:
-        if self.paused or self.closed or _forked or type(name) is not str or type(set_id) is not int:
+        if self.paused or self.closed or self.generation != _generation or type(name) is not str or type(set_id) is not int:
             return False
         return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
 
@@ -282,7 +284,7 @@ cdef class Lane(BoardEnd):
 
     cdef int check_thread(self) except -1:
         """See that whoever is about to wait may do so."""
-        if _forked:
+        if self.generation != _generation:  # the memory is here, but no background thread
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         if self.entries:
             self.on_wait()

@@ -1,0 +1,161 @@
+"""The fast lane between processes that are stopped, continued and delayed at random: nothing is lost, torn
+or stuck.
+
+Every rank submits the same tensors in an order of its own; some it waits for, others it leaves to the
+background thread, as a program would. PYHVD_STRESS_ROUNDS sets the number of rounds (default 20,000).
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyhvd import _engine, _lane
+from pyhvd.context import Slot, playing_rank
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.messages import Request, RequestType
+from pyhvd.process_sets import global_process_set
+from pyhvd.reducing import start
+from tests.faults.test_window_stress import ROUNDS, STUCK_AFTER_S, _disturb
+
+CHUNK = _engine.FLAT
+SLOTS = 64
+COUNTS = (1, 3, 500, 4096, 9000, 2)
+GROUP = (7, 1200, 1)
+
+_fork = multiprocessing.get_context("fork")
+
+
+class _Rank:
+    """One rank's lane, over memory that the parent has mapped."""
+
+    def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
+        whole = np.frombuffer(memory, np.uint8)
+        at = -(-whole.__array_interface__["data"][0] // 128) * 128
+        area = -(-_engine.area_bytes(CHUNK) // 128) * 128
+        window = _engine.Window(rank, [at + q * area for q in range(size)], CHUNK)
+        window.clear()
+        base = at + size * area
+        self.lane = _lane.Lane(
+            base, whole, rank, size, SLOTS, 1 << 16, False, 1e-3, lambda _: int(Code.INT64)
+        )
+        self.lane.attach({}, {}, {}, lambda: None)
+        if rank == 0:
+            self.lane.clear()
+            self.lane.open_board(0, range(size))
+        self.lane.open_set(0, window)
+        for slot, request in enumerate(_requests()):
+            self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0)
+            if rank == 0:
+                self.lane.lend(0, slot, 1)
+        self.values = [np.empty(n, np.int64) for n in (*COUNTS, *GROUP)]
+        self.joined = False
+        self.thread = threading.Thread(target=self._drive, daemon=True)
+
+    def _drive(self) -> None:
+        while True:
+            self.lane.doze(0.25)
+
+
+def _requests() -> list[Request]:
+    kind, options = RequestType.ALLREDUCE, {"dtype": Code.INT64, "op": ReduceOp.SUM}
+    alone = [Request(kind, f"t{i}", shape=(n,), **options) for i, n in enumerate(COUNTS)]
+    size = len(GROUP)
+    group = [
+        Request(kind, f"g_{i}of{size}", shape=(n,), group="g", group_size=size, **options)
+        for i, n in enumerate(GROUP, 1)
+    ]
+    return [*alone, *group]
+
+
+def _main(
+    rank: int, size: int, memory: mmap.mmap, meet: Any, rounds: int, progress: Synchronized[int]
+) -> None:
+    here = _Rank(rank, size, memory)
+    meet.wait()
+    here.thread.start()
+    slot = Slot()
+    slot.context = type("Context", (), {"lane": here.lane})()
+    with playing_rank(slot):
+        _play(here, rank, size, rounds, progress)
+
+
+def _play(here: _Rank, rank: int, size: int, rounds: int, progress: Synchronized[int]) -> None:
+    draw, plan = random.Random(rank), random.Random(0)  # the second is the same on every rank
+    for number in range(rounds):
+        chosen = plan.sample(range(len(COUNTS) + 1), plan.choice((1, 1, 2, 4)))
+        draw.shuffle(chosen)
+        if draw.random() < 0.001:
+            time.sleep(draw.random() * 2e-3)
+        ends = [(_submit(here, which, rank, number, draw), which) for which in chosen]
+        for handle, which in ends:
+            if draw.random() < 0.02:
+                while not handle.done():  # left to the background thread
+                    time.sleep(1e-4)
+            handle.result()
+            _check(here, which, rank, size, number)
+        progress.value = number + 1
+
+
+def _submit(here: _Rank, which: int, rank: int, number: int, draw: random.Random) -> Any:
+    arrays = _arrays(here, which)
+    for array in arrays:
+        array[:] = number * (rank + 1) + np.arange(len(array))
+    grouped = which == len(COUNTS)
+    name, what = ("g", arrays) if grouped else (f"t{which}", arrays[0])
+    submit: Callable[..., Any] = start
+    waits = draw.random() < 0.3
+    handle = submit(grouped, True, waits, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+    assert handle is not None, f"rank {rank}, round {number}: {name} was not taken"
+    return handle
+
+
+def _arrays(here: _Rank, which: int) -> list[Any]:
+    return here.values[len(COUNTS) :] if which == len(COUNTS) else [here.values[which]]
+
+
+def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
+    for array in _arrays(here, which):
+        expected = number * size * (size + 1) // 2 + size * np.arange(len(array))
+        assert (array == expected).all(), f"rank {rank}, round {number}, tensor {which}: torn"
+
+
+@pytest.mark.timeout(120 + ROUNDS // 200)
+@pytest.mark.parametrize("size", [2, 4])
+def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
+    area = -(-_engine.area_bytes(CHUNK) // 128) * 128
+    memory = mmap.mmap(-1, size * area + _lane.board_bytes(size, SLOTS) + 256)
+    progress = [_fork.Value("q", 0) for _ in range(size)]
+    meet = _fork.Barrier(size)
+    ranks: list[BaseProcess] = [
+        _fork.Process(target=_main, args=(r, size, memory, meet, ROUNDS, progress[r]), daemon=True)
+        for r in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    draw = random.Random(size)
+    last, moved = 0, time.monotonic()
+    try:
+        while any(rank.is_alive() for rank in ranks):
+            _disturb(ranks, draw)
+            now = sum(counter.value for counter in progress)
+            if now > last:
+                last, moved = now, time.monotonic()
+            assert time.monotonic() - moved < STUCK_AFTER_S, f"stuck: {[c.value for c in progress]}"
+            assert not any(rank.exitcode for rank in ranks), "a rank has read what nobody wrote"
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * size
+    assert [counter.value for counter in progress] == [ROUNDS] * size
