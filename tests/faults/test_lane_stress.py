@@ -68,7 +68,7 @@ class _Rank:
 
 
 def _requests() -> list[Request]:
-    kind, options = RequestType.ALLREDUCE, {"dtype": Code.INT64, "op": ReduceOp.SUM}
+    kind, options = RequestType.ALLREDUCE, dict[str, Any](dtype=Code.INT64, op=ReduceOp.SUM)
     alone = [Request(kind, f"t{i}", shape=(n,), **options) for i, n in enumerate(COUNTS)]
     size = len(GROUP)
     group = [

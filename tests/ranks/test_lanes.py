@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyhvd as hvd
+from pyhvd.context import current_slot, playing_rank
 from pyhvd.testing import run_ranks
 
 VERBS = ("allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoall", "reducescatter")
@@ -88,6 +90,7 @@ def _program(plan: list[Step], leaving: int) -> list[Any]:
     log: list[Any] = []
     half = hvd.add_process_set(list(range(min(2, hvd.size() - 1))) or [0])
     rank = hvd.rank()
+    plan = [*plan, *plan, *plan]  # what comes again goes to the fast lane
     for index, step in enumerate(plan[: len(plan) - leaving] if rank == 0 else plan):
         chosen = half if step.in_half and index < len(plan) - leaving else hvd.global_process_set
         if not chosen.included():
@@ -117,3 +120,51 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
         for fast in (True, False)
     ]
     assert runs[0] == runs[1]
+
+
+def _several_threads(rounds: int) -> list[Any]:
+    """Three threads of each rank submit tensors and groups of their own, and wait for them in any order."""
+    active = current_slot()
+    log: dict[int, list[Any]] = {}
+
+    def work(thread: int) -> None:
+        with playing_rank(active):
+            rng = np.random.default_rng([hvd.rank(), thread])
+            for index in range(rounds):
+                sizes = [1, 300, 5000, 70_000][: 1 + (index + thread) % 4]
+                arrays = [np.full(n, hvd.rank() + index + thread, np.float32) for n in sizes]
+                handles = [
+                    hvd.allreduce_async(array, name=f"t{thread}.{len(array)}", op=hvd.Sum) for array in arrays
+                ]
+                group = hvd.grouped_allreduce_async_(arrays[:2], name=f"g{thread}.{len(arrays[:2])}")
+                rng.shuffle(handles)
+                results = sorted(_bits(handle.result()) for handle in handles)
+                log.setdefault(thread, []).append((results, _bits(group.result())))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return [log[thread] for thread in range(3)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_threads_through_both_lanes(size: int) -> None:
+    runs = [run_ranks(size, _several_threads, 12, knobs={"fast_lane": fast}) for fast in (True, False)]
+    assert runs[0] == runs[1]
+
+
+def _kinds_of_handles() -> list[str]:
+    kinds = []
+    for _ in range(3):
+        handle = hvd.allreduce_async(np.ones(3), name="again")
+        handle.wait()
+        kinds.append(type(handle).__name__)
+    return kinds
+
+
+@pytest.mark.parametrize(("fast", "then"), [(True, "Handle"), (False, "QueuedHandle")])
+def test_what_comes_again_goes_to_the_fast_lane(fast: bool, then: str) -> None:
+    for kinds in run_ranks(2, _kinds_of_handles, knobs={"fast_lane": fast}):
+        assert kinds == ["QueuedHandle", then, then]

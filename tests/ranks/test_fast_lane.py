@@ -1,0 +1,245 @@
+"""The fast lane, seen from outside: what tensors that the ranks remember do, and what their handles do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.testing import run_ranks
+
+
+def _remember(*names: str, n: int = 4) -> None:
+    """Let the ranks remember these tensors."""
+    for name in names:
+        hvd.allreduce(np.ones(n, np.float32), name=name, op=hvd.Sum)
+    hvd.barrier()
+
+
+def _start(name: str, value: float = 1.0, n: int = 4) -> Any:
+    handle = hvd.allreduce_async(np.full(n, value, np.float32), name=name, op=hvd.Sum)
+    assert type(handle) is hvd.Handle, "not on the fast lane"
+    return handle
+
+
+def _on(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_ranks(size, function, *args, timeout=30, knobs={"dynamic_process_sets": True})
+
+
+def test_nobody_need_wait_for_a_tensor_to_end() -> None:
+    def body() -> None:
+        _remember("a", "b")
+        handles = [_start("a"), _start("b")]
+        until = time.monotonic() + 10
+        while not all(hvd.poll(handle) for handle in handles):
+            assert time.monotonic() < until
+            time.sleep(1e-3)
+        assert [handle.result().tolist() for handle in handles] == [[hvd.size()] * 4] * 2
+
+    _on(3, body)
+
+
+def test_a_wait_that_times_out_leaves_the_tensor_alone() -> None:
+    gate = threading.Event()
+
+    def body() -> None:
+        _remember("late")
+        if hvd.rank() == 1:
+            assert gate.wait(10)
+            assert _start("late").result().tolist() == [2.0] * 4
+            return
+        handle = _start("late")
+        assert not handle.wait(0.05)
+        assert not handle.done()
+        with pytest.raises(TimeoutError, match="'late'"):
+            handle.result(0)
+        assert "pending" in repr(handle)
+        gate.set()
+        assert handle.result(10).tolist() == [2.0] * 4
+        assert handle.exception() is None
+        assert "done" in repr(handle)
+
+    _on(2, body)
+
+
+def test_callbacks_and_coroutines() -> None:
+    def body() -> None:
+        _remember("a", "b")
+        seen: list[Any] = []
+        ended = threading.Event()
+        handle = _start("a")
+
+        def note(h: Any) -> None:
+            seen.append(h.result().tolist())
+            ended.set()
+
+        handle.add_done_callback(note)
+        assert ended.wait(10)
+        handle.add_done_callback(lambda h: seen.append(h.name))
+        assert seen == [[2.0] * 4, "a"]
+
+        async def gather() -> list[float]:
+            result: list[float] = (await _start("b")).tolist()
+            return result
+
+        assert asyncio.run(gather()) == [2.0] * 4
+
+    _on(2, body)
+
+
+def test_a_callback_must_not_wait() -> None:
+    def body() -> None:
+        _remember("a", "b")
+        errors: list[BaseException] = []
+        ended = threading.Event()
+
+        def wait_inside(_: Any) -> None:
+            try:
+                hvd.allreduce_async(np.ones(4, np.float32), name="b", op=hvd.Sum).wait()
+            except RuntimeError as exc:
+                errors.append(exc)
+            ended.set()
+
+        handle = _start("a")
+        handle.add_done_callback(wait_inside)
+        handle.wait()
+        assert ended.wait(10)
+        assert len(errors) <= 1  # none if the callback came at once, in this thread
+
+    _on(2, body)
+
+
+def test_a_name_is_in_flight_once_whichever_way_it_went() -> None:
+    def body() -> None:
+        _remember("a")
+        group = [np.ones(2, np.float32), np.ones(3, np.float32)]
+        for _ in range(2):
+            hvd.grouped_allreduce(group, name="g")
+        if hvd.rank() == 0:
+            first = _start("a")
+            with pytest.raises(hvd.DuplicateNameError, match="'a'"):
+                _start("a")
+            with pytest.raises(hvd.DuplicateNameError, match="'a'"):
+                hvd.allgather_async(np.ones(2), name="a")
+            pending = hvd.grouped_allreduce_async(group, name="g")
+            with pytest.raises(hvd.DuplicateNameError, match="'g'"):
+                hvd.grouped_allreduce_async(group, name="g")
+            with pytest.raises(hvd.DuplicateNameError, match="'g_1of2'"):
+                hvd.allreduce_async(np.ones(2, np.float32), name="g_1of2")
+        else:
+            first, pending = _start("a"), hvd.grouped_allreduce_async(group, name="g")
+        assert first.result().tolist() == [2.0] * 4
+        assert [each.tolist() for each in pending.result()] == [[1.0] * 2, [1.0] * 3]
+        # Two refusals of 'a' were announced: the other rank is told of each.
+        for _ in range(2 if hvd.rank() == 1 else 0):
+            with pytest.raises(hvd.RankFailedError):
+                hvd.allreduce(np.ones(4, np.float32), name="a", op=hvd.Sum)
+        hvd.barrier()
+
+    _on(2, body)
+
+
+def test_results_are_new_arrays_or_the_very_ones_given() -> None:
+    def body() -> None:
+        x, y = np.full(4, 2.0, np.float32), np.zeros((), np.float64)
+        for _ in range(3):
+            out = hvd.allreduce(x, name="out", op=hvd.Sum)
+            assert out is not x
+            assert x.tolist() == [2.0] * 4
+            assert out.tolist() == [4.0] * 4
+            x2 = np.full(4, 1.0, np.float32)
+            assert hvd.allreduce_(x2, name="in", op=hvd.Sum) is x2
+            assert x2.tolist() == [2.0] * 4
+            assert hvd.allreduce(y, name="scalar").shape == ()
+            given = [np.ones(2), np.ones(3)]
+            got = hvd.grouped_allreduce_(given, name="group", op=hvd.Sum)
+            assert all(a is b for a, b in zip(got, given, strict=True))
+
+    _on(2, body)
+
+
+def test_what_differs_from_before_goes_by_message_and_is_right() -> None:
+    def body() -> None:
+        for shape, dtype, op in (
+            ((3,), np.float32, hvd.Sum),
+            ((4,), np.float32, hvd.Sum),
+            ((4,), np.float64, hvd.Sum),
+            ((2, 2), np.float64, hvd.Max),
+            ((2, 2), np.float64, hvd.Average),
+        ):
+            for _ in range(3):
+                got = hvd.allreduce(np.full(shape, hvd.rank() + 1, dtype), name="x", op=op)
+                assert got.dtype == dtype
+                assert set(got.ravel()) == {3.0 if op is hvd.Sum else 2.0 if op is hvd.Max else 1.5}
+        every_second = np.arange(8, dtype=np.float32)[::2]
+        for _ in range(3):
+            assert hvd.allreduce(every_second, name="strided", op=hvd.Sum).tolist() == [0, 4, 8, 12]
+            read_only = np.ones(2, np.float32)
+            read_only.flags.writeable = False
+            assert hvd.allreduce(read_only, name="frozen", op=hvd.Sum).tolist() == [2, 2]
+
+    _on(2, body)
+
+
+def test_one_rank_with_another_shape_is_an_error_on_all() -> None:
+    def body() -> None:
+        _remember("x")
+        for _ in range(3):
+            n = 4 + (hvd.rank() == 1)
+            with pytest.raises(hvd.MismatchError, match="'x'"):
+                hvd.allreduce(np.ones(n, np.float32), name="x", op=hvd.Sum)
+            assert hvd.allreduce(np.ones(4, np.float32), name="x", op=hvd.Sum).tolist() == [hvd.size()] * 4
+
+    _on(3, body)
+
+
+def test_overlapping_sets_do_not_wait_in_a_circle() -> None:
+    def body() -> None:
+        pairs = [hvd.add_process_set([a, b]) for a, b in ((0, 1), (1, 2), (0, 2))]
+        mine = [pair for pair in pairs if pair.included()]
+        for turn in range(30):
+            order = mine if (turn + hvd.rank()) % 2 else mine[::-1]
+            handles = [
+                hvd.allreduce_async(np.full(5000, 1.0), name="p", op=hvd.Sum, process_set=each)
+                for each in order
+            ]
+            whole = hvd.allreduce_async(np.ones(3), name="all", op=hvd.Sum)
+            assert all(handle.result()[0] == 2.0 for handle in handles)
+            assert whole.result().tolist() == [3.0] * 3
+        for pair in pairs:
+            hvd.remove_process_set(pair)
+
+    _on(3, body)
+
+
+def test_shutdown_fails_what_is_on_the_lane() -> None:
+    def body() -> str:
+        _remember("x")
+        if hvd.rank() == 1:
+            return ""
+        handle = _start("x")
+        with pytest.raises(hvd.HorovodInternalError):
+            handle.result()
+        assert "failed" in repr(handle)
+        return "failed"
+
+    assert _on(2, body) == ["failed", ""]
+
+
+def test_a_stalled_tensor_on_the_lane_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> None:
+        _remember("x")
+        if hvd.rank() == 1:
+            time.sleep(1.5)
+        assert _start("x").result().tolist() == [2.0] * 4
+
+    run_ranks(2, body, timeout=30, knobs={"stall_check_time_seconds": 0.4})
+    warnings = [r.getMessage() for r in caplog.records if "not submitted" in r.getMessage()]
+    assert warnings
+    assert all("'x' not submitted by rank 1" in warning for warning in warnings)
