@@ -219,11 +219,15 @@ def test_overlapping_sets_do_not_wait_in_a_circle() -> None:
 
 
 def test_shutdown_fails_what_is_on_the_lane() -> None:
+    started = threading.Event()
+
     def body() -> str:
         _remember("x")
         if hvd.rank() == 1:
+            assert started.wait(10)
             return ""
         handle = _start("x")
+        started.set()
         with pytest.raises(hvd.HorovodInternalError):
             handle.result()
         assert "failed" in repr(handle)
