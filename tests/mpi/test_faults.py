@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,28 @@ def test_an_error_of_any_class_is_told(tmp_path: Path) -> None:
     run = run_mpi(2, [sys.executable, str(script)], env={"PYTHONPATH": str(ROOT)})
     assert run.returncode not in (0, None), run.stderr
     assert "rank 0 learned: rank 1 failed: Odd: caf" in run.stderr
+
+
+def _interrupted_wait() -> None:
+    hvd.init()
+    for _ in range(2):
+        hvd.allreduce(np.ones(2), name="again")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(np.ones(2), name="again")
+        assert type(handle) is hvd.Handle, "not on the fast lane"
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+        hvd.barrier()
+        assert handle.result().tolist() == [1.0, 1.0]
+    else:
+        hvd.barrier()
+        hvd.allreduce(np.ones(2), name="again")
+    hvd.shutdown()
+
+
+def test_an_interrupt_ends_a_wait_on_the_fast_lane() -> None:
+    """Ctrl-C comes through while this rank drives the engine; the tensor goes on."""
+    report = run_function(2, _interrupted_wait, timeout=20)
+    assert report.outcome == "passed", report.text
