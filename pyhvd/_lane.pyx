@@ -59,63 +59,6 @@ def board_bytes(int size, uint32_t slots):
     return pyhvd_board_bytes(size, slots)
 
 
-cdef object _current_slot = None
-cdef object _process_slot = None
-cdef object _set_class = None
-cdef object _global_set = None
-cdef int _players = 0
-
-
-def meet(current_slot, process_slot, set_class, global_set):
-    """Tell :func:`start` how to find a context, and what process sets are."""
-    global _current_slot, _process_slot, _set_class, _global_set
-    _current_slot, _process_slot = current_slot, process_slot
-    _set_class, _global_set = set_class, global_set
-
-
-def count_players(int change):
-    """One more thread, or one less, plays a rank of its own; under a lock of the caller's."""
-    global _players
-    _players += change
-
-
-def start(
-    bint grouped, bint inplace, bint waits, tensors, average, name, op, prescale, postscale, process_set
-):
-    """Submit an allreduce to the fast lane, if it is one that the ranks remember.
-
-    Parameters
-    ----------
-    grouped, inplace : bool
-        Whether ``tensors`` is a list, and whether the results go into them.
-    waits : bool
-        Whether the caller is about to wait: then nobody else need be rung.
-    tensors, average, name, op, prescale, postscale, process_set
-        As the user gave them.
-
-    Returns
-    -------
-    Handle or None
-        None: it has to go by message.
-    """
-    cdef object slot = _process_slot if _players == 0 else _current_slot()
-    cdef object active = slot.context
-    cdef object set_id = 0
-    cdef Lane lane
-    if active is None or average is not None:
-        return None
-    lane = active.lane
-    if lane is None:
-        return None
-    if process_set is not _global_set:
-        if not isinstance(process_set, _set_class):
-            return None
-        set_id = process_set.process_set_id
-    if grouped:
-        return lane.submit_group(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
-    return lane.submit(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
-
-
 include "_board.pxi"
 
 
@@ -256,7 +199,9 @@ cdef class Lane(BoardEnd):
             PyMem_Free(addresses)
 
     cdef bint may_submit(self, object set_id, object name) except -1:
-        if self.paused or self.closed or self.generation != _generation or type(name) is not str or type(set_id) is not int:
+        if self.paused or self.closed or self.generation != _generation:
+            return False
+        if type(name) is not str or type(set_id) is not int:
             return False
         return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
 
@@ -297,7 +242,7 @@ cdef class Lane(BoardEnd):
     # -- what slots mean -----------------------------------------------------------------------------
 
     def attach(self, dict entries, dict groups, dict refusals, on_wait):
-        """Say where the names are that messages speak of, and what to call before waiting, if there are any."""
+        """Say where the names are that messages speak of, and what to call before a wait if there are any."""
         self.entries = entries
         self.busy_groups = groups
         self.refusals = refusals
@@ -510,3 +455,6 @@ cdef class Lane(BoardEnd):
                 callback(handle)
             except BaseException:
                 _log.exception("a callback of %r raised", handle.name)
+
+
+include "_start.pxi"
