@@ -153,6 +153,13 @@ int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {
     return was;
 }
 
+int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit) {
+    if (unit->state != PYHVD_HELD) return 0;
+    pyhvd_lane_take(lane, unit);
+    atomic_store_explicit(&unit->finished, unit->started, memory_order_release);
+    return 1;
+}
+
 /* So many tensors of a unit have ended. */
 static void end_parts(pyhvd_lane *lane, pyhvd_unit *unit, uint32_t n) {
     if (atomic_fetch_sub_explicit(&unit->left, n, memory_order_acq_rel) != n) return;
@@ -172,7 +179,8 @@ void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit) {
 
 static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd_record *b) {
     return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
-           a->postscale == b->postscale && (!lane->groups_alone || a->unit == b->unit);
+           a->postscale == b->postscale &&
+           (!lane->groups_alone || a->unit == b->unit || !(a->unit->grouped || b->unit->grouped));
 }
 
 /* Remember which slots an entry makes ready. */

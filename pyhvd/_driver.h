@@ -37,6 +37,7 @@ typedef struct {
     _Atomic uint32_t notify; /* whether the background thread is to be called when the turn ends */
     int state;
     uint32_t set, n;
+    int grouped;
     uint32_t *slots;
     uint64_t *since;
     void *owner;
@@ -102,6 +103,9 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole);
 
 /* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
 int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);
+
+/* Under the mutex: undo `hold`, unless the unit has been posted meanwhile; 1 if it is no longer in flight. */
+int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit);
 
 /* One tensor of a taken unit has ended. */
 void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit);

@@ -38,6 +38,7 @@ cdef extern from "_driver.h" nogil:
         int state
         uint32_t set
         uint32_t n
+        int grouped
         uint32_t* slots
         uint64_t* since
         void* owner
@@ -84,6 +85,7 @@ cdef extern from "_driver.h" nogil:
     void pyhvd_lane_ring(pyhvd_lane* lane)
     void pyhvd_lane_flush(pyhvd_lane* lane, bint whole)
     int pyhvd_lane_take(pyhvd_lane* lane, pyhvd_unit* unit)
+    int pyhvd_lane_withdraw(pyhvd_lane* lane, pyhvd_unit* unit)
     void pyhvd_lane_settle(pyhvd_lane* lane, pyhvd_unit* unit)
     int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t ns)
     uint32_t pyhvd_lane_doze(pyhvd_lane* lane, int64_t ns)

@@ -248,6 +248,7 @@ cdef class Unit:
         self.key = (set_id, name)
         self.c.set = <uint32_t>set_id
         self.c.n = <uint32_t>n
+        self.c.grouped = grouped
         self.c.owner = <void*>self
         for k in range(n):
             part = <Part>parts[k]
@@ -322,6 +323,11 @@ cdef class Unit:
             held = pyhvd_lane_hold(&lane.c, &self.c)
             handle.turn = self.c.started
         pthread_mutex_unlock(&lane.c.mutex)
+        # The queue puts its names there before it looks here: if both have come at once, one of us sees it.
+        if held and not lane.is_free(self):
+            pthread_mutex_lock(&lane.c.mutex)
+            held = not pyhvd_lane_withdraw(&lane.c, &self.c)
+            pthread_mutex_unlock(&lane.c.mutex)
         if not held:
             handle.ended = True
             return None

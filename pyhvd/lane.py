@@ -8,6 +8,7 @@ other. What happens on the lane itself is :mod:`pyhvd._lane`'s business. Runs on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from pyhvd.messages import (
     iter_bits,
 )
 from pyhvd.queue import TensorEntry, TensorQueue
+
+_log = logging.getLogger("pyhvd")
 
 KernelTerms = Callable[[Request, int], tuple[ReduceOp, float]]
 
@@ -55,6 +58,8 @@ def open_lane(
         return None
     opened = open_window(fabric, -(-board_bytes(fabric.size, slots) // fabric.size))
     if not isinstance(opened, Segment):
+        if fabric.rank == 0:
+            _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
         return None
     lane = Lane(
         opened.areas[0],
