@@ -29,7 +29,9 @@ def _start(name: str, value: float = 1.0, n: int = 4) -> Any:
 
 
 def _on(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_ranks(size, function, *args, timeout=30, knobs={"dynamic_process_sets": True})
+    return run_ranks(
+        size, function, *args, timeout=30, knobs={"fast_lane": True, "dynamic_process_sets": True}
+    )
 
 
 def test_nobody_need_wait_for_a_tensor_to_end() -> None:
@@ -243,7 +245,7 @@ def test_a_stalled_tensor_on_the_lane_is_reported(caplog: pytest.LogCaptureFixtu
             time.sleep(1.5)
         assert _start("x").result().tolist() == [2.0] * 4
 
-    run_ranks(2, body, timeout=30, knobs={"stall_check_time_seconds": 0.4})
+    run_ranks(2, body, timeout=30, knobs={"fast_lane": True, "stall_check_time_seconds": 0.4})
     warnings = [r.getMessage() for r in caplog.records if "not submitted" in r.getMessage()]
     assert warnings
     assert all("'x' not submitted by rank 1" in warning for warning in warnings)
