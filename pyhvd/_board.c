@@ -176,8 +176,10 @@ void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to,
     }
     if (first >= last) return;
     if (!has_room(b)) {
-        atomic_store_explicit(&b->head->backlog, 1, memory_order_release);
-        return;
+        /* Who advances looks for a backlog behind its step: one of the two sees the other. */
+        atomic_store_explicit(&b->head->backlog, 1, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (!has_room(b)) return;
     }
     pyhvd_entry *entry = entry_at(b, b->head->tail);
     entry->audience = s->members;
@@ -201,6 +203,7 @@ const pyhvd_entry *pyhvd_board_next(pyhvd_board *b) {
 
 void pyhvd_board_advance(pyhvd_board *b) {
     atomic_fetch_add_explicit(&b->seats[b->rank].cursor, 1, memory_order_acq_rel);
+    atomic_thread_fence(memory_order_seq_cst);
     if (!atomic_load_explicit(&b->head->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
     pyhvd_board_lock(b);

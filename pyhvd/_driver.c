@@ -88,7 +88,6 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
     unit->started++;
     unit->state = PYHVD_HELD;
     atomic_store_explicit(&unit->left, unit->n, memory_order_relaxed);
-    atomic_store_explicit(&unit->notify, 0, memory_order_relaxed);
     lane->held[n] = unit;
     atomic_fetch_add_explicit(&lane->holds, 1, memory_order_relaxed);
     atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
@@ -107,7 +106,7 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
     if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
     pyhvd_board *board = &lane->board;
     pyhvd_ranks audience = {{0}};
-    uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = lane->refusals;
+    uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = 0;
     memset(from, 0xff, sizeof from);
     pthread_mutex_lock(&lane->mutex);
     uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
@@ -117,6 +116,7 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
         if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n)) {
             unit->state = PYHVD_REFUSED;
             lane->refused[lane->refusals++] = unit;
+            refusals++;
             continue;
         }
         unit->state = PYHVD_POSTED;
@@ -130,7 +130,6 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
         if (to[set]) pyhvd_board_match(board, set, from[set], to[set], &audience);
     pyhvd_board_unlock(board, &audience);
     atomic_store_explicit(&lane->holding, 0, memory_order_release);
-    refusals = lane->refusals - refusals;
     pthread_mutex_unlock(&lane->mutex);
     /* An entry for this rank itself: whoever drives here and sleeps has not been woken by the others. */
     wake_driver(lane);
@@ -165,7 +164,7 @@ static void end_parts(pyhvd_lane *lane, pyhvd_unit *unit, uint32_t n) {
     if (atomic_fetch_sub_explicit(&unit->left, n, memory_order_acq_rel) != n) return;
     atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&unit->notify, memory_order_relaxed))
+    if (atomic_exchange_explicit(&unit->notify, 0, memory_order_relaxed))
         pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_DONE);
 }
 
@@ -329,6 +328,7 @@ static int try_drive(pyhvd_lane *lane) {
 static void stop_driving(pyhvd_lane *lane) {
     /* Seen while it is still ours; what comes in later finds `driven` clear, and rings. */
     int left_over = lane->running || lane->at < lane->pendings;
+    atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
     tell_waiters(lane);
     if (left_over || pyhvd_board_behind(&lane->board)) pyhvd_lane_ring(lane);
@@ -417,6 +417,7 @@ static void rest(pyhvd_lane *lane, int64_t ns, int watching) {
     int driven = atomic_load_explicit(&seat->driven, memory_order_relaxed) != 0;
     int busy = atomic_load_explicit(&seat->calls, memory_order_relaxed) ||
                (!watching && atomic_load_explicit(&lane->holding, memory_order_relaxed)) ||
+               (!driven && atomic_load_explicit(&lane->left_over, memory_order_relaxed)) ||
                (!driven && pyhvd_board_behind(&lane->board) && !lane->told);
     if (!busy) pyhvd_futex_wait(&seat->alarm, seen, ns);
     atomic_store_explicit(&seat->dozing, 0, memory_order_relaxed);
@@ -434,6 +435,8 @@ static int drive_alone(pyhvd_lane *lane) {
     } else {
         lane->told = 0;
     }
+    int left_over = lane->running || lane->at < lane->pendings;
+    atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
     tell_waiters(lane);
     return news;

@@ -81,6 +81,7 @@ typedef struct {
     int alone;                   /* whether nobody waited for the last submissions */
     int64_t looked;              /* when everything submitted had been posted (ns) */
     int short_turns;
+    _Atomic uint32_t left_over; /* whether the last driver left something that is in no log any more */
     _Atomic uint32_t watching, progress, waiters, closed;
 } pyhvd_lane;
 

@@ -10,6 +10,7 @@ instructions, and nothing of Python runs under it.
 
 import logging
 import os
+import threading
 import time
 
 cimport cython
@@ -94,6 +95,8 @@ cdef class Lane(BoardEnd):
     cdef list parts
     cdef list windows
     cdef list watched
+    cdef object watching
+    cdef bint over
     cdef dict entries
     cdef dict busy_groups
     cdef dict refusals
@@ -120,6 +123,7 @@ cdef class Lane(BoardEnd):
         self.parts = [None] * SETS
         self.windows = [None] * SETS
         self.watched = []
+        self.watching = threading.Lock()
         self.gathering = {}
         self.entries = {}
         self.busy_groups = {}
@@ -372,7 +376,7 @@ cdef class Lane(BoardEnd):
         """Return the unit in flight of a grouped call of this name, of any size, or None."""
         if not self.has_set(set_id):
             return None
-        for (group, _), unit in self.groups[set_id].items():
+        for (group, _), unit in list(self.groups[set_id].items()):
             if group == name and unit.in_flight():
                 return unit
         return None
@@ -383,7 +387,7 @@ cdef class Lane(BoardEnd):
         units = {}
         for each in which:
             if self.has_set(each):
-                units.update((id(unit), unit) for unit in self.names[each].values() if unit.in_flight())
+                units.update((id(unit), unit) for unit in list(self.names[each].values()) if unit.in_flight())
         return list(units.values())
 
     def refused(self):
@@ -432,25 +436,31 @@ cdef class Lane(BoardEnd):
 
         ``entered`` says whether the caller has entered, and not left.
         """
+        pthread_mutex_lock(&self.c.mutex)
         self.closed = True
+        pthread_mutex_unlock(&self.c.mutex)
         with nogil:
             pyhvd_lane_shut(&self.c)
             if not entered:
                 pyhvd_lane_seize(&self.c)
 
     def forget(self):
-        """Let go of all handles, which the garbage collector does not look into; everything has ended."""
+        """Everything has ended: run what callbacks there are, and let go of all handles.
+
+        The garbage collector does not look into handles. From now on whoever adds a callback runs it.
+        """
+        self.over = True
+        self._run_callbacks()
         for parts in self.parts:
             for part in (parts or {}).values():
                 if part.unit is not None:
                     (<Unit>part.unit).handle = None
 
     def _run_callbacks(self):
-        watched, self.watched = self.watched, []
-        for handle, callback in watched:
-            if not handle.done():
-                self.watched.append((handle, callback))
-                continue
+        with self.watching:
+            ended = [each for each in self.watched if each[0].done()]
+            self.watched = [each for each in self.watched if each not in ended]
+        for handle, callback in ended:
             try:
                 callback(handle)
             except BaseException:

@@ -79,9 +79,13 @@ cdef class Handle:
             callback(self)
             return
         lane = self.unit.lane
-        lane.watched.append((self, callback))
+        with lane.watching:
+            lane.watched.append((self, callback))
         if pyhvd_unit_notify(&self.unit.c, self.turn):
-            lane.call(lane.c.board.rank, PYHVD_CALL_DONE)
+            if lane.over:
+                lane._run_callbacks()
+            else:
+                lane.call(lane.c.board.rank, PYHVD_CALL_DONE)
 
     def __await__(self):
         import asyncio
@@ -125,15 +129,16 @@ cdef class Handle:
     cdef int _end(self) except -1:
         """It has ended, and its owner knows: nothing need be kept alive any longer."""
         cdef Unit unit = self.unit
-        cdef object dropped = self.source
+        cdef object source = None
+        cdef object handle = None
         if self.ended:
             return 0
         self.ended = True
         pthread_mutex_lock(&unit.lane.c.mutex)
-        self.source = None
+        # Both are let go of outside the mutex: what they hold may have a finalizer.
+        source, self.source = self.source, None
         if unit.handle is self:
-            dropped = unit.handle  # let go of outside the mutex
-            unit.handle = None
+            handle, unit.handle = unit.handle, None
         pthread_mutex_unlock(&unit.lane.c.mutex)
         return 0
 
@@ -277,12 +282,13 @@ cdef class Unit:
         (bool, list of (request, source, target)), or None
             Whether the board had it, and its tensors; None if it is not in flight, or taken already.
         """
-        cdef Handle handle = self.handle
+        cdef Handle handle = None
         cdef int was
         if not self.in_flight():
             return None
         pthread_mutex_lock(&self.lane.c.mutex)
         was = pyhvd_lane_take(&self.lane.c, &self.c)
+        handle = self.handle
         pthread_mutex_unlock(&self.lane.c.mutex)
         if was == PYHVD_TAKEN:
             return None
@@ -313,7 +319,7 @@ cdef class Unit:
         handle.source = source
         handle.target = target
         pthread_mutex_lock(&lane.c.mutex)
-        if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired:
+        if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired and not lane.closed:
             for k in range(n):
                 record = &records[self.c.slots[k]]
                 record.src = addresses[k]

@@ -30,11 +30,11 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 }
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * w->chunk;
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->chunk + LINE);
 }
 
 size_t pyhvd_window_area(size_t chunk) {
-    return sizeof(control) + 2 * PYHVD_FLAT + LINE + PYHVD_SLOTS * chunk;
+    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (chunk + LINE); /* a line for the shift */
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {

@@ -229,7 +229,10 @@ def test_shutdown_fails_what_is_on_the_lane() -> None:
             assert started.wait(10)
             return ""
         handle = _start("x")
+        told = threading.Event()
+        handle.add_done_callback(lambda _: told.set())
         started.set()
+        assert told.wait(10), "a callback must come at the end, too"
         with pytest.raises(hvd.HorovodInternalError):
             handle.result()
         assert "failed" in repr(handle)
