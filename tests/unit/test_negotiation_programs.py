@@ -397,7 +397,7 @@ repetitive = st.builds(
 """Calls of which many are as they were before, so that they go by the board."""
 
 
-@settings(max_examples=1500)
+@settings(max_examples=800)
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 8, 3, 2]),
