@@ -241,13 +241,10 @@ static int run_batch(pyhvd_lane *lane) {
     return PYHVD_DONE;
 }
 
-static int has_work(pyhvd_lane *lane) {
-    return lane->running || lane->at < lane->pendings || pyhvd_board_behind(&lane->board);
-}
+/* Whether an entry has been taken from the log, and not been carried out to its end. */
+static int is_under_way(const pyhvd_lane *lane) { return lane->running || lane->at < lane->pendings; }
 
-static int finished(const pyhvd_unit *unit, uint64_t turn) {
-    return unit && atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
-}
+static int finished(const pyhvd_unit *unit, uint64_t turn) { return unit && pyhvd_unit_finished(unit, turn); }
 
 static int is_closed(const pyhvd_lane *lane) {
     return atomic_load_explicit(&lane->closed, memory_order_acquire) != 0;
@@ -292,7 +289,7 @@ static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, 
 static int run(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
     for (;;) {
         if (is_closed(lane)) return PYHVD_CLOSED;
-        if (lane->running || lane->at < lane->pendings) {
+        if (is_under_way(lane)) {
             if (!lane->running) load_batch(lane);
             int status = run_batch(lane);
             if (status == PYHVD_DONE) continue;
@@ -325,13 +322,18 @@ static int try_drive(pyhvd_lane *lane) {
     return 1;
 }
 
-static void stop_driving(pyhvd_lane *lane) {
+/* Give up the seat; returns whether something is left to be done. */
+static int leave_seat(pyhvd_lane *lane) {
     /* Seen while it is still ours; what comes in later finds `driven` clear, and rings. */
-    int left_over = lane->running || lane->at < lane->pendings;
+    int left_over = is_under_way(lane);
     atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
     tell_waiters(lane);
-    if (left_over || pyhvd_board_behind(&lane->board)) pyhvd_lane_ring(lane);
+    return left_over || pyhvd_board_behind(&lane->board);
+}
+
+static void stop_driving(pyhvd_lane *lane) {
+    if (leave_seat(lane)) pyhvd_lane_ring(lane);
 }
 
 /* Wait for a sign of those who drive. */
@@ -425,7 +427,8 @@ static void rest(pyhvd_lane *lane, int64_t ns, int watching) {
 
 /* Drive where nobody does; returns whether the caller is wanted for a list that it does not know of. */
 static int drive_alone(pyhvd_lane *lane) {
-    if (!has_work(lane) || !try_drive(lane)) return 0;
+    if (!is_under_way(lane) && !pyhvd_board_behind(&lane->board)) return 0;
+    if (!try_drive(lane)) return 0;
     int status = run(lane, NULL, 0, 0);
     int news = 0;
     if (status == PYHVD_AT_LIST) {
@@ -435,10 +438,7 @@ static int drive_alone(pyhvd_lane *lane) {
     } else {
         lane->told = 0;
     }
-    int left_over = lane->running || lane->at < lane->pendings;
-    atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
-    atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
-    tell_waiters(lane);
+    leave_seat(lane);
     return news;
 }
 

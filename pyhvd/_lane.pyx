@@ -52,7 +52,6 @@ os.register_at_fork(after_in_child=_count_generation)
 
 SETS = PYHVD_BOARD_SETS
 MAX_SLOTS = PYHVD_BOARD_SLOTS
-CALL_DONE = PYHVD_CALL_DONE
 
 
 def board_bytes(int size, uint32_t slots):

@@ -17,7 +17,6 @@ cdef class Handle:
     cdef object source
     cdef object target
     cdef object error
-    cdef list callbacks
 
     @property
     def name(self):

@@ -27,7 +27,7 @@ from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.messages import Request, RequestType
 from pyhvd.process_sets import global_process_set
 from pyhvd.reducing import start
-from tests.faults.test_window_stress import STUCK_AFTER_S, _disturb
+from tests.faults.test_window_stress import watch
 
 ROUNDS = int(os.environ.get("PYHVD_STRESS_ROUNDS", "6000"))
 
@@ -144,21 +144,4 @@ def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
         _fork.Process(target=_main, args=(r, size, memory, meet, ROUNDS, progress[r]), daemon=True)
         for r in range(size)
     ]
-    for rank in ranks:
-        rank.start()
-    draw = random.Random(size)
-    last, moved = 0, time.monotonic()
-    try:
-        while any(rank.is_alive() for rank in ranks):
-            _disturb(ranks, draw)
-            now = sum(counter.value for counter in progress)
-            if now > last:
-                last, moved = now, time.monotonic()
-            assert time.monotonic() - moved < STUCK_AFTER_S, f"stuck: {[c.value for c in progress]}"
-            assert not any(rank.exitcode for rank in ranks), "a rank has read what nobody wrote"
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * size
-    assert [counter.value for counter in progress] == [ROUNDS] * size
+    watch(ranks, progress, ROUNDS)

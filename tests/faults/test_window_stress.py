@@ -67,18 +67,11 @@ def _disturb(ranks: list[BaseProcess], draw: random.Random) -> None:
     time.sleep(draw.random() * 10e-3)
 
 
-@pytest.mark.timeout(60 + ROUNDS // 500)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_are_stopped_and_continued(size: int) -> None:
-    memory = mmap.mmap(-1, size * (_engine.area_bytes(CHUNK) + 128))
-    progress = [_fork.Value("q", 0) for _ in range(size)]
-    ranks: list[BaseProcess] = [
-        _fork.Process(target=_rank, args=(r, size, memory, ROUNDS, progress[r]), daemon=True)
-        for r in range(size)
-    ]
+def watch(ranks: list[BaseProcess], progress: list[Synchronized[int]], rounds: int) -> None:
+    """Start the ranks, disturb them, and see to it that each comes to the end of its rounds."""
     for rank in ranks:
         rank.start()
-    draw = random.Random(size)
+    draw = random.Random(len(ranks))
     last, moved = 0, time.monotonic()
     try:
         while any(rank.is_alive() for rank in ranks):
@@ -92,5 +85,17 @@ def test_ranks_that_are_stopped_and_continued(size: int) -> None:
         for rank in ranks:
             if rank.is_alive():
                 rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * size
-    assert [counter.value for counter in progress] == [ROUNDS] * size
+    assert [rank.exitcode for rank in ranks] == [0] * len(ranks)
+    assert [counter.value for counter in progress] == [rounds] * len(ranks)
+
+
+@pytest.mark.timeout(60 + ROUNDS // 500)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_are_stopped_and_continued(size: int) -> None:
+    memory = mmap.mmap(-1, size * (_engine.area_bytes(CHUNK) + 128))
+    progress = [_fork.Value("q", 0) for _ in range(size)]
+    ranks: list[BaseProcess] = [
+        _fork.Process(target=_rank, args=(r, size, memory, ROUNDS, progress[r]), daemon=True)
+        for r in range(size)
+    ]
+    watch(ranks, progress, ROUNDS)
