@@ -26,6 +26,7 @@ from benchmarks.tensors import Array, Tensors
 
 MIB = 1 << 20
 SINGLY = "pyhvd, in place"
+SHARED = "pyhvd, in place, of pyhvd.empty()"
 GROUP = "pyhvd, one group"
 RAW = "MPI Allreduce"
 FLAT = "MPI, one flat Allreduce"
@@ -87,6 +88,15 @@ def pyhvd_singly(tensors: Tensors, prefix: str, name: str = SINGLY) -> Contender
             hvd.synchronize(handle)
 
     return contender(name, tensors, once, kind=OURS)
+
+
+def pyhvd_shared(world: World, tensors: Tensors, prefix: str) -> Contender:
+    """As many arrays, allocated by ``pyhvd.empty()``, where they need not be moved."""
+    start_pyhvd()
+    counts = [array.size for array in tensors.arrays]
+    dtype = tensors.arrays[0].dtype
+    shared = Tensors(counts, world.rank, world.size, dtype, tensors.loops, hvd.empty)
+    return pyhvd_singly(shared, f"{prefix}.shared", SHARED)
 
 
 def pyhvd_group(tensors: Tensors, prefix: str) -> Contender:

@@ -6,7 +6,7 @@ below 256, which float32, float16 and bfloat16 all hold exactly, whoever adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,23 @@ class Tensors:
         float32, float16 or ml_dtypes.bfloat16.
     loops : int
         How often they are reduced in one repetition; see :func:`benchmarks.peers.contender`.
+    empty : callable
+        Allocates an array.
     """
 
     def __init__(
-        self, counts: Sequence[int], rank: int, size: int, dtype: Any = np.float32, loops: int = 1
+        self,
+        counts: Sequence[int],
+        rank: int,
+        size: int,
+        dtype: Any = np.float32,
+        loops: int = 1,
+        empty: Callable[[int, Any], Array] = np.empty,
     ) -> None:
         self.loops = loops
-        self.arrays: list[Array] = [np.ones(count, dtype) for count in counts]
+        self.arrays: list[Array] = [empty(count, dtype) for count in counts]
+        for array in self.arrays:
+            array.fill(1)  # fresh pages are the case of no contender
         self.nbytes = sum(array.nbytes for array in self.arrays)
         pattern = 1.0 + np.arange(_BLOCK + _PERIOD) % _PERIOD
         self._mine = (pattern * (rank + 1)).astype(dtype)

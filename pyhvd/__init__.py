@@ -40,6 +40,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "handles": ("Handle", "poll", "synchronize"),
     "lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
+    "memory": ("empty", "empty_like"),
     "objects": ("allgather_object", "broadcast_object"),
     "process_sets": ("ProcessSet", "global_process_set"),
     "topology": (

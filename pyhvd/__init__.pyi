@@ -165,6 +165,12 @@ from pyhvd.lifecycle import (
 from pyhvd.lifecycle import (
     shutdown as shutdown,
 )
+from pyhvd.memory import (
+    empty as empty,
+)
+from pyhvd.memory import (
+    empty_like as empty_like,
+)
 from pyhvd.objects import (
     allgather_object as allgather_object,
 )

@@ -178,7 +178,7 @@ void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit) {
 
 static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd_record *b) {
     return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
-           a->postscale == b->postscale &&
+           a->postscale == b->postscale && a->direct == b->direct &&
            (!lane->groups_alone || a->unit == b->unit || !(a->unit->grouped || b->unit->grouped));
 }
 
@@ -217,7 +217,7 @@ static void load_batch(pyhvd_lane *lane) {
     for (uint32_t k = lane->at + n, from = lane->pendings; k < lane->pendings; k++)
         lane->pending[k] = lane->batch[--from];
     lane->job = (pyhvd_job){lane->srcs, lane->dsts, lane->starts, n, first->dtype, first->op,
-                            first->prescale, first->postscale};
+                            first->prescale, first->postscale, first->direct};
     pyhvd_window_begin(&lane->course, &lane->job);
     lane->running = 1;
 }

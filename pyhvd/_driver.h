@@ -49,6 +49,7 @@ typedef struct {
     int64_t src, dst, count;
     double prescale, postscale;
     int dtype, op;
+    int direct; /* whether every rank's array lies in its arena, as long as this is what the slot means */
 } pyhvd_record;
 
 typedef struct {

@@ -52,6 +52,7 @@ cdef extern from "_driver.h" nogil:
         double postscale
         int dtype
         int op
+        int direct
 
     ctypedef struct pyhvd_lane_set:
         pyhvd_window* window

@@ -19,6 +19,7 @@ cdef extern from "_window.h" nogil:
         int patience
         int brief
         uint8_t* area[256]
+        uint8_t* arena[256]
 
     ctypedef struct pyhvd_job:
         const int64_t* srcs
@@ -29,6 +30,7 @@ cdef extern from "_window.h" nogil:
         int op
         double prescale
         double postscale
+        int direct
 
     size_t pyhvd_window_area(size_t chunk)
     void pyhvd_window_clear(pyhvd_window* w)

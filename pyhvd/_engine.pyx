@@ -7,8 +7,21 @@ Every method is collective: the ranks of the window call the same ones in the sa
 time may use a window.
 """
 
+from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport int64_t, uint8_t, uintptr_t
 
+
+cdef extern from "sys/mman.h" nogil:
+    int munmap(void* address, size_t length)
+
+
+cdef extern from "_mapping.h" nogil:
+    size_t PYHVD_HUGE
+    void* pyhvd_map(int fd, size_t nbytes)
+    int pyhvd_enlarge(void* start, size_t nbytes)
+    int pyhvd_drop(void* start, size_t nbytes)
+
+HUGE = PYHVD_HUGE
 MAX_LOCAL = PYHVD_MAX_LOCAL
 FLAT = PYHVD_FLAT
 
@@ -16,6 +29,59 @@ FLAT = PYHVD_FLAT
 def area_bytes(Py_ssize_t chunk):
     """Return the bytes of one rank's area in a window of the given chunk size (bytes)."""
     return pyhvd_window_area(<size_t>chunk)
+
+
+cdef class Mapping:
+    """A file that processes share, in this one's memory as long as the object lives.
+
+    Parameters
+    ----------
+    fd : int
+        The file, which may be closed then.
+    nbytes : int
+        Its length, whole pages.
+
+    Attributes
+    ----------
+    start : int
+        The address, a multiple of HUGE (bytes of a huge page).
+
+    Raises
+    ------
+    OSError
+        It cannot be mapped.
+    """
+
+    cdef void* memory
+    cdef size_t nbytes
+
+    def __cinit__(self, int fd, size_t nbytes):
+        self.memory = pyhvd_map(fd, nbytes)
+        self.nbytes = nbytes
+        if self.memory == NULL:
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self):
+        if self.memory != NULL:
+            munmap(self.memory, self.nbytes)
+
+    @property
+    def start(self):
+        return <uintptr_t>self.memory
+
+    def enlarge(self, size_t offset, size_t nbytes):
+        """Put huge pages behind memory that is there already; return whether the kernel did."""
+        cdef int done
+        with nogil:
+            done = pyhvd_enlarge(<uint8_t*>self.memory + offset, nbytes)
+        return done != 0
+
+    def drop(self, size_t offset, size_t nbytes):
+        """Give memory back, for everybody who has the file mapped; return whether that is possible."""
+        cdef int done
+        with nogil:
+            done = pyhvd_drop(<uint8_t*>self.memory + offset, nbytes)
+        return done != 0
 
 
 cdef class Window:
@@ -90,6 +156,7 @@ cdef class Window:
         job.op = op
         job.prescale = prescale
         job.postscale = postscale
+        job.direct = 0
         with nogil:
             status = pyhvd_window_allreduce(&self.window, &job)
         return status == 0

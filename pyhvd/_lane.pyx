@@ -17,7 +17,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.ref cimport Py_INCREF
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 from pyhvd._driver cimport *
 from pyhvd._engine cimport Window
@@ -105,6 +105,8 @@ cdef class Lane(BoardEnd):
     cdef int generation
     cdef public bint paused
     cdef bint closed
+    cdef int64_t arena_from
+    cdef int64_t arena_to
 
     def __cinit__(
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
@@ -251,8 +253,15 @@ cdef class Lane(BoardEnd):
         self.refusals = refusals
         self.on_wait = on_wait
 
-    def open_set(self, int set_id, Window window):
-        """Let a process set's allreduces go this way, through its window."""
+    def know_arena(self, uintptr_t start, size_t nbytes):
+        """Say where this rank's arrays in shared memory are."""
+        self.arena_from = <int64_t>start
+        self.arena_to = <int64_t>(start + nbytes)
+
+    def open_set(self, int set_id, Window window, arenas):
+        """Let a process set's allreduces go this way, through its window; its ranks' ``arenas`` begin there."""
+        for q, start in enumerate(arenas):
+            window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_lane_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
         self.windows[set_id] = window
@@ -271,7 +280,9 @@ cdef class Lane(BoardEnd):
         """Return whether a process set's allreduces can go this way."""
         return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
 
-    def install(self, int set_id, uint32_t slot, request, uint64_t since, int op, double postscale):
+    def install(
+        self, int set_id, uint32_t slot, request, uint64_t since, int op, double postscale, bint direct
+    ):
         """Remember what a slot means.
 
         Parameters
@@ -286,10 +297,14 @@ cdef class Lane(BoardEnd):
             What the kernels do, which have no Average.
         postscale : float
             ... and with which factor.
+        direct : bool
+            Whether every rank's array is in its arena.
         """
         cdef Part part = <Part>(<dict>self.parts[set_id]).get(slot)
         cdef Part new
         cdef pyhvd_record* record = &self.c.sets[set_id].records[slot]
+        # Whoever submits it as the own request says has it in the arena, if the ranks have agreed on that.
+        record.direct = direct
         if part is not None and part.request == request:
             if not part.unit.retired:
                 return
@@ -305,6 +320,7 @@ cdef class Lane(BoardEnd):
         new.postscale = request.postscale
         new.code = request.dtype
         new.ndim = len(request.shape)
+        new.window = request.window
         record.count = 1
         for d, length in enumerate(request.shape):
             new.dims[d] = length

@@ -176,6 +176,7 @@ cdef class Part:
     cdef int op
     cdef int code
     cdef int ndim
+    cdef bint window
     cdef cnp.npy_intp dims[32]
 
     cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
@@ -206,7 +207,10 @@ cdef class Part:
         for d in range(self.ndim):
             if cnp.PyArray_DIMS(array)[d] != self.dims[d]:
                 return False
-        return True
+        return self.window == (inplace and self.prescale == 1.0 and self.in_arena(self.address(tensor)))
+
+    cdef bint in_arena(self, int64_t address):
+        return self.unit.lane.arena_from <= address < self.unit.lane.arena_to
 
     cdef bint learn(self, object dtype) except -1:
         if self.unit.lane.code_of(dtype) != self.code:

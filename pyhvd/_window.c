@@ -8,7 +8,7 @@
 #define LINE PYHVD_LINE
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
 #define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
-#define AHEAD 2048 /* bytes by which the peers' lines are fetched for writing */
+#define AHEAD 4096 /* bytes by which the lines that are about to be written are fetched */
 
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t core; /* where the owner last announced something */
@@ -214,29 +214,39 @@ static inline void fetch_next(const uint8_t *at, size_t k, size_t length, size_t
     if (first < last) fetch_for_writing(at + first, last - first);
 }
 
-/* Reduce one piece of this rank's slice, behind which `more` bytes of it follow, and take the result home into the peers' slots: each of their
- * lines changes owner twice, instead of three times if they fetched the result themselves. */
-static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
-                         size_t more) {
-    size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)p->count * item;
-    int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
+/* Reduce a range of bytes, `own` of which is this rank's and theirs[q] rank q's, into `out`, and take the result home to the peers: each of
+ * their lines changes owner twice, instead of three times if they fetched the result themselves. Behind theirs[q]
+ * lie `more` bytes that come next. */
+static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out, uint8_t *const *theirs,
+                         size_t bytes, size_t more) {
+    size_t item = pyhvd_itemsize(job->dtype);
     int64_t from[PYHVD_MAX_LOCAL];
-    uint8_t *mine = slot_of(w, w->rank, chunk) + at;
-    const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
-    uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
     size_t length = BLOCK - (uintptr_t)out % 64; /* from the second block on, whole lines are written */
     length -= length % item;
     for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
         length = MIN(bytes - k, length);
         for (int q = 0; q < w->size; q++) {
-            const uint8_t *theirs = q == w->rank ? own : slot_of(w, q, chunk) + at;
-            from[q] = (int64_t)(intptr_t)(theirs + k);
-            if (q != w->rank) fetch_next(theirs, k, length, bytes + more);
+            from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
+            if (q != w->rank) fetch_next(theirs[q], k, length, bytes + more);
+            else if (own == out) fetch_next(own, k, length, bytes);
         }
         pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
         for (int q = 0; q < w->size; q++)
-            if (q != w->rank) memcpy(slot_of(w, q, chunk) + at + k, out + k, length);
+            if (q != w->rank) memcpy(theirs[q] + k, out + k, length);
     }
+}
+
+/* Reduce one piece of this rank's slice, which lies `at` bytes into the chunk. */
+static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
+                         size_t more) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
+    uint8_t *slots[PYHVD_MAX_LOCAL];
+    for (int q = 0; q < w->size; q++) slots[q] = slot_of(w, q, chunk) + at;
+    uint8_t *mine = slots[w->rank];
+    const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
+    uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
+    reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
 }
 
 static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
@@ -314,6 +324,53 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk
     return PYHVD_OK;
 }
 
+/* Reduce elements [from, to) of arrays that all lie in arenas. */
+static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t from, int64_t to) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    uint8_t *theirs[PYHVD_MAX_LOCAL];
+    piece p;
+    while (next_piece(job, walk, &from, to, &p)) {
+        for (int q = 0; q < w->size; q++) {
+            const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
+            theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
+        }
+        uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
+        reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
+    }
+}
+
+/* A share of every chunk rather than one of the whole: what lies in the cache is as a rule the end of an array. */
+static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
+    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
+    size_t walk = 0;
+    for (int64_t k = 0; k * per_chunk < total; k++) {
+        span s = span_of(w, total, per_chunk, k);
+        reduce_at_home(w, job, &walk, s.mine_from, s.mine_to);
+    }
+}
+
+/* All arrays lie in arenas: say where, reduce, and wait until the peers have reduced the rest. */
+static int reduce_direct(pyhvd_window *w, pyhvd_course *c) {
+    const pyhvd_job *job = c->job;
+    uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
+    int status = PYHVD_OK;
+    if (c->stage == 0) {
+        if ((status = await_free_slot(w, chunk))) return status;
+        for (size_t t = 0; t < job->n; t++) places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
+        announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+        c->stage = 1;
+    }
+    if (c->stage == 1) {
+        if ((status = await_packed(w, chunk + 1))) return status;
+        reduce_shares(w, job);
+        announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+        c->stage = 2;
+    }
+    if ((status = await_reduced(w, chunk + 1))) return status;
+    w->chunks++;
+    return PYHVD_OK;
+}
+
 void pyhvd_window_begin(pyhvd_course *course, const pyhvd_job *job) {
     memset(course, 0, sizeof *course);
     course->job = job;
@@ -324,8 +381,10 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
     if (!total) return PYHVD_OK;
-    w->shift = c->job->n == 1 ? SHIFT : 0;
     if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
+    int direct = c->job->direct && c->job->n * sizeof(uint64_t) <= w->chunk;
+    w->shift = c->job->n == 1 && !direct ? SHIFT : 0;
+    if (direct) return reduce_direct(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
     /* Three stages in step: while the peers reduce chunk k - 1, chunk k is packed and k - 2 taken out. */
     for (; c->step < count + 2; c->step++, c->stage = 0) {

@@ -13,6 +13,10 @@
  * done with what the slot held; a flat buffer when its owner begins the operation after next, which it
  * can only do once every rank has begun the next one, and so has ended this one.
  *
+ * Arrays that lie in their owners' *arenas*, which every rank has mapped, need not be moved: in place of a chunk the
+ * ranks lay down where their tensors are, each reduces its share of all elements, and stores the result in every
+ * rank's array. `packed` then says that the owner's arrays are ready, `reduced` that it is done with the others'.
+ *
  * Waiting: a short spin with yields, then a futex. A sleeper sets `asleep`, then looks again, then
  * sleeps on `bell` as it was before; an announcer stores its counter, then looks for sleepers. The
  * sequentially consistent fences between the two steps of each make sure that one of them sees the other.
@@ -39,6 +43,7 @@ typedef struct {
     int patience;     /* yields before this rank falls asleep */
     int brief;        /* whether a reduction may return before its end; see pyhvd_window_proceed */
     uint8_t *area[PYHVD_MAX_LOCAL];
+    uint8_t *arena[PYHVD_MAX_LOCAL]; /* where each rank's own arrays in shared memory are, as this process sees them */
 } pyhvd_window;
 
 /* What one rank brings into a reduction: n tensors, one behind the other. */
@@ -49,6 +54,7 @@ typedef struct {
     size_t n;
     int dtype, op;
     double prescale, postscale;
+    int direct; /* whether all ranks reduce in place, without prescale, what lies in their arenas; the same on every rank */
 } pyhvd_job;
 
 /* How far a reduction has come: chunk by chunk, three stages each; where each stage is in the job. */

@@ -103,6 +103,7 @@ class Call:
         root: int = -1,
         splits: tuple[int, ...] = (),
         ranks: tuple[int, ...] = (),
+        window: bool = False,
     ) -> None:
         """Add one tensor to what is submitted."""
         name = self.name
@@ -121,6 +122,7 @@ class Call:
             self.name if self._grouped else "",
             self._group_size,
             ranks,
+            window=window,
         )
         self._parts.append((request, source, target, splits))
 

@@ -19,6 +19,7 @@ import msgspec
 
 from pyhvd._lane import count_players
 from pyhvd._version import __version__
+from pyhvd.arena import Arena, NoArena
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
@@ -98,6 +99,8 @@ class Context:
             if set_id != GLOBAL_SET and self.topology.rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
         self.lane = open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
+        self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
+        self.warned_of_memory = False
         self.joined = False
         self._world = world
         self._pid = os.getpid()
@@ -112,6 +115,7 @@ class Context:
             self.config,
             make,
             self.lane,
+            self.arena if isinstance(self.arena, Arena) else None,
             surroundings=lambda: playing_rank(slot),
         )
         self.runtime.start()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd._lane import MAX_SLOTS, SETS, Lane, Unit, board_bytes
+from pyhvd.arena import Arena
 from pyhvd.arrays import TensorView
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import OpenWindow, Segment, ShmBackend
@@ -98,20 +99,29 @@ class FastLane:
         Where tensors wait that do not go this way.
     terms : callable
         ``terms(request, size)`` returns the kernels' op and the factor behind it.
+    arena : Arena or None
+        Where arrays are that need not be moved.
     """
 
-    def __init__(self, lane: Lane, worker: Worker, queue: TensorQueue, terms: KernelTerms) -> None:
+    def __init__(
+        self, lane: Lane, worker: Worker, queue: TensorQueue, terms: KernelTerms, arena: Arena | None
+    ) -> None:
         self.lane = lane
+        self._arena = arena
         self._worker = worker
         self._queue = queue
         self._terms = terms
         self._unsent: list[tuple[int, Request]] = []
+        if arena is not None:
+            lane.know_arena(arena.start, arena.nbytes)
         lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: Backend) -> None:
         """Let a process set's allreduces go this way, if its ranks share a window."""
         if set_id < SETS and isinstance(backend, ShmBackend):
-            self.lane.open_set(set_id, backend.window)
+            starts = [] if self._arena is None else self._arena.starts
+            ranks = self._worker.sets[set_id]
+            self.lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return what was in flight."""
@@ -175,7 +185,7 @@ class FastLane:
             # A list may give a small cache's slot away more than once: the last one counts.
             if own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 op, postscale = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, number, op, postscale)
+                self.lane.install(set_id, slot, own, number, op, postscale, response.direct)
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:

@@ -77,6 +77,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         Members of a process set that is to be added, or the one id of a set that is to be removed.
     error : str
         Set when this rank refused the tensor locally: what it raised.
+    window : bool
+        Whether it is reduced in place, without prescale, in shared memory; ranks may differ.
     """
 
     type: int
@@ -92,6 +94,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     group_size: int = 0
     ranks: tuple[int, ...] = ()
     error: str = ""
+    window: bool = False
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +142,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
         Addressees of an error.
     value : int
         Last joined rank (JOIN) or the new set's id (ADD_PROCESS_SET).
+    direct : bool
+        Whether every rank reduces it in place in shared memory.
     """
 
     request: Request
@@ -149,6 +154,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorInfo | None = None
     only: tuple[int, ...] = ()
     value: int = -1
+    direct: bool = False
 
 
 class RequestList(msgspec.Struct, frozen=True, array_like=True):

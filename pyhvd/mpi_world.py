@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from pyhvd.backends.mpi import MpiFabric, open_mpi_window
+from pyhvd.backends.mpi import MpiFabric, open_mpi_arena, open_mpi_window
 from pyhvd.doorbell import Doorbell, host_id
 from pyhvd.errors import TransportError
 from pyhvd.mpi_transport import MpiTransport
@@ -61,6 +61,7 @@ def mpi_world(comm: object, owned: bool = False) -> World:
         abort=lambda: MPI.COMM_WORLD.Abort(1),
         threads=level == MPI.THREAD_MULTIPLE,
         open_window=open_mpi_window,
+        open_arena=open_mpi_arena,
     )
 
 

@@ -329,7 +329,8 @@ class Negotiation:
             self._make_room(name)
             slot = self.cache.assign(mine, self._any_bits(), self._seq)
             self._loans.answered(1 << slot if slot >= 0 else 0)
-        self.responses.append(Response(first, self.set_id, slot, dims, joined))
+        direct = slot >= 0 and all(request.window for request in entry.requests.values())
+        self.responses.append(Response(first, self.set_id, slot, dims, joined, direct=direct))
 
     def _drop(self, names: Iterable[str]) -> None:
         """Take settled tensors out of the table, then let in what came behind them under the same names."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from pyhvd._lane import meet, start
-from pyhvd.arrays import view, view_for_writing
+from pyhvd.arena import Arena
+from pyhvd.arrays import TensorView, view, view_for_writing
 from pyhvd.call import Call, check_rows, target_like
 from pyhvd.context import current_slot, process_slot
 from pyhvd.dtypes import ReduceOp
@@ -66,5 +67,13 @@ def reduce_tensors(
                 op=int(reduction.op),
                 prescale=reduction.prescale,
                 postscale=reduction.postscale,
+                window=target is source and _needs_no_copy(call, kind, source, reduction),
             )
         return call.submit(list(members) if inplace else None)
+
+
+def _needs_no_copy(call: Call, kind: RequestType, tensor: TensorView, reduction: Reduction) -> bool:
+    """Return whether every rank of the node can reduce a tensor where it lies."""
+    arena = call.context.arena
+    in_arena = isinstance(arena, Arena) and tensor.home is None and arena.holds(tensor.ptr)
+    return in_arena and kind is RequestType.ALLREDUCE and reduction.prescale == 1.0

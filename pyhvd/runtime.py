@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from pyhvd._lane import Lane
+from pyhvd.arena import Arena
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
@@ -74,6 +75,8 @@ class Runtime:
         Returns the backend of a new set, from its fabric.
     lane : Lane or None
         The fast lane, which this thread drives where nobody waits, and sleeps on.
+    arena : Arena or None
+        Where arrays are that the fast lane need not move.
     surroundings : callable
         Entered by the background thread, in which callbacks of handles run.
     """
@@ -86,6 +89,7 @@ class Runtime:
         config: Config,
         make_backend: Callable[[Fabric], Backend],
         lane: Lane | None = None,
+        arena: Arena | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._control = control
@@ -96,7 +100,9 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
-        self._lane = FastLane(lane, self._worker, self._queue, kernel_terms) if lane is not None else None
+        self._lane = (
+            FastLane(lane, self._worker, self._queue, kernel_terms, arena) if lane is not None else None
+        )
         self._stall = StallInspector(
             0.0 if config.stall_check_disable else config.stall_check_time_seconds,
             config.stall_shutdown_time_seconds,

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pyhvd.arena import Arena, NoArena
 from pyhvd.backends.base import Fabric
-from pyhvd.backends.inprocess import Meeting, ThreadFabric, open_thread_window
+from pyhvd.backends.inprocess import Meeting, ThreadFabric, open_thread_arena, open_thread_window
 from pyhvd.backends.shm import OpenWindow
 from pyhvd.transport import Bell, ControlTransport, InProcessTransport, Mailbox
 
@@ -52,6 +53,8 @@ class World:
         Whether MPI_THREAD_MULTIPLE was granted.
     open_window : callable
         Makes memory that the ranks of a fabric share; see :mod:`pyhvd.backends.shm`.
+    open_arena : callable
+        Makes memory for arrays that the ranks of a fabric, all on one node, share; collective.
     """
 
     topology: Topology
@@ -62,6 +65,7 @@ class World:
     abort: Callable[[], None]
     threads: bool
     open_window: OpenWindow
+    open_arena: Callable[[Fabric], Arena | NoArena]
 
 
 class ThreadWorlds:
@@ -102,6 +106,7 @@ class ThreadWorlds:
             abort=meeting.abort,
             threads=True,
             open_window=open_thread_window,
+            open_arena=open_thread_arena,
         )
 
     def abort(self) -> None:

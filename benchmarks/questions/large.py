@@ -24,6 +24,7 @@ def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
         name = f"large.{nbytes}"
         contenders = [
             peers.pyhvd_singly(tensors, name),
+            peers.pyhvd_shared(world, tensors, name),
             peers.mpi_separate(world, tensors, peers.RAW),
             peers.mpi_packed(world, tensors),
         ]
@@ -46,7 +47,8 @@ QUESTION = Question(
     repeats=60,
     cases=cases,
     targets=tuple(
-        Target(f"{size} MiB, over MPI Allreduce", f"{size} MiB", peers.SINGLY, (peers.RAW,), 2.5, 4.0)
+        Target(f"{size} MiB{how}, over MPI Allreduce", f"{size} MiB", ours, (peers.RAW,), 2.5, 4.0)
+        for how, ours in (("", peers.SINGLY), (" of pyhvd.empty()", peers.SHARED))
         for size in (1, 16, 64)
     ),
     log_sizes=True,

@@ -23,6 +23,7 @@ def gradients(world: World, count: int) -> Case:
     tensors = Tensors(resnet50()[:count], world.rank, world.size)
     contenders = [
         peers.pyhvd_singly(tensors, f"resnet.{count}"),
+        peers.pyhvd_shared(world, tensors, f"resnet.{count}"),
         peers.pyhvd_group(tensors, f"resnet.{count}"),
         peers.mpi_packed(world, tensors),
         peers.mpi_flat(world, tensors),

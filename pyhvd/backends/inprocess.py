@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from pyhvd.arena import Arena
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends.base import Fabric
-from pyhvd.backends.shm import LINE, NoWindow, Segment, aligned
+from pyhvd.backends.shm import LINE, Segment, aligned
 from pyhvd.errors import TransportError
 
 
@@ -128,10 +129,24 @@ class ThreadFabric:
         return list(self._meeting.laid)
 
 
-def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
     """Return memory that the threads of a fabric share, as they share all memory."""
     assert isinstance(fabric, ThreadFabric)
     stride = aligned(nbytes)
     memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
     start = aligned(address(memory))
     return Segment([start + rank * stride for rank in range(fabric.size)], memory)
+
+
+ARENA = 1 << 26
+"""Bytes of the arena of a rank that is a thread; it takes memory as it is written to."""
+
+
+def open_thread_arena(fabric: Fabric) -> Arena:
+    """Return memory for arrays; threads share all memory, but ranks reduce in place only in an arena."""
+    opened = open_thread_window(fabric, ARENA)
+    return Arena(fabric.rank, opened.areas, ARENA, _hold_on, _hold_on, opened.memory)
+
+
+def _hold_on(offset: int, nbytes: int) -> None:
+    """The memory is there, and stays."""

@@ -11,12 +11,14 @@ import itertools
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 
-import numpy as np
 from mpi4py import MPI
 
-from pyhvd.arrays import Bytes, address
+from pyhvd._engine import HUGE, Mapping
+from pyhvd.arena import Arena, NoArena
+from pyhvd.arrays import Bytes
 from pyhvd.backends.base import Fabric
 from pyhvd.backends.shm import NoWindow, Segment
 
@@ -121,7 +123,7 @@ def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
         node.Free()
     stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path, cause = comm.bcast(_new_file(size * stride) if fabric.rank == 0 else None, 0)
-    memory: mmap.mmap | None = None
+    memory: Mapping | None = None
     if not cause:
         try:
             memory = _map(path, fabric.rank * stride, stride, size * stride)
@@ -132,8 +134,7 @@ def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
         os.unlink(path)
     if causes or memory is None:
         return NoWindow(causes[0])
-    start = address(np.frombuffer(memory, np.uint8))
-    return Segment([start + rank * stride for rank in range(size)], memory)
+    return Segment([memory.start + rank * stride for rank in range(size)], memory)
 
 
 def _new_file(nbytes: int) -> tuple[str, str]:
@@ -148,12 +149,72 @@ def _new_file(nbytes: int) -> tuple[str, str]:
     return path, ""
 
 
-def _map(path: str, first: int, own: int, nbytes: int) -> mmap.mmap:
+def _map(path: str, first: int, own: int, nbytes: int) -> Mapping:
     """Map a file, and claim this rank's own part of it."""
     fd = os.open(path, os.O_RDWR)
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, first, own)  # without it, touching a page that is not to be had is SIGBUS
-        return mmap.mmap(fd, nbytes)
+        return Mapping(fd, nbytes)
     finally:
         os.close(fd)
+
+
+_ADDRESSES = 1 << 46
+"""Bytes of address space that all arenas of a node may take."""
+
+
+def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
+    """Return memory for arrays that the ranks of a fabric, all on one node, share.
+
+    A sparse file in /dev/shm, for each rank as large as that could ever be, unlinked as soon as all have it.
+    """
+    assert isinstance(fabric, MpiFabric)
+    comm, rank, size = fabric.comm, fabric.rank, fabric.size
+    stride, path, cause = comm.bcast(_sparse_file(size) if rank == 0 else None, 0)
+    part: _OwnPart | None = None
+    if not cause:
+        try:
+            part = _OwnPart(path, rank * stride, size * stride)
+        except OSError as exc:
+            cause = f"{path}: {exc.strerror}"
+    causes = [text for text in comm.allgather(cause) if text]
+    if path and rank == 0:
+        os.unlink(path)
+    if causes or part is None:
+        return NoArena(causes[0])
+    starts = [part.memory.start + each * stride for each in range(size)]
+    return Arena(rank, starts, stride, part.claim, part.release, part.memory)
+
+
+def _sparse_file(size: int) -> tuple[int, str, str]:
+    """Return each rank's bytes in a new sparse file, and its path, or what is wrong."""
+    path, cause = _new_file(0)
+    if cause:
+        return 0, path, cause
+    system = os.statvfs(path)
+    stride = min(system.f_blocks * system.f_frsize, _ADDRESSES // size) // HUGE * HUGE
+    try:
+        os.truncate(path, size * stride)
+    except OSError as exc:
+        return 0, path, f"{path}: {exc.strerror}"
+    return stride, path, "" if stride else f"{path}: too small a file system"
+
+
+class _OwnPart:
+    """A file in memory, one part of which this rank gets memory for, and gives it back."""
+
+    def __init__(self, path: str, first: int, nbytes: int) -> None:
+        self._first = first
+        self._fd = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self._fd)
+        self.memory = Mapping(self._fd, nbytes)
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        """Put memory behind a part; without it, touching a page that is not to be had is SIGBUS."""
+        os.posix_fallocate(self._fd, self._first + offset, nbytes)
+        self.memory.enlarge(self._first + offset, nbytes)
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Give memory back; every rank's mapping loses it."""
+        self.memory.drop(self._first + offset, nbytes)

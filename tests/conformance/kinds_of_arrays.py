@@ -9,7 +9,7 @@ import pytest
 
 import pyhvd as hvd
 from tests.conformance.cases import Cases
-from tests.conformance.oracle import Array, inputs, reduced, rows, same
+from tests.conformance.oracle import BF16, Array, inputs, reduced, rows, same
 
 CASES = Cases()
 
@@ -189,3 +189,70 @@ def subclasses_of_ndarray() -> None:
     assert hvd.allreduce(mine, op=hvd.Max).tolist() == [[hvd.size() - 1] * 2] * 2
     assert hvd.broadcast_(mine, 0) is mine
     assert mine.tolist() == [[0, 0], [0, 0]]
+
+
+@CASES.add_each(("all", "first", "none", "changing"))
+def shared_memory(whose: str) -> None:
+    """Arrays of ``hvd.empty()`` on some ranks or on all: the same bits, again and again, and in groups."""
+    size, rank = hvd.size(), hvd.rank()
+    for turn in range(5):
+        for name, n in (("float32", 200_003), ("float16", 40_001), ("int64", 5), ("complex128", 9_000)):
+            shared = {"all": True, "first": rank == 0, "none": False, "changing": (turn + rank) % 3 == 0}[
+                whose
+            ]
+            parts = inputs(name, (n,), size)
+            group = []
+            for part in (parts[rank], parts[rank][: n // 2]):
+                array = hvd.empty(part.shape, part.dtype) if shared else np.empty_like(part)
+                array[...] = part
+                group.append(array)
+            single = group[0].copy() if not shared else hvd.empty_like(group[0])
+            single[...] = group[0]
+            want = reduced(hvd.Sum, parts)
+            assert hvd.allreduce_(single, name=f"{whose}.{name}", op=hvd.Sum) is single
+            same(single, want, f"{whose} {name}")
+            hvd.grouped_allreduce_(group, name=f"{whose}.{name}.group", op=hvd.Sum)
+            same(group[0], want, f"{whose} {name}, group")
+            same(group[1], reduced(hvd.Sum, [part[: n // 2] for part in parts]), f"{whose} {name}, group")
+            again = hvd.allreduce(single, name=f"{whose}.{name}.out", op=hvd.Sum)
+            same(again, reduced(hvd.Sum, [want] * size), f"{whose} {name}, out of place")
+            same(single, want, f"{whose} {name}, the input of that")
+
+
+@CASES.add()
+def shared_memory_with_factors() -> None:
+    """A factor before the reduction needs a copy, one behind it does not."""
+    for turn in range(3):
+        for before, behind in ((1.0, 0.5), (0.25, 1.0), (0.5, 2.0)):
+            array = hvd.empty((300, 50), np.float64)
+            array[...] = hvd.rank() + turn
+            hvd.allreduce_(
+                array, name=f"{before}.{behind}", op=hvd.Sum, prescale_factor=before, postscale_factor=behind
+            )
+            want = sum(before * (rank + turn) for rank in range(hvd.size())) * behind
+            assert (array == want).all()
+
+
+@CASES.add()
+def shared_memory_of_odd_shapes() -> None:
+    """Shapes as numpy takes them; an empty array; bfloat16."""
+    assert hvd.empty(3).shape == (3,)
+    assert hvd.empty((), np.int8).shape == ()
+    assert hvd.empty([2, 0, 3]).size == 0
+    assert hvd.empty((2, 2)).dtype == np.float32
+    half = hvd.empty((2, 3), BF16)
+    half[...] = 1
+    for _ in range(2):
+        hvd.allreduce_(half, name="half", op=hvd.Average)
+    assert half.astype(np.float32).tolist() == [[1.0] * 3] * 2
+    with pytest.raises(ValueError, match="negative"):
+        hvd.empty((-1,))
+    with pytest.raises(TypeError):
+        hvd.empty(2.5)  # type: ignore[arg-type]
+    with pytest.raises(hvd.UnsupportedDtypeError):
+        hvd.empty(2, "datetime64[s]")
+    fortran = hvd.empty((30, 40)).T
+    fortran[...] = hvd.rank()
+    for _ in range(2):
+        hvd.allreduce_(fortran, name="transposed", op=hvd.Max)
+    assert (fortran == hvd.size() - 1).all()

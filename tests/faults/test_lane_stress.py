@@ -35,6 +35,9 @@ CHUNK = _engine.FLAT
 SLOTS = 64
 COUNTS = (1, 3, 500, 4096, 9000, 2)
 GROUP = (7, 1200, 1)
+SHARED = (3, 4)
+"""Of COUNTS: arrays that every rank can reach, and that are reduced where they lie."""
+ARENA = 8 * sum(COUNTS[which] for which in SHARED)
 
 _fork = multiprocessing.get_context("fork")
 
@@ -44,7 +47,7 @@ class _Rank:
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
         whole = np.frombuffer(memory, np.uint8)
-        at = -(-whole.__array_interface__["data"][0] // 128) * 128
+        at = -(-_address(whole) // 128) * 128
         area = -(-_engine.area_bytes(CHUNK) // 128) * 128
         window = _engine.Window(rank, [at + q * area for q in range(size)], CHUNK)
         window.clear()
@@ -56,12 +59,19 @@ class _Rank:
         if rank == 0:
             self.lane.clear()
             self.lane.open_board(0, range(size))
-        self.lane.open_set(0, window)
+        arenas = [base + _lane.board_bytes(size, SLOTS) + q * ARENA for q in range(size)]
+        self.lane.know_arena(arenas[rank], ARENA)
+        self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
-            self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0)
+            self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window)
             if rank == 0:
                 self.lane.lend(0, slot, 1)
         self.values = [np.empty(n, np.int64) for n in (*COUNTS, *GROUP)]
+        first = arenas[rank] - at
+        for which in SHARED:
+            last = first + 8 * COUNTS[which]
+            self.values[which] = whole[at - _address(whole) :][first:last].view(np.int64)
+            first = last
         self.joined = False
         self.thread = threading.Thread(target=self._drive, daemon=True)
 
@@ -70,9 +80,13 @@ class _Rank:
             self.lane.doze(0.25)
 
 
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 def _requests() -> list[Request]:
     kind, options = RequestType.ALLREDUCE, dict[str, Any](dtype=Code.INT64, op=ReduceOp.SUM)
-    alone = [Request(kind, f"t{i}", shape=(n,), **options) for i, n in enumerate(COUNTS)]
+    alone = [Request(kind, f"t{i}", shape=(n,), window=i in SHARED, **options) for i, n in enumerate(COUNTS)]
     size = len(GROUP)
     group = [
         Request(kind, f"g_{i}of{size}", shape=(n,), group="g", group_size=size, **options)
@@ -137,7 +151,7 @@ def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
     area = -(-_engine.area_bytes(CHUNK) // 128) * 128
-    memory = mmap.mmap(-1, size * area + _lane.board_bytes(size, SLOTS) + 256)
+    memory = mmap.mmap(-1, size * area + _lane.board_bytes(size, SLOTS) + size * ARENA + 256)
     progress = [_fork.Value("q", 0) for _ in range(size)]
     meet = _fork.Barrier(size)
     ranks: list[BaseProcess] = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.context import current_slot
 from pyhvd.testing import run_ranks
 
 
@@ -252,3 +253,30 @@ def test_a_stalled_tensor_on_the_lane_is_reported(caplog: pytest.LogCaptureFixtu
     warnings = [r.getMessage() for r in caplog.records if "not submitted" in r.getMessage()]
     assert warnings
     assert all("'x' not submitted by rank 1" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("whose", "direct"), [("all", True), ("one", False), ("none", False)])
+def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: bool) -> None:
+    """What the ranks remember of a tensor says so, and follows when a rank's arrays change."""
+
+    def remembered() -> bool:
+        cache = current_slot().context.runtime._worker._caches[0]  # type: ignore[union-attr]
+        (response,) = cache.expand(1 << cache._by_name["t"])
+        return response.direct
+
+    def body() -> None:
+        shared = whose == "all" or (whose == "one" and hvd.rank() == 1)
+        array = hvd.empty(9000) if shared else np.empty(9000, np.float32)
+        other = np.empty(9000, np.float32)
+        for turn in range(12):
+            # In the middle rank 0 comes with another array for a while.
+            away = hvd.rank() == 0 and 4 <= turn < 8
+            mine = other if away else array
+            mine[:] = hvd.rank() + turn
+            hvd.allreduce_(mine, name="t", op=hvd.Sum)
+            assert (mine == sum(rank + turn for rank in range(hvd.size()))).all()
+            hvd.barrier()
+            assert remembered() == (direct and not 4 <= turn < 8)
+            hvd.barrier()
+
+    _on(3, body)

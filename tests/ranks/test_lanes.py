@@ -15,14 +15,27 @@ import pyhvd as hvd
 from pyhvd.context import current_slot, playing_rank
 from pyhvd.testing import run_ranks
 
-VERBS = ("allreduce", "allreduce_", "grouped", "allgather", "broadcast", "alltoall", "reducescatter")
+VERBS = (
+    "allreduce",
+    "allreduce_",
+    "grouped",
+    "grouped_",
+    "allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+)
 DTYPES = ("float32", "float64", "float16", "int32", "uint8", "complex64")
 OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a program; ``odd`` is the rank that submits another shape, or splits that are wrong."""
+    """One call of a program.
+
+    ``odd`` is the rank that submits another shape, or splits that are wrong; ``shared`` has a bit for each
+    rank whose arrays are of ``hvd.empty()``.
+    """
 
     verb: str
     dtype: str
@@ -33,6 +46,7 @@ class Step:
     odd: int
     in_half: bool
     name: int
+    shared: int
 
 
 steps = st.builds(
@@ -46,6 +60,7 @@ steps = st.builds(
     odd=st.sampled_from([-1, -1, -1, -1, 0, 1]),
     in_half=st.booleans(),
     name=st.integers(0, 3),
+    shared=st.sampled_from([0, 0, 1, 7, 15, 15]),
 )
 
 
@@ -53,7 +68,15 @@ def _input(step: Step, rank: int, index: int) -> Any:
     rng = np.random.default_rng([rank, index])
     shape = (step.rows + (rank == step.odd), step.columns)
     values = rng.integers(0, 50, shape) if step.dtype[0] in "iu" else rng.normal(size=shape)
-    return values.astype(step.dtype)
+    return _placed(values.astype(step.dtype), bool(step.shared >> rank & 1))
+
+
+def _placed(array: Any, shared: bool) -> Any:
+    if not shared:
+        return array
+    placed = hvd.empty_like(array)
+    placed[...] = array
+    return placed
 
 
 def _call(step: Step, tensor: Any, process_set: hvd.ProcessSet) -> Any:
@@ -66,6 +89,10 @@ def _call(step: Step, tensor: Any, process_set: hvd.ProcessSet) -> Any:
     }
     if step.verb == "grouped":
         return hvd.grouped_allreduce([tensor, tensor[:1], tensor * 2], **scaled)
+    if step.verb == "grouped_":
+        shared = bool(step.shared >> hvd.rank() & 1)
+        group = [tensor, *(_placed(part, shared) for part in (tensor[:1], tensor * 2))]
+        return hvd.grouped_allreduce_(group, **scaled)
     if step.verb in ("allreduce", "allreduce_"):
         return getattr(hvd, step.verb)(tensor, **scaled)
     if step.verb == "reducescatter":

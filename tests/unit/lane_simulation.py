@@ -161,7 +161,9 @@ class FakeLane:
             for key in [key for key in table if key[0] == set_id]:
                 del table[key]
 
-    def install(self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float) -> None:
+    def install(
+        self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float, direct: bool
+    ) -> None:
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
         if before is not None and before[:2] == (request, slot):
@@ -254,7 +256,7 @@ class LaneNetwork(Network):
         self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
         self.queues = [FakeQueue() for _ in range(size)]
         self.halves = [
-            FastLane(cast(Any, self.lanes[r]), self.ranks[r].worker, cast(Any, self.queues[r]), _terms)
+            FastLane(cast(Any, self.lanes[r]), self.ranks[r].worker, cast(Any, self.queues[r]), _terms, None)
             for r in range(size)
         ]
         for set_id, ranks in enumerate([tuple(range(size)), *sets]):

@@ -27,6 +27,8 @@ OTHERS = (
     "ProcessSet",
     "ReduceOp",
     "__version__",
+    "empty",
+    "empty_like",
     "global_process_set",
 )
 TOPOLOGY = (
