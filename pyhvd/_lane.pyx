@@ -259,7 +259,7 @@ cdef class Lane(BoardEnd):
         self.arena_to = <int64_t>(start + nbytes)
 
     def open_set(self, int set_id, Window window, arenas):
-        """Let a process set's allreduces go this way, through its window; its ranks' ``arenas`` begin there."""
+        """Let a process set's allreduces go through its window; there its ranks' ``arenas`` begin."""
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_lane_open(&self.c, <uint32_t>set_id, &window.window):
