@@ -53,6 +53,21 @@ def _log_level(text: str) -> str:
     return word
 
 
+_CHECKS = ("results", "finite")
+
+
+def _checks(text: str) -> str:
+    word = text.strip().lower()
+    if word in _FALSE or word == "off":
+        return "off"
+    if word in _TRUE:
+        return "results"
+    asked = {part.strip() for part in word.split(",")}
+    if not asked <= set(_CHECKS):
+        raise ValueError("expected 0, 1, results, finite or results,finite")
+    return ",".join(check for check in _CHECKS if check in asked)
+
+
 def _mpi_only(text: str) -> str:
     word = text.strip().lower()
     if word != "mpi":
@@ -110,6 +125,12 @@ class Config:
     )
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
+    )
+    check: str = _knob(
+        "off",
+        "CHECK",
+        _checks,
+        "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
     )
     log_level: str = _knob(
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
@@ -176,7 +197,14 @@ class Config:
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = ("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+SHARED = (
+    "fast_lane",
+    "fusion_threshold",
+    "cache_capacity",
+    "check",
+    "disable_group_fusion",
+    "dynamic_process_sets",
+)
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (
