@@ -20,7 +20,7 @@ from pyhvd.errors import ConfigError
 _PREFIXES = ("PYHVD_", "HOROVOD_")
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off", ""))
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 def _bool(text: str) -> bool:
@@ -48,8 +48,8 @@ def _duration(text: str) -> float:
 
 def _log_level(text: str) -> str:
     word = text.strip().lower()
-    if word not in _LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
+    if word not in LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
     return word
 
 
@@ -133,7 +133,7 @@ class Config:
         "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
     )
     log_level: str = _knob(
-        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
+        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}"
     )
     log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
     controller: str = _knob("mpi", "CONTROLLER", _mpi_only, "who carries the negotiation; only 'mpi'")

@@ -223,9 +223,13 @@ class _ThreadSlot(threading.local):
 
 
 class Slot:
-    """A place for a context: the process's own, or that of a thread that plays a rank."""
+    """A place for a context: the process's own, or that of a thread that plays a rank.
+
+    ``rank`` is known from the moment on in which ``init()`` knows it, for log records.
+    """
 
     def __init__(self) -> None:
+        self.rank: int | None = None
         self.context: Context | None = None
         self.lock = threading.Lock()
         self.make_world: Callable[[], World] | None = None
