@@ -220,6 +220,12 @@ _NOT_YET = (
 )
 
 
+def known_variables() -> set[str]:
+    """Return the variables that are read, or known from Horovod, under both prefixes."""
+    suffixes = {knob.metadata["suffix"] for knob in dataclasses.fields(Config)} | set(_NOT_YET)
+    return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}
+
+
 def _parse(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)

@@ -38,6 +38,7 @@ class Options:
     prefix_output: bool = False
     prefix_timestamp: bool = False
     settings: dict[str, str] = field(default_factory=dict)
+    check_build: bool = False
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -64,6 +65,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
     parser = _parser()
     own, program = _split(list(arguments), parser)
     known = parser.parse_args(own)
+    if known.check_build:
+        return Options(program=[], verbose=known.verbose, check_build=True)
     if not program:
         parser.error("no script: give a script, -m module or -c code")
     if program[0] == "-":
@@ -104,7 +107,8 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
             return arguments[:at], arguments[at + 1 :]
         if word in ("-m", "-c", "-") or not word.startswith("-"):
             break
-        if word[:2] in ("-m", "-c") and not word.startswith("--"):  # -mmodule, as python takes it
+        joined = word[:2] in ("-m", "-c") and not word.startswith("--") and word != "-cb"
+        if joined:  # -mmodule, as python takes it
             return arguments[:at], [word[:2], word[2:], *arguments[at + 1 :]]
         at += 2 if word in takes_value else 1
     return arguments[:at], arguments[at:]
@@ -120,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"pyhvd {__version__}")
+    parser.add_argument(
+        "-cb",
+        "--check-build",
+        action="store_true",
+        help="show the frameworks, controllers and operations that there are, and end; --verbose: why",
+    )
     parser.add_argument("-n", "-np", "--num-proc", type=_positive_int, metavar="N", help="number of ranks")
     parser.add_argument("--verbose", action="store_true", help="show the mpiexec command and what was chosen")
     parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="further arguments for mpiexec")
