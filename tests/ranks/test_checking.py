@@ -212,7 +212,7 @@ def test_unchecked_jobs_do_nothing_of_it() -> None:
     assert run_ranks(2, body, timeout=30, knobs={"fast_lane": True, **CHECKED}) == [(False, True)] * 2
 
 
-# -- finite ----------------------------------------------------------------------------------------------
+# -- finite ---------------------------------------------------------------------------
 
 
 def _warnings(body: Callable[[], None], caplog: pytest.LogCaptureFixture) -> list[str]:

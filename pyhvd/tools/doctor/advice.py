@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
-from pyhvd.topology import cuda_built
 from pyhvd.validation import describe_ranks
 
 MIB = 1 << 20
@@ -28,6 +28,13 @@ CLOCK_SKEW_S = 1.0
 SLOW_LATENCY_S = {"shared memory": 200e-6, "MPI": 10e-3}
 SLOW_SHARE = 0.02
 """An allreduce that moves its tensor at less than this share of the rate of a plain copy is slow."""
+
+
+_WITHOUT_COUNTERPART = re.compile(
+    "ALLOW_MIXED_GPU|BATCH_D2D|BUILD_|CCL_|CROSS_|CUDA_|DISABLE_NVTX|ELASTIC|ENABLE_|GLOO_|GPU|HOSTNAME|LOCAL_"
+    "|NCCL_|NUM_NCCL|NVTX_|RANK$|ROCM_|SIZE$|SPARK_|WITH_|WITHOUT_"
+)
+"""Horovod's variables that are no misspelling of one of pyhvd's, however near they come to one."""
 
 
 class Level(enum.StrEnum):
@@ -111,7 +118,7 @@ def rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-# -- one host ------------------------------------------------------------------------------------------
+# -- one host ---------------------------------------------------------------------------
 
 
 def check_extensions(case: Case) -> Findings:
@@ -223,7 +230,7 @@ def check_memory(case: Case) -> Findings:
 
 def check_gpus(case: Case) -> Findings:
     """GPUs are there, and are used."""
-    if case.facts.gpus and not cuda_built():
+    if case.facts.gpus and not case.facts.carries_cuda:
         yield note(
             "GPUs",
             f"{len(case.facts.gpus)} found, but this version of pyhvd carries host arrays only: copy"
@@ -236,8 +243,10 @@ def check_variables(case: Case) -> Findings:
     known = known_variables()
     suffixes = sorted({name.partition("_")[2] for name in known})
     for name in case.facts.variables:
-        if name not in known:
-            prefix, _, suffix = name.partition("_")
+        prefix, _, suffix = name.partition("_")
+        if prefix == "HOROVOD" and _WITHOUT_COUNTERPART.match(suffix):
+            yield note("environment", f"pyhvd has nothing that {name} would set, and ignores it")
+        elif name not in known:
             near = difflib.get_close_matches(suffix, suffixes, n=1, cutoff=0.75)
             hint = f": did you mean {prefix}_{near[0]}?" if near else ""
             yield note("environment", f"pyhvd does not know {name}, and ignores it{hint}")
@@ -268,7 +277,7 @@ def check_limits(case: Case) -> Findings:
         )
 
 
-# -- the trial -----------------------------------------------------------------------------------------
+# -- the trial ---------------------------------------------------------------------------
 
 
 def check_end(case: Case) -> Findings:

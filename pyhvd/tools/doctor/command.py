@@ -20,6 +20,7 @@ from pyhvd.tools.doctor.screen import Report, show
 from pyhvd.tools.doctor.trial import try_out
 from pyhvd.tools.doctor.trial_facts import Trial
 
+_PROBE_S = 20.0
 _EXAMPLES = """\
 examples:
   python -m pyhvd doctor                         this host, and a trial of 2 ranks on it
@@ -71,7 +72,7 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
         type=_seconds,
         default=60.0,
         metavar="S",
-        help="give the trial up after S seconds (default: 60)",
+        help="give MPI, and then the trial, up after S seconds (default: 60; MPI by itself: 20 at most)",
     )
     options = parser.parse_args(argv)
     if under_mpiexec and options.num_proc is not None:
@@ -95,15 +96,16 @@ def _seconds(text: str) -> float:
     return value
 
 
-# -- outside an mpiexec ------------------------------------------------------------------------------------
+# -- outside an mpiexec ---------------------------------------------------------------------------
 
 
 def _from_outside(options: argparse.Namespace) -> Report:
     with _progress() as say:
         say("looking around")
-        facts = gather()
+        facts = gather(timeout=min(options.timeout, _PROBE_S))
         trial = None
-        if not options.no_run and not facts.mpi.error and facts.mpiexec:
+        sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
+        if sound and not options.no_run:
             trial = try_out(options.num_proc, options.timeout, say)
     return Report([facts], {facts.host: examine(Case(facts, options.num_proc, trial))}, trial)
 
@@ -129,12 +131,12 @@ def _progress() -> Iterator[_Progress]:
         progress("")
 
 
-# -- as a rank -----------------------------------------------------------------------------------------------
+# -- as a rank ---------------------------------------------------------------------------
 
 
 def _as_rank(place: Place, timeout: float) -> Report | None:
     """Take part with the ranks that mpiexec has started; return the report on rank 0."""
-    facts = gather() if place.local_rank == 0 else None
+    facts = gather(timeout=min(timeout, _PROBE_S)) if place.local_rank == 0 else None
     with _watchdog(place, timeout) as watchdog:
         from pyhvd.tools.doctor.ranks import measure
 

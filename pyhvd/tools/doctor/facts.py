@@ -110,6 +110,7 @@ class Facts:
     folder: str = ""
     extensions: dict[str, str] = field(default_factory=lambda: dict.fromkeys(EXTENSIONS, ""))
     float16: str = ""
+    carries_cuda: bool = False
     mpi: MpiFacts = field(default_factory=MpiFacts)
     mpiexec: str = ""
     mpiexec_error: str = ""
@@ -124,11 +125,20 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
 
 
-def gather(environ: Mapping[str, str] = os.environ) -> Facts:
-    """Look around; takes a few seconds at most, however broken the host is (MPI gets 20 s)."""
-    mpi = probe_mpi()
+def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Facts:
+    """Look around.
+
+    Parameters
+    ----------
+    environ : mapping of str to str
+        Where variables are read.
+    timeout : float
+        Seconds that MPI gets to say what it is; all else takes a few seconds at most.
+    """
+    mpi = probe_mpi(timeout)
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
+    broken = any(extensions.values())  # then much of pyhvd cannot be imported
     return Facts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -139,12 +149,13 @@ def gather(environ: Mapping[str, str] = os.environ) -> Facts:
         gil=getattr(sys, "_is_gil_enabled", lambda: True)(),
         folder=str(Path(pyhvd.__file__).parent),
         extensions=extensions,
-        float16=_float16() if not extensions["_fusion"] else "",
+        float16=_float16() if not broken else "",
+        carries_cuda=_carries_cuda() if not broken else False,
         mpi=mpi,
         mpiexec=mpiexec,
         mpiexec_error=mpiexec_error,
         shared=shared_memory(),
-        shared_per_rank=_window_bytes() if not any(extensions.values()) else 0,
+        shared_per_rank=_window_bytes() if not broken else 0,
         cores=_cores(),
         memory=_memory(),
         gpus=_gpus(),
@@ -228,6 +239,12 @@ def _float16() -> str:
     from pyhvd import _fusion
 
     return _fusion.isa()
+
+
+def _carries_cuda() -> bool:
+    from pyhvd.topology import cuda_built
+
+    return cuda_built()
 
 
 def _window_bytes() -> int:

@@ -129,13 +129,13 @@ def plain(report: Report, width: int = WIDTH) -> str:
         for row in rows:
             head = f"  {row.verdict:<7}  {row.about:<{wide}}  "
             indent = " " * len(head)
-            lines.append(textwrap.fill(row.value, width, initial_indent=head, subsequent_indent=indent))
+            lines.append(_fill(row.value, width, head, indent))
         lines.append("")
     for host, findings in report.findings.items():
         for finding in findings:
             where = f" on {host}" if len(report.hosts) > 1 else ""
             head = f"{finding.level.upper()} ({finding.about}{where}): "
-            lines += [textwrap.fill(finding.text, width, initial_indent=head, subsequent_indent="    "), ""]
+            lines += [_fill(finding.text, width, head, "    "), ""]
     return "\n".join([*lines, _sum(report)])
 
 
@@ -180,6 +180,18 @@ def _sum(report: Report) -> str:
         return "All is well." if report.trial is not None else "All is well, as far as no trial can tell."
     counts = f"{problems} problem" + "s" * (problems != 1), f"{notes} note" + "s" * (notes != 1)
     return ", ".join(counts) + "."
+
+
+def _fill(text: str, width: int, head: str, indent: str) -> str:
+    """Wrap at spaces alone, so that what is to be typed stays whole."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _ring(found: TrialFacts) -> str:

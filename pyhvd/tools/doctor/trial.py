@@ -87,9 +87,14 @@ def _wait(job: subprocess.Popen[bytes], until: float, folder: Path, progress: Ca
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """End a job that still runs: the launcher takes its ranks with it, even if it is killed itself."""
+    """End a job that still runs: the launcher takes its ranks with it, even if it is killed itself.
+
+    What it may have started before there were ranks is of its process group.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             job.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 job.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
