@@ -14,6 +14,8 @@ from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, Rin
 
 MIB, GIB = 1 << 20, 1 << 30
 
+CORES = list(range(8))
+
 GOOD = Facts(
     host="node1",
     system="Linux 6.1 x86_64",
@@ -34,7 +36,7 @@ GOOD = Facts(
     limits=Limits(4096, None),
 )
 FOUND = TrialFacts(
-    ranks=[RankFacts(0, "node1", 11, 8), RankFacts(1, "node1", 12, 8)],
+    ranks=[RankFacts(0, "node1", 11, CORES), RankFacts(1, "node1", 12, CORES)],
     ring=RingFacts([1, 65536], []),
     clocks=[ClockFacts(1, 0.0, 1e-6)],
     lanes=[LaneFacts("MPI", 300e-6, 64 * MIB, 0.02), LaneFacts("shared memory", 2e-6, 64 * MIB, 0.01)],

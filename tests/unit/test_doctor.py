@@ -136,13 +136,14 @@ node1
   ok       GPUs           none found
   ok       limits         4096 open files, unlimited of locked memory
   ok       packages       rich 15.0
-  ok       not there      torch (pip install "pyhvd[torch]")
+  ok       not there      torch (extra torch)
   ok       scheduler      none
   ok       environment    nothing of pyhvd's is set
 
 trial
 
   ok       trial      2 ranks on node1, 1.5 s
+  ok       binding    each rank may run on 8 cores of its host
   problem  ring       1 B, 64 KiB passed on from rank to rank: 1 payloads arrived damaged
   ok       clocks     rank 1 is 0 ns ahead of rank 0, +/- 1 us: the most
   ok       latency    300 us for an allreduce of 4 bytes over MPI

@@ -211,6 +211,15 @@ TRIALS: list[tuple[Trial, tuple[str, str, str]]] = [
         ),
     ),
     (
+        trial_with(ranks=[RankFacts(0, "node1", 11, [3]), RankFacts(1, "node1", 12, [3])]),
+        (
+            "note",
+            "binding",
+            "2 ranks on node1 are bound to 1 of its 8 cores between them: leave the binding to the system"
+            " (--bind-to none), or give each rank cores of its own (--bind-to core)",
+        ),
+    ),
+    (
         trial_with(clocks=[ClockFacts(1, -3.5, 0.001)]),
         (
             "note",
@@ -269,7 +278,7 @@ def test_a_clock_is_not_blamed_for_what_may_be_the_network() -> None:
 
 
 def test_several_hosts_have_no_fast_lane_to_miss() -> None:
-    ranks = [FOUND.ranks[0], RankFacts(1, "node2", 12, 8)]
+    ranks = [FOUND.ranks[0], RankFacts(1, "node2", 12, [0])]
     assert found(trial=trial_with(ranks=ranks, lanes=[FOUND.lanes[0]])) == []
 
 

@@ -294,6 +294,19 @@ def check_end(case: Case) -> Findings:
     yield problem("trial", f"{trial.error}. When it ended: {'; '.join(parts)}")
 
 
+def check_binding(case: Case) -> Findings:
+    """Ranks are not bound to the same few cores while others idle."""
+    here = [each for each in case.found.ranks if each.host == case.facts.host] if case.found else []
+    cores = {core for each in here for core in each.cores}
+    if len(cores) < min(len(here), case.facts.cores.host):
+        yield note(
+            "binding",
+            f"{len(here)} ranks on {case.facts.host} are bound to {len(cores)} of its"
+            f" {case.facts.cores.host} cores between them: leave the binding to the system (--bind-to none),"
+            " or give each rank cores of its own (--bind-to core)",
+        )
+
+
 def check_ring(case: Case) -> Findings:
     """What went round the ring came back as it was."""
     if (found := case.found) is None:
@@ -386,6 +399,7 @@ CHECKS: Sequence[Callable[[Case], Findings]] = (
     check_variables,
     check_limits,
     check_end,
+    check_binding,
     check_ring,
     check_clocks,
     check_fast_lane,

@@ -68,7 +68,7 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
 
     comm = MPI.COMM_WORLD
     say("gathering who is where")
-    ranks = comm.allgather(RankFacts(comm.Get_rank(), socket.gethostname(), os.getpid(), _count_cores()))
+    ranks = comm.allgather(RankFacts(comm.Get_rank(), socket.gethostname(), os.getpid(), _cores()))
     say("ring test")
     ring = go_round(comm, RING_SIZES)
     say("clock test")
@@ -151,8 +151,10 @@ def offset_of(rank: int, samples: list[tuple[float, float, float]]) -> ClockFact
     return ClockFacts(rank, there - (before + after) / 2, (after - before) / 2)
 
 
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _copy_rate(comm: MPI.Intracomm) -> float:

