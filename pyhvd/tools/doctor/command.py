@@ -183,10 +183,10 @@ def _watchdog(place: Place, timeout: float) -> Iterator[_Watchdog]:
     timer = threading.Timer(timeout, watchdog.bite)
     timer.daemon = True
     timer.start()
-    # A thread of Python's needs the GIL, which a hung MPI_Init may hold; this one does not.
+    # A thread of Python's needs the GIL, which a hung MPI_Init may hold; this one does not. It stays, as
+    # MPI_Finalize, at the interpreter's exit, may hang too.
     faulthandler.dump_traceback_later(timeout + 5, exit=True)
     try:
         yield watchdog
     finally:
         timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
