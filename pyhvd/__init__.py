@@ -28,8 +28,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "config": ("Config",),
     "dtypes": ("ReduceOp",),
     "errors": (
-        *("ConfigError", "DuplicateNameError", "HorovodInternalError", "HorovodVersionMismatchError"),
+        *("ConfigError", "CorruptionError", "DuplicateNameError", "HorovodInternalError"),
         *(
+            "HorovodVersionMismatchError",
             "HostsUpdatedInterrupt",
             "InternalError",
             "MismatchError",

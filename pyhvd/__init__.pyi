@@ -106,6 +106,9 @@ from pyhvd.errors import (
     ConfigError as ConfigError,
 )
 from pyhvd.errors import (
+    CorruptionError as CorruptionError,
+)
+from pyhvd.errors import (
     DuplicateNameError as DuplicateNameError,
 )
 from pyhvd.errors import (

@@ -20,7 +20,7 @@ from pyhvd.errors import ConfigError
 _PREFIXES = ("PYHVD_", "HOROVOD_")
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off", ""))
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 def _bool(text: str) -> bool:
@@ -48,9 +48,24 @@ def _duration(text: str) -> float:
 
 def _log_level(text: str) -> str:
     word = text.strip().lower()
-    if word not in _LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(_LOG_LEVELS)}")
+    if word not in LOG_LEVELS:
+        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
     return word
+
+
+_CHECKS = ("results", "finite")
+
+
+def _checks(text: str) -> str:
+    word = text.strip().lower()
+    if word in _FALSE or word == "off":
+        return "off"
+    if word in _TRUE:
+        return "results"
+    asked = {part.strip() for part in word.split(",")}
+    if not asked <= set(_CHECKS):
+        raise ValueError("expected 0, 1, results, finite or results,finite")
+    return ",".join(check for check in _CHECKS if check in asked)
 
 
 def _mpi_only(text: str) -> str:
@@ -111,8 +126,14 @@ class Config:
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
+    check: str = _knob(
+        "off",
+        "CHECK",
+        _checks,
+        "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
+    )
     log_level: str = _knob(
-        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
+        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}"
     )
     log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
     controller: str = _knob("mpi", "CONTROLLER", _mpi_only, "who carries the negotiation; only 'mpi'")
@@ -176,7 +197,14 @@ class Config:
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = ("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+SHARED = (
+    "fast_lane",
+    "fusion_threshold",
+    "cache_capacity",
+    "check",
+    "disable_group_fusion",
+    "dynamic_process_sets",
+)
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (
@@ -190,6 +218,12 @@ _NOT_YET = (
     "TIMELINE_MARK_CYCLES",
     "TORUS_ALLREDUCE",
 )
+
+
+def known_variables() -> set[str]:
+    """Return the variables that are read, or known from Horovod, under both prefixes."""
+    suffixes = {knob.metadata["suffix"] for knob in dataclasses.fields(Config)} | set(_NOT_YET)
+    return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}
 
 
 def _parse(variable: str, text: str, parse: Callable[[str], Any]) -> Any:

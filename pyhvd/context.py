@@ -98,7 +98,11 @@ class Context:
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and self.topology.rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
-        self.lane = open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
+        # What is agreed on the board passes by the checks, so while they are on, nothing is.
+        checked = self.config.check != "off"
+        self.lane = (
+            None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
+        )
         self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
         self.warned_of_memory = False
         self.joined = False
@@ -223,9 +227,13 @@ class _ThreadSlot(threading.local):
 
 
 class Slot:
-    """A place for a context: the process's own, or that of a thread that plays a rank."""
+    """A place for a context: the process's own, or that of a thread that plays a rank.
+
+    ``rank`` is known from the moment on in which ``init()`` knows it, for log records.
+    """
 
     def __init__(self) -> None:
+        self.rank: int | None = None
         self.context: Context | None = None
         self.lock = threading.Lock()
         self.make_world: Callable[[], World] | None = None

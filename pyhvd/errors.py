@@ -2,14 +2,15 @@
 
 Four kinds, told apart by type: you misused the API (``ValueError`` family), the ranks disagree
 (:class:`MismatchError`), the world broke (:class:`RankFailedError`, :class:`ShutDownError`,
-:class:`TransportError`, :class:`StallError`), or pyhvd itself is wrong (:class:`InternalError`).
+:class:`TransportError`, :class:`StallError`, :class:`CorruptionError`), or pyhvd itself is wrong
+(:class:`InternalError`).
 Everything that ends a collective derives from :class:`HorovodInternalError`, which is what Horovod's
 users catch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class HorovodInternalError(RuntimeError):
@@ -46,6 +47,32 @@ class MismatchError(HorovodInternalError):
     def __init__(self, message: str, name: str = "", per_rank: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
         self.name = name
+        self.per_rank: dict[int, str] = dict(per_rank or {})
+
+
+class CorruptionError(HorovodInternalError):
+    """The ranks have different results of one collective (found with PYHVD_CHECK=1).
+
+    Attributes
+    ----------
+    name : str
+        The tensor.
+    ranks : list of int
+        The global ranks that differ from the majority; all, where there is none.
+    per_rank : dict of int to str
+        The first element that differs, as each rank has it, by global rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        name: str = "",
+        ranks: Sequence[int] = (),
+        per_rank: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.name = name
+        self.ranks = list(ranks)
         self.per_rank: dict[int, str] = dict(per_rank or {})
 
 

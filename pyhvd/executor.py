@@ -7,6 +7,7 @@ about. A rank that has joined has no entries, and takes part with neutral elemen
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -14,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.arrays import Array, TensorView, flat_bytes
+from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.host import rows_of
+from pyhvd.checking import Checker
 from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
 from pyhvd.errors import (
+    CorruptionError,
     HorovodInternalError,
     InternalError,
     MismatchError,
@@ -31,6 +35,7 @@ from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.validation import describe_ranks, verb
 
 Entries = list[TensorEntry | None]
+Views = Sequence[TensorView | None]
 
 
 def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
@@ -61,6 +66,8 @@ class Executor:
         Returns the backend of a new set, from its fabric; collective over the set.
     lane : FastLane or None
         Told of sets that come and go.
+    checker : Checker or None
+        Looks at what is reduced, and at every result, before it is handed back.
     """
 
     def __init__(
@@ -71,7 +78,9 @@ class Executor:
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
         lane: FastLane | None = None,
+        checker: Checker | None = None,
     ) -> None:
+        self._checker = checker
         self._rank = rank
         self._queue = queue
         self._backends = backends
@@ -121,24 +130,30 @@ class Executor:
     # -- reductions ----------------------------------------------------------------------------------
 
     def _allreduce(self, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
         backend = self._backends[batch[0].process_set]
+        self._look_at_inputs(batch, entries)
+        self._reduce(backend, batch, _sources(entries), _targets(entries))
+        self._deliver_targets(batch, entries)
+
+    @staticmethod
+    def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
+        request = batch[0].request
         op, postscale = kernel_terms(request, backend.size)
         backend.allreduce(
-            _sources(entries),
-            _targets(entries),
+            sources,
+            targets,
             [math.prod(r.request.shape) for r in batch],
             BY_CODE[request.dtype],
             op,
             request.prescale,
             postscale,
         )
-        _deliver_targets(entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
         request = batch[0].request
         backend = self._backends[batch[0].process_set]
         op, postscale = kernel_terms(request, backend.size)
+        self._look_at_inputs(batch, entries)
         backend.reducescatter(
             _sources(entries),
             _targets(entries),
@@ -148,7 +163,15 @@ class Executor:
             request.prescale,
             postscale,
         )
-        _deliver_targets(entries)
+        whole: list[Bytes | None] | None = None
+        if self._checker is not None and self._checker.results:
+            firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
+
+            def reduce(outputs: Views) -> None:
+                self._reduce(backend, batch, _sources(entries), outputs)
+
+            whole = self._checker.whole(batch, _targets(entries), firsts, reduce)
+        self._deliver_targets(batch, entries, whole)
 
     # -- outputs whose size only the response tells ----------------------------------------------------
 
@@ -162,9 +185,10 @@ class Executor:
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
-        for entry, output in zip(entries, outputs, strict=True):
+        errors = self._compare(batch, [flat_bytes(out) for out in outputs])
+        for entry, output, error in zip(entries, outputs, errors, strict=True):
             if entry is not None:
-                entry.done(output, None)
+                entry.done(None if error else output, error)
 
     def _alltoall(self, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
@@ -176,12 +200,14 @@ class Executor:
         if outputs is None:
             return
         row = math.prod(entry.source.shape[1:]) * entry.source.info.itemsize
-        backend.alltoall(
-            entry.source.bytes,
-            [n * row for n in entry.splits],
-            flat_bytes(outputs[0]),
-            [n * row for n in received],
-        )
+        counts = [n * row for n in entry.splits], [n * row for n in received]
+        backend.alltoall(entry.source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
+        if self._checker is not None and self._checker.results:
+            sent, arrived = _blocks(entry.source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
+            members = self._sets[response.process_set]
+            if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
+                entry.done(None, error)
+                return
         few = max(received) <= np.iinfo(np.int32).max
         entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
 
@@ -221,11 +247,48 @@ class Executor:
         if entry is None or entry.target is None or entry.source is None:
             nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
             backend.broadcast(np.empty(nbytes, np.uint8), root)
+            self._compare(batch, [None])
             return
         if backend.rank == root and entry.source is not entry.target:
             entry.target.bytes[:] = entry.source.bytes
         backend.broadcast(entry.target.bytes, root)
-        _deliver_targets(entries)
+        self._deliver_targets(batch, entries)
+
+    # -- checks, and handing results back ----------------------------------------------------------------
+
+    def _look_at_inputs(self, batch: list[Response], entries: Entries) -> None:
+        if self._checker is not None:
+            set_id = batch[0].process_set
+            fabric = self._backends[set_id].fabric
+            self._checker.look_at_inputs(batch, _sources(entries), fabric, self._sets[set_id])
+
+    def _compare(
+        self, batch: list[Response], results: Sequence[Bytes | None]
+    ) -> Sequence[CorruptionError | None]:
+        if self._checker is None or not self._checker.results:
+            return [None] * len(batch)
+        set_id = batch[0].process_set
+        return self._checker.compare(batch, results, self._backends[set_id].fabric, self._sets[set_id])
+
+    def _deliver_targets(
+        self, batch: list[Response], entries: Entries, results: Sequence[Bytes | None] | None = None
+    ) -> None:
+        """Hand targets back, once they have passed the checks; ``results`` is compared in their stead."""
+        errors: Sequence[CorruptionError | None] = [None] * len(batch)
+        if self._checker is not None:
+            targets = _targets(entries)
+            self._checker.look_at_results(batch, targets, self._backends[batch[0].process_set].fabric)
+            own = [target.bytes if target is not None else None for target in targets]
+            errors = self._compare(batch, own if results is None else results)
+        for entry, error in zip(entries, errors, strict=True):
+            if entry is None or entry.target is None:
+                continue
+            try:
+                entry.target.copy_home()
+            except ValueError as exc:  # the caller's array has become read-only meanwhile
+                entry.done(None, exc)
+                continue
+            entry.done(None if error else entry.target.array, error)
 
     # -- no tensors ------------------------------------------------------------------------------------
 
@@ -286,15 +349,10 @@ def _targets(entries: Entries) -> list[TensorView | None]:
     return [entry.target if entry is not None else None for entry in entries]
 
 
-def _deliver_targets(entries: Entries) -> None:
-    for entry in entries:
-        if entry is not None and entry.target is not None:
-            try:
-                entry.target.copy_home()
-            except ValueError as exc:  # the caller's array has become read-only meanwhile
-                entry.done(None, exc)
-                continue
-            entry.done(entry.target.array, None)
+def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    """Cut a buffer into what belongs to each rank."""
+    ends = list(itertools.accumulate(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyhvd import context, logs, process_sets
+from pyhvd._version import __version__
 from pyhvd.call import Call
 from pyhvd.config import Config
 from pyhvd.context import Context, Slot, StaticSet
@@ -65,6 +68,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
     config, notices, error = _read_config(slot, sets)
     world = slot.make_world() if slot.make_world is not None else _mpi_world(comm, config)
+    logs.set_up(config)
+    slot.rank = world.topology.rank
     given: list[Any] = []
     prepared: list[StaticSet] = []
     try:
@@ -75,17 +80,29 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
     try:
         active = Context(world, config, prepared, "" if error is None else f"{type(error).__name__}: {error}")
     except ValueError as exc:
+        slot.rank = None
         world.fabric.close()
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])
     slot.context = active
-    if slot.make_world is None:
-        logs.set_up(config, active.topology.rank)
     for notice in notices if active.topology.rank == 0 else ():
         _log.warning("%s", notice)
     for notice in active.notices:
         _log.warning("%s", notice)
+    _say_hello(active)
+
+
+def _say_hello(active: Context) -> None:
+    place = active.topology
+    _log.info(
+        "pyhvd %s is up: %d ranks, %d of them on this node; the fast lane is %s",
+        __version__,
+        place.size,
+        place.local_size,
+        "off" if active.lane is None else "on",
+    )
+    _log.debug("rank %d is process %d on host %s", place.rank, os.getpid(), socket.gethostname())
 
 
 def _read_config(
@@ -151,6 +168,7 @@ def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()
     active.shutdown(cause, how)  # if this is interrupted, it can be called again
     process_sets.forget(active)
     slot.context = None
+    slot.rank = None
 
 
 def _at_exit() -> None:

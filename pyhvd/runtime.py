@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from pyhvd._lane import Lane
 from pyhvd.arena import Arena
 from pyhvd.backends.base import Backend, Fabric
+from pyhvd.checking import Checker
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.errors import (
@@ -109,7 +110,13 @@ class Runtime:
             unannounced=lane is not None,
         )
         self._executor = Executor(
-            control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane
+            control.rank,
+            self._queue,
+            backends,
+            self._worker.sets,
+            make_backend,
+            self._lane,
+            Checker(config.check) if config.check != "off" else None,
         )
         self._goodbyes = 0
         self._outgoing: ResponseList | None = None

@@ -12,6 +12,10 @@ def main() -> int:
     """Run the command line in ``sys.argv``; return the exit code."""
     place = find_place()
     options = parse(sys.argv[1:], under_mpiexec=place is not None)
+    if options.check_build:
+        from pyhvd.run.build import check_build
+
+        return check_build(options.verbose) if place is None or place.rank == 0 else 0
     if place is not None:
         from pyhvd.run.worker import run_rank
 

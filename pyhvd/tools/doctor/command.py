@@ -1,0 +1,192 @@
+"""The command itself: its options, where it runs (outside an mpiexec, or as ranks of one), how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from pyhvd.run.world import Place, find_place
+from pyhvd.tools.doctor.advice import Case, examine
+from pyhvd.tools.doctor.facts import Facts, gather
+from pyhvd.tools.doctor.screen import Report, show
+from pyhvd.tools.doctor.trial import try_out
+from pyhvd.tools.doctor.trial_facts import Trial
+
+_PROBE_S = 20.0
+_EXAMPLES = """\
+examples:
+  python -m pyhvd doctor                         this host, and a trial of 2 ranks on it
+  python -m pyhvd doctor -np 8                   ... of as many as you mean to run
+  python -m pyhvd doctor --no-run                facts only, no ranks
+  python -m pyhvd doctor --json > report.json    for a bug report
+  mpiexec -n 16 -ppn 8 python -m pyhvd doctor    the very ranks and hosts of a job
+
+exit code: 0 all is well, or there are notes only; 1 problems; 2 bad usage
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the doctor; return its exit code."""
+    place = find_place()
+    options = _parse(argv, under_mpiexec=place is not None)
+    if place is not None and not options.no_run:
+        report = _as_rank(place, options.timeout)
+        if report is None:  # rank 0 speaks
+            return 0
+    elif place is not None and place.rank != 0:
+        return 0
+    else:
+        report = _from_outside(options)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        show(report)
+    return report.code
+
+
+def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pyhvd doctor",
+        description="Look at this host and its MPI, try ranks out, and say what to do about what is wrong.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n", "-np", "--num-proc", type=_at_least_1, metavar="N", help="ranks of the trial (default: 2)"
+    )
+    parser.add_argument("--no-run", action="store_true", help="facts only: start no ranks")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON; times in s, sizes in bytes, rates in B/s"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="give MPI, and then the trial, up after S seconds (default: 60; MPI by itself: 20 at most)",
+    )
+    options = parser.parse_args(argv)
+    if under_mpiexec and options.num_proc is not None:
+        parser.error("mpiexec has started these ranks already: leave out -np")
+    if options.num_proc is None:
+        options.num_proc = 2
+    return options
+
+
+def _at_least_1(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return value
+
+
+# -- outside an mpiexec ---------------------------------------------------------------------------
+
+
+def _from_outside(options: argparse.Namespace) -> Report:
+    with _progress() as say:
+        say("looking around")
+        facts = gather(timeout=min(options.timeout, _PROBE_S))
+        trial = None
+        sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
+        if sound and not options.no_run:
+            trial = try_out(options.num_proc, options.timeout, say)
+    return Report([facts], {facts.host: examine(Case(facts, options.num_proc, trial))}, trial)
+
+
+class _Progress:
+    """One line on the terminal that is written over, and nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[_Progress]:
+    progress = _Progress()
+    try:
+        yield progress
+    finally:
+        progress("")
+
+
+# -- as a rank ---------------------------------------------------------------------------
+
+
+def _as_rank(place: Place, timeout: float) -> Report | None:
+    """Take part with the ranks that mpiexec has started; return the report on rank 0."""
+    facts = gather(timeout=min(timeout, _PROBE_S)) if place.local_rank == 0 else None
+    with _watchdog(place, timeout) as watchdog:
+        from pyhvd.tools.doctor.ranks import measure
+
+        begun = time.monotonic()
+        found = measure(watchdog.say)
+        seconds = time.monotonic() - begun
+        watchdog.say("gathering facts")
+        from mpi4py import MPI
+
+        gathered = MPI.COMM_WORLD.gather(facts)
+    if gathered is None:
+        return None
+    hosts: list[Facts] = [each for each in gathered if each is not None]
+    per_host = {facts.host: sum(rank.host == facts.host for rank in found.ranks) for facts in hosts}
+    trial = Trial(len(found.ranks), seconds, found)
+    findings = {}
+    for i, each in enumerate(hosts):
+        findings[each.host] = examine(Case(each, per_host[each.host], trial if i == 0 else None))
+    return Report(hosts, findings, trial)
+
+
+class _Watchdog:
+    """Ends a rank that hangs, and says at what."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self._place = place
+        self._timeout = timeout
+        self._stage = "starting"
+
+    def say(self, stage: str) -> None:
+        """Remember what comes next."""
+        self._stage = stage
+
+    def bite(self) -> None:
+        """End this process."""
+        text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self._stage!r}\n"
+        os.write(2, text.encode())
+        os._exit(1)
+
+
+@contextmanager
+def _watchdog(place: Place, timeout: float) -> Iterator[_Watchdog]:
+    watchdog = _Watchdog(place, timeout)
+    timer = threading.Timer(timeout, watchdog.bite)
+    timer.daemon = True
+    timer.start()
+    # A thread of Python's needs the GIL, which a hung MPI_Init may hold; this one does not. It stays, as
+    # MPI_Finalize, at the interpreter's exit, may hang too.
+    faulthandler.dump_traceback_later(timeout + 5, exit=True)
+    try:
+        yield watchdog
+    finally:
+        timer.cancel()

