@@ -83,6 +83,7 @@ class Executor:
                 lane.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
+            RequestType.ADASUM: self._adasum,
             RequestType.REDUCESCATTER: self._reducescatter,
             RequestType.ALLGATHER: self._allgather,
             RequestType.BROADCAST: self._broadcast,
@@ -132,6 +133,18 @@ class Executor:
             op,
             request.prescale,
             postscale,
+        )
+        _deliver_targets(entries)
+
+    def _adasum(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        self._backends[batch[0].process_set].adasum(
+            _sources(entries),
+            _targets(entries),
+            [math.prod(r.request.shape) for r in batch],
+            BY_CODE[request.dtype],
+            request.prescale,
+            request.postscale,
         )
         _deliver_targets(entries)
 

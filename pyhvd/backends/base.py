@@ -71,6 +71,17 @@ class Backend(Protocol):
     ) -> None:
         """Reduce tensors that ride together; None stands for a rank that has joined."""
 
+    def adasum(
+        self,
+        sources: Sequence[TensorView | None],
+        targets: Sequence[TensorView | None],
+        counts: Sequence[int],
+        info: DtypeInfo,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce tensors by Adasum, each by itself; None stands for a rank that has joined."""
+
     def reducescatter(
         self,
         sources: Sequence[TensorView | None],
