@@ -120,7 +120,7 @@ class HostBackend:
         postscale: float,
     ) -> None:
         """Reduce tensors by Adasum, each by itself; see :mod:`pyhvd.backends.adasum`."""
-        for ride in adasum.rides(counts, adasum.RIDE // info.itemsize):
+        for ride in adasum.rides(counts, max(adasum.RIDE // info.itemsize, 1)):
             adasum.Ride(self.fabric, self._buffer, [counts[i] for i in ride], info).run(
                 [sources[i] for i in ride], [targets[i] for i in ride], prescale, postscale
             )
