@@ -32,7 +32,8 @@ cdef extern from "_kernels.h" nogil:
         double* terms, const void* a, const void* b, const int64_t* counts, size_t n, int dtype
     )
     int pyhvd_adasum_combine(
-        void* dst, const void* a, const void* b, const int64_t* counts, const double* factors, size_t n, int dtype
+        void* dst, const void* a, const void* b, const int64_t* counts, const double* factors, size_t n,
+        int dtype
     )
     int pyhvd_f16_path()
     bint pyhvd_f16_has(int path)

@@ -86,9 +86,7 @@ class Call:
         if not self._grouped:
             return (tensors,)
         if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
-            raise TypeError(
-                f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}"
-            )
+            raise TypeError(f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}")
         self._group_size = len(tensors)
         return tensors
 

@@ -57,11 +57,11 @@ class Reduction:
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Raise UnsupportedOpError where the op is not defined for so many ranks."""
         size = len(ranks)
+        fewer = 1 << size.bit_length() - 1
         if self.op is ReduceOp.ADASUM and size & (size - 1):
             raise UnsupportedOpError(
-                f"op=Adasum pairs ranks, so their number must be a power of two, but the process set has {size}"
-                f" ({describe_ranks(ranks)}): use a process set of {1 << size.bit_length() - 1} of them, or"
-                " op=Average"
+                "op=Adasum pairs ranks, so their number must be a power of two, but the process set has"
+                f" {size} ({describe_ranks(ranks)}): use a process set of {fewer} of them, or op=Average"
             )
 
     def check(self, info: DtypeInfo) -> None:

@@ -9,9 +9,9 @@ other half of what they hold; they compute the dot products of the half that the
 2^(k+1) ranks that now share the pair, and combine. After log2 p levels a rank has 1/p of the result, and the
 halves go back the way they came. What is small goes flat: everybody gathers all, and reduces all.
 
-Bits. Every tensor is cut into p pieces by its own length, and what ranks give each other are whole pieces. The
-dot products of a tensor are those of its pieces, added up in a binary tree over the pieces. So neither the
-company that a tensor has in a buffer, nor flat or not, nor the fabric, changes a bit. The pieces of one
+Bits. Every tensor is cut into p pieces by its own length, and what ranks give each other are whole pieces.
+The dot products of a tensor are those of its pieces, added up in a binary tree over the pieces. So neither
+the company that a tensor has in a buffer, nor flat or not, nor the fabric, changes a bit. The pieces of one
 number lie together in a buffer, so that halves of it are ranges.
 
 Dot products and factors are float64. float16 and bfloat16 are float32 from before the prescale factor to
@@ -235,10 +235,11 @@ class Ride:
         sizes = self._sizes[span[0] : span[1]]
         terms = np.empty((sizes.size, 3))
         _fusion.adasum_terms(terms, address(a), address(b), sizes.reshape(-1), self._wide.code)
-        parts = terms.reshape(*sizes.shape, 3)
+        parts: Terms = terms.reshape(*sizes.shape, 3)
         while len(parts) > 1:
             parts = parts[::2] + parts[1::2]
-        return parts[0]
+        total: Terms = parts[0]
+        return total
 
     def _sum_over_group(self, terms: Terms, members: int) -> Terms:
         """Sum over the ranks that share a pair, in the order of the pieces that they hold.
@@ -249,10 +250,11 @@ class Ride:
         box = np.empty((size, *terms.shape))
         self._fabric.allgather(_as_bytes(terms), _as_bytes(box))
         first = self._fabric.rank // members * members
-        parts = box[first : first + members]
+        parts: Terms = box[first : first + members]
         while len(parts) > 1:
             parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
-        return parts[0]
+        total: Terms = parts[0]
+        return total
 
     def _combine(self, into: Bytes, a: Bytes, b: Bytes, span: Span, terms: Terms) -> None:
         pieces = span[1] - span[0]

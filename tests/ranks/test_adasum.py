@@ -93,7 +93,9 @@ def test_process_sets_of_any_world() -> None:
             got = hvd.allreduce(parts[hvd.rank()], op=hvd.Adasum, process_set=two)
             adasum.check(got, [parts[0], parts[2]])
         if three is not None and three.included():
-            with pytest.raises(hvd.UnsupportedOpError, match=r"has 3 \(ranks 0-1, 3\): use a process set of 2"):
+            with pytest.raises(
+                hvd.UnsupportedOpError, match=r"has 3 \(ranks 0-1, 3\): use a process set of 2"
+            ):
                 hvd.allreduce(parts[0], op=hvd.Adasum, process_set=three)
         hvd.barrier()
 
