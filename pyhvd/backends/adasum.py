@@ -205,7 +205,7 @@ class Ride:
             way.append((rank ^ distance, keep, give))
             mine = self._part(held, keep)
             theirs = self._space("box", len(mine))
-            self._swap(rank ^ distance, self._part(held, give), theirs)
+            self._fabric.swap(rank ^ distance, self._part(held, give), theirs)
             a, b = (theirs, mine) if upper else (mine, theirs)
             terms = self._sum_over_group(self._terms(a, b, keep), 2 * distance)
             self._combine(self._part(work, keep), a, b, keep, terms)
@@ -216,7 +216,7 @@ class Ride:
     def _gather_halves(self, out: Bytes, way: list[tuple[int, Span, Span]]) -> None:
         """Give each other the halves of the result, from the last level to the first."""
         for partner, keep, give in reversed(way):
-            self._swap(partner, self._part(out, keep), self._part(out, give))
+            self._fabric.swap(partner, self._part(out, keep), self._part(out, give))
 
     # -- parts ---------------------------------------------------------------------------------------
 
@@ -224,11 +224,6 @@ class Ride:
         """Return the bytes of a range of pieces, in a buffer of elements of whichever dtype."""
         item = len(buffer) // self._starts[-1]
         return buffer[self._starts[span[0]] * item : self._starts[span[1]] * item]
-
-    def _swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        give, take = [0] * self._fabric.size, [0] * self._fabric.size
-        give[partner], take[partner] = len(send), len(recv)
-        self._fabric.exchange(send, give, recv, take)
 
     def _terms(self, a: Bytes, b: Bytes, span: Span) -> Terms:
         """Return a.b, a.a and b.b of each tensor over a range of pieces."""

@@ -39,6 +39,9 @@ class Fabric(Protocol):
     ) -> None:
         """Do as ``alltoallv`` does, for blocks of any size."""
 
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks of any size: all ranks at a time, in pairs."""
+
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
 
