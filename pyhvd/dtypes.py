@@ -17,7 +17,10 @@ from pyhvd.errors import UnsupportedDtypeError
 
 
 class ReduceOp(enum.IntEnum):
-    """How the ranks' contributions are combined, element by element, in rank order."""
+    """How the ranks' contributions are combined: element by element, in rank order.
+
+    Adasum alone looks at a tensor as a whole, and combines the ranks in a tree.
+    """
 
     AVERAGE = 0
     SUM = 1
