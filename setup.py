@@ -29,7 +29,7 @@ def extension(name, *sources, headers=()):
 setup(
     ext_modules=cythonize(
         [
-            extension("_fusion"),
+            extension("_fusion", "pyhvd/_adasum.c"),
             extension("_engine", WINDOW),
             extension("_lane", "pyhvd/_driver.c", "pyhvd/_board.c", WINDOW, headers=[numpy.get_include()]),
         ],

@@ -42,6 +42,10 @@ cdef extern from "_window.h" nogil:
         pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
         uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
     )
+    int pyhvd_window_swap(
+        pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
+        int64_t recv_count
+    )
     int pyhvd_window_barrier(pyhvd_window* w)
     void pyhvd_window_abort(pyhvd_window* w)
 

@@ -27,6 +27,14 @@ cdef extern from "_kernels.h" nogil:
         void* dst, const int64_t* ptrs, const int64_t* counts, size_t n, int dtype, int op, double factor
     )
     int pyhvd_unpack(const void* src, const int64_t* ptrs, const int64_t* counts, size_t n, int dtype)
+    bint pyhvd_has_adasum(int dtype)
+    int pyhvd_adasum_terms(
+        double* terms, const void* a, const void* b, const int64_t* counts, size_t n, int dtype
+    )
+    int pyhvd_adasum_combine(
+        void* dst, const void* a, const void* b, const int64_t* counts, const double* factors, size_t n,
+        int dtype
+    )
     int pyhvd_f16_path()
     bint pyhvd_f16_has(int path)
     void pyhvd_f16_widen(int path, float* dst, const void* src, size_t count)
@@ -353,6 +361,92 @@ def fill(uintptr_t dst, Py_ssize_t count, int dtype, int op):
     _check_count(count, dst, dst)
     state = _leave(touched)
     _enter(state, pyhvd_fill(<void*>dst, <size_t>count, dtype, op))
+
+
+cdef Py_ssize_t _check_adasum(uintptr_t a, uintptr_t b, const int64_t[::1] counts, Py_ssize_t rows,
+                              int dtype) except -1:
+    """Bytes of one vector."""
+    cdef Py_ssize_t total = _check_pieces(counts, counts), size = _size(dtype)
+    if not pyhvd_has_adasum(dtype):
+        raise ValueError(f"Adasum has no kernel for {_DTYPES[dtype]}: float32 and float64 only")
+    if rows != counts.shape[0]:
+        raise ValueError(f"{rows} rows, but {counts.shape[0]} counts")
+    _check_count(total, a, b)
+    return total * size
+
+
+def adasum_terms(
+    double[:, ::1] terms not None, uintptr_t a, uintptr_t b, const int64_t[::1] counts not None, int dtype
+):
+    """Write a row for each piece of two vectors: a . b, a . a and b . b, summed in float64.
+
+    The order of the sums depends on the piece's count alone: eight lanes, folded at the end.
+
+    Parameters
+    ----------
+    terms : float64 array of shape (n, 3), C-contiguous
+        The result.
+    a, b : int
+        Addresses of the vectors, in which the pieces lie one behind the other.
+    counts : int64 array of n, C-contiguous
+        Elements in each piece.
+    dtype : int
+        Code of float32 or float64.
+
+    Raises
+    ------
+    ValueError
+        For other dtypes, shapes that do not belong together, and a negative count.
+    """
+    cdef Py_ssize_t n = counts.shape[0], touched = 2 * _check_adasum(a, b, counts, terms.shape[0], dtype)
+    if terms.shape[1] != 3:
+        raise ValueError(f"terms has {terms.shape[1]} columns, not 3")
+    if n > 0:
+        state = _leave(touched)
+        _enter(state, pyhvd_adasum_terms(&terms[0, 0], <void*>a, <void*>b, &counts[0], <size_t>n, dtype))
+
+
+def adasum_combine(
+    uintptr_t dst,
+    uintptr_t a,
+    uintptr_t b,
+    const int64_t[::1] counts not None,
+    const double[:, ::1] factors not None,
+    int dtype,
+):
+    """Combine two vectors piece by piece: ``dst = factors[i, 0] * a + factors[i, 1] * b``.
+
+    Computed in float64 and rounded once.
+
+    Parameters
+    ----------
+    dst, a, b : int
+        Addresses of vectors in which the pieces lie one behind the other; `dst` is exactly `a` or `b`, or
+        overlaps neither.
+    counts : int64 array of n, C-contiguous
+        Elements in each piece.
+    factors : float64 array of shape (n, 2), C-contiguous
+        Of each piece.
+    dtype : int
+        Code of float32 or float64.
+
+    Raises
+    ------
+    ValueError
+        For other dtypes, shapes that do not belong together, and a negative count.
+    """
+    cdef Py_ssize_t n = counts.shape[0], touched = 3 * _check_adasum(a, b, counts, factors.shape[0], dtype)
+    if factors.shape[1] != 2:
+        raise ValueError(f"factors has {factors.shape[1]} columns, not 2")
+    _check_count(touched, dst, dst)
+    if n > 0:
+        state = _leave(touched)
+        _enter(
+            state,
+            pyhvd_adasum_combine(
+                <void*>dst, <void*>a, <void*>b, &counts[0], &factors[0, 0], <size_t>n, dtype
+            ),
+        )
 
 
 def isa():

@@ -60,6 +60,16 @@ PYHVD_HIDDEN int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *count
 PYHVD_HIDDEN int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n,
                               int dtype);
 
+/* Adasum, of float32 and float64 (pyhvd_has_adasum), for n pieces, one after the other in a and in b. Terms: per
+ * piece, in float64, the dot product of a and b, and of each with itself; the order of the sums depends on the
+ * count alone. Combine: dst[i] = factors[0] * a[i] + factors[1] * b[i] with a pair of factors per piece, in
+ * float64, rounded once; dst may equal a or b exactly. */
+PYHVD_HIDDEN int pyhvd_has_adasum(int dtype);
+PYHVD_HIDDEN int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_t *counts,
+                                    size_t n, int dtype);
+PYHVD_HIDDEN int pyhvd_adasum_combine(void *dst, const void *a, const void *b, const int64_t *counts,
+                                      const double *factors, size_t n, int dtype);
+
 /* The float16 path chosen at load; whether this machine has a given one; a conversion by a given one. */
 PYHVD_HIDDEN int pyhvd_f16_path(void);
 PYHVD_HIDDEN int pyhvd_f16_has(int path);

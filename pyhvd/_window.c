@@ -481,3 +481,24 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
     }
     return PYHVD_OK;
 }
+
+int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
+                      int64_t recv_count) {
+    control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
+    int64_t longest = send_count, chunk = (int64_t)w->chunk;
+    if (largest(w, &longest)) return PYHVD_ABORTED;
+    for (int64_t from = 0; from < longest; from += chunk) {
+        int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
+        /* What a slot holds from before is anybody's; then only the partner reads it. */
+        if (from < PYHVD_SLOTS * chunk && await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        if (from >= PYHVD_SLOTS * chunk && await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
+            return PYHVD_ABORTED;
+        if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
+        announce(w, &mine->packed, w->chunks + 1);
+        if (await(w, &theirs->packed, w->chunks + 1)) return PYHVD_ABORTED;
+        if (in > 0) memcpy(recv + from, slot_of(w, partner, w->chunks), (size_t)in);
+        announce(w, &mine->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}

@@ -9,8 +9,8 @@
  *   flat     flat operations for which the owner has laid down its part
  *
  * Memory ordering: data is written before the counter that announces it (release), and read after the
- * counter has been seen (acquire). A slot is written again only when every rank has announced that it is
- * done with what the slot held; a flat buffer when its owner begins the operation after next, which it
+ * counter has been seen (acquire). A slot is written again only when every rank that reads it has announced
+ * that it is done with what the slot held; a flat buffer when its owner begins the operation after next, which it
  * can only do once every rank has begun the next one, and so has ended this one.
  *
  * Arrays that lie in their owners' *arenas*, which every rank has mapped, need not be moved: in place of a chunk the
@@ -87,6 +87,10 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
 int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
                           const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
                           const int64_t *recv_starts);
+
+/* Give the partner some bytes and take as many as it gives. All ranks do so, in pairs. */
+int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
+                      int64_t recv_count);
 
 /* Return when every rank has called it. */
 int pyhvd_window_barrier(pyhvd_window *w);

@@ -38,7 +38,7 @@ class OwnName(str):
 
 
 class Call:
-    """Context manager around the body of a verb.
+    """Context manager around the body of a verb, which may change ``kind`` once it knows better.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class Call:
         self.rank = ranks.index(self.context.topology.rank)
         own = str(name) if isinstance(name, OwnName) else _checked(name, kind)
         self.name = own or self.context.next_name(self.set_id, prefix)
-        self._kind = kind
+        self.kind = kind
         self._grouped = grouped
         self._group_size = 0
         self._parts: list[tuple[Request, TensorView | None, TensorView | None, tuple[int, ...]]] = []
@@ -86,9 +86,7 @@ class Call:
         if not self._grouped:
             return (tensors,)
         if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
-            raise TypeError(
-                f"grouped_{verb(self._kind)} takes a list of arrays, not {type(tensors).__name__}"
-            )
+            raise TypeError(f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}")
         self._group_size = len(tensors)
         return tensors
 
@@ -110,7 +108,7 @@ class Call:
         if self._grouped:
             name = f"{name}_{len(self._parts) + 1}of{self._group_size}"
         request = Request(
-            self._kind,
+            self.kind,
             name,
             -1 if source is None else int(source.info.code),
             () if source is None else source.shape,
@@ -149,7 +147,7 @@ class Call:
         """Submit everything added, as one unit; ``inplace`` are the caller's own objects, to be returned."""
         if self.context.joined and self.set_id == GLOBAL_SET:
             raise HorovodInternalError(
-                f"{verb(self._kind)} {self.name!r}: this rank has joined, and submits nothing until join()"
+                f"{verb(self.kind)} {self.name!r}: this rank has joined, and submits nothing until join()"
                 " has returned"
             )
         runtime = self.context.runtime
@@ -163,7 +161,7 @@ class Call:
             for part, (request, source, target, splits) in enumerate(self._parts)
         ]
         # Before the others can hear of it: from then on this rank submits nothing.
-        joining, joined = self._kind is RequestType.JOIN, self.context.joined
+        joining, joined = self.kind is RequestType.JOIN, self.context.joined
         self.context.joined = joined or joining
         try:
             runtime.submit(entries)
@@ -179,7 +177,7 @@ class Call:
 
     def _refusal(self, text: str) -> Request:
         group = self.name if self._grouped else ""
-        return Request(self._kind, self.name, group=group, group_size=self._group_size, error=text)
+        return Request(self.kind, self.name, group=group, group_size=self._group_size, error=text)
 
     def __enter__(self) -> Call:
         return self
@@ -192,7 +190,7 @@ class Call:
             return
         if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
             return
-        what = f"{verb(self._kind)} {self.name!r}: "
+        what = f"{verb(self.kind)} {self.name!r}: "
         text = describe_exception(exc)
         self.context.runtime.announce(self.set_id, self._refusal(text))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):

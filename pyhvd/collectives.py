@@ -74,8 +74,9 @@ def allreduce(
     compression : Compressor
         ``Compression.fp16`` sends floating tensors as float16.
     op : ReduceOp
-        Average (default), Sum, Min, Max or Product. Average divides a Sum by the size of the set; on
-        integers it is rounded toward zero.
+        Average (default), Sum, Adasum, Min, Max or Product. Average divides a Sum by the size of the set;
+        on integers it is rounded toward zero. Adasum sums floats that point in different directions and
+        averages parallel ones, tensor by tensor (:mod:`pyhvd.backends.adasum` has formula and source).
     prescale_factor, postscale_factor : float
         Factors before and after the reduction.
     process_set : ProcessSet
@@ -93,6 +94,8 @@ def allreduce(
         The ranks submitted different shapes, dtypes, ops, ... under this name.
     UnsupportedDtypeError
         The dtype cannot be reduced so.
+    UnsupportedOpError
+        Adasum, where the number of ranks is no power of two.
     HorovodInternalError
         Another rank failed, or pyhvd was shut down.
     """

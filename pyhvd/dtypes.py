@@ -17,7 +17,10 @@ from pyhvd.errors import UnsupportedDtypeError
 
 
 class ReduceOp(enum.IntEnum):
-    """How the ranks' contributions are combined, element by element, in rank order."""
+    """How the ranks' contributions are combined: element by element, in rank order.
+
+    Adasum alone looks at a tensor as a whole, and combines the ranks in a tree.
+    """
 
     AVERAGE = 0
     SUM = 1
@@ -89,7 +92,7 @@ _ROWS = (
     DtypeInfo(Code.FLOAT32, "float32", 4, _ADASUM_OPS),
     DtypeInfo(Code.FLOAT64, "float64", 8, _ADASUM_OPS),
     DtypeInfo(Code.BOOL, "bool", 1, _BOOL_OPS, scalable=False),
-    DtypeInfo(Code.BFLOAT16, "bfloat16", 2, _ALL_OPS),
+    DtypeInfo(Code.BFLOAT16, "bfloat16", 2, _ADASUM_OPS),
     DtypeInfo(Code.UINT32, "uint32", 4, _ALL_OPS),
     DtypeInfo(Code.UINT64, "uint64", 8, _ALL_OPS),
     DtypeInfo(Code.COMPLEX64, "complex64", 8, _COMPLEX_OPS),

@@ -25,8 +25,11 @@ class UnsupportedDtypeError(ValueError):
     """The array's dtype cannot travel, or does not support the requested reduce op."""
 
 
-class UnsupportedOpError(ValueError, HorovodInternalError):
-    """The operation does not have this reduce op (Horovod raises HorovodInternalError here)."""
+class UnsupportedOpError(ValueError, HorovodInternalError, NotImplementedError):
+    """The operation does not have this reduce op, or not for this number of ranks.
+
+    Horovod raises HorovodInternalError in the first case and NotImplementedError in the second.
+    """
 
 
 class DuplicateNameError(ValueError):

@@ -92,6 +92,7 @@ class Executor:
                 lane.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
+            RequestType.ADASUM: self._adasum,
             RequestType.REDUCESCATTER: self._reducescatter,
             RequestType.ALLGATHER: self._allgather,
             RequestType.BROADCAST: self._broadcast,
@@ -148,6 +149,19 @@ class Executor:
             request.prescale,
             postscale,
         )
+
+    def _adasum(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        self._look_at_inputs(batch, entries)
+        self._backends[batch[0].process_set].adasum(
+            _sources(entries),
+            _targets(entries),
+            [math.prod(r.request.shape) for r in batch],
+            BY_CODE[request.dtype],
+            request.prescale,
+            request.postscale,
+        )
+        self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
         request = batch[0].request

@@ -4,7 +4,7 @@ Every rank plans for itself. It sees the responses of its own process sets only,
 for it; what rides together within a set therefore depends on nothing but that set's other responses, so that
 all its members come to the same plan. The batches of all sets run in the order of their first responses.
 What rides together never changes a tensor's bits: the data path reduces each element in rank order, wherever
-in the buffer it lies.
+in the buffer it lies, and Adasum takes each tensor by itself.
 
 Source of the rules: Horovod's FuseResponses (equal type, dtype, device, scales and op; look-ahead over
 responses that do not match, bounded by the threshold).

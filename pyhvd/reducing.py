@@ -53,6 +53,9 @@ def reduce_tensors(
     with Call(kind, name, process_set, grouped=grouped) as call:
         members = call.members(tensors)
         reduction = Reduction.of(kind, *how)
+        reduction.check_ranks(call.ranks)
+        if reduction.op is ReduceOp.ADASUM:
+            call.kind = RequestType.ADASUM
         for tensor in members:
             source = view_for_writing(tensor) if inplace else view(tensor)
             reduction.check(source.info)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
 from pyhvd.messages import RequestType
+from pyhvd.validation import describe_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,6 @@ class Reduction:
             Both ``average`` and ``op``, an unknown op, or a factor that is not a finite number.
         UnsupportedOpError
             The verb does not have this op.
-        NotImplementedError
-            Adasum.
         """
         if average is not None:
             if op is not None:
@@ -50,17 +50,27 @@ class Reduction:
             chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
         except ValueError:
             raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
-        if chosen is ReduceOp.ADASUM:
-            raise NotImplementedError("op=Adasum is not available in this version of pyhvd")
         if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise UnsupportedOpError(f"reducescatter has op=Average and op=Sum, not {chosen.name.title()}")
         return cls(chosen, _factor("prescale", prescale_factor), _factor("postscale", postscale_factor))
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Raise UnsupportedOpError where the op is not defined for so many ranks."""
+        size = len(ranks)
+        fewer = 1 << size.bit_length() - 1
+        if self.op is ReduceOp.ADASUM and size & (size - 1):
+            raise UnsupportedOpError(
+                "op=Adasum pairs ranks, so their number must be a power of two, but the process set has"
+                f" {size} ({describe_ranks(ranks)}): use a process set of {fewer} of them, or op=Average"
+            )
 
     def check(self, info: DtypeInfo) -> None:
         """Raise UnsupportedDtypeError where the dtype does not have this op or cannot be scaled."""
         if self.op not in info.ops:
             supported = ", ".join(op.name.title() for op in sorted(info.ops))
             hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
+            if self.op is ReduceOp.ADASUM:
+                hint = ": Adasum reduces float16, bfloat16, float32 and float64"
             raise UnsupportedDtypeError(
                 f"op={self.op.name.title()} is not defined for {info.name} (only {supported}){hint}"
             )

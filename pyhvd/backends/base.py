@@ -39,6 +39,9 @@ class Fabric(Protocol):
     ) -> None:
         """Do as ``alltoallv`` does, for blocks of any size."""
 
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks of any size: all ranks at a time, in pairs."""
+
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
 
@@ -70,6 +73,17 @@ class Backend(Protocol):
         postscale: float,
     ) -> None:
         """Reduce tensors that ride together; None stands for a rank that has joined."""
+
+    def adasum(
+        self,
+        sources: Sequence[TensorView | None],
+        targets: Sequence[TensorView | None],
+        counts: Sequence[int],
+        info: DtypeInfo,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce tensors by Adasum, each by itself; None stands for a rank that has joined."""
 
     def reducescatter(
         self,

@@ -22,6 +22,7 @@ import numpy as np
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
+from pyhvd.backends import adasum
 from pyhvd.backends.base import Fabric
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 
@@ -108,6 +109,21 @@ class HostBackend:
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
                 _fusion.unpack(address(out), ptrs, numbers, info.code)
+
+    def adasum(
+        self,
+        sources: Sequence[TensorView | None],
+        targets: Sequence[TensorView | None],
+        counts: Sequence[int],
+        info: DtypeInfo,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce tensors by Adasum, each by itself; see :mod:`pyhvd.backends.adasum`."""
+        for ride in adasum.rides(counts, max(adasum.RIDE // info.itemsize, 1)):
+            adasum.Ride(self.fabric, self._buffer, [counts[i] for i in ride], info).run(
+                [sources[i] for i in ride], [targets[i] for i in ride], prescale, postscale
+            )
 
     def reducescatter(
         self,

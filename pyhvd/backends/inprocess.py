@@ -98,6 +98,11 @@ class ThreadFabric:
         """Send block r to rank r."""
         self.alltoallv(send, send_counts, recv, recv_counts)
 
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks."""
+        recv[:] = self._lay(send)[partner]
+        self._meeting.wait()
+
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer."""
         laid = self._lay(buffer)

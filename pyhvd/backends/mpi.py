@@ -69,6 +69,10 @@ class MpiFabric:
             {r: send[out[r] : out[r + 1]] for r in others}, {r: recv[into[r] : into[r + 1]] for r in others}
         )
 
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks of any size."""
+        self._swap({partner: send}, {partner: recv})
+
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's, piece by piece."""
         for first in range(0, len(buffer), LARGEST):

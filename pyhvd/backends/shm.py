@@ -112,6 +112,10 @@ class ShmFabric:
         """Send block r to rank r."""
         self.alltoallv(send, send_counts, recv, recv_counts)
 
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks; what other pairs do holds up nobody."""
+        _check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
         counts = np.zeros(self.size, np.int64)

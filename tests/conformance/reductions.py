@@ -143,7 +143,8 @@ def bool_knows_any_and_all() -> None:
 @CASES.add()
 def what_a_dtype_cannot_do_is_refused() -> None:
     for name, info in INFO.items():
-        for op in set(ReduceOp) - {ReduceOp.ADASUM} - info.ops:
+        # Of 3 ranks Adasum is refused before the dtype is looked at.
+        for op in set(ReduceOp) - info.ops - ({ReduceOp.ADASUM} if hvd.size() == 3 else set()):
             with pytest.raises(hvd.UnsupportedDtypeError, match=name):
                 hvd.allreduce(np.zeros(2, DTYPES[name]), op=op)
     with pytest.raises(hvd.UnsupportedDtypeError, match="bool cannot be scaled"):
@@ -153,8 +154,6 @@ def what_a_dtype_cannot_do_is_refused() -> None:
             hvd.reducescatter(np.zeros(4), op=op)
         assert isinstance(caught.value, ValueError)
         assert isinstance(caught.value, hvd.HorovodInternalError)
-    with pytest.raises(NotImplementedError):
-        hvd.allreduce(np.zeros(4), op=hvd.Adasum)
     with pytest.raises(ValueError, match="op or average"):
         hvd.allreduce(np.zeros(4), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="op=17"):

@@ -50,7 +50,7 @@ REFUSALS: dict[str, Refusal] = {
     "op": Refusal(lambda n: hvd.allreduce(np.zeros(4, bool), name=n), _allreduce, hvd.UnsupportedDtypeError),
     "factor": Refusal(lambda n: hvd.allreduce(np.zeros(4), name=n, prescale_factor=np.nan), _allreduce),
     "adasum": Refusal(
-        lambda n: hvd.allreduce(np.zeros(4), name=n, op=hvd.Adasum), _allreduce, NotImplementedError
+        lambda n: hvd.allreduce(np.zeros(4, int), name=n, op=hvd.Adasum), _allreduce, ValueError
     ),
     "read-only": Refusal(
         lambda n: hvd.allreduce_(_read_only(), name=n), lambda n: hvd.allreduce_(np.zeros(4), name=n)

@@ -38,7 +38,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
     window = _engine.Window(rank, areas, CHUNK)
     draw = random.Random(rank)
     plan = random.Random(0)  # the same on every rank
-    values = np.empty(max(SIZES), np.int64)
+    values = np.empty(max(SIZES) + 2 * size, np.int64)
     where = np.array([values.__array_interface__["data"][0]], np.int64)
     gathered = np.empty(size, np.int64)
     counts, starts = np.full(size, 8, np.int64), np.arange(size, dtype=np.int64) * 8
@@ -54,6 +54,14 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
             values[0] = number + rank
             window.gather(int(where[0]), gathered.__array_interface__["data"][0], counts, starts)
             assert gathered.tolist() == [number + q for q in range(size)], f"rank {rank}, round {number}"
+        if number % 5 == 0:
+            partner, amount = rank ^ (size // 2 if number % 2 else 1), count // 2 + rank
+            values[:amount] = number + rank
+            here = int(where[0]) + 8 * (max(SIZES) // 2 + size)
+            theirs = count // 2 + partner
+            window.swap(partner, int(where[0]), 8 * amount, here, 8 * theirs)
+            heard = values[max(SIZES) // 2 + size :][:theirs]
+            assert (heard == number + partner).all(), f"rank {rank}, round {number}: swapped with {partner}"
         progress.value = number + 1
 
 

@@ -26,7 +26,7 @@ VERBS = (
     "reducescatter",
 )
 DTYPES = ("float32", "float64", "float16", "int32", "uint8", "complex64")
-OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product)
+OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum)
 
 
 @dataclass(frozen=True)

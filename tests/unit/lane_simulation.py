@@ -164,6 +164,7 @@ class FakeLane:
     def install(
         self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float, direct: bool
     ) -> None:
+        assert request.type == RequestType.ALLREDUCE, "the lane's kernels have no other verb"
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
         if before is not None and before[:2] == (request, slot):

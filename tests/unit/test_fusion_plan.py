@@ -78,7 +78,9 @@ def test_other_joined_ranks_do_not_ride_along() -> None:
     assert names(plan([reduce_("a"), joined, reduce_("c")], 1000)) == ["ac", "b"]
 
 
-@pytest.mark.parametrize("kind", [RequestType.ALLREDUCE, RequestType.ALLGATHER, RequestType.REDUCESCATTER])
+@pytest.mark.parametrize(
+    "kind", [RequestType.ALLREDUCE, RequestType.ADASUM, RequestType.ALLGATHER, RequestType.REDUCESCATTER]
+)
 def test_kinds_that_fuse(kind: RequestType) -> None:
     assert names(plan([of(kind, "a"), of(RequestType.BROADCAST, "x"), of(kind, "b")], 1000)) == ["ab", "x"]
 

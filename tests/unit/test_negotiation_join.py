@@ -36,6 +36,7 @@ def finish(network: Network) -> list[Response]:
     return network.answered[-1].responses
 
 
+ADASUM = Request(RequestType.ADASUM, "x", 7, (4,), 2)
 REDUCESCATTER = Request(RequestType.REDUCESCATTER, "x", 7, (4,), 1)
 
 
@@ -44,6 +45,7 @@ REDUCESCATTER = Request(RequestType.REDUCESCATTER, "x", 7, (4,), 1)
     [
         allreduce("x"),
         allreduce("x", op=3),
+        ADASUM,
         REDUCESCATTER,
         tensor(RequestType.BROADCAST, "x", root=0),
         tensor(RequestType.ALLGATHER, "x", (4, 2)),

@@ -22,9 +22,9 @@ from tests.unit.simulation import Done, Network, Ranks, allreduce, tensor
 
 KINDS = (
     *(RequestType.ALLREDUCE, RequestType.ALLGATHER, RequestType.REDUCESCATTER),
-    *(RequestType.BROADCAST, RequestType.ALLTOALL, RequestType.BARRIER),
+    *(RequestType.ADASUM, RequestType.BROADCAST, RequestType.ALLTOALL, RequestType.BARRIER),
 )
-GROUPABLE = 3
+GROUPABLE = 4
 UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("i", 3), ("h", 2), ("k", 1))
 """Names, and the sizes of those that are groups."""
 ROWS_DIFFER = (RequestType.ALLGATHER, RequestType.ALLTOALL)
@@ -111,7 +111,7 @@ calls = st.builds(
     Call,
     set=small,
     unit=st.integers(0, len(UNITS) - 1),
-    kind=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5]),
+    kind=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5, 6]),
     shape=st.integers(0, 2),
     odd=st.dictionaries(small, st.sampled_from(["shape", "dtype", "scale", "refuse", "refuse"]), max_size=2)
     | st.just({}),
@@ -387,7 +387,7 @@ repetitive = st.builds(
     Call,
     set=st.integers(0, 1),
     unit=st.sampled_from([0, 0, 0, 1, 5, 5, 7]),
-    kind=st.sampled_from([0, 0, 0, 0, 0, 0, 1]),
+    kind=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 3]),
     shape=st.sampled_from([0, 0, 0, 0, 1]),
     odd=st.just({})
     | st.just({})

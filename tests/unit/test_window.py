@@ -207,9 +207,40 @@ def test_alltoall_of_uneven_blocks(size: int, unit: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("unit", [0, 1, 100, 30_000])
+def test_swap_in_pairs(size: int, unit: int) -> None:
+    """Every pair has its own lengths, and each rank of a pair its own; pairs change."""
+
+    def block(rank: int, distance: int) -> Array:
+        count = unit * (rank // 2 + rank * distance % 3)
+        return np.random.default_rng((rank, distance)).integers(0, 256, count).astype(np.uint8)
+
+    def body(rank: int, window: _engine.Window) -> bool:
+        for distance in (1, size // 2, 1):
+            partner = rank ^ distance
+            send, want = block(rank, distance), block(partner, distance)
+            recv = np.zeros_like(want)
+            there, here = (int(addresses([each])[0]) for each in (send, recv))
+            assert window.swap(partner, there, send.size, here, recv.size)
+            np.testing.assert_array_equal(recv, want)
+        return True
+
+    assert all(on_threads(size, body))
+
+
+def test_swap_without_a_partner_is_refused() -> None:
+    def body(rank: int, window: _engine.Window) -> None:
+        for partner in (rank, -1, 2):
+            with pytest.raises(ValueError, match=f"{partner} is no partner of rank {rank} of 2"):
+                window.swap(partner, 0, 0, 0, 0)
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
     """Slots, flat buffers and counters are shared by all operations: mix them, with ranks out of step."""
-    plan = np.random.default_rng(7).integers(0, 4, 300)
+    plan = np.random.default_rng(7).integers(0, 5, 300)
 
     def body(rank: int, window: _engine.Window) -> bool:
         dawdle = np.random.default_rng(rank)
@@ -217,7 +248,7 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
         for step, kind in enumerate(plan):
             if dawdle.random() < 0.05:
                 pause.wait(dawdle.random() * 2e-3)
-            values = np.full([3, 5000, 40_000, 1][kind], step + rank, np.int64)
+            values = np.full([3, 5000, 40_000, 1, 20_000][kind], step + rank, np.int64)
             if kind == 3:
                 assert window.barrier()
                 counts = np.array([8] * size, np.int64)
@@ -228,6 +259,13 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
                 assert out.tolist() == [step + q for q in range(size)]
                 continue
             where = addresses([values])
+            if kind == 4:
+                partner = rank ^ (1 + step % (size - 1) // 2)
+                count, theirs = (1000 * (r + 1) for r in (rank, partner))
+                heard = np.zeros(theirs, np.int64)
+                window.swap(partner, int(where[0]), 8 * count, int(addresses([heard])[0]), 8 * theirs)
+                assert (heard == step + partner).all()
+                continue
             window.allreduce(where, where, starts_of([values.size]), Code.INT64, ReduceOp.SUM, 1.0, 1.0)
             assert (values == size * step + size * (size - 1) // 2).all()
         return True

@@ -1,0 +1,267 @@
+"""Adasum over a fabric: vectors that point in different directions are summed, parallel ones averaged.
+
+Two vectors a and b become ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``, and p vectors a binary tree of
+such pairs: ranks 0 and 1, 2 and 3, ..., then ranks 0-1 and 2-3, and so on. p must be a power of two.
+
+Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, with its
+vector-halving, distance-doubling algorithm. On level k a rank and its partner, 2^k ranks away, give each
+other half of what they hold; they compute the dot products of the half that they keep, sum them over the
+2^(k+1) ranks that now share the pair, and combine. After log2 p levels a rank has 1/p of the result, and the
+halves go back the way they came. What is small goes flat: everybody gathers all, and reduces all.
+
+Bits. Every tensor is cut into p pieces by its own length, and what ranks give each other are whole pieces.
+The dot products of a tensor are those of its pieces, added up in a binary tree over the pieces. So neither
+the company that a tensor has in a buffer, nor flat or not, nor the fabric, changes a bit. The pieces of one
+number lie together in a buffer, so that halves of it are ranges.
+
+Dot products and factors are float64. float16 and bfloat16 are float32 from before the prescale factor to
+behind the postscale factor, and are rounded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyhvd import _fusion
+from pyhvd.arrays import Bytes, TensorView, address
+from pyhvd.backends.base import Fabric
+from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+
+RIDE = 4 * 1024 * 1024
+"""Bytes of tensors that ride together; a tensor of half as many rides alone, and needs no packing."""
+
+FLAT = 64 * 1024
+"""At most so many bytes, over all ranks, are gathered and reduced everywhere, in one step."""
+
+KEPT = 64 * 1024 * 1024
+"""Larger buffers are given back after use."""
+
+TINY = 2.0**-511
+"""A vector whose squared norm is less has no direction: it is added as it is. The root of the smallest normal
+float64: above it neither a square nor a quotient of squares has lost its digits."""
+
+Terms = NDArray[np.float64]
+Views = Sequence[TensorView | None]
+Span = tuple[int, int]
+
+
+def rides(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Say which tensors ride together: lists of indices, of at most ``limit`` elements where it is several.
+
+    Empty tensors stay behind.
+    """
+    shared: list[int] = []
+    room = limit
+    for index, count in enumerate(counts):
+        if 2 * count >= limit:
+            yield [index]
+        elif count:
+            if count > room:
+                yield shared
+                shared, room = [], limit
+            shared.append(index)
+            room -= count
+    if shared:
+        yield shared
+
+
+def factors_of(terms: Terms) -> Terms:
+    """Return the factors of a and of b, for rows of a.b, a.a and b.b.
+
+    Where either vector is tiny both are 1. A NaN or an infinity in a vector makes both NaN, and so does a
+    square that overflows.
+    """
+    squares = terms[:, 1:]
+    tiny = (squares < TINY).any(axis=1, keepdims=True)
+    with np.errstate(all="ignore"):
+        factors: Terms = np.where(tiny, 1.0, 1.0 - terms[:, :1] / squares / 2)
+    return factors
+
+
+class Ride:
+    """Whole tensors that are reduced together, in one buffer. Lives for one reduction.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        Reaches the ranks; a power of two of them.
+    buffer : callable
+        ``buffer(use, nbytes)`` returns memory that may be used until the next call for the same use.
+    counts : sequence of int
+        Elements of each tensor.
+    info : DtypeInfo
+        float16, bfloat16, float32 or float64.
+    """
+
+    def __init__(
+        self, fabric: Fabric, buffer: Callable[[str, int], Bytes], counts: Sequence[int], info: DtypeInfo
+    ) -> None:
+        self._fabric = fabric
+        self._buffer = buffer
+        self._info = info
+        self._half = info.itemsize == 2
+        self._wide = BY_CODE[Code.FLOAT32] if self._half else info
+        base, more = np.divmod(np.array(counts, np.int64), fabric.size)
+        number = np.arange(fabric.size)[:, None]
+        # By piece and tensor: elements, and where they begin in the tensor.
+        self._sizes = base + (number < more)
+        self._firsts = base * number + np.minimum(number, more)
+        # Where pieces begin in the buffer.
+        self._starts = [0, *itertools.accumulate(self._sizes.sum(axis=1).tolist())]
+
+    def run(self, sources: Views, targets: Views, prescale: float, postscale: float) -> None:
+        """Reduce; None stands for a rank that has joined, which gives zeros."""
+        size = self._fabric.size
+        alone = targets[0] if len(targets) == 1 else None
+        nbytes = self._starts[-1] * self._wide.itemsize
+        work = self._space("work", nbytes) if self._half or alone is None else alone.bytes
+        held = self._load(sources, work, prescale)
+        if nbytes * size <= FLAT:
+            held = self._reduce_flat(held)
+            out = self._finish(held, work, alone, (0, size), postscale)
+        else:
+            held, way = self._reduce_halves(held, work)
+            own = way[-1][1] if way else (0, size)
+            out = self._finish(held, work, alone, own, postscale)
+            self._gather_halves(out, way)
+        if alone is None:
+            _fusion.unpack(address(out), self._addresses(targets), self._sizes.reshape(-1), self._info.code)
+
+    # -- in and out ----------------------------------------------------------------------------------
+
+    def _load(self, sources: Views, work: Bytes, prescale: float) -> Bytes:
+        """Return what this rank brings, scaled and in order of the pieces: its own memory, or ``work``."""
+        wide, info, total = self._wide.code, self._info.code, self._starts[-1]
+        alone = sources[0] if len(sources) == 1 else None
+        if self._half:
+            narrow = self._space("narrow", total * 2) if alone is None else alone.bytes
+            if alone is None:
+                self._pack(narrow, sources, 1.0)
+            _fusion.cast(address(work), wide, address(narrow), info, total)
+            _fusion.scale(address(work), address(work), total, wide, prescale)
+        elif alone is None:
+            self._pack(work, sources, prescale)
+        elif prescale == 1.0:
+            return alone.bytes
+        else:
+            _fusion.scale(address(work), alone.ptr, total, wide, prescale)
+        return work
+
+    def _pack(self, into: Bytes, sources: Views, factor: float) -> None:
+        # The neutral element of a sum, -0.0, is Adasum's too: it has no norm.
+        ptrs, sizes = self._addresses(sources), self._sizes.reshape(-1)
+        _fusion.pack(address(into), ptrs, sizes, self._info.code, ReduceOp.SUM, factor)
+
+    def _finish(
+        self, held: Bytes, work: Bytes, alone: TensorView | None, own: Span, postscale: float
+    ) -> Bytes:
+        """Scale and round this rank's pieces; return the buffer of the result, in the tensors' dtype."""
+        elements = self._starts[own[1]] - self._starts[own[0]]
+        mine = address(self._part(work, own))
+        _fusion.scale(mine, address(self._part(held, own)), elements, self._wide.code, postscale)
+        if not self._half:
+            return work
+        out = self._space("narrow", self._starts[-1] * 2) if alone is None else alone.bytes
+        _fusion.cast(address(self._part(out, own)), self._info.code, mine, self._wide.code, elements)
+        return out
+
+    def _addresses(self, tensors: Views) -> NDArray[np.int64]:
+        """Return the address of every piece, 0 where a rank has joined."""
+        bases = np.array([0 if view is None else view.ptr for view in tensors], np.int64)
+        return np.where(bases, bases + self._firsts * self._info.itemsize, 0).reshape(-1)
+
+    def _space(self, use: str, nbytes: int) -> Bytes:
+        return self._buffer(use, nbytes) if nbytes <= KEPT else np.empty(nbytes, np.uint8)
+
+    # -- the two ways --------------------------------------------------------------------------------
+
+    def _reduce_flat(self, held: Bytes) -> Bytes:
+        """Return the whole result, computed here from what every rank brings."""
+        size, nbytes = self._fabric.size, len(held)
+        box = self._space("box", nbytes * size)
+        self._fabric.allgather(held, box)
+        vectors = [box[r * nbytes : (r + 1) * nbytes] for r in range(size)]
+        while len(vectors) > 1:
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True):
+                self._combine(a, a, b, (0, size), self._terms(a, b, (0, size)))
+            vectors = vectors[::2]
+        return vectors[0]
+
+    def _reduce_halves(self, held: Bytes, work: Bytes) -> tuple[Bytes, list[tuple[int, Span, Span]]]:
+        """Reduce one piece; return where it lies, and for each level partner, pieces kept, pieces given."""
+        rank, size = self._fabric.rank, self._fabric.size
+        way: list[tuple[int, Span, Span]] = []
+        low, high = 0, size
+        for distance in _powers(size):
+            upper = bool(rank & distance)
+            middle = (low + high) // 2
+            keep, give = (low, middle), (middle, high)
+            if upper:
+                keep, give = give, keep
+            way.append((rank ^ distance, keep, give))
+            mine = self._part(held, keep)
+            theirs = self._space("box", len(mine))
+            self._fabric.swap(rank ^ distance, self._part(held, give), theirs)
+            a, b = (theirs, mine) if upper else (mine, theirs)
+            terms = self._sum_over_group(self._terms(a, b, keep), 2 * distance)
+            self._combine(self._part(work, keep), a, b, keep, terms)
+            held = work
+            low, high = keep
+        return held, way
+
+    def _gather_halves(self, out: Bytes, way: list[tuple[int, Span, Span]]) -> None:
+        """Give each other the halves of the result, from the last level to the first."""
+        for partner, keep, give in reversed(way):
+            self._fabric.swap(partner, self._part(out, keep), self._part(out, give))
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _part(self, buffer: Bytes, span: Span) -> Bytes:
+        """Return the bytes of a range of pieces, in a buffer of elements of whichever dtype."""
+        item = len(buffer) // self._starts[-1]
+        return buffer[self._starts[span[0]] * item : self._starts[span[1]] * item]
+
+    def _terms(self, a: Bytes, b: Bytes, span: Span) -> Terms:
+        """Return a.b, a.a and b.b of each tensor over a range of pieces."""
+        sizes = self._sizes[span[0] : span[1]]
+        terms = np.empty((sizes.size, 3))
+        _fusion.adasum_terms(terms, address(a), address(b), sizes.reshape(-1), self._wide.code)
+        parts: Terms = terms.reshape(*sizes.shape, 3)
+        while len(parts) > 1:
+            parts = parts[::2] + parts[1::2]
+        total: Terms = parts[0]
+        return total
+
+    def _sum_over_group(self, terms: Terms, members: int) -> Terms:
+        """Sum over the ranks that share a pair, in the order of the pieces that they hold.
+
+        Neighbours among the pieces are the ranks that parted last, which are furthest from each other.
+        """
+        size = self._fabric.size
+        box = np.empty((size, *terms.shape))
+        self._fabric.allgather(_as_bytes(terms), _as_bytes(box))
+        first = self._fabric.rank // members * members
+        parts: Terms = box[first : first + members]
+        while len(parts) > 1:
+            parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+        total: Terms = parts[0]
+        return total
+
+    def _combine(self, into: Bytes, a: Bytes, b: Bytes, span: Span, terms: Terms) -> None:
+        pieces = span[1] - span[0]
+        sizes = self._sizes[span[0] : span[1]].reshape(-1)
+        factors = np.tile(factors_of(terms), (pieces, 1))
+        _fusion.adasum_combine(address(into), address(a), address(b), sizes, factors, self._wide.code)
+
+
+def _powers(size: int) -> Iterator[int]:
+    """Return 1, 2, 4, ... below ``size``."""
+    return itertools.takewhile(lambda power: power < size, (1 << level for level in itertools.count()))
+
+
+def _as_bytes(array: NDArray[np.float64]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

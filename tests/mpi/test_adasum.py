@@ -1,0 +1,40 @@
+"""Adasum under mpiexec: through shared memory, and through MPI alone."""
+
+from __future__ import annotations
+
+import os
+
+import pyhvd as hvd
+from pyhvd.testing import run_ranks
+from tests.conformance import adasum
+from tests.conformance.cases import run_all
+from tests.mpi.harness import on_ranks
+
+
+@on_ranks(1, 2, 3, 4, timeout=20)
+def test_adasum() -> None:
+    hvd.init()
+    run_all(adasum.CASES)
+
+
+@on_ranks(2, 4, timeout=20, env={"PYHVD_FAST_LANE": "0"})
+def test_over_mpi() -> None:
+    hvd.init()
+    run_all(adasum.CASES)
+
+
+@on_ranks(2, 8, timeout=20)
+def test_bits() -> None:
+    """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
+    from pyhvd.backends import mpi
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    want = adasum.digests()
+    assert run_ranks(size, adasum.digests, timeout=40)[rank] == want
+    hvd.shutdown()
+    os.environ["PYHVD_FAST_LANE"] = "0"
+    hvd.init()
+    assert adasum.digests() == want
+    mpi.LARGEST = 5000
+    assert adasum.digests() == want
