@@ -85,7 +85,7 @@ def _bits(result: Any) -> Any:
     return result.dtype.name, result.shape, result.tobytes()
 
 
-def _program(plan: list[Step], leaving: int) -> list[Any]:
+def program(plan: list[Step], leaving: int) -> list[Any]:
     """Carry out a plan; rank 0 leaves ``leaving`` steps before the end, and joins."""
     log: list[Any] = []
     half = hvd.add_process_set(list(range(min(2, hvd.size() - 1))) or [0])
@@ -111,7 +111,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
     runs = [
         run_ranks(
             size,
-            _program,
+            program,
             plan,
             min(leaving, len(plan)),
             knobs={"fast_lane": fast, "dynamic_process_sets": True},
@@ -122,7 +122,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
     assert runs[0] == runs[1]
 
 
-def _several_threads(rounds: int) -> list[Any]:
+def several_threads(rounds: int) -> list[Any]:
     """Three threads of each rank submit tensors and groups of their own, and wait for them in any order."""
     active = current_slot()
     log: dict[int, list[Any]] = {}
@@ -151,7 +151,7 @@ def _several_threads(rounds: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_threads_through_both_lanes(size: int) -> None:
-    runs = [run_ranks(size, _several_threads, 12, knobs={"fast_lane": fast}) for fast in (True, False)]
+    runs = [run_ranks(size, several_threads, 12, knobs={"fast_lane": fast}) for fast in (True, False)]
     assert runs[0] == runs[1]
 
 
