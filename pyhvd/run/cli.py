@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyhvd._version import __version__
+from pyhvd.run.settings import ConfigFileError, add_flags, settings_of
 
 _EXAMPLES = """\
 examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
+  pyhvdrun -n 4 --autotune --autotune-log-file tuned.csv train.py
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
 
@@ -31,6 +33,8 @@ class Options:
     output_filename: str | None = None
     prefix_output: bool = False
     prefix_timestamp: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks, which win over what is set already."""
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -67,6 +71,10 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         parser.error("mpiexec has started this rank already: give either mpiexec or -n, not both")
     if not under_mpiexec and known.num_proc is None:
         parser.error("say how many ranks, e.g. -n 2")
+    try:
+        settings = settings_of(known)
+    except ConfigFileError as exc:
+        parser.error(str(exc))
     return Options(
         program=program,
         num_proc=known.num_proc,
@@ -76,6 +84,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
+        settings=settings,
     )
 
 
@@ -128,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
     )
+    add_flags(parser)
     return parser
 
 
