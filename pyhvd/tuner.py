@@ -135,7 +135,7 @@ class Tuner:
 
     def count(self, batch: Sequence[Response]) -> None:
         """A batch of responses has been carried out, not by the engine."""
-        if not self.meter.counts():
+        if not self.meter.counts() or batch[0].error is not None:
             return
         most = 0
         for response in batch:

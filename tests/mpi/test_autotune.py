@@ -26,8 +26,9 @@ for step in range(50_000):
         if hvd.broadcast(np.array([done]), 0, name="done")[0]:
             break
 hvd.barrier()  # what has been decided is in force behind it
-tuning = context.current().runtime.tuning
-os.write(1, f"{tuning.fusion_threshold} {tuning.cycle_time_ms:g} {tuning.chunk_size} {tuning.staging_size}\\n".encode())
+t = context.current().runtime.tuning
+line = f"{t.fusion_threshold} {t.cycle_time_ms:g} {t.chunk_size} {t.staging_size}\\n"
+os.write(1, line.encode())
 """
 
 FAIL = """

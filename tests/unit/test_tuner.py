@@ -15,7 +15,7 @@ from pyhvd.autotune import LADDERS, Search, most_samples
 from pyhvd.config import Config
 from pyhvd.dtypes import Code
 from pyhvd.errors import ConfigError
-from pyhvd.messages import Request, RequestType, Response
+from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
 from pyhvd.tuner import COLUMNS, SampleLog, Tuner, make_tuner, open_log, tuning_of
 
 DEFAULTS = tuning_of(Config())
@@ -88,6 +88,9 @@ def test_what_the_slow_lane_carries_out_is_counted_by_name() -> None:
     tuner.count(batch_of("c"))
     tuner.count(batch_of("a", "b"))
     tuner.count([Response(Request(RequestType.BARRIER, "barrier"))])
+    failed = Request(RequestType.ALLREDUCE, "a", Code.FLOAT32, (100,))
+    for _ in range(3):
+        tuner.count([Response(failed, error=ErrorInfo(ErrorKind.MISMATCH, "shapes differ"))])
     assert tuner.meter.counts()
     tuner.count(batch_of("b", "a"))
     read = tuner.meter.read()
