@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.run_support import pyhvdrun, script
+from tests.mpi.run_support import bare, pyhvdrun, script
 
 TRAIN = """
 import os, sys
@@ -71,3 +71,22 @@ def test_a_log_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) 
         f"ConfigError: {what}",
         f"ValueError: pyhvd initialization failed: rank 0: ConfigError: {what}",
     ]
+
+
+SHOW = """
+import os
+from pyhvd import Config
+
+config, _ = Config.from_env()
+os.write(1, f"{config.fusion_threshold} {config.cycle_time_ms:g} {sorted(config.given)}\\n".encode())
+"""
+SHOWN = ["1048576 7 ['cycle_time_ms', 'fusion_threshold']"] * 2
+
+
+def test_flags_reach_the_ranks_and_win(tmp_path: Path) -> None:
+    flags = ("--fusion-threshold-mb", 1, "--cycle-time-ms", 7)
+    for ended in (
+        pyhvdrun("-n", 2, *flags, script(tmp_path, SHOW), env={"PYHVD_CYCLE_TIME": "5"}),
+        bare(2, *flags, script(tmp_path, SHOW), env={"HOROVOD_CYCLE_TIME": "5"}),
+    ):
+        assert ended.out.splitlines() == SHOWN, ended.err
