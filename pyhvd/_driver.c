@@ -222,6 +222,21 @@ static void load_batch(pyhvd_lane *lane) {
     lane->running = 1;
 }
 
+/* Tell the meter of the batch that has just been carried out. */
+static void measure(pyhvd_lane *lane) {
+    pyhvd_meter *meter = lane->meter;
+    uint32_t most = 0;
+    if (!meter || !pyhvd_meter_counts(meter)) return;
+    for (uint32_t k = 0; k < lane->members; k++) {
+        pyhvd_record *record = &lane->sets[lane->set].records[lane->pending[lane->at + k]];
+        if (record->sample != meter->sample) record->seen = 0;
+        record->sample = meter->sample;
+        if (++record->seen > most) most = record->seen;
+    }
+    uint64_t bytes = (uint64_t)lane->starts[lane->members] * pyhvd_itemsize(lane->job.dtype);
+    if (pyhvd_meter_count(meter, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
+}
+
 static int run_batch(pyhvd_lane *lane) {
     pyhvd_window *window = lane->sets[lane->set].window;
     window->brief = 1;
@@ -229,6 +244,7 @@ static int run_batch(pyhvd_lane *lane) {
     window->brief = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) return PYHVD_CLOSED;
+    measure(lane);
     const pyhvd_record *records = lane->sets[lane->set].records;
     for (uint32_t k = 0, n; k < lane->members; k += n) {
         pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;

@@ -12,6 +12,18 @@ cdef extern from "pthread.h" nogil:
     int pthread_mutex_unlock(pthread_mutex_t* mutex)
 
 
+cdef extern from "_meter.h" nogil:
+    ctypedef struct pyhvd_meter:
+        uint64_t bytes
+        int64_t began
+        int64_t ended
+
+    bint pyhvd_meter_counts(const pyhvd_meter* m)
+    void pyhvd_meter_start(pyhvd_meter* m, uint32_t steps, uint64_t limit, int64_t least)
+    bint pyhvd_meter_count(pyhvd_meter* m, uint64_t bytes, uint32_t seen)
+    bint pyhvd_meter_has_ended(const pyhvd_meter* m)
+
+
 cdef extern from "_driver.h" nogil:
     enum:
         PYHVD_BOARD_SETS
@@ -63,6 +75,7 @@ cdef extern from "_driver.h" nogil:
         size_t threshold
         int groups_alone
         int64_t cycle
+        pyhvd_meter* meter
         pthread_mutex_t mutex
         pyhvd_unit** refused
         uint32_t refusals

@@ -12,6 +12,7 @@ cdef extern from "_window.h" nogil:
         int rank
         int size
         size_t chunk
+        size_t capacity
         size_t shift
         uint64_t chunks
         uint64_t flats
@@ -32,7 +33,7 @@ cdef extern from "_window.h" nogil:
         double postscale
         int direct
 
-    size_t pyhvd_window_area(size_t chunk)
+    size_t pyhvd_window_area(size_t capacity)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
     int pyhvd_window_gather(

@@ -26,9 +26,12 @@ MAX_LOCAL = PYHVD_MAX_LOCAL
 FLAT = PYHVD_FLAT
 
 
-def area_bytes(Py_ssize_t chunk):
-    """Return the bytes of one rank's area in a window of the given chunk size (bytes)."""
-    return pyhvd_window_area(<size_t>chunk)
+CHUNK_UNIT = 128
+
+
+def area_bytes(Py_ssize_t capacity):
+    """Return the bytes of one rank's area in a window whose chunks have at most ``capacity`` bytes."""
+    return pyhvd_window_area(<size_t>capacity)
 
 
 cdef class Mapping:
@@ -94,7 +97,9 @@ cdef class Window:
     areas : sequence of int
         Address of each rank's area, as this process sees it; 128-byte aligned, :func:`area_bytes` long.
     chunk : int
-        Bytes of a slot; a multiple of 128.
+        Bytes of a chunk; a multiple of 128.
+    capacity : int, optional
+        Bytes of a slot: the largest chunk that :meth:`resize` may ask for. ``chunk`` if not given.
 
     Raises
     ------
@@ -102,18 +107,29 @@ cdef class Window:
         More than MAX_LOCAL ranks, a chunk of the wrong size, or an unaligned area.
     """
 
-    def __cinit__(self, int rank, areas, Py_ssize_t chunk):
+    def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
         if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:
             raise ValueError(f"a window has at most {PYHVD_MAX_LOCAL} ranks")
-        if chunk < PYHVD_FLAT or chunk % 128:
-            raise ValueError(f"a chunk is a multiple of 128 bytes, and {PYHVD_FLAT} at least, not {chunk}")
+        cdef Py_ssize_t room = chunk if capacity is None else capacity
+        if room < chunk or room % CHUNK_UNIT:
+            raise ValueError(f"a slot of {room} bytes does not suit chunks of {chunk}")
         self.window.rank = rank
         self.window.size = <int>len(areas)
-        self.window.chunk = <size_t>chunk
+        self.window.capacity = <size_t>room
+        self.resize(chunk)
         for q, address in enumerate(areas):
             if address % 128:
                 raise ValueError(f"area {q} is not aligned to 128 bytes")
             self.window.area[<int>q] = <uint8_t*><uintptr_t>address
+
+    def resize(self, Py_ssize_t chunk):
+        """Cut what comes next into chunks of so many bytes; between the same two operations on every rank."""
+        if chunk < PYHVD_FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
+            raise ValueError(
+                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {PYHVD_FLAT} at least,"
+                f" {self.window.capacity} at most here, not {chunk}"
+            )
+        self.window.chunk = <size_t>chunk
 
     def clear(self):
         """Zero this rank's area, touching its pages; before any rank uses the window."""

@@ -65,6 +65,9 @@ include "_board.pxi"
 include "_units.pxi"
 
 
+include "_meter.pxi"
+
+
 cdef class Lane(BoardEnd):
     """One rank's end of the fast lane.
 
@@ -107,15 +110,15 @@ cdef class Lane(BoardEnd):
     cdef bint closed
     cdef int64_t arena_from
     cdef int64_t arena_to
+    cdef Meter meter
 
     def __cinit__(
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
         double cycle, code_of
     ):
         pyhvd_board_attach(&self.c.board, <void*>base, rank, size, slots)
-        self.c.threshold = threshold
+        self.tune(threshold, cycle)
         self.c.groups_alone = groups_alone
-        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
         self.memory = memory
         self.generation = _generation
         self.code_of = code_of
@@ -436,6 +439,16 @@ cdef class Lane(BoardEnd):
         with nogil:
             there = pyhvd_lane_enter(&self.c, number)
         return there != 0
+
+    def tune(self, size_t threshold, double cycle):
+        """Change what rides together (bytes), and how long submissions gather (s); while entered."""
+        self.c.threshold = threshold
+        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
+
+    def measure(self, Meter meter):
+        """Let a meter count what the engine carries out. Before anything is submitted."""
+        self.meter = meter
+        self.c.meter = &meter.c
 
     def leave(self):
         """Go on behind the response list."""

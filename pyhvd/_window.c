@@ -30,17 +30,17 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 }
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->chunk + LINE);
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
 }
 
-size_t pyhvd_window_area(size_t chunk) {
-    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (chunk + LINE); /* a line for the shift */
+size_t pyhvd_window_area(size_t capacity) {
+    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE); /* a line for the shift */
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {
     w->patience = PYHVD_YIELDS;
     w->parted = pyhvd_may_part(w->size);
-    memset(w->area[w->rank], 0, pyhvd_window_area(w->chunk));
+    memset(w->area[w->rank], 0, pyhvd_window_area(w->capacity));
 }
 
 /* ---- waiting and announcing ---- */

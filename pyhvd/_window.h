@@ -2,7 +2,9 @@
  *
  * Every rank owns one area of the window: a few counters, two small "flat" buffers, and SLOTS slots of
  * one chunk each. An operation is cut into chunks, which all ranks number alike; chunk c uses slot
- * c % SLOTS. The counters only ever grow:
+ * c % SLOTS. A chunk may be smaller than its slot, and its size may change between two operations, at the same
+ * one on every rank: where a slot lies follows from the chunk's number alone, so that ranks which are still
+ * busy with the operation before share no slot with those that are ahead. The counters only ever grow:
  *
  *   packed   chunks that the owner has laid into its slots
  *   reduced  chunks that the owner needs no slot of any rank for any more, but its own
@@ -35,7 +37,8 @@ enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
 
 typedef struct {
     int rank, size;
-    size_t chunk;     /* bytes of a slot */
+    size_t chunk;     /* bytes of a chunk; at most `capacity` */
+    size_t capacity;  /* bytes of a slot */
     size_t shift;     /* where slots begin in a line, in the current operation */
     uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
     uint64_t flats;   /* flat operations so far, the same on every rank */
@@ -65,8 +68,8 @@ typedef struct {
     size_t packing, reducing, unpacking;
 } pyhvd_course;
 
-/* Bytes of one rank's area. */
-size_t pyhvd_window_area(size_t chunk);
+/* Bytes of one rank's area, whose slots have room for chunks of `capacity` bytes. */
+size_t pyhvd_window_area(size_t capacity);
 
 /* Zero this rank's area, touching its pages; before any rank uses the window. */
 void pyhvd_window_clear(pyhvd_window *w);

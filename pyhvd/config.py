@@ -39,6 +39,20 @@ def _count(text: str) -> int:
     return value
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected a number >= 1")
+    return value
+
+
+def _chunk(text: str) -> int:
+    value = int(text)
+    if value < 16384 or value % 128:
+        raise ValueError("expected a multiple of 128, and 16384 at least")
+    return value
+
+
 def _duration(text: str) -> float:
     value = float(text)
     if not math.isfinite(value) or value < 0:
@@ -96,6 +110,18 @@ class Config:
     cycle_time_ms: float = _knob(
         1.0, "CYCLE_TIME", _duration, "longest time (ms) that submissions gather while nobody waits on them"
     )
+    chunk_size: int = _knob(
+        256 * 1024,
+        "CHUNK_SIZE",
+        _chunk,
+        "bytes of a chunk of the shared-memory pipeline; each rank has three per process set",
+    )
+    staging_size: int = _knob(
+        4 * 1024 * 1024,
+        "STAGING_SIZE",
+        _positive,
+        "bytes of tensors that go in one piece where they go through MPI, or are scattered",
+    )
     cache_capacity: int = _knob(
         1024, "CACHE_CAPACITY", _count, "responses remembered per process set; 0: no response cache"
     )
@@ -116,6 +142,16 @@ class Config:
     )
     stall_shutdown_time_seconds: float = _knob(
         0.0, "STALL_SHUTDOWN_TIME_SECONDS", _duration, "... and after so long (s) ends the job; 0: never"
+    )
+    autotune: bool = _knob(
+        False, "AUTOTUNE", _bool, "search for the best fusion threshold, cycle time and chunk size"
+    )
+    autotune_log: str = _knob("", "AUTOTUNE_LOG", str, "CSV file in which rank 0 writes down the search")
+    autotune_warmup_samples: int = _knob(
+        3, "AUTOTUNE_WARMUP_SAMPLES", _count, "samples that are thrown away before the search"
+    )
+    autotune_steps_per_sample: int = _knob(
+        10, "AUTOTUNE_STEPS_PER_SAMPLE", _positive, "steps of the program that make a sample"
     )
     mpi_threads_disable: bool = _knob(
         False,
@@ -138,6 +174,13 @@ class Config:
     log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
     controller: str = _knob("mpi", "CONTROLLER", _mpi_only, "who carries the negotiation; only 'mpi'")
     cpu_operations: str = _knob("mpi", "CPU_OPERATIONS", _mpi_only, "who carries host arrays; only 'mpi'")
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the knobs that the environment or the caller has set: autotuning leaves them alone."""
+
+    @classmethod
+    def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """Return the fields that are knobs, in the order of the table."""
+        return tuple(each for each in dataclasses.fields(cls) if "suffix" in each.metadata)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> tuple[Config, list[str]]:
@@ -163,7 +206,7 @@ class Config:
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         borrowed: list[str] = []
-        for knob in dataclasses.fields(cls):
+        for knob in cls.knobs():
             for prefix in _PREFIXES:
                 variable = prefix + knob.metadata["suffix"]
                 if variable in env:
@@ -171,13 +214,16 @@ class Config:
                     if prefix == "HOROVOD_":
                         borrowed.append(variable)
                     break
-        config = cls(**{**values, **overrides})
+        values.update(overrides)
+        config = cls(**values, given=frozenset(values))
         notices = []
         if borrowed:
             notices.append(f"read {', '.join(borrowed)}; the names of pyhvd's own are PYHVD_<same suffix>")
         ignored = [p + s for s in _NOT_YET for p in _PREFIXES if p + s in env]
         if ignored:
             notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
+        if config.autotune_log and not config.autotune:
+            notices.append("PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1")
         warn, end = config.stall_check_time_seconds, config.stall_shutdown_time_seconds
         if 0 < end < warn:
             raise ConfigError(
@@ -189,10 +235,7 @@ class Config:
     @classmethod
     def describe(cls) -> str:
         """Return the table of knobs: variable, default, meaning."""
-        rows = [
-            (f"PYHVD_{k.metadata['suffix']}", str(k.default), k.metadata["doc"])
-            for k in dataclasses.fields(cls)
-        ]
+        rows = [(f"PYHVD_{k.metadata['suffix']}", str(k.default), k.metadata["doc"]) for k in cls.knobs()]
         wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
@@ -200,17 +243,20 @@ class Config:
 SHARED = (
     "fast_lane",
     "fusion_threshold",
+    "chunk_size",
+    "staging_size",
     "cache_capacity",
     "check",
     "disable_group_fusion",
     "dynamic_process_sets",
+    "autotune",
 )
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (
     "ADASUM_MPI_CHUNK_SIZE",
-    "AUTOTUNE",
-    "AUTOTUNE_LOG",
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     "HIERARCHICAL_ALLGATHER",
     "HIERARCHICAL_ALLREDUCE",
     "THREAD_AFFINITY",
@@ -222,7 +268,7 @@ _NOT_YET = (
 
 def known_variables() -> set[str]:
     """Return the variables that are read, or known from Horovod, under both prefixes."""
-    suffixes = {knob.metadata["suffix"] for knob in dataclasses.fields(Config)} | set(_NOT_YET)
+    suffixes = {knob.metadata["suffix"] for knob in Config.knobs()} | set(_NOT_YET)
     return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}
 
 

@@ -20,13 +20,15 @@ import msgspec
 from pyhvd._lane import count_players
 from pyhvd._version import __version__
 from pyhvd.arena import Arena, NoArena
-from pyhvd.backends.base import Backend, Fabric
-from pyhvd.backends.shm import make_backend
+from pyhvd.autotune import LARGEST_CHUNK
+from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
 from pyhvd.runtime import Runtime
+from pyhvd.tuner import SampleLog, make_tuner
 from pyhvd.validation import describe_ranks, describe_values
 from pyhvd.worlds import World
 
@@ -63,6 +65,8 @@ class Context:
         Process sets that exist from the start.
     error : str
         Set when this rank cannot go on: every rank's ``init`` then fails.
+    autotune_log : SampleLog, optional
+        Where rank 0 writes down what is tuned; owned once this has returned.
 
     Raises
     ------
@@ -71,7 +75,12 @@ class Context:
     """
 
     def __init__(
-        self, world: World, config: Config, static_sets: Sequence[StaticSet] = (), error: str = ""
+        self,
+        world: World,
+        config: Config,
+        static_sets: Sequence[StaticSet] = (),
+        error: str = "",
+        autotune_log: SampleLog | None = None,
     ) -> None:
         self.topology = world.topology
         self.threads_supported = world.threads
@@ -89,40 +98,48 @@ class Context:
         self.config = self._adopt(config, heard)
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
-        open_window = world.open_window if self.config.fast_lane else None
-
-        def make(fabric: Fabric) -> Backend:
-            return make_backend(fabric, open_window)
-
-        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
-        for set_id, ranks in self.process_sets.items():
-            if set_id != GLOBAL_SET and self.topology.rank in ranks:
-                backends[set_id] = make(world.fabric.subset(ranks, set_id))
-        # What is agreed on the board passes by the checks, so while they are on, nothing is.
-        checked = self.config.check != "off"
-        self.lane = (
-            None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
-        )
-        self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
-        self.warned_of_memory = False
-        self.joined = False
         self._world = world
         self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
+        self.warned_of_memory = False
+        self.runtime = self._make_runtime(sets, autotune_log)
+        self.joined = False
+        self.runtime.start()
+
+    def _make_runtime(self, sets: Sequence[Ranks], log: SampleLog | None) -> Runtime:
+        world, config, rank = self._world, self.config, self.topology.rank
+        open_window = world.open_window if config.fast_lane else None
+        pieces = Pieces(config.chunk_size, config.staging_size)
+        largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
+
+        def make(fabric: Fabric) -> Backend:
+            return make_backend(fabric, open_window, pieces, largest)
+
+        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
+        for set_id, ranks in self.process_sets.items():
+            if set_id != GLOBAL_SET and rank in ranks:
+                backends[set_id] = make(world.fabric.subset(ranks, set_id))
+        # What is agreed on the board passes by the checks, so while they are on, nothing is.
+        checked = config.check != "off"
+        self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
+        self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
+        tuner = None
+        if config.autotune and rank == 0:
+            windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
+            tuner = make_tuner(config, self.topology.size, windowed, log)
         slot = current_slot()  # callbacks of handles act for this rank too
-        bell = LaneBell(self.lane, self.topology.rank) if self.lane is not None else None
-        self.runtime = Runtime(
-            world.connect(bell),
+        return Runtime(
+            world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
             backends,
             sets,
-            self.config,
+            config,
             make,
             self.lane,
             self.arena if isinstance(self.arena, Arena) else None,
             surroundings=lambda: playing_rank(slot),
+            tuner=tuner,
         )
-        self.runtime.start()
 
     def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
         """Take the shared knobs from rank 0, and say so where they differ."""

@@ -26,6 +26,7 @@ from pyhvd.messages import (
     RequestType,
     Response,
     ResponseList,
+    Tuning,
     bits_to_bytes,
     bytes_to_bits,
 )
@@ -66,6 +67,7 @@ class Coordinator:
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
+        self._tuning: Tuning | None = None
         members = [tuple(range(size)), *sets]
         self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
 
@@ -83,6 +85,10 @@ class Coordinator:
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
+    def tune(self, tuning: Tuning) -> None:
+        """Let these knobs hold from the next response list on, which goes to every rank."""
+        self._tuning = tuning
+
     def respond(self) -> ResponseList | None:
         """Return what every rank is to do next, or None while nothing is ready."""
         cached: dict[int, bytes] = {}
@@ -97,13 +103,14 @@ class Coordinator:
                 cached[set_id] = bits_to_bytes(bits)
             for response in negotiation.take_responses():
                 responses.extend(self._with_sets(response))
-        if not (cached or responses or self._stop):
+        if not (cached or responses or self._stop or self._tuning):
             return None
         for negotiation in self._sets.values():
             negotiation.lend()
         self._sequence += 1
         stop, self._stop = self._stop, None
-        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
+        tuning, self._tuning = self._tuning, None
+        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning)
 
     def audience(self, message: ResponseList) -> list[int]:
         """Return the ranks whom a response list concerns.
@@ -113,7 +120,7 @@ class Coordinator:
         not seen the other sets' lists still mean what it thinks.
         """
         sets = {*message.cached, *(response.process_set for response in message.responses)}
-        if message.stop is not None or not sets <= self._sets.keys():
+        if message.stop is not None or message.tuning is not None or not sets <= self._sets.keys():
             sets.add(GLOBAL_SET)
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 

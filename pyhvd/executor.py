@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.host import rows_of
 from pyhvd.checking import Checker
 from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
@@ -87,6 +87,7 @@ class Executor:
         self._sets = sets
         self._make_backend = make_backend
         self._lane = lane
+        self._pieces: Pieces | None = None
         if lane is not None:
             for set_id, backend in backends.items():
                 lane.open_set(set_id, backend)
@@ -122,6 +123,12 @@ class Executor:
                 if entry is not None:
                     entry.done(None, exc if isinstance(exc, HorovodInternalError) else _wrapped(exc, first))
             raise
+
+    def resize(self, pieces: Pieces) -> None:
+        """Cut what comes next, in every set, into other pieces."""
+        self._pieces = pieces
+        for backend in self._backends.values():
+            backend.resize(pieces)
 
     def close(self) -> None:
         """Give up the backends, in the order of their sets; collective."""
@@ -315,6 +322,8 @@ class Executor:
         if self._rank in ranks:
             fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
             self._backends[set_id] = self._make_backend(fabric)
+            if self._pieces is not None:
+                self._backends[set_id].resize(self._pieces)
             if self._lane is not None:
                 self._lane.open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)

@@ -17,6 +17,7 @@ from pyhvd.config import Config
 from pyhvd.context import Context, Slot, StaticSet
 from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
+from pyhvd.tuner import SampleLog, open_log
 from pyhvd.worlds import World
 
 _log = logging.getLogger("pyhvd")
@@ -72,15 +73,20 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
     slot.rank = world.topology.rank
     given: list[Any] = []
     prepared: list[StaticSet] = []
+    log: SampleLog | None = None
     try:
         given = [] if sets is None or isinstance(sets, str) else list(sets)
         prepared = process_sets.prepare(given, world, by_comm_allowed=hasattr(comm, "Get_group"))
+        log = open_log(config, world.topology.rank)
     except (ValueError, TypeError, NotImplementedError) as exc:
         error = error or exc
     try:
-        active = Context(world, config, prepared, "" if error is None else f"{type(error).__name__}: {error}")
+        refusal = "" if error is None else f"{type(error).__name__}: {error}"
+        active = Context(world, config, prepared, refusal, log)
     except ValueError as exc:
         slot.rank = None
+        if log is not None:
+            log.close()
         world.fabric.close()
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):

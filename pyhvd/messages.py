@@ -15,7 +15,7 @@ import msgspec
 
 from pyhvd.errors import InternalError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 GLOBAL_SET = 0
 
 UNNAMED = "noname"
@@ -179,14 +179,39 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
     stop: ErrorInfo | None = None
 
 
+class Tuning(msgspec.Struct, frozen=True, array_like=True):
+    """The knobs that may change while a job runs; a place in autotuning's search.
+
+    Attributes
+    ----------
+    fusion_threshold : int
+        Most bytes that ride together.
+    cycle_time_ms : float
+        Longest time (ms) that submissions gather while nobody waits.
+    chunk_size : int
+        Bytes of a chunk in a shared window.
+    staging_size : int
+        Bytes of tensors that go in one piece elsewhere.
+    """
+
+    fusion_threshold: int
+    cycle_time_ms: float
+    chunk_size: int
+    staging_size: int
+
+
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses."""
+    """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses.
+
+    ``tuning``, if there is one, holds from this list on, its own responses included.
+    """
 
     version: int
     seq: int
     cached: dict[int, bytes] = {}
     responses: list[Response] = []
     stop: ErrorInfo | None = None
+    tuning: Tuning | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

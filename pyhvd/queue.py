@@ -175,6 +175,11 @@ class TensorQueue:
             self._flush = False
             return fresh
 
+    def gather_for(self, window: float) -> None:
+        """Change the longest time (s) for which submissions gather."""
+        with self._lock:
+            self._window = window
+
     def sleep_until(self) -> float | None:
         """Mark the runtime as asleep; return when (monotonic s) something becomes due, None for never.
 

@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pyhvd._lane import Lane
 from pyhvd.arena import Arena
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.checking import Checker
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
@@ -44,12 +46,14 @@ from pyhvd.messages import (
     Request,
     RequestList,
     ResponseList,
+    Tuning,
     decode_requests,
     decode_responses,
     encode,
 )
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import StallInspector
+from pyhvd.tuner import Tuner, tuning_of
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -80,6 +84,8 @@ class Runtime:
         Where arrays are that the fast lane need not move.
     surroundings : callable
         Entered by the background thread, in which callbacks of handles run.
+    tuner : Tuner or None
+        On rank 0 of a job that is tuned; owned.
     """
 
     def __init__(
@@ -92,10 +98,15 @@ class Runtime:
         lane: Lane | None = None,
         arena: Arena | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        tuner: Tuner | None = None,
     ) -> None:
         self._control = control
         self._surroundings = surroundings
         self._config = config
+        self.tuning = tuning_of(config)
+        self._tuner = tuner
+        if tuner is not None and lane is not None:
+            lane.measure(tuner.meter)
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
@@ -205,8 +216,17 @@ class Runtime:
             else:
                 self._lists.append(decode_responses(payload))
         if self._coordinator is not None and self._outgoing is None:
+            if self._tuner is not None:
+                self._look_at_samples(self._tuner, self._coordinator)
             self._outgoing = self._coordinator.respond()
         return self._publish() or active
+
+    def _look_at_samples(self, tuner: Tuner, coordinator: Coordinator) -> None:
+        if (tuning := tuner.look()) is not None:
+            coordinator.tune(tuning)
+        elif tuner.done:
+            tuner.close()
+            self._tuner = None
 
     def _publish(self) -> bool:
         """Send the coordinator's answer, which has its place in the order of what the fast lane does."""
@@ -232,15 +252,34 @@ class Runtime:
         return self._lists.popleft()
 
     def _carry_out(self, responses: ResponseList) -> None:
+        if responses.tuning is not None:
+            self._tune(responses.tuning)
         if self._lane is not None:
             self._lane.prepare(responses)
         todo = self._worker.process(responses)
         if self._lane is not None:
             self._lane.follow(todo)
-        for batch in plan(todo, self._config.fusion_threshold, self._config.disable_group_fusion):
+        for batch in plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion):
             self._executor.run(batch)
+            if self._tuner is not None:
+                self._tuner.count(batch)
         if self._lane is not None:
             self._lane.install(todo, responses.seq)
+
+    def _tune(self, tuning: Tuning) -> None:
+        """Change the knobs, at the same place in the order of all that is carried out on every rank.
+
+        Nothing is under way here: where there is a fast lane, its engine is ours until we leave.
+        """
+        if "cycle_time_ms" in self._config.given:  # this rank's own affair
+            tuning = msgspec.structs.replace(tuning, cycle_time_ms=self._config.cycle_time_ms)
+        self.tuning = tuning
+        self._executor.resize(Pieces(tuning.chunk_size, tuning.staging_size))
+        self._queue.gather_for(tuning.cycle_time_ms / 1000)
+        if self._lane is not None:
+            self._lane.lane.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
+        if self._tuner is not None:
+            self._tuner.applied()
 
     def _leave(self) -> None:
         if self._lane is not None and self._entered:
@@ -313,6 +352,8 @@ class Runtime:
 
     def _end(self, error: HorovodInternalError) -> None:
         self.ended = error
+        if self._tuner is not None:
+            self._tuner.close()
         on_lane = self._lane.close(self._entered) if self._lane is not None else []
         for entry in [*self._queue.close(error), *on_lane]:
             entry.done(None, error)

@@ -8,10 +8,27 @@ that MPI and ranks-as-threads share one set of algorithms. Ranks here are set ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pyhvd.arrays import Bytes, TensorView
 from pyhvd.dtypes import DtypeInfo, ReduceOp
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Into which pieces (bytes) tensors are cut; the same on every rank.
+
+    Attributes
+    ----------
+    chunk_size : int
+        A chunk of a shared window's pipeline.
+    staging_size : int
+        What goes in one piece elsewhere.
+    """
+
+    chunk_size: int
+    staging_size: int
 
 
 class Fabric(Protocol):
@@ -112,6 +129,9 @@ class Backend(Protocol):
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Exchange blocks of uneven size; counts in bytes."""
+
+    def resize(self, pieces: Pieces) -> None:
+        """Cut what comes next into other pieces; between the same two calls on every rank."""
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false: the same list on every rank."""

@@ -7,9 +7,9 @@ library, nor on the size of the message, nor on what else lies in the buffer, no
 of a fused buffer gives no such promise: its order of summation changes with message size and with position.)
 float16 and bfloat16 accumulate in float32 and are rounded once.
 
-Tensors are walked in windows of ``CHUNK`` bytes, which stay in the cache: small ones are packed together,
-large ones go straight from and to the caller's memory. No buffer grows with the tensors, and no count comes
-near 2**31.
+Tensors are walked in windows of ``staging_size`` bytes, which stay in the cache: small ones are packed
+together, large ones go straight from and to the caller's memory. No buffer grows with the tensors, and no
+count comes near 2**31.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import Fabric
+from pyhvd.backends.base import Fabric, Pieces
 from pyhvd.dtypes import DtypeInfo, ReduceOp
-
-CHUNK = 4 * 1024 * 1024
-"""Bytes of a window (lab measurements: 1-4 MiB are best for MPI on one node)."""
 
 FLAT = 64 * 1024
 """At most so many bytes, over all ranks, are gathered and reduced everywhere, in one step instead of two."""
@@ -70,12 +67,15 @@ class HostBackend:
     ----------
     fabric : Fabric
         Moves the bytes; owned.
+    pieces : Pieces
+        Its staging size is that of a window (1-4 MiB are best for MPI on one node).
     """
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
+        self._staging_size = pieces.staging_size
         self._buffers: dict[str, Bytes] = {}
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class HostBackend:
     ) -> None:
         """Reduce tensors that ride together; see :class:`~pyhvd.backends.base.Backend`."""
         item = info.itemsize
-        for window in windows(counts, max(CHUNK // item, 1)):
+        for window in windows(counts, max(self._staging_size // item, 1)):
             nbytes = item * sum(count for _, _, count in window)
             tensor, first, _ = window[0]
             source, target = sources[tensor], targets[tensor]
@@ -141,7 +141,7 @@ class HostBackend:
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
         largest = [max(part) for part in parts]
-        for window in windows(largest, max(CHUNK // item // self.size, 1)):
+        for window in windows(largest, max(self._staging_size // item // self.size, 1)):
             for_rank: list[Window] = [
                 [(i, starts[i][r] + k, max(min(n, parts[i][r] - k), 0)) for i, k, n in window]
                 for r in range(self.size)
@@ -185,7 +185,7 @@ class HostBackend:
         self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
     ) -> None:
         """Concatenate; see :class:`~pyhvd.backends.base.Backend`."""
-        small = [i for i, each in enumerate(counts) if sum(each) * 2 < CHUNK]
+        small = [i for i, each in enumerate(counts) if sum(each) * 2 < self._staging_size]
         if len(small) > 1:
             self._allgather_packed(sources, targets, counts, small)
         else:
@@ -240,6 +240,10 @@ class HostBackend:
     ) -> None:
         """Exchange blocks of uneven size; counts in bytes."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
+
+    def resize(self, pieces: Pieces) -> None:
+        """Walk what comes next in windows of another size."""
+        self._staging_size = pieces.staging_size
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false."""

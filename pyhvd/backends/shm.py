@@ -19,15 +19,12 @@ import numpy.typing as npt
 
 from pyhvd import _engine
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.backends.base import Fabric
+from pyhvd.backends.base import Fabric, Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.errors import TransportError
 
 _log = logging.getLogger("pyhvd")
-
-CHUNK = 256 * 1024
-"""Bytes of a slot: each rank has three, so that packing, reducing and unpacking overlap."""
 
 LINE = 128
 
@@ -60,9 +57,9 @@ OpenWindow = Callable[[Fabric, int], Segment | NoWindow]
 """Makes shared memory of so many bytes per rank; collective, with the same outcome on every rank."""
 
 
-def area_bytes() -> int:
+def area_bytes(largest_chunk: int) -> int:
     """Return the bytes of shared memory that each rank of a set needs."""
-    return _engine.area_bytes(CHUNK) + LINE
+    return _engine.area_bytes(largest_chunk) + LINE
 
 
 def aligned(start: int) -> int:
@@ -79,14 +76,18 @@ class ShmFabric:
         The set's other fabric: for making subsets, and to meet while windows are opened and closed. Owned.
     segment : Segment
         The window's memory; owned.
+    chunk_size : int
+        Bytes of a chunk: each rank has three slots, so that packing, reducing and unpacking overlap.
+    largest_chunk : int
+        Bytes of a slot: chunks may grow to this.
     """
 
-    def __init__(self, inner: Fabric, segment: Segment) -> None:
+    def __init__(self, inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> None:
         self.rank = inner.rank
         self.size = inner.size
         self.inner = inner
         self._segment = segment
-        self.window = _engine.Window(inner.rank, segment.areas, CHUNK)
+        self.window = _engine.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
         self.window.clear()
         inner.barrier()
 
@@ -143,9 +144,14 @@ class ShmFabric:
 class ShmBackend(HostBackend):
     """Host collectives over the window; an allreduce is one call without the GIL."""
 
-    def __init__(self, fabric: ShmFabric) -> None:
-        super().__init__(fabric)
+    def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
+        super().__init__(fabric, pieces)
         self.window = fabric.window
+
+    def resize(self, pieces: Pieces) -> None:
+        """Change the size of the window's chunks, and of what else is walked."""
+        super().resize(pieces)
+        self.window.resize(pieces.chunk_size)
 
     def allreduce(
         self,
@@ -163,7 +169,9 @@ class ShmBackend(HostBackend):
         _check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
 
 
-def make_backend(fabric: Fabric, open_window: OpenWindow | None) -> HostBackend:
+def make_backend(
+    fabric: Fabric, open_window: OpenWindow | None, pieces: Pieces, largest_chunk: int
+) -> HostBackend:
     """Return a set's backend: over a window if it can have one. Collective over the set.
 
     Parameters
@@ -172,14 +180,18 @@ def make_backend(fabric: Fabric, open_window: OpenWindow | None) -> HostBackend:
         Reaches the set's ranks; owned by the backend from now on.
     open_window : callable, optional
         None where windows are switched off.
+    pieces : Pieces
+        Into which tensors are cut.
+    largest_chunk : int
+        Bytes to which the window's chunks may grow later.
     """
-    opened = open_window(fabric, area_bytes()) if open_window is not None else None
+    opened = open_window(fabric, area_bytes(largest_chunk)) if open_window is not None else None
     if isinstance(opened, Segment):
-        return ShmBackend(ShmFabric(fabric, opened))
+        return ShmBackend(ShmFabric(fabric, opened, pieces.chunk_size, largest_chunk), pieces)
     if opened is not None and fabric.rank == 0:
         level = logging.DEBUG if opened.expected else logging.WARNING
         _log.log(level, "no shared memory for %d ranks, who go through MPI: %s", fabric.size, opened.cause)
-    return HostBackend(fabric)
+    return HostBackend(fabric, pieces)
 
 
 def _starts(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

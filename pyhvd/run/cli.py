@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pyhvd._version import __version__
 from pyhvd.config import LOG_LEVELS
+from pyhvd.run.settings import ConfigFileError, add_flags, settings_of
 
 _EXAMPLES = """\
 examples:
@@ -17,6 +18,7 @@ examples:
   pyhvdrun -n 4 -m mypackage.train              a module
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
   pyhvdrun -n 4 --log-level info train.py       pyhvd says what it does
+  pyhvdrun -n 4 --autotune --autotune-log-file tuned.csv train.py
   pyhvdrun --check-build                        what pyhvd finds here
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
@@ -38,6 +40,7 @@ class Options:
     prefix_output: bool = False
     prefix_timestamp: bool = False
     settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks, which win over what is set already."""
     check_build: bool = False
 
     def rank_arguments(self) -> list[str]:
@@ -77,6 +80,10 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         parser.error("mpiexec has started this rank already: give either mpiexec or -n, not both")
     if not under_mpiexec and known.num_proc is None:
         parser.error("say how many ranks, e.g. -n 2")
+    try:
+        settings = settings_of(known)
+    except ConfigFileError as exc:
+        parser.error(str(exc))
     return Options(
         program=program,
         num_proc=known.num_proc,
@@ -86,13 +93,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
-        settings=_settings(known),
+        settings=settings,
     )
-
-
-def _settings(known: argparse.Namespace) -> dict[str, str]:
-    given = {"PYHVD_LOG_LEVEL": known.log_level, "PYHVD_LOG_HIDE_TIME": known.log_hide_time}
-    return {variable: value for variable, value in given.items() if value is not None}
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -152,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
     )
     _add_logging(parser)
+    add_flags(parser)
     return parser
 
 
@@ -159,6 +162,7 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument(
         "--log-level",
+        dest="PYHVD_LOG_LEVEL",
         type=str.lower,
         choices=LOG_LEVELS,
         metavar="LEVEL",
@@ -167,17 +171,17 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-with-timestamp",
         "--no-log-hide-timestamp",
-        dest="log_hide_time",
-        action="store_const",
-        const="0",
+        dest="PYHVD_LOG_HIDE_TIME",
+        action="store_true",
+        default=None,
         help="show the clock in pyhvd's log (the default)",
     )
     group.add_argument(
         "--log-without-timestamp",
         "--log-hide-timestamp",
-        dest="log_hide_time",
-        action="store_const",
-        const="1",
+        dest="PYHVD_LOG_HIDE_TIME",
+        action="store_false",
+        default=None,
         help="show no clock in it",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import numpy as np
@@ -30,7 +31,8 @@ def test_small_windows_and_small_messages() -> None:
     """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
     from pyhvd.backends import host, mpi
 
-    host.CHUNK, host.FLAT, mpi.LARGEST = 24, 0, 8
+    os.environ["PYHVD_STAGING_SIZE"] = "24"
+    host.FLAT, mpi.LARGEST = 0, 8
     hvd.init()
     chosen: tuple[str, ...] = ("every_dtype_and_op-allreduce_async", "layouts-column")
     chosen += ("every_dtype_and_op-grouped_allreduce_async_",)

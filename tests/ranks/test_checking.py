@@ -82,8 +82,8 @@ def flippers(monkeypatch: pytest.MonkeyPatch) -> list[_Flipper]:
     """The ranks' backends, which can be armed."""
     made: list[_Flipper] = []
 
-    def make(fabric: Fabric, open_window: OpenWindow | None) -> Any:
-        made.append(_Flipper(make_backend(fabric, open_window)))
+    def make(fabric: Fabric, open_window: OpenWindow | None, *rest: Any) -> Any:
+        made.append(_Flipper(make_backend(fabric, open_window, *rest)))
         return made[-1]
 
     monkeypatch.setattr(context, "make_backend", make)

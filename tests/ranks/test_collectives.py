@@ -27,6 +27,5 @@ CROSSING = Cases(
 @each(CROSSING, 3)
 def test_windows(case: Case, size: int, chunk: int, flat: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a few bytes, so that every tensor crosses some, and ends in a tail or an empty slice."""
-    monkeypatch.setattr("pyhvd.backends.host.CHUNK", chunk)
     monkeypatch.setattr("pyhvd.backends.host.FLAT", flat)
-    on_threads(case, size)
+    on_threads(case, size, staging_size=chunk)

@@ -15,6 +15,9 @@ SETTINGS = (
     {"cycle_time_ms": 0.0},
     {"cycle_time_ms": 20.0},
     {"cache_capacity": 0},
+    {"chunk_size": 16384},
+    {"chunk_size": 1 << 20},
+    {"staging_size": 100},
 )
 
 
@@ -26,9 +29,8 @@ def test_case(case: Case, size: int) -> None:
 @pytest.mark.parametrize("chunk", [600, 3000])
 @each(determinism.CASES, 3)
 def test_windows_do_not_matter(case: Case, size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyhvd.backends.host.CHUNK", chunk)
     monkeypatch.setattr("pyhvd.backends.host.FLAT", 0)
-    on_threads(case, size)
+    on_threads(case, size, staging_size=chunk)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])

@@ -91,7 +91,7 @@ def _call(step: Step, tensor: Any, process_set: hvd.ProcessSet) -> Any:
         return hvd.grouped_allreduce([tensor, tensor[:1], tensor * 2], **scaled)
     if step.verb == "grouped_":
         shared = bool(step.shared >> hvd.rank() & 1)
-        group = [tensor, *(_placed(part, shared) for part in (tensor[:1], tensor * 2))]
+        group = [tensor, *(_placed(part, shared) for part in (tensor[:1].copy(), tensor * 2))]
         return hvd.grouped_allreduce_(group, **scaled)
     if step.verb in ("allreduce", "allreduce_"):
         return getattr(hvd, step.verb)(tensor, **scaled)
@@ -112,7 +112,7 @@ def _bits(result: Any) -> Any:
     return result.dtype.name, result.shape, result.tobytes()
 
 
-def _program(plan: list[Step], leaving: int) -> list[Any]:
+def program(plan: list[Step], leaving: int) -> list[Any]:
     """Carry out a plan; rank 0 leaves ``leaving`` steps before the end, and joins."""
     log: list[Any] = []
     half = hvd.add_process_set(list(range(min(2, hvd.size() - 1))) or [0])
@@ -138,7 +138,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
     runs = [
         run_ranks(
             size,
-            _program,
+            program,
             plan,
             min(leaving, len(plan)),
             knobs={"fast_lane": fast, "dynamic_process_sets": True},
@@ -149,7 +149,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
     assert runs[0] == runs[1]
 
 
-def _several_threads(rounds: int) -> list[Any]:
+def several_threads(rounds: int) -> list[Any]:
     """Three threads of each rank submit tensors and groups of their own, and wait for them in any order."""
     active = current_slot()
     log: dict[int, list[Any]] = {}
@@ -178,7 +178,7 @@ def _several_threads(rounds: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_threads_through_both_lanes(size: int) -> None:
-    runs = [run_ranks(size, _several_threads, 12, knobs={"fast_lane": fast}) for fast in (True, False)]
+    runs = [run_ranks(size, several_threads, 12, knobs={"fast_lane": fast}) for fast in (True, False)]
     assert runs[0] == runs[1]
 
 

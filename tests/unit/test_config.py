@@ -14,12 +14,18 @@ from pyhvd.errors import ConfigError
 GOOD: dict[str, tuple[str, str, Any]] = {
     "fusion_threshold": ("FUSION_THRESHOLD", "1048576", 1048576),
     "cycle_time_ms": ("CYCLE_TIME", "2.5", 2.5),
+    "chunk_size": ("CHUNK_SIZE", "65536", 65536),
+    "staging_size": ("STAGING_SIZE", "1000000", 1000000),
     "cache_capacity": ("CACHE_CAPACITY", "0", 0),
     "disable_group_fusion": ("DISABLE_GROUP_FUSION", "1", True),
     "dynamic_process_sets": ("DYNAMIC_PROCESS_SETS", "true", True),
     "stall_check_disable": ("STALL_CHECK_DISABLE", "yes", True),
     "stall_check_time_seconds": ("STALL_CHECK_TIME_SECONDS", "1e1", 10.0),
     "stall_shutdown_time_seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "90", 90.0),
+    "autotune": ("AUTOTUNE", "true", True),
+    "autotune_log": ("AUTOTUNE_LOG", "tuned.csv", "tuned.csv"),
+    "autotune_warmup_samples": ("AUTOTUNE_WARMUP_SAMPLES", "0", 0),
+    "autotune_steps_per_sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "25", 25),
     "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
     "fast_lane": ("FAST_LANE", "off", False),
     "check": ("CHECK", "Finite, results", "results,finite"),
@@ -28,14 +34,13 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "controller": ("CONTROLLER", "MPI", "mpi"),
     "cpu_operations": ("CPU_OPERATIONS", "mpi", "mpi"),
 }
+LOG_ALONE = "PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1"
 each_knob = pytest.mark.parametrize("knob", GOOD)
 
 
 def test_the_table_here_is_complete() -> None:
-    assert list(GOOD) == [k.name for k in dataclasses.fields(Config)]
-    assert [GOOD[k.name][0] for k in dataclasses.fields(Config)] == [
-        k.metadata["suffix"] for k in dataclasses.fields(Config)
-    ]
+    assert list(GOOD) == [k.name for k in Config.knobs()]
+    assert [GOOD[k.name][0] for k in Config.knobs()] == [k.metadata["suffix"] for k in Config.knobs()]
 
 
 def test_defaults_are_horovods() -> None:
@@ -54,7 +59,8 @@ def test_every_knob_under_its_own_name(knob: str) -> None:
     config, notices = Config.from_env({f"PYHVD_{suffix}": text})
     assert getattr(config, knob) == value
     assert type(getattr(config, knob)) is type(value)
-    assert notices == []
+    assert notices == ([] if knob != "autotune_log" else [LOG_ALONE])
+    assert config.given == {knob}
     assert config == dataclasses.replace(Config(), **{knob: value}), "no other knob has moved"
 
 
@@ -63,7 +69,8 @@ def test_every_knob_under_horovods_name(knob: str) -> None:
     suffix, text, value = GOOD[knob]
     config, notices = Config.from_env({f"HOROVOD_{suffix}": text})
     assert getattr(config, knob) == value
-    assert notices == [f"read HOROVOD_{suffix}; the names of pyhvd's own are PYHVD_<same suffix>"]
+    assert notices[0] == f"read HOROVOD_{suffix}; the names of pyhvd's own are PYHVD_<same suffix>"
+    assert notices[1:] == ([] if knob != "autotune_log" else [LOG_ALONE])
 
 
 def test_pyhvds_own_name_wins_without_a_notice() -> None:
@@ -75,6 +82,16 @@ def test_overrides_win_over_both() -> None:
     env = {"PYHVD_CACHE_CAPACITY": "3", "HOROVOD_CYCLE_TIME": "4"}
     config, _ = Config.from_env(env, cache_capacity=5, cycle_time_ms=6.0)
     assert (config.cache_capacity, config.cycle_time_ms) == (5, 6.0)
+
+
+def test_what_was_given_is_known_even_where_it_is_the_default() -> None:
+    env = {"PYHVD_FUSION_THRESHOLD": str(Config().fusion_threshold), "HOROVOD_CYCLE_TIME": "1"}
+    assert Config.from_env(env, fast_lane=True)[0].given == {
+        "fusion_threshold",
+        "cycle_time_ms",
+        "fast_lane",
+    }
+    assert Config.from_env({})[0].given == Config().given == frozenset()
 
 
 def test_the_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +117,10 @@ def test_words_for_false(word: str) -> None:
         *[("CYCLE_TIME", text) for text in ("", "fast", "-1", "nan", "inf", "(None,)")],
         *[("CACHE_CAPACITY", text) for text in ("-1", "yes", "1e3")],
         *[("DISABLE_GROUP_FUSION", text) for text in ("2", "maybe", "tru")],
+        *[("CHUNK_SIZE", text) for text in ("0", "16000", "16385", "1e6")],
+        *[("STAGING_SIZE", text) for text in ("0", "-4")],
+        ("AUTOTUNE_WARMUP_SAMPLES", "-1"),
+        *[("AUTOTUNE_STEPS_PER_SAMPLE", text) for text in ("0", "many")],
         *[("LOG_LEVEL", text) for text in ("", "loud", "10")],
         *[("CONTROLLER", "gloo"), ("CPU_OPERATIONS", "ccl")],
         ("STALL_CHECK_TIME_SECONDS", "-0.1"),
@@ -129,9 +150,16 @@ def test_a_job_must_not_end_before_its_warning() -> None:
 
 
 def test_what_has_no_effect_is_said() -> None:
-    env = {"HOROVOD_AUTOTUNE": "1", "PYHVD_TIMELINE": "/tmp/t.json", "HOROVOD_UNRELATED": "1", "PATH": "/"}
+    env = {
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "1",
+        "PYHVD_TIMELINE": "/tmp/t.json",
+        "HOROVOD_UNRELATED": "1",
+        "PATH": "/",
+    }
     _, notices = Config.from_env(env)
-    assert notices == ["this version of pyhvd does not act on HOROVOD_AUTOTUNE, PYHVD_TIMELINE"]
+    assert notices == [
+        "this version of pyhvd does not act on HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE, PYHVD_TIMELINE"
+    ]
 
 
 def test_several_borrowed_names_make_one_notice() -> None:
@@ -148,7 +176,7 @@ def test_the_table_lists_every_knob() -> None:
 
 
 def test_what_all_ranks_share_is_a_knob() -> None:
-    assert set(SHARED) <= {k.name for k in dataclasses.fields(Config)}
+    assert set(SHARED) <= {k.name for k in Config.knobs()}
 
 
 def test_nothing_can_be_changed_or_misspelt() -> None:

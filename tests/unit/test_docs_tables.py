@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def test_every_knob_has_its_row() -> None:
             knob.metadata["doc"],
             "rank 0" if knob.name in SHARED else "each rank",
         ]
-        for knob in dataclasses.fields(Config)
+        for knob in Config.knobs()
     ]
     assert _rows(CONFIGURATION, "`PYHVD_.*") == expected
 

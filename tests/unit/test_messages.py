@@ -17,6 +17,7 @@ from pyhvd.messages import (
     RequestList,
     Response,
     ResponseList,
+    Tuning,
     bits_to_bytes,
     bytes_to_bits,
     decode_requests,
@@ -71,6 +72,13 @@ request_lists = st.builds(
     requests=st.lists(st.tuples(small, requests), max_size=3),
     stop=st.none() | errors,
 )
+tunings = st.builds(
+    Tuning,
+    fusion_threshold=small,
+    cycle_time_ms=st.floats(0, 1e3),
+    chunk_size=small,
+    staging_size=small,
+)
 response_lists = st.builds(
     ResponseList,
     version=st.just(PROTOCOL_VERSION),
@@ -78,6 +86,7 @@ response_lists = st.builds(
     cached=vectors,
     responses=st.lists(responses, max_size=3),
     stop=st.none() | errors,
+    tuning=st.none() | tunings,
 )
 
 
@@ -137,5 +146,7 @@ def test_another_protocol_version_is_named(decode: Callable[[bytes], object]) ->
 
 def test_a_float_stays_the_float_it_was() -> None:
     for factor in (0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0):
-        message = decode_requests(encode(RequestList(1, 0, {}, [(0, Request(0, "x", prescale=factor))])))
+        message = decode_requests(
+            encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x", prescale=factor))]))
+        )
         assert repr(message.requests[0][1].prescale) == repr(factor)

@@ -18,16 +18,18 @@ CHUNK = _engine.FLAT  # the smallest: many chunks for little data
 TIMEOUT = 30.0
 
 
-def on_threads(size: int, body: Callable[[int, _engine.Window], Any], chunk: int = CHUNK) -> list[Any]:
+def on_threads(
+    size: int, body: Callable[[int, _engine.Window], Any], chunk: int = CHUNK, capacity: int | None = None
+) -> list[Any]:
     """Run ``body(rank, window)`` on threads that share a window; return the results by rank."""
-    memory = [np.empty(_engine.area_bytes(chunk) + 128, np.uint8) for _ in range(size)]
+    memory = [np.empty(_engine.area_bytes(capacity or chunk) + 128, np.uint8) for _ in range(size)]
     areas = [-(-part.__array_interface__["data"][0] // 128) * 128 for part in memory]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
     cleared = threading.Barrier(size)
 
     def play(rank: int) -> None:
-        window = _engine.Window(rank, areas, chunk)
+        window = _engine.Window(rank, areas, chunk, capacity)
         window.clear()
         cleared.wait(TIMEOUT)
         try:
@@ -273,6 +275,52 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
     assert all(on_threads(size, body))
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_chunks_change_their_size_between_operations_with_ranks_that_dawdle(size: int) -> None:
+    """A rank that is ahead fills slots in the new size while others still empty them in the old one."""
+    capacity = 8 * CHUNK
+    rng = np.random.default_rng(11)
+    sizes = [CHUNK, CHUNK + 128, 3 * CHUNK, capacity]
+    plan = [
+        (sizes[rng.integers(4)], int(rng.integers(0, 3)), int(rng.integers(1, 60_000))) for _ in range(200)
+    ]
+
+    def body(rank: int, window: _engine.Window) -> bool:
+        dawdle = np.random.default_rng(rank)
+        pause = threading.Event()
+        for step, (chunk, kind, count) in enumerate(plan):
+            if dawdle.random() < 0.1:
+                pause.wait(dawdle.random() * 2e-3)
+            window.resize(chunk)
+            values = np.arange(count) + step + rank
+            where = addresses([values])
+            if kind == 0:
+                out = np.zeros(size * count, np.int64)
+                block = [8 * count] * size
+                window.gather(
+                    int(where[0]), int(addresses([out])[0]), np.array(block, np.int64), starts_of(block)
+                )
+                assert (out.reshape(size, count) - np.arange(count) - step == np.c_[np.arange(size)]).all()
+                continue
+            prescale = 1.0 if kind == 1 else 2.0
+            window.allreduce(where, where, starts_of([count]), Code.INT64, ReduceOp.SUM, prescale, 1.0)
+            sums = size * (np.arange(count) + step) + size * (size - 1) // 2
+            assert (values == int(prescale) * sums).all()
+        return True
+
+    assert all(on_threads(size, body, CHUNK, capacity))
+
+
+def test_chunks_must_fit_their_slots() -> None:
+    def body(rank: int, window: _engine.Window) -> None:
+        for chunk in (0, CHUNK - 128, CHUNK + 1, 2 * CHUNK + 128):
+            with pytest.raises(ValueError, match="a chunk is a multiple of 128 bytes, and 16384 at least"):
+                window.resize(chunk)
+        window.resize(2 * CHUNK)
+
+    on_threads(1, body, CHUNK, 2 * CHUNK)
+
+
 def test_abort_ends_every_wait() -> None:
     def body(rank: int, window: _engine.Window) -> bool:
         if rank == 2:
@@ -288,5 +336,7 @@ def test_what_makes_no_window_is_refused() -> None:
         _engine.Window(0, [64], CHUNK)
     with pytest.raises(ValueError, match="chunk"):
         _engine.Window(0, [128], 100)
+    with pytest.raises(ValueError, match="does not suit"):
+        _engine.Window(0, [128], 2 * CHUNK, CHUNK)
     with pytest.raises(ValueError, match="at most"):
         _engine.Window(0, [128] * (_engine.MAX_LOCAL + 1), CHUNK)

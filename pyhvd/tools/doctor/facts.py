@@ -249,8 +249,9 @@ def _carries_cuda() -> bool:
 
 def _window_bytes() -> int:
     from pyhvd.backends.shm import area_bytes
+    from pyhvd.config import Config
 
-    return area_bytes()
+    return area_bytes(Config().chunk_size)
 
 
 def _processor() -> str:

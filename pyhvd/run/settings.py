@@ -1,0 +1,249 @@
+"""Flags and config-file entries that stand for an environment variable of the ranks.
+
+Owns: the table of them, as Horovod names them, and the config file (YAML, read with PyYAML). What a value
+means is the business of :mod:`pyhvd.config`, on the ranks; here it is checked for what is plainly wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class ConfigFileError(ValueError):
+    """The config file cannot be read, or says what nobody understands."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    return value
+
+
+def _number(value: Any) -> str:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number < float("inf"):
+        raise ValueError("expected a number >= 0")
+    return f"{number:.15g}"
+
+
+def _megabytes(value: Any) -> str:
+    return str(round(float(_number(value)) * (1 << 20)))
+
+
+def _whole(value: Any) -> str:
+    number = float(_number(value))
+    if number != int(number):
+        raise ValueError("expected a whole number")
+    return str(int(number))
+
+
+def _fraction(value: Any) -> str:
+    number = _number(value)
+    if float(number) > 1:
+        raise ValueError("expected a number from 0 to 1")
+    return number
+
+
+def _switch(value: Any) -> str:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return str(int(value))
+
+
+def _opposite(value: Any) -> str:
+    return "0" if _switch(value) == "1" else "1"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable, and how it is said.
+
+    Attributes
+    ----------
+    entry : str
+        Section and key in the config file.
+    variable : str
+        What the ranks read.
+    convert : callable
+        From what the file or the command line says to the variable's text; raises ValueError.
+    flag : str
+        On the command line; empty where the config file alone has it.
+    takes : str
+        What the flag takes; empty for a switch, which has a ``--no-`` form.
+    help : str
+        For ``--help``.
+    """
+
+    entry: str
+    variable: str
+    convert: Callable[[Any], str]
+    flag: str = ""
+    takes: str = ""
+    help: str = ""
+
+
+SETTINGS = (
+    Setting(
+        "params.fusion_threshold_mb",
+        "PYHVD_FUSION_THRESHOLD",
+        _megabytes,
+        "--fusion-threshold-mb",
+        "MB",
+        "fuse tensors up to MB mebibytes; 0: no fusion (default: 128)",
+    ),
+    Setting(
+        "params.cycle_time_ms",
+        "PYHVD_CYCLE_TIME",
+        _number,
+        "--cycle-time-ms",
+        "MS",
+        "let submissions gather for at most MS milliseconds (default: 1)",
+    ),
+    Setting(
+        "params.cache_capacity",
+        "PYHVD_CACHE_CAPACITY",
+        _whole,
+        "--cache-capacity",
+        "N",
+        "remember N responses per process set; 0: none (default: 1024)",
+    ),
+    Setting(
+        "autotune.enabled",
+        "PYHVD_AUTOTUNE",
+        _switch,
+        "--autotune",
+        "",
+        "search for the best fusion threshold, cycle time and chunk size; what is given is held",
+    ),
+    Setting(
+        "autotune.log_file",
+        "PYHVD_AUTOTUNE_LOG",
+        _text,
+        "--autotune-log-file",
+        "FILE",
+        "write each sample of the search to FILE, as CSV",
+    ),
+    Setting(
+        "autotune.warmup_samples",
+        "PYHVD_AUTOTUNE_WARMUP_SAMPLES",
+        _whole,
+        "--autotune-warmup-samples",
+        "N",
+        "throw away N samples before the search (default: 3)",
+    ),
+    Setting(
+        "autotune.steps_per_sample",
+        "PYHVD_AUTOTUNE_STEPS_PER_SAMPLE",
+        _whole,
+        "--autotune-steps-per-sample",
+        "N",
+        "N steps of the program make a sample (default: 10)",
+    ),
+    Setting(
+        "autotune.bayes_opt_max_samples",
+        "PYHVD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        _whole,
+        "--autotune-bayes-opt-max-samples",
+        "N",
+        "no effect: the search is not Bayesian",
+    ),
+    Setting(
+        "autotune.gaussian_process_noise",
+        "PYHVD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        _fraction,
+        "--autotune-gaussian-process-noise",
+        "X",
+        "no effect: the search is not Bayesian",
+    ),
+    Setting("params.hierarchical_allreduce", "PYHVD_HIERARCHICAL_ALLREDUCE", _switch),
+    Setting("params.hierarchical_allgather", "PYHVD_HIERARCHICAL_ALLGATHER", _switch),
+    Setting("params.torus_allreduce", "PYHVD_TORUS_ALLREDUCE", _switch),
+    Setting("timeline.filename", "PYHVD_TIMELINE", _text),
+    Setting("timeline.mark_cycles", "PYHVD_TIMELINE_MARK_CYCLES", _switch),
+    Setting("stall_check.enabled", "PYHVD_STALL_CHECK_DISABLE", _opposite),
+    Setting("stall_check.warning_time_seconds", "PYHVD_STALL_CHECK_TIME_SECONDS", _number),
+    Setting("stall_check.shutdown_time_seconds", "PYHVD_STALL_SHUTDOWN_TIME_SECONDS", _number),
+    Setting("library_options.mpi_threads_disable", "PYHVD_MPI_THREADS_DISABLE", _switch),
+    Setting("library_options.thread_affinity", "PYHVD_THREAD_AFFINITY", str),
+    Setting("logging.level", "PYHVD_LOG_LEVEL", _text),
+    Setting("logging.with_timestamp", "PYHVD_LOG_HIDE_TIME", _opposite),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Let a parser take the flags of the table, and ``--config-file``."""
+    parser.add_argument(
+        "--config-file", metavar="FILE", help="read settings from a YAML file; flags win over it"
+    )
+    for setting in SETTINGS:
+        if setting.flag and setting.takes:
+            parser.add_argument(
+                setting.flag,
+                dest=setting.variable,
+                type=_checked(setting.convert),
+                metavar=setting.takes,
+                help=setting.help,
+            )
+        elif setting.flag:
+            parser.add_argument(
+                setting.flag, dest=setting.variable, action=argparse.BooleanOptionalAction, help=setting.help
+            )
+
+
+def settings_of(known: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that the flags, and the config file, ask for.
+
+    Raises
+    ------
+    ConfigFileError
+        The file cannot be read, or an entry is unknown or has a wrong value.
+    """
+    asked = {} if known.config_file is None else read_config_file(known.config_file)
+    for setting in SETTINGS:
+        value = getattr(known, setting.variable, None)
+        if value is not None:
+            asked[setting.variable] = value if setting.takes else setting.convert(value)
+    return asked
+
+
+def read_config_file(path: str) -> dict[str, str]:
+    """Return the environment variables that a config file asks for; raises ConfigFileError."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigFileError('--config-file needs PyYAML: pip install "pyhvd[cli]"') from None
+    try:
+        with open(path, encoding="utf-8") as file:
+            sections = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ConfigFileError(f"cannot read {path}: {exc}") from None
+    if not isinstance(sections, dict) or not all(isinstance(each, dict) for each in sections.values()):
+        raise ConfigFileError(f"{path}: expected sections with entries")
+    table = {setting.entry: setting for setting in SETTINGS}
+    asked = {}
+    for section, entries in sections.items():
+        for key, value in entries.items():
+            entry = f"{section}.{key}"
+            if entry not in table:
+                raise ConfigFileError(f"{path}: {entry} is no setting; there are {', '.join(sorted(table))}")
+            try:
+                asked[table[entry].variable] = table[entry].convert(value)
+            except ValueError as exc:
+                raise ConfigFileError(f"{path}: {entry}: {value!r}: {exc}") from None
+    return asked
+
+
+def _checked(convert: Callable[[Any], str]) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        try:
+            return convert(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(f"{exc}, not {text!r}") from None
+
+    return checked
