@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd._version import __version__
@@ -15,8 +15,35 @@ examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
+  pyhvdrun -n 4 --metrics-port 0 train.py       ... that python -m pyhvd top can watch
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535, not {text}")
+    return value
+
+
+# Flags that stand for an environment variable: flag, variable, type, what it takes, what it does.
+_KNOBS: tuple[tuple[str, str, Callable[[str], object], str, str], ...] = (
+    (
+        "--metrics-port",
+        "PYHVD_METRICS_PORT",
+        _port,
+        "PORT",
+        "serve each rank's metrics for Prometheus on PORT + its local rank; 0: on any free port",
+    ),
+    (
+        "--metrics-address",
+        "PYHVD_METRICS_ADDRESS",
+        str,
+        "ADDRESS",
+        "... on this address (default: 127.0.0.1)",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,8 @@ class Options:
     output_filename: str | None = None
     prefix_output: bool = False
     prefix_timestamp: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks, which win over what is set already."""
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -41,6 +70,9 @@ class Options:
             arguments.append("--prefix-output")
         if self.prefix_timestamp:
             arguments.append("--prefix-timestamp")
+        for flag, variable, *_ in _KNOBS:
+            if variable in self.settings:
+                arguments += [flag, self.settings[variable]]
         return [*arguments, *self.program]
 
 
@@ -76,6 +108,11 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
+        settings={
+            variable: str(value)
+            for _, variable, *_ in _KNOBS
+            if (value := getattr(known, variable)) is not None
+        },
     )
 
 
@@ -128,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
     )
+    for flag, variable, kind, takes, text in _KNOBS:
+        parser.add_argument(flag, dest=variable, type=kind, metavar=takes, help=text)
     return parser
 
 

@@ -1,0 +1,53 @@
+"""``python -m pyhvd SUBCOMMAND``: a thin dispatcher; each subcommand has its own ``--help``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from pyhvd._version import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "top": ("pyhvd.tools.top", "show what the ranks of a running job do, live"),
+}
+"""Subcommand: its module, which has ``main(argv: list[str]) -> int``, and one line of help."""
+
+
+def usage() -> str:
+    """Return the help text."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: python -m pyhvd ({' | '.join(COMMANDS)}) [options]",
+            "",
+            f"pyhvd {__version__}. Programs are run by pyhvdrun, or python -m pyhvd.run.",
+            "",
+            "subcommands:",
+            *rows,
+            "",
+            "example:",
+            f"  python -m pyhvd {next(iter(COMMANDS))} --help",
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run a subcommand; return the exit code, 2 for bad usage."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if argv[:1] in (["-v"], ["--version"]):
+        print(f"pyhvd {__version__}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        wrong = f"\npyhvd: error: no subcommand {argv[0]!r}" if argv else "\npyhvd: error: no subcommand"
+        print(usage() + "\n" + wrong, file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    code: int = module.main(argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
