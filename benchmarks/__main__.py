@@ -16,6 +16,7 @@ QUESTIONS = (
     "resnet",
     "small",
     "latency",
+    "metrics",
     "busy",
     "idle",
     "startup",

@@ -40,6 +40,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
     ),
     "handles": ("Handle", "poll", "synchronize"),
+    "inspection": ("Histogram", "Metrics", "metrics"),
     "lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
     "memory": ("empty", "empty_like"),
     "objects": ("allgather_object", "broadcast_object"),

@@ -156,6 +156,15 @@ from pyhvd.handles import (
 from pyhvd.handles import (
     synchronize as synchronize,
 )
+from pyhvd.inspection import (
+    Histogram as Histogram,
+)
+from pyhvd.inspection import (
+    Metrics as Metrics,
+)
+from pyhvd.inspection import (
+    metrics as metrics,
+)
 from pyhvd.lifecycle import (
     add_process_set as add_process_set,
 )

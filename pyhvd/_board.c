@@ -1,5 +1,6 @@
 #include "_waiting.h"
 #include "_board.h"
+#include "_tally.h"
 
 #include <string.h>
 
@@ -15,7 +16,7 @@ static size_t lines(size_t bytes) { return (bytes + PYHVD_LINE - 1) / PYHVD_LINE
 
 static size_t set_bytes(int size, uint32_t slots) {
     return lines(sizeof(pyhvd_board_set)) + lines(slots * sizeof(uint64_t)) +
-           lines(slots / 8) * (2 + (size_t)size);
+           lines(slots / 8) * 2 + lines(slots / 64 * sizeof(pyhvd_posts)) * (size_t)size;
 }
 
 size_t pyhvd_board_bytes(int size, uint32_t slots) {
@@ -35,7 +36,7 @@ static uint64_t *since_of(const pyhvd_board *b, uint32_t set) {
     return (uint64_t *)((uint8_t *)set_of(b, set) + lines(sizeof(pyhvd_board_set)));
 }
 
-/* The bit vectors of a set: lent, used, and what each rank has posted. */
+/* The bit vectors of a set: lent and used; behind them, what each rank has posted. */
 static uint64_t *bits_of(const pyhvd_board *b, uint32_t set, int which) {
     return (uint64_t *)((uint8_t *)since_of(b, set) + lines(b->slots * sizeof(uint64_t)) +
                         (size_t)which * lines(b->slots / 8));
@@ -43,8 +44,8 @@ static uint64_t *bits_of(const pyhvd_board *b, uint32_t set, int which) {
 
 static uint64_t *lent_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 0); }
 static uint64_t *used_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 1); }
-static uint64_t *posted_of(const pyhvd_board *b, uint32_t set, uint32_t rank) {
-    return bits_of(b, set, 2 + (int)rank);
+static pyhvd_posts *posted_of(const pyhvd_board *b, uint32_t set, uint32_t rank) {
+    return (pyhvd_posts *)((uint8_t *)bits_of(b, set, 2) + rank * lines(b->words * sizeof(pyhvd_posts)));
 }
 
 void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t slots) {
@@ -163,13 +164,34 @@ int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audienc
     return room;
 }
 
-void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to, pyhvd_ranks *audience) {
+/* This rank was the last to post what is ready: count for how long others had waited, from when the first of them
+ * had last posted a slot of the same word. What has been charged to a rank before is not charged again, so that a
+ * set's ranks together are charged with no more than has passed. */
+static void charge(pyhvd_board *b, uint32_t set, const uint64_t *ready, uint32_t first, uint32_t last, int64_t now) {
+    pyhvd_board_set *s = set_of(b, set);
+    pyhvd_seat *seat = &b->seats[b->rank];
+    int64_t since = now;
+    uint64_t n = 0;
+    for (uint32_t w = first; w < last; w++) {
+        n += (uint64_t)__builtin_popcountll(ready[w]);
+        for (uint32_t k = 0; k < s->count && ready[w]; k++)
+            if (s->ranks[k] != (uint32_t)b->rank) since = MIN(since, posted_of(b, set, s->ranks[k])[w].time);
+    }
+    if (b->head->charged[set] > since) since = b->head->charged[set];
+    pyhvd_add(&seat->late, n);
+    if (now <= since) return;
+    pyhvd_add(&seat->awaited, (uint64_t)(now - since));
+    b->head->charged[set] = now;
+}
+
+void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to, int64_t now,
+                       pyhvd_ranks *audience) {
     pyhvd_board_set *s = set_of(b, set);
     uint64_t ready[PYHVD_BOARD_WORDS], *used = used_of(b, set), *lent = lent_of(b, set);
     uint32_t first = to, last = from;
     for (uint32_t w = from; w < to; w++) {
         ready[w] = s->count ? lent[w] : 0;
-        for (uint32_t k = 0; k < s->count && ready[w]; k++) ready[w] &= posted_of(b, set, s->ranks[k])[w];
+        for (uint32_t k = 0; k < s->count && ready[w]; k++) ready[w] &= posted_of(b, set, s->ranks[k])[w].bits;
         if (!ready[w]) continue;
         first = MIN(first, w);
         last = w + 1;
@@ -190,8 +212,9 @@ void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to,
     for (uint32_t w = first; w < last; w++) {
         entry->words[w] = ready[w];
         used[w] |= ready[w];
-        for (uint32_t k = 0; k < s->count; k++) posted_of(b, set, s->ranks[k])[w] &= ~ready[w];
+        for (uint32_t k = 0; k < s->count; k++) posted_of(b, set, s->ranks[k])[w].bits &= ~ready[w];
     }
+    if (now && s->count > 1) charge(b, set, ready, first, last, now);
     add_ranks(audience, &s->members);
     publish(b);
 }
@@ -209,7 +232,7 @@ void pyhvd_board_advance(pyhvd_board *b) {
     pyhvd_board_lock(b);
     atomic_store_explicit(&b->head->backlog, 0, memory_order_relaxed);
     for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
-        pyhvd_board_match(b, set, 0, b->words, &audience);
+        pyhvd_board_match(b, set, 0, b->words, 0, &audience);
     pyhvd_board_unlock(b, &audience);
 }
 
@@ -220,12 +243,16 @@ int pyhvd_board_behind(const pyhvd_board *b) {
 
 /* ---- slots ---- */
 
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n) {
-    const uint64_t *lent = lent_of(b, set), *now = since_of(b, set);
-    uint64_t *mine = posted_of(b, set, (uint32_t)b->rank);
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n,
+                     int64_t now) {
+    const uint64_t *lent = lent_of(b, set), *meant = since_of(b, set);
+    pyhvd_posts *mine = posted_of(b, set, (uint32_t)b->rank);
     for (uint32_t k = 0; k < n; k++)
-        if (!(lent[slots[k] / 64] >> (slots[k] % 64) & 1) || now[slots[k]] != since[k]) return 0;
-    for (uint32_t k = 0; k < n; k++) mine[slots[k] / 64] |= (uint64_t)1 << (slots[k] % 64);
+        if (!(lent[slots[k] / 64] >> (slots[k] % 64) & 1) || meant[slots[k]] != since[k]) return 0;
+    for (uint32_t k = 0; k < n; k++) {
+        mine[slots[k] / 64].bits |= (uint64_t)1 << (slots[k] % 64);
+        mine[slots[k] / 64].time = now;
+    }
     return 1;
 }
 
@@ -234,6 +261,7 @@ void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint3
     pyhvd_board_lock(b);
     pyhvd_board_set *s = set_of(b, set);
     memset(s, 0, b->set_bytes);
+    b->head->charged[set] = 0;
     s->count = count;
     for (uint32_t k = 0; k < count; k++) {
         s->ranks[k] = ranks[k];
@@ -263,9 +291,9 @@ void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint
     for (uint32_t w = 0; w < b->words; w++) {
         lent_of(b, set)[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {
-            uint64_t *theirs = posted_of(b, set, rank);
-            posted[rank * b->words + w] = theirs[w] & bits[w];
-            theirs[w] &= ~bits[w];
+            pyhvd_posts *theirs = posted_of(b, set, rank);
+            posted[rank * b->words + w] = theirs[w].bits & bits[w];
+            theirs[w].bits &= ~bits[w];
         }
     }
     pyhvd_board_unlock(b, &nobody);
@@ -275,7 +303,8 @@ void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *
     pyhvd_ranks nobody = {{0}};
     pyhvd_board_lock(b);
     for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++)
-        memcpy(posted + rank * b->words, posted_of(b, set, rank), b->words * sizeof(uint64_t));
+        for (uint32_t w = 0; w < b->words; w++)
+            posted[rank * b->words + w] = posted_of(b, set, rank)[w].bits;
     memcpy(used, used_of(b, set), b->words * sizeof(uint64_t));
     memset(used_of(b, set), 0, b->words * sizeof(uint64_t));
     pyhvd_board_unlock(b, &nobody);

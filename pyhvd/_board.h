@@ -58,7 +58,15 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t alarm;
     _Atomic uint32_t dozing;
     _Atomic uint32_t calls; /* why the background thread is wanted in Python: bits of the caller's choice */
+    _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors for which the rank was the last to post ... */
+    _Atomic uint64_t awaited;                   /* ... and how long (ns) others had waited by then; see charge() */
 } pyhvd_seat;
+
+/* What a rank has posted of 64 slots, and when (ns) it last did; side by side, as both go from core to core. */
+typedef struct {
+    uint64_t bits;
+    int64_t time;
+} pyhvd_posts;
 
 /* One process set; behind it lie since[slots], lent[words], used[words] and posted[size][words]. */
 typedef struct {
@@ -73,6 +81,7 @@ typedef struct {
     uint64_t floor; /* no cursor is below */
     _Atomic uint32_t backlog; /* the log was full: something that is ready may not have been taken down */
     _Atomic uint32_t closed;
+    int64_t charged[PYHVD_BOARD_SETS]; /* until when (ns) a set's waiting has been counted; see charge() */
 } pyhvd_board_head;
 
 /* One rank's view. */
@@ -118,11 +127,14 @@ void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);
 /* Let nobody post a slot any more, nor what is posted be taken down, until the coordinator has recalled it. */
 void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot);
 
-/* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. */
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n);
+/* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. `now` is the time (ns). */
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n,
+                     int64_t now);
 
-/* Under the lock: take down what all members have posted in words [first, last); adds to `audience`. */
-void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t first, uint32_t last, pyhvd_ranks *audience);
+/* Under the lock: take down what all members have posted in words [first, last); adds to `audience`. `now` is when
+ * this rank posted the last of it, or 0 where that may have been another rank. */
+void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t first, uint32_t last, int64_t now,
+                       pyhvd_ranks *audience);
 
 /* The entry at this rank's cursor if it concerns the rank; NULL if there is none. Skips what does not. */
 const pyhvd_entry *pyhvd_board_next(pyhvd_board *b);

@@ -1,5 +1,9 @@
 # One rank's end of the board, and what the coordinator does with it; a part of _lane.pyx.
 
+cdef tuple read_histogram(const pyhvd_histogram* histogram):
+    # The words are atomic in C, and so is each access here.
+    return [histogram.buckets[k] for k in range(PYHVD_BUCKETS)], histogram.sum
+
 
 cdef class BoardEnd:
     """One rank's end of the board."""
@@ -59,6 +63,34 @@ cdef class BoardEnd:
     def freeze(self, int set_id, uint32_t slot):
         """Let nobody post a slot, until the coordinator has heard what this rank has to say of it."""
         pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)
+
+    # -- what has been counted -----------------------------------------------------------------------
+
+    @property
+    def timed(self):
+        """Whether negotiation, execution and waits are timed; may be changed at any time."""
+        return self.c.tally.timed != 0
+
+    @timed.setter
+    def timed(self, bint value):
+        self.c.tally.timed = value
+
+    def counts(self):
+        """Return this rank's histograms by name: the counts of the buckets, and the sum of the values."""
+        return {
+            "response_tensors": read_histogram(&self.c.tally.tensors),
+            "response_bytes": read_histogram(&self.c.tally.bytes),
+            "negotiation": read_histogram(&self.c.tally.negotiation),
+            "execution": read_histogram(&self.c.tally.execution),
+            "wait": read_histogram(&self.c.tally.waits),
+        }
+
+    def lateness(self):
+        """Return, for each rank, tensors that it was the last to post, and the ns that others had waited."""
+        return [
+            (self.c.board.seats[rank].late, self.c.board.seats[rank].awaited)
+            for rank in range(self.c.board.size)
+        ]
 
     def _by_rank(self, bytearray posted):
         step = self.c.board.words * 8

@@ -102,7 +102,7 @@ void pyhvd_lane_ring(pyhvd_lane *lane) {
         pyhvd_futex_wake(&seat->alarm, 0);
 }
 
-void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
+void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now) {
     if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
     pyhvd_board *board = &lane->board;
     pyhvd_ranks audience = {{0}};
@@ -113,7 +113,8 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
     pyhvd_board_lock(board);
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_unit *unit = lane->held[k];
-        if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n)) {
+        unit->posted = now;
+        if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n, now)) {
             unit->state = PYHVD_REFUSED;
             lane->refused[lane->refusals++] = unit;
             refusals++;
@@ -127,7 +128,7 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
         }
     }
     for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
-        if (to[set]) pyhvd_board_match(board, set, from[set], to[set], &audience);
+        if (to[set]) pyhvd_board_match(board, set, from[set], to[set], now, &audience);
     pyhvd_board_unlock(board, &audience);
     atomic_store_explicit(&lane->holding, 0, memory_order_release);
     pthread_mutex_unlock(&lane->mutex);
@@ -219,6 +220,7 @@ static void load_batch(pyhvd_lane *lane) {
     lane->job = (pyhvd_job){lane->srcs, lane->dsts, lane->starts, n, first->dtype, first->op,
                             first->prescale, first->postscale, first->direct};
     pyhvd_window_begin(&lane->course, &lane->job);
+    lane->began = pyhvd_is_timed(&lane->tally) ? pyhvd_now() : 0;
     lane->running = 1;
 }
 
@@ -237,6 +239,15 @@ static void measure(pyhvd_lane *lane) {
     if (pyhvd_meter_count(meter, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
 }
 
+/* The batch has been carried out. */
+static void count_batch(pyhvd_lane *lane) {
+    pyhvd_tally *tally = &lane->tally;
+    int64_t count = lane->starts[lane->members];
+    pyhvd_observe(&tally->tensors, lane->members, 1);
+    pyhvd_observe(&tally->bytes, (uint64_t)count * pyhvd_itemsize(lane->job.dtype), 1);
+    if (lane->began) pyhvd_observe(&tally->execution, (uint64_t)(pyhvd_now() - lane->began), 1);
+}
+
 static int run_batch(pyhvd_lane *lane) {
     pyhvd_window *window = lane->sets[lane->set].window;
     window->brief = 1;
@@ -246,9 +257,12 @@ static int run_batch(pyhvd_lane *lane) {
     if (status) return PYHVD_CLOSED;
     measure(lane);
     const pyhvd_record *records = lane->sets[lane->set].records;
+    count_batch(lane);
     for (uint32_t k = 0, n; k < lane->members; k += n) {
         pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;
         for (n = 1; k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit; n++) continue;
+        int64_t agreed = lane->began - unit->posted;
+        if (lane->began) pyhvd_observe(&lane->tally.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
         end_parts(lane, unit, n);
     }
     lane->at += lane->members;
@@ -363,17 +377,16 @@ static void await_progress(pyhvd_lane *lane, uint32_t seen, const pyhvd_unit *un
     atomic_fetch_sub_explicit(&lane->waiters, 1, memory_order_relaxed);
 }
 
-int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t ns) {
-    int64_t until = 0;
-    for (;;) {
+int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t now, int64_t ns) {
+    int64_t until = now + ns;
+    for (int round = 0;; round++) {
         uint32_t seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
         if (finished(unit, turn)) return PYHVD_DONE;
         if (is_closed(lane)) return PYHVD_CLOSED;
-        if (!until) until = after(ns);
-        else if (pyhvd_now() >= until) return PYHVD_LATE;
+        if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
         int drives = try_drive(lane);
         /* Posted only now: who completes the batch sees that somebody drives here, and wakes nobody else. */
-        pyhvd_lane_flush(lane, 0);
+        pyhvd_lane_flush(lane, 0, now);
         if (drives) {
             int status = run(lane, unit, turn, until);
             stop_driving(lane);
@@ -407,7 +420,7 @@ static int64_t gather(pyhvd_lane *lane) {
     lane->looked = now;
     lane->alone = 1;
     lane->quiet = 0;
-    pyhvd_lane_flush(lane, 0);
+    pyhvd_lane_flush(lane, 0, now);
     return 0;
 }
 

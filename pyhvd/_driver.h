@@ -22,6 +22,7 @@
 
 #include "_board.h"
 #include "_meter.h"
+#include "_tally.h"
 
 enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
 
@@ -41,6 +42,7 @@ typedef struct {
     int grouped;
     uint32_t *slots;
     uint64_t *since;
+    int64_t posted; /* when (ns); written before the post, read behind the log's entry */
     void *owner;
 } pyhvd_unit;
 
@@ -79,6 +81,7 @@ typedef struct {
     pyhvd_course course;
     int running, patience;
     int64_t parted;
+    int64_t began; /* when (ns) the batch was ready, or 0: it is not timed */
     /* the background thread's */
     uint64_t told; /* the list at which the log stands, if the thread knows of it */
     uint32_t known, quiet, idle; /* `holds` at the last look; looks without anything to post, or any submission */
@@ -87,6 +90,7 @@ typedef struct {
     int short_turns;
     _Atomic uint32_t left_over; /* whether the last driver left something that is in no log any more */
     _Atomic uint32_t watching, progress, waiters, closed;
+    pyhvd_tally tally;
 } pyhvd_lane;
 
 /* Memory for one rank's engine; 0 if there is none. `board` must be attached already. */
@@ -103,8 +107,8 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit);
 /* Call the background thread if it sleeps, so that what is held is posted in time. */
 void pyhvd_lane_ring(pyhvd_lane *lane);
 
-/* Post all that is held. With `whole` also wait for other threads that are just doing so. */
-void pyhvd_lane_flush(pyhvd_lane *lane, int whole);
+/* Post all that is held; `now` is the time (ns). With `whole` also wait for other threads that are just doing so. */
+void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now);
 
 /* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
 int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);
@@ -116,8 +120,8 @@ int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit);
 void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit);
 
 /* Post what is held, and wait until `unit` has finished its turn, driving the engine if nobody else does: PYHVD_DONE, PYHVD_LATE
- * after `ns`, or PYHVD_CLOSED. */
-int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t ns);
+ * `ns` after `now`, or PYHVD_CLOSED. */
+int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t now, int64_t ns);
 
 /* The background thread's sleep: posts what is held, drives where nobody waits; returns its calls, or 0 when
  * `ns` (negative: no end) have passed. */
@@ -136,6 +140,11 @@ void pyhvd_lane_seize(pyhvd_lane *lane);
 
 static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
     return atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
+}
+
+/* A caller has waited for a unit since `began` (ns). */
+static inline void pyhvd_lane_waited(pyhvd_lane *lane, int64_t began) {
+    if (pyhvd_is_timed(&lane->tally)) pyhvd_observe_shared(&lane->tally.waits, (uint64_t)(pyhvd_now() - began));
 }
 
 /* Bring the first lines of an object into the cache. */

@@ -29,6 +29,7 @@ cdef extern from "_driver.h" nogil:
         PYHVD_BOARD_SETS
         PYHVD_BOARD_SLOTS
         PYHVD_NAP
+        PYHVD_BUCKETS
         PYHVD_POSTED
         PYHVD_TAKEN
         PYHVD_DONE
@@ -44,6 +45,23 @@ cdef extern from "_driver.h" nogil:
         int size
         uint32_t slots
         uint32_t words
+        pyhvd_seat* seats
+
+    ctypedef struct pyhvd_histogram:
+        uint64_t buckets[48]
+        uint64_t sum
+
+    ctypedef struct pyhvd_tally:
+        uint32_t timed
+        pyhvd_histogram tensors
+        pyhvd_histogram bytes
+        pyhvd_histogram negotiation
+        pyhvd_histogram execution
+        pyhvd_histogram waits
+
+    ctypedef struct pyhvd_seat:
+        uint64_t late
+        uint64_t awaited
 
     ctypedef struct pyhvd_unit:
         uint64_t started
@@ -80,6 +98,7 @@ cdef extern from "_driver.h" nogil:
         pyhvd_unit** refused
         uint32_t refusals
         pyhvd_lane_set sets[16]
+        pyhvd_tally tally
 
     size_t pyhvd_board_bytes(int size, uint32_t slots)
     void pyhvd_board_attach(pyhvd_board* b, void* base, int rank, int size, uint32_t slots)
@@ -97,11 +116,13 @@ cdef extern from "_driver.h" nogil:
     void pyhvd_lane_close_set(pyhvd_lane* lane, uint32_t set)
     int pyhvd_lane_hold(pyhvd_lane* lane, pyhvd_unit* unit)
     void pyhvd_lane_ring(pyhvd_lane* lane)
-    void pyhvd_lane_flush(pyhvd_lane* lane, bint whole)
+    void pyhvd_lane_flush(pyhvd_lane* lane, bint whole, int64_t now)
     int pyhvd_lane_take(pyhvd_lane* lane, pyhvd_unit* unit)
     int pyhvd_lane_withdraw(pyhvd_lane* lane, pyhvd_unit* unit)
     void pyhvd_lane_settle(pyhvd_lane* lane, pyhvd_unit* unit)
-    int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t ns)
+    int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t now, int64_t ns)
+    void pyhvd_lane_waited(pyhvd_lane* lane, int64_t began)
+    int64_t pyhvd_now()
     uint32_t pyhvd_lane_doze(pyhvd_lane* lane, int64_t ns)
     int pyhvd_lane_enter(pyhvd_lane* lane, uint64_t number)
     void pyhvd_lane_leave(pyhvd_lane* lane)

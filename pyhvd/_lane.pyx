@@ -228,12 +228,12 @@ cdef class Lane(BoardEnd):
         """Somebody waits: post what is held, and send what has gathered."""
         self.check_thread()
         with nogil:
-            pyhvd_lane_flush(&self.c, False)
+            pyhvd_lane_flush(&self.c, False, pyhvd_now())
 
     def post(self):
         """Post what has been submitted, whoever was about to do so."""
         with nogil:
-            pyhvd_lane_flush(&self.c, True)
+            pyhvd_lane_flush(&self.c, True, pyhvd_now())
 
     cdef int check_thread(self) except -1:
         """See that whoever is about to wait may do so."""

@@ -145,22 +145,27 @@ cdef class Handle:
         cdef Lane lane = self.unit.lane
         cdef int64_t left = -1 if seconds < 0 or seconds > 1e9 else <int64_t>(seconds * 1e9)
         cdef int64_t slice
+        cdef int64_t began = pyhvd_now()
+        cdef int64_t now = began
         cdef int status
         lane.check_thread()
         while True:
             slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
             with nogil:
-                status = pyhvd_lane_wait(&lane.c, &self.unit.c, self.turn, slice)
+                status = pyhvd_lane_wait(&lane.c, &self.unit.c, self.turn, now, slice)
             if status == PYHVD_DONE:
+                pyhvd_lane_waited(&lane.c, began)
                 self._end()
                 return True
             PyErr_CheckSignals()
             if left >= 0:
                 left -= slice
                 if left <= 0:
+                    pyhvd_lane_waited(&lane.c, began)
                     return False
             if status == PYHVD_CLOSED:
                 time.sleep(1e-3)  # the background thread is about to fail this one
+            now = pyhvd_now()
 
 
 cdef class Part:

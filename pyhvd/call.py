@@ -151,7 +151,8 @@ class Call:
                 " has returned"
             )
         runtime = self.context.runtime
-        handle = QueuedHandle(self.name, len(self._parts), runtime.flush, self._result(inplace))
+        result = self._result(inplace)
+        handle = QueuedHandle(self.name, len(self._parts), runtime.flush, result, runtime.meter)
         if not self._parts:
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
@@ -192,6 +193,7 @@ class Call:
             return
         what = f"{verb(self.kind)} {self.name!r}: "
         text = describe_exception(exc)
+        self.context.runtime.meter.failed("refused")
         self.context.runtime.announce(self.set_id, self._refusal(text))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (what + exc.args[0],)

@@ -53,6 +53,15 @@ def _chunk(text: str) -> int:
     return value
 
 
+def _port(text: str) -> int | None:
+    if not text.strip():
+        return None
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise ValueError("expected a port, 0 to 65535")
+    return value
+
+
 def _duration(text: str) -> float:
     value = float(text)
     if not math.isfinite(value) or value < 0:
@@ -167,6 +176,21 @@ class Config:
         "CHECK",
         _checks,
         "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
+    )
+    metrics_times: bool = _knob(
+        False,
+        "METRICS_TIMES",
+        _bool,
+        "metrics have times too: negotiation, execution, waits (some 0.1 us per response); on with a port",
+    )
+    metrics_port: int | None = _knob(
+        None,
+        "METRICS_PORT",
+        _port,
+        "serve metrics for Prometheus on this port + the local rank; 0: any free port; none: not at all",
+    )
+    metrics_address: str = _knob(
+        "127.0.0.1", "METRICS_ADDRESS", str.strip, "the address to serve metrics on; 0.0.0.0: all"
     )
     log_level: str = _knob(
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}"

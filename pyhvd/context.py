@@ -10,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
+import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +29,7 @@ from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.exposition import Endpoint
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
 from pyhvd.runtime import Runtime
@@ -50,6 +55,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     shared: tuple[Any, ...]
     sets: list[tuple[Ranks, bool]]
     error: str = ""
+    job: str = ""
 
 
 class Context:
@@ -90,12 +96,15 @@ class Context:
             tuple(getattr(config, knob) for knob in SHARED),
             [(s.ranks, s.by_comm) for s in static_sets],
             error,
+            _make_job_name(),
         )
         heard = [
             msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
         ]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
+        self.job = heard[0].job
+        self.endpoint: Endpoint | None = None
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
@@ -205,6 +214,12 @@ class Context:
         self.runtime.stop(reason)
         if self.runtime.broken:
             self._world.abort()
+
+
+def _make_job_name() -> str:
+    """Return a name that people recognise and no other job has; rank 0's counts."""
+    script = re.sub(r"[^A-Za-z0-9_]+", "-", Path(sys.argv[0]).stem)[:40].strip("-") if sys.argv else ""
+    return f"{script or 'python'}-{secrets.token_hex(3)}"
 
 
 def _agree(heard: Sequence[Hello]) -> list[Ranks]:

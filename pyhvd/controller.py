@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from pyhvd.cache import WorkerCache
 from pyhvd.errors import InternalError
+from pyhvd.lateness import Lateness
 from pyhvd.loans import Board
 from pyhvd.messages import (
     GLOBAL_SET,
@@ -68,8 +69,11 @@ class Coordinator:
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
         self._tuning: Tuning | None = None
+        self.lateness = Lateness(size)
         members = [tuple(range(size)), *sets]
-        self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
+        self._sets = {
+            i: Negotiation(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
+        }
 
     def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
         """Take one worker's message; ``now`` is any clock in seconds, used to tell how long tensors wait."""
@@ -145,7 +149,7 @@ class Coordinator:
         if request.type == RequestType.ADD_PROCESS_SET:
             set_id = next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
             self._sets[set_id] = Negotiation(
-                set_id, request.ranks, self._capacity, self._sequence + 1, self._board
+                set_id, request.ranks, self._capacity, self._sequence + 1, self._board, self.lateness
             )
             return [Response(request, GLOBAL_SET, value=set_id)]
         if request.type == RequestType.REMOVE_PROCESS_SET:

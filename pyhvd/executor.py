@@ -18,6 +18,7 @@ import numpy as np
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.host import rows_of
+from pyhvd.backends.shm import ShmBackend
 from pyhvd.checking import Checker
 from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
 from pyhvd.errors import (
@@ -31,6 +32,7 @@ from pyhvd.errors import (
 )
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
+from pyhvd.meter import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.validation import describe_ranks, verb
 
@@ -64,6 +66,8 @@ class Executor:
         Members of every process set; kept by the worker machine, read here.
     make_backend : callable
         Returns the backend of a new set, from its fabric; collective over the set.
+    meter : Meter
+        Counts what is carried out.
     lane : FastLane or None
         Told of sets that come and go.
     checker : Checker or None
@@ -77,11 +81,13 @@ class Executor:
         backends: dict[int, Backend],
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
+        meter: Meter,
         lane: FastLane | None = None,
         checker: Checker | None = None,
     ) -> None:
         self._checker = checker
         self._rank = rank
+        self._meter = meter
         self._queue = queue
         self._backends = backends
         self._sets = sets
@@ -108,6 +114,7 @@ class Executor:
         """Carry out responses that ride together, and complete their entries."""
         first = batch[0]
         entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
+        ready = self._meter.clock() if any(entry is not None for entry in entries) else 0
         if first.error is not None:
             if entries[0] is None:
                 raise InternalError(
@@ -115,8 +122,10 @@ class Executor:
                 )
             entries[0].done(None, exception_of(first.error, first.request.name))
             return
+        self._count(first, [entry for entry in entries if entry is not None], ready)
         try:
             self._run[first.request.type](batch, entries)
+            self._meter.carried_out(ready)
         except BaseException as exc:
             # What was taken out of the queue is nobody else's to answer.
             for entry in entries:
@@ -129,6 +138,14 @@ class Executor:
         self._pieces = pieces
         for backend in self._backends.values():
             backend.resize(pieces)
+
+    def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
+        if not entries:
+            return  # this rank has joined: it helps with what the others have submitted
+        lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
+        sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
+        told = [entry.told for entry in entries]
+        self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def close(self) -> None:
         """Give up the backends, in the order of their sets; collective."""

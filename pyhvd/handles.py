@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pyhvd._lane import Handle
+from pyhvd.meter import Meter
 
 __all__ = ["Handle", "QueuedHandle", "poll", "synchronize"]
 
@@ -36,6 +37,8 @@ class QueuedHandle(Handle):
         Asks the runtime to send what has gathered.
     result : callable
         Makes the call's result of the tensors' results.
+    meter : Meter, optional
+        Told how long callers wait, and of errors.
     """
 
     __slots__ = (
@@ -46,6 +49,7 @@ class QueuedHandle(Handle):
         "_latch",
         "_left",
         "_lock",
+        "_meter",
         "_name",
         "_open",
         "_result",
@@ -54,9 +58,15 @@ class QueuedHandle(Handle):
     )
 
     def __init__(
-        self, name: str, parts: int, flush: Callable[[], None], result: Callable[[list[Any]], Any]
+        self,
+        name: str,
+        parts: int,
+        flush: Callable[[], None],
+        result: Callable[[list[Any]], Any],
+        meter: Meter | None = None,
     ) -> None:
         self._name = name
+        self._meter = meter
         self._left = parts
         self._flush = flush
         self._result = result
@@ -87,6 +97,15 @@ class QueuedHandle(Handle):
         """Wait until the collective has ended; see :meth:`Handle.wait`."""
         if self._done:
             return True
+        if self._meter is None:
+            return self._wait(timeout)
+        began = self._meter.clock()
+        try:
+            return self._wait(timeout)
+        finally:
+            self._meter.waited(began)
+
+    def _wait(self, timeout: float | None) -> bool:
         self._flush()
         longest = threading.TIMEOUT_MAX
         if not self._latch.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), longest)):
@@ -141,6 +160,8 @@ class QueuedHandle(Handle):
             self._results[part] = result
             if error is not None and self._error is None:
                 self._error = error
+            if error is not None and self._meter is not None:
+                self._meter.failed(type(error).__name__)
             self._left -= 1
             if self._left:
                 return

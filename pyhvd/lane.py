@@ -31,6 +31,7 @@ from pyhvd.messages import (
     bytes_to_bits,
     iter_bits,
 )
+from pyhvd.meter import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 
 _log = logging.getLogger("pyhvd")
@@ -101,16 +102,25 @@ class FastLane:
         ``terms(request, size)`` returns the kernels' op and the factor behind it.
     arena : Arena or None
         Where arrays are that need not be moved.
+    meter : Meter
+        Told of tensors that leave the lane; the lane counts those that it ends.
     """
 
     def __init__(
-        self, lane: Lane, worker: Worker, queue: TensorQueue, terms: KernelTerms, arena: Arena | None
+        self,
+        lane: Lane,
+        worker: Worker,
+        queue: TensorQueue,
+        terms: KernelTerms,
+        arena: Arena | None,
+        meter: Meter,
     ) -> None:
         self.lane = lane
         self._arena = arena
         self._worker = worker
         self._queue = queue
         self._terms = terms
+        self._meter = meter
         self._unsent: list[tuple[int, Request]] = []
         if arena is not None:
             lane.know_arena(arena.start, arena.nbytes)
@@ -196,6 +206,8 @@ class FastLane:
         """Let a unit end by message."""
         known, entries = self._entries(unit)
         self._queue.adopt(entries)
+        if known:
+            self._meter.submitted(len(entries), 0)
         for entry in entries:
             if known:
                 self._worker.adopt(entry.process_set, entry.request)
@@ -210,6 +222,8 @@ class FastLane:
         known, tensors = taken
 
         def done(_: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._meter.failed(type(error).__name__)
             unit.settle(error)
 
         return known, [

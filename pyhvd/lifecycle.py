@@ -15,6 +15,7 @@ from pyhvd._version import __version__
 from pyhvd.call import Call
 from pyhvd.config import Config
 from pyhvd.context import Context, Slot, StaticSet
+from pyhvd.exposition import Endpoint
 from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.tuner import SampleLog, open_log
@@ -74,11 +75,14 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
     given: list[Any] = []
     prepared: list[StaticSet] = []
     log: SampleLog | None = None
+    endpoint: Endpoint | None = None
     try:
+        if config.metrics_port is not None:
+            endpoint = Endpoint(config.metrics_port, config.metrics_address, world.topology.local_rank)
         given = [] if sets is None or isinstance(sets, str) else list(sets)
         prepared = process_sets.prepare(given, world, by_comm_allowed=hasattr(comm, "Get_group"))
         log = open_log(config, world.topology.rank)
-    except (ValueError, TypeError, NotImplementedError) as exc:
+    except (ValueError, TypeError, NotImplementedError, ImportError) as exc:
         error = error or exc
     try:
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
@@ -88,10 +92,15 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
         if log is not None:
             log.close()
         world.fabric.close()
+        if endpoint is not None:
+            endpoint.close()
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])
     slot.context = active
+    if endpoint is not None:
+        active.endpoint = endpoint
+        endpoint.serve(active.runtime.meter.snapshot, active.job)
     for notice in notices if active.topology.rank == 0 else ():
         _log.warning("%s", notice)
     for notice in active.notices:
@@ -172,6 +181,8 @@ def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()
     active = slot.context
     assert active is not None
     active.shutdown(cause, how)  # if this is interrupted, it can be called again
+    if active.endpoint is not None:
+        active.endpoint.close()
     process_sets.forget(active)
     slot.context = None
     slot.rank = None

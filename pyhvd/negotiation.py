@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pyhvd.cache import Group, Slot, SlotTable, group_of
+from pyhvd.lateness import Lateness
 from pyhvd.loans import Board, Loans
 from pyhvd.messages import (
     JOIN_NAME,
@@ -65,16 +66,25 @@ class Negotiation:
         Number of the response list that announces the set; 0 for sets that exist from the start.
     board : Board, optional
         Where ranks agree on cached tensors by themselves.
+    lateness : Lateness, optional
+        Told who submits a tensor last.
     """
 
     def __init__(
-        self, set_id: int, ranks: tuple[int, ...], capacity: int, since: int = 0, board: Board | None = None
+        self,
+        set_id: int,
+        ranks: tuple[int, ...],
+        capacity: int,
+        since: int = 0,
+        board: Board | None = None,
+        lateness: Lateness | None = None,
     ) -> None:
         self.set_id = set_id
         self.ranks = ranks
         self.since = since
         self.cache = SlotTable(capacity)
         self._loans = Loans(set_id, ranks, self.cache, board)
+        self._lateness = lateness if len(ranks) > 1 else None
         self.joined: list[int] = []
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
@@ -248,6 +258,14 @@ class Negotiation:
         for slot in iter_bits(bits & ~self._any_bits()):
             self._bits_since[slot] = now
         self._bits[rank] |= bits
+        if self._lateness is not None and (complete := self._on_all(bits)):
+            since = min(self._bits_since.get(slot, now) for slot in iter_bits(complete))
+            self._lateness.count(self.set_id, rank, since, now, complete.bit_count())
+
+    def _on_all(self, bits: int) -> int:
+        for held in self._bits.values():
+            bits &= held
+        return bits
 
     def _is_tabled(self, request: Request) -> bool:
         """Return whether a tensor, or a grouped call of its group's name, is in the table."""
@@ -285,6 +303,8 @@ class Negotiation:
         if group := group_of(request):
             self._groups.setdefault(group, set()).add(request.name)
         if len(entry.requests) + len(self.joined) >= len(self.ranks):
+            if self._lateness is not None:
+                self._lateness.count(self.set_id, rank, entry.since, now)
             self._settle(request.name, entry)
 
     def _settle(self, name: str, entry: Entry) -> None:

@@ -45,6 +45,8 @@ class TensorEntry:
         ``done(result, error)``: called exactly once.
     splits : tuple of int
         Rows for each set rank (alltoall).
+    told : int
+        When (ns) the other ranks were told; 0 if that is not known. The runtime's thread alone uses it.
     """
 
     process_set: int
@@ -53,6 +55,7 @@ class TensorEntry:
     target: TensorView | None
     done: Callable[[Any, BaseException | None], None]
     splits: tuple[int, ...] = ()
+    told: int = 0
 
 
 class Elsewhere(Protocol):
@@ -195,6 +198,12 @@ class TensorQueue:
         """The runtime no longer sleeps."""
         with self._lock:
             self._asleep = False
+
+    def stamp(self, keys: Sequence[Key], now: int) -> None:
+        """The other ranks are being told of these tensors, at a time in ns."""
+        for key in keys:
+            if (entry := self.entries.get(key)) is not None:
+                entry.told = now
 
     def pop(self, process_set: int, name: str) -> TensorEntry | None:
         """Take out an entry that has been answered; its name is free again."""

@@ -47,10 +47,12 @@ from pyhvd.messages import (
     RequestList,
     ResponseList,
     Tuning,
+    bytes_to_bits,
     decode_requests,
     decode_responses,
     encode,
 )
+from pyhvd.meter import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import StallInspector
 from pyhvd.tuner import Tuner, tuning_of
@@ -112,8 +114,17 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
+        self.meter = Meter(
+            control.rank,
+            control.size,
+            config.metrics_times or config.metrics_port is not None,
+            lane,
+            self._coordinator.lateness if self._coordinator is not None else None,
+        )
         self._lane = (
-            FastLane(lane, self._worker, self._queue, kernel_terms, arena) if lane is not None else None
+            FastLane(lane, self._worker, self._queue, kernel_terms, arena, self.meter)
+            if lane is not None
+            else None
         )
         self._stall = StallInspector(
             0.0 if config.stall_check_disable else config.stall_check_time_seconds,
@@ -126,6 +137,7 @@ class Runtime:
             backends,
             self._worker.sets,
             make_backend,
+            self.meter,
             self._lane,
             Checker(config.check) if config.check != "off" else None,
         )
@@ -299,11 +311,19 @@ class Runtime:
             return False
         self._stop_sent = self._stop_sent or stop is not None
         message = self._worker.compose(fresh, stop)
+        self._count(message, fresh)
         if self._coordinator is not None:
             self._coordinator.receive(0, message, time.monotonic())
         else:
             self._control.send(0, encode(message))
         return True
+
+    def _count(self, message: RequestList, fresh: Sequence[tuple[int, Request]]) -> None:
+        hits = sum(bytes_to_bits(bits).bit_count() for bits in message.bits.values())
+        new = sum(request.dtype >= 0 and not request.error for _, request in message.requests)
+        self.meter.submitted(hits, new)
+        if now := self.meter.clock():
+            self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
 
     def _is_known(self, process_set: int, request: Request) -> bool:
         """Return whether a set is still there; a thread may have submitted to it while it was removed."""
@@ -338,11 +358,14 @@ class Runtime:
         if look is None or look > now:
             return look
         pending = self._coordinator.stalled(now)
+        overdue = sum(now - each.since >= self._config.stall_check_time_seconds for each in pending)
+        self.meter.stalled(overdue)
         if not pending and self._lane is None:
             return None  # what comes to wait comes as a message
         warning, error = self._stall.look(pending, now)
         if warning:
             _log.warning("%s", warning)
+            self.meter.stalled(overdue, warned=True)
         if error is not None:
             self._coordinator.receive(0, self._worker.compose([], error), now)
             return now

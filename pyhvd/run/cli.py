@@ -19,6 +19,7 @@ examples:
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
   pyhvdrun -n 4 --log-level info train.py       pyhvd says what it does
   pyhvdrun -n 4 --autotune --autotune-log-file tuned.csv train.py
+  pyhvdrun -n 4 --metrics-port 0 train.py       ... that python -m pyhvd top can watch
   pyhvdrun --check-build                        what pyhvd finds here
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """

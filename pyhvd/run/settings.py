@@ -43,6 +43,13 @@ def _whole(value: Any) -> str:
     return str(int(number))
 
 
+def _port(value: Any) -> str:
+    number = _whole(value)
+    if int(number) >= 1 << 16:
+        raise ValueError("expected a port, 0 to 65535")
+    return number
+
+
 def _fraction(value: Any) -> str:
     number = _number(value)
     if float(number) > 1:
@@ -160,6 +167,22 @@ SETTINGS = (
         "--autotune-gaussian-process-noise",
         "X",
         "no effect: the search is not Bayesian",
+    ),
+    Setting(
+        "metrics.port",
+        "PYHVD_METRICS_PORT",
+        _port,
+        "--metrics-port",
+        "PORT",
+        "serve each rank's metrics for Prometheus on PORT + its local rank; 0: on any free port",
+    ),
+    Setting(
+        "metrics.address",
+        "PYHVD_METRICS_ADDRESS",
+        _text,
+        "--metrics-address",
+        "ADDRESS",
+        "... on this address (default: 127.0.0.1)",
     ),
     Setting("params.hierarchical_allreduce", "PYHVD_HIERARCHICAL_ALLREDUCE", _switch),
     Setting("params.hierarchical_allgather", "PYHVD_HIERARCHICAL_ALLGATHER", _switch),

@@ -31,6 +31,7 @@ QUESTIONS = {
     ),
     "small": ({"MPI, an Allreduce per tensor", "MPI, pack + Allreduce + unpack"}, 2, "s"),
     "latency": ({"pyhvd, in place", "MPI Allreduce"}, 1, "s"),
+    "metrics": ({"pyhvd, with times", "pyhvd, without"}, 1, "s"),
     "busy": ({"pyhvd, done() of all handles", "pyhvd, seen in the arrays", "MPI Iallreduce, seen"}, 1, "s"),
     "idle": ({"pyhvd", "raw mpi4py"}, 1, "%"),
     "startup": ({"pyhvd", "raw mpi4py"}, 4, "s"),

@@ -17,6 +17,7 @@ from pyhvd.controller import Coordinator
 from pyhvd.dtypes import ReduceOp
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, Request, RequestList, RequestType, Response, ResponseList, encode
+from pyhvd.meter import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.simulation import Done, Key, Network, Ranks
 
@@ -257,7 +258,14 @@ class LaneNetwork(Network):
         self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
         self.queues = [FakeQueue() for _ in range(size)]
         self.halves = [
-            FastLane(cast(Any, self.lanes[r]), self.ranks[r].worker, cast(Any, self.queues[r]), _terms, None)
+            FastLane(
+                cast(Any, self.lanes[r]),
+                self.ranks[r].worker,
+                cast(Any, self.queues[r]),
+                _terms,
+                None,
+                Meter(r, size, timed=False),
+            )
             for r in range(size)
         ]
         for set_id, ranks in enumerate([tuple(range(size)), *sets]):

@@ -25,6 +25,8 @@ OTHERS = (
     "Compressor",
     "Config",
     "Handle",
+    "Histogram",
+    "Metrics",
     "ProcessSet",
     "ReduceOp",
     "__version__",
@@ -85,6 +87,7 @@ SIGNATURES: dict[str, list[str]] = {
     "remove_process_set": ["process_set"],
     "broadcast_object": ["obj=None", "root_rank=0", "name=None", "process_set=global"],
     "allgather_object": ["obj", "name=None", "process_set=global"],
+    "metrics": [],
 }
 
 

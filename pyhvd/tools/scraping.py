@@ -1,0 +1,188 @@
+"""Reading the metrics of a job's ranks over HTTP, and making rates of two readings.
+
+Owns: :class:`Reading`, what one rank tells at one moment; :class:`Row`, what happened between two of them.
+Knows nothing of screens.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One rank's metrics at one moment (monotonic s): value by sample name and label values."""
+
+    when: float
+    rank: int
+    size: int
+    job: str
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels."""
+        wanted = set(labels.items())
+        return sum(value for key, value in self.samples.get(name, {}).items() if wanted <= set(key))
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Return a metric's samples, summed by one of their labels."""
+        sums: dict[str, float] = {}
+        for key, value in self.samples.get(name, {}).items():
+            which = dict(key).get(label, "")
+            sums[which] = sums.get(which, 0.0) + value
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What a job's endpoints told at one time; ``silent`` are those that are there, but did not answer."""
+
+    readings: list[Reading]
+    silent: list[str]
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nobody left."""
+        return not self.readings and not self.silent
+
+
+def scrape(urls: Sequence[str], timeout: float = 2.0) -> Scrape:
+    """Read endpoints, all at a time; what is not a rank of pyhvd counts as gone.
+
+    Raises
+    ------
+    ImportError
+        prometheus-client is not installed.
+    """
+    with ThreadPoolExecutor(max_workers=min(len(urls), 16) or 1) as pool:
+        answers = list(pool.map(lambda url: _fetch(url, timeout), urls))
+    found = [parse(text, when) for text, when in answers if text]
+    readings = sorted((r for r in found if r is not None), key=lambda reading: (reading.job, reading.rank))
+    return Scrape(readings, [url for url, (text, _) in zip(urls, answers, strict=True) if text is None])
+
+
+def parse(text: str, when: float) -> Reading | None:
+    """Return what an endpoint told; None if it is not one of pyhvd's."""
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError as exc:
+        raise ImportError(
+            "python -m pyhvd top needs prometheus-client, which is not installed:"
+            ' pip install "pyhvd[metrics]"'
+        ) from exc
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    except ValueError:
+        return None
+    if not samples.get("pyhvd_info"):
+        return None
+    info = dict(next(iter(samples["pyhvd_info"])))
+    return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples)
+
+
+def _fetch(url: str, timeout: float) -> tuple[str | None, float]:
+    """Return the text, and when (monotonic s) it came: empty if nobody is there, None if nobody answered."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=timeout) as answer:
+            return answer.read().decode(), time.monotonic()
+    except TimeoutError:
+        return None, 0.0
+    except urllib.error.URLError as exc:
+        return (None if isinstance(exc.reason, TimeoutError) else ""), 0.0
+    except (OSError, ValueError, http.client.HTTPException):
+        return "", 0.0
+
+
+@dataclass(slots=True)
+class Row:
+    """What one rank did between two readings, per second; shares in percent, None where nothing tells.
+
+    Attributes
+    ----------
+    job, rank : str, int
+        Which.
+    seconds : float
+        Between the readings.
+    tensors_per_second, bytes_per_second : float
+        Carried out.
+    cache_hit_percent : float or None
+        Of submitted tensors.
+    lanes : dict of str to float
+        Share of the tensors by lane (percent).
+    wait_percent : float
+        Of the time, in which threads of the program waited for a handle (of several threads: their sum).
+    awaited_percent : float or None
+        Of the time, in which the others waited for this rank alone; from rank 0.
+    errors, stalled : int
+        Tensors that ended in an error since the job's start; tensors that are overdue (rank 0).
+    """
+
+    job: str
+    rank: int
+    seconds: float
+    tensors_per_second: float
+    bytes_per_second: float
+    cache_hit_percent: float | None
+    wait_percent: float
+    errors: int
+    stalled: int
+    awaited_percent: float | None = None
+    lanes: dict[str, float] = field(default_factory=dict)
+
+
+def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
+    """Return a row for each rank that is in both."""
+    earlier = {(reading.job, reading.rank): reading for reading in before}
+    pairs = [(earlier[r.job, r.rank], r) for r in after if (r.job, r.rank) in earlier]
+    rows = [_row(then, now) for then, now in pairs]
+    for then, now in pairs:
+        if now.rank == 0:
+            _blame(rows, then, now)
+    return rows
+
+
+def _row(then: Reading, now: Reading) -> Row:
+    seconds = max(now.when - then.when, 1e-9)
+
+    def grown(name: str) -> float:
+        return max(now.total(name) - then.total(name), 0.0)
+
+    hits, misses = grown("pyhvd_cache_hits_total"), grown("pyhvd_cache_misses_total")
+    before = then.by("pyhvd_tensors_total", "lane")
+    lanes = {
+        lane: n - before.get(lane, 0.0)
+        for lane, n in now.by("pyhvd_tensors_total", "lane").items()
+        if n > before.get(lane, 0.0)
+    }
+    everything = sum(lanes.values())
+    return Row(
+        job=now.job,
+        rank=now.rank,
+        seconds=seconds,
+        tensors_per_second=grown("pyhvd_tensors_total") / seconds,
+        bytes_per_second=grown("pyhvd_bytes_total") / seconds,
+        cache_hit_percent=100 * hits / (hits + misses) if hits + misses else None,
+        wait_percent=100 * grown("pyhvd_wait_seconds_sum") / seconds,
+        errors=int(now.total("pyhvd_errors_total")),
+        stalled=int(now.total("pyhvd_stalled_tensors")),
+        lanes={lane: 100 * n / everything for lane, n in lanes.items()},
+    )
+
+
+def _blame(rows: Iterable[Row], then: Reading, now: Reading) -> None:
+    seconds = max(now.when - then.when, 1e-9)
+    before = then.by("pyhvd_awaited_seconds_total", "late_rank")
+    awaited = now.by("pyhvd_awaited_seconds_total", "late_rank")
+    for row in rows:
+        if (key := str(row.rank)) in awaited:
+            row.awaited_percent = 100 * max(awaited[key] - before.get(key, 0.0), 0.0) / seconds

@@ -1,0 +1,256 @@
+"""``python -m pyhvd top``: a table of what the ranks of a running job do, again and again until it ends.
+
+The ranks are found by the files that they leave in this user's own directory (:mod:`pyhvd.rankfiles`), or
+given as ports or addresses; what they do is read from their metrics endpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pyhvd.rankfiles import RankFile, read_files
+from pyhvd.tools.scraping import Row, rates, scrape
+
+_EXAMPLES = """\
+examples:
+  pyhvdrun -n 4 --metrics-port 0 train.py    a job to look at
+  python -m pyhvd top                        the job on this host, twice a second
+  python -m pyhvd top --once                 one table, for a script; --json: one line of JSON
+  python -m pyhvd top --port 9400 --ranks 4  ports 9400 to 9403, as --metrics-port 9400 has them
+  python -m pyhvd top --url http://node2:9400/metrics --url http://node3:9400/metrics
+"""
+
+_COLUMNS = ("rank", "tensors/s", "GB/s", "cache hits", "lane", "waits", "awaited", "errors", "stalled")
+_KEY = (
+    "waits: time that the program waited for results; awaited: time that all others waited for this rank;"
+    " stalled: overdue tensors"
+)
+
+
+class NoJobError(Exception):
+    """There is nothing to look at; the text says what to do."""
+
+
+def main(argv: list[str]) -> int:
+    """Show a job; return 0 when it has ended, 1 if there is none."""
+    given = _parse(argv)
+    try:
+        _watch(_find(given), given)
+    except (NoJobError, ImportError) as exc:
+        print(f"pyhvd top: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _watch(urls: Sequence[str], given: argparse.Namespace) -> None:
+    first = scrape(urls)
+    before = first.readings
+    if not before:
+        why = " in time (stopped, or holding the GIL)" if first.silent else ""
+        raise NoJobError(f"no rank answers{why} at {', '.join(urls)}")
+    job, size = before[0].job, before[0].size
+    shown = False
+    with _screen(given) as screen:
+        while True:
+            time.sleep(given.interval)
+            after = scrape(urls)
+            if rows := rates(before, after.readings):
+                shown = True
+                screen.show(heading(rows, job, size, len(after.silent)), rows)
+            if after.over or (given.once and shown):
+                break
+            before = after.readings or before
+    if after.over and not given.json:
+        print(f"job {job} has ended")
+    if not shown:
+        raise NoJobError(f"job {job} ended before anything could be measured")
+
+
+# -- which ranks ---------------------------------------------------------------------------------------
+
+
+def _find(given: argparse.Namespace) -> list[str]:
+    """Return the ranks' addresses."""
+    if given.url:
+        return list(given.url)
+    if given.ports:
+        return [f"http://{_host(given.address)}:{port}/metrics" for port in given.ports]
+    if given.port is not None:
+        return [f"http://{_host(given.address)}:{given.port + k}/metrics" for k in range(given.ranks)]
+    files = read_files()
+    # A file of a rank that was killed may lie about, and its process id be another process's by now.
+    seen = scrape([_url(file) for file in files])
+    alive = {reading.job for reading in seen.readings}
+    alive |= {file.job for file in files if _url(file) in seen.silent}
+    if given.job is not None:
+        alive = {job for job in alive if given.job in (job, job.rpartition("-")[0])}
+    if not alive:
+        which = f"no job {given.job!r}" if given.job is not None else "no job"
+        raise NoJobError(
+            f"{which} of yours that serves metrics runs on this host:"
+            " start one with pyhvdrun --metrics-port 0, or with PYHVD_METRICS_PORT=0"
+        )
+    if len(alive) > 1:
+        raise NoJobError(f"several jobs run here; choose one with --job: {', '.join(sorted(alive))}")
+    return [_url(file) for file in files if file.job in alive]
+
+
+def _url(file: RankFile) -> str:
+    return f"http://{_host(file.address)}:{file.port}/metrics"
+
+
+def _host(address: str) -> str:
+    if address in ("0.0.0.0", "", "::"):  # it listens everywhere, so here as well
+        return "127.0.0.1"
+    return f"[{address}]" if ":" in address else address
+
+
+# -- screens -------------------------------------------------------------------------------------------
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row as it is printed."""
+    by_share = sorted(row.lanes.items(), key=lambda item: -item[1])
+    lane = " ".join(name if share > 99.5 else f"{name} {share:.0f}%" for name, share in by_share)
+    return (
+        str(row.rank),
+        f"{row.tensors_per_second:,.0f}",
+        f"{row.bytes_per_second / 1e9:.3f}",
+        _percent(row.cache_hit_percent),
+        lane or "-",
+        _percent(row.wait_percent),
+        _percent(row.awaited_percent),
+        str(row.errors),
+        str(row.stalled) if row.rank == 0 else "-",
+    )
+
+
+def heading(rows: Sequence[Row], job: str, size: int, silent: int = 0) -> str:
+    """Return the line above the table: how many ranks, who does not answer, and which is the slowest."""
+    text = f"{job}: {len(rows)} of {size} ranks, over {rows[0].seconds:.2f} s"
+    if silent:
+        text += f"; {silent} do not answer (stopped, or holding the GIL)"
+    known = [(row.awaited_percent, row.rank) for row in rows if row.awaited_percent is not None]
+    if known and max(known)[0] >= 1:
+        share, rank = max(known)
+        text += f"; slowest: rank {rank}, for which the others waited {share:.0f}% of the time"
+    return text
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}%"
+
+
+class _Lines:
+    """JSON, a line per reading."""
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, title: str, rows: Sequence[Row]) -> None:
+        """Print one line."""
+        ranks = [dataclasses.asdict(row) for row in rows]
+        print(json.dumps({"job": rows[0].job, "title": title, "ranks": ranks}), flush=True)
+
+
+class _Plain(_Lines):
+    """A table in plain text, one below the other."""
+
+    def show(self, title: str, rows: Sequence[Row]) -> None:
+        """Print the table."""
+        table = [_COLUMNS, *map(cells, rows)]
+        wide = [max(len(line[k]) for line in table) for k in range(len(_COLUMNS))]
+        print(title)
+        for line in table:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, wide, strict=True)))
+        print(flush=True)
+
+
+class _Rich(_Lines):
+    """A table that stays in its place."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(auto_refresh=False)
+
+    def __enter__(self) -> _Rich:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, title: str, rows: Sequence[Row]) -> None:
+        """Replace the table."""
+        from rich.table import Table
+
+        table = Table(title=title, caption=_KEY, title_justify="left")
+        for column in _COLUMNS:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*cells(row))
+        self._live.update(table, refresh=True)
+
+
+def _screen(given: argparse.Namespace) -> Any:
+    if given.json:
+        return _Lines()
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        return _Rich()
+    return _Plain()
+
+
+# -- flags ---------------------------------------------------------------------------------------------
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pyhvd top",
+        description="Show what the ranks of a running job do, until it ends. " + _KEY + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--job", metavar="NAME", help="which job, if several run here")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", action="append", help="a rank's endpoint; may be given again")
+    where.add_argument("--ports", type=_ports, metavar="P,P,...", help="the ranks' ports")
+    where.add_argument("--port", type=int, metavar="P", help="rank 0's port; the others' follow")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="... how many (default: 1)")
+    parser.add_argument("--address", default="127.0.0.1", help="of the ports (default: 127.0.0.1)")
+    parser.add_argument(
+        "--interval", type=_seconds, default=0.5, metavar="S", help="seconds between tables (default: 0.5)"
+    )
+    parser.add_argument("--once", action="store_true", help="one table, over one interval, then end")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead of each table")
+    return parser.parse_args(argv)
+
+
+def _ports(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ports such as 9400,9401, not {text!r}") from None
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.01 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be at least 0.01 s, not {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
