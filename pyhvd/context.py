@@ -23,8 +23,10 @@ from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.hangs import Whereabouts
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
+from pyhvd.processes import Place, here
 from pyhvd.runtime import Runtime
 from pyhvd.validation import describe_ranks, describe_values
 from pyhvd.worlds import World
@@ -47,6 +49,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     shared: tuple[Any, ...]
     sets: list[tuple[Ranks, bool]]
     error: str = ""
+    place: Place = Place("", 0)
 
 
 class Context:
@@ -80,6 +83,7 @@ class Context:
             tuple(getattr(config, knob) for knob in SHARED),
             [(s.ranks, s.by_comm) for s in static_sets],
             error,
+            here(),
         )
         heard = [
             msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
@@ -104,6 +108,7 @@ class Context:
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         slot = current_slot()  # callbacks of handles act for this rank too
+        threads = None if slot is process_slot else (threading.get_ident(),)
         bell = LaneBell(self.lane, self.topology.rank) if self.lane is not None else None
         self.runtime = Runtime(
             world.connect(bell),
@@ -111,6 +116,7 @@ class Context:
             sets,
             self.config,
             make,
+            Whereabouts(self.topology.rank, [hello.place for hello in heard], threads),
             self.lane,
             surroundings=lambda: playing_rank(slot),
         )

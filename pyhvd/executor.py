@@ -40,7 +40,7 @@ def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
     if info.kind == ErrorKind.RANK_FAILED:
         return RankFailedError(info.message, info.rank)
     if info.kind == ErrorKind.STALL:
-        return StallError(info.message, info.missing)
+        return StallError(info.message, info.missing, info.stacks)
     return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
 
 

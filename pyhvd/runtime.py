@@ -34,6 +34,7 @@ from pyhvd.errors import (
 )
 from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
+from pyhvd.hangs import HangReporter, Whereabouts, take_aside
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
     PROTOCOL_VERSION,
@@ -42,9 +43,11 @@ from pyhvd.messages import (
     Request,
     RequestList,
     ResponseList,
+    decode_aside,
     decode_requests,
     decode_responses,
     encode,
+    is_aside,
 )
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import StallInspector
@@ -72,6 +75,8 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
+    where : Whereabouts
+        Of the ranks.
     lane : Lane or None
         The fast lane, which this thread drives where nobody waits, and sleeps on.
     surroundings : callable
@@ -85,6 +90,7 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
+        where: Whereabouts,
         lane: Lane | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
@@ -97,11 +103,8 @@ class Runtime:
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
         self._lane = FastLane(lane, self._worker, self._queue, kernel_terms) if lane is not None else None
-        self._stall = StallInspector(
-            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
-            config.stall_shutdown_time_seconds,
-            unannounced=lane is not None,
-        )
+        self._where = where
+        self._hangs = self._make_reporter() if self._coordinator is not None else None
         self._executor = Executor(
             control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane
         )
@@ -187,6 +190,8 @@ class Runtime:
             active = True
             if not payload:
                 self._goodbyes += 1
+            elif is_aside(payload):
+                take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
                 self._coordinator.receive(source, decode_requests(payload), time.monotonic())
             else:
@@ -278,23 +283,24 @@ class Runtime:
             self._control.wait(timeout)
         self._queue.awake()
 
+    def _make_reporter(self) -> HangReporter:
+        config, coordinator = self._config, self._coordinator
+        assert coordinator is not None
+        inspector = StallInspector(
+            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
+            config.stall_shutdown_time_seconds,
+            unannounced=self._lane is not None,
+        )
+        return HangReporter(inspector, self._where, self._control.send, coordinator.stalled)
+
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if it is time to; return when to look again."""
-        if self._coordinator is None:
+        if self._coordinator is None or self._hangs is None:
             return None
-        look = self._stall.next_look(now)
-        if look is None or look > now:
-            return look
-        pending = self._coordinator.stalled(now)
-        if not pending and self._lane is None:
-            return None  # what comes to wait comes as a message
-        warning, error = self._stall.look(pending, now)
-        if warning:
-            _log.warning("%s", warning)
+        look, error = self._hangs.inspect(now)
         if error is not None:
             self._coordinator.receive(0, self._worker.compose([], error), now)
-            return now
-        return self._stall.next_look(now)
+        return look
 
     # -- the end -------------------------------------------------------------------------------------
 
