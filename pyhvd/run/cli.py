@@ -15,8 +15,26 @@ examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
+  pyhvdrun -n 4 --stall-check-warning-time-seconds 10 train.py
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
+
+
+_STALL_CHECK_OFF = "PYHVD_STALL_CHECK_DISABLE"
+
+# Flags that stand for an environment variable; names and meaning are Horovod's.
+_KNOBS = (
+    (
+        "--stall-check-warning-time-seconds",
+        "PYHVD_STALL_CHECK_TIME_SECONDS",
+        "report tensors that some ranks have not submitted after S seconds (default: 60)",
+    ),
+    (
+        "--stall-check-shutdown-time-seconds",
+        "PYHVD_STALL_SHUTDOWN_TIME_SECONDS",
+        "... and end the job with an error after S seconds (default: 0, never)",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,8 @@ class Options:
     output_filename: str | None = None
     prefix_output: bool = False
     prefix_timestamp: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks, which win over what is set already."""
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -41,6 +61,11 @@ class Options:
             arguments.append("--prefix-output")
         if self.prefix_timestamp:
             arguments.append("--prefix-timestamp")
+        for flag, variable, *_ in _KNOBS:
+            if variable in self.settings:
+                arguments += [flag, self.settings[variable]]
+        if (off := self.settings.get(_STALL_CHECK_OFF)) is not None:
+            arguments.append("--no-stall-check" if off == "1" else "--stall-check")
         return [*arguments, *self.program]
 
 
@@ -76,7 +101,17 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
+        settings=_settings(known),
     )
+
+
+def _settings(known: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that flags were given for."""
+    given = {variable: getattr(known, variable) for _, variable, _ in _KNOBS}
+    settings = {variable: f"{value:g}" for variable, value in given.items() if value is not None}
+    if known.stall_check is not None:
+        settings[_STALL_CHECK_OFF] = "0" if known.stall_check else "1"
+    return settings
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -128,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
     )
+    for flag, variable, text in _KNOBS:
+        parser.add_argument(flag, dest=variable, type=_duration, metavar="S", help=text)
+    parser.add_argument(
+        "--stall-check",
+        action=argparse.BooleanOptionalAction,
+        help="whether to look for stalled tensors at all (default: yes)",
+    )
     return parser
 
 
@@ -135,6 +177,13 @@ def _positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be seconds, not {text}")
     return value
 
 
