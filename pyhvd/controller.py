@@ -120,9 +120,9 @@ class Coordinator:
     def stalled(self, now: float = 0.0) -> list[Stalled]:
         """Return what is waiting, set by set, oldest first."""
         return [
-            Stalled(i, name, since, tuple(r for r in each.ranks if r not in missing), tuple(missing))
+            Stalled(i, name, since, submitted, missing)
             for i, each in sorted(self._sets.items())
-            for name, since, missing in each.pending(now)
+            for name, since, submitted, missing in each.pending(now)
         ]
 
     def _live(self, set_id: int, seen: int) -> Negotiation | None:

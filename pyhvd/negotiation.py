@@ -189,23 +189,31 @@ class Negotiation:
         self._table.clear()
         return self.take_responses()
 
-    def pending(self, now: float) -> list[tuple[str, float, list[int]]]:
-        """Return (name, first submission, missing ranks) of all that some ranks wait for, oldest first.
+    def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
+        """Return (name, first submission, who has submitted, who has not) of what waits, oldest first.
 
-        A post on the board counts from when it was first seen here.
+        Ranks that have joined are in neither list, unless they submitted before. A post on the board counts
+        from when it was first seen here.
         """
         waiting = [
-            (name, entry.since, [r for r in self.ranks if r not in entry.requests and r not in self.joined])
+            (name, entry.since, {r: r in entry.requests for r in self.ranks if self._counts(r, entry)})
             for name, entry in self._table.items()
         ]
         for slot in iter_bits(self._any_bits()):
-            missing = [r for r in self.ranks if not self._bits[r] >> slot & 1]
-            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), missing))
+            has = {r: bool(self._bits[r] >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), has))
         posted = self._loans.look(now)
         for slot in {slot for bits in posted.values() for slot in iter_bits(bits)}:
-            missing = [r for r in self.ranks if not posted.get(r, 0) >> slot & 1]
-            waiting.append((self.cache[slot].name, self._loans.since(slot, now), missing))
-        return sorted((w for w in waiting if w[2]), key=lambda w: w[1])
+            has = {r: bool(posted.get(r, 0) >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._loans.since(slot, now), has))
+        listed = [
+            (name, since, tuple(r for r in has if has[r]), tuple(r for r in has if not has[r]))
+            for name, since, has in waiting
+        ]
+        return sorted((each for each in listed if each[3]), key=lambda each: each[1])
+
+    def _counts(self, rank: int, entry: Entry) -> bool:
+        return rank in entry.requests or rank not in self.joined
 
     # -- the board -----------------------------------------------------------------------------------
 
