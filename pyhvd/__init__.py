@@ -35,6 +35,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
             "MismatchError",
             "NotInitializedError",
             "RankFailedError",
+            "RankValue",
+            "RemoteError",
         ),
         *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
     ),

@@ -22,7 +22,7 @@ from pyhvd._version import __version__
 from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
-from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
 from pyhvd.hangs import Whereabouts
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
@@ -182,7 +182,7 @@ class Context:
             reason = ErrorInfo(ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} {how}", rank)
         else:
             text = f"rank {rank} failed: {describe_exception(cause)}"
-            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank)
+            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
         self.runtime.stop(reason)
         if self.runtime.broken:
             self._world.abort()

@@ -10,7 +10,7 @@ ranks as soon as anything has become ready everywhere. Nothing is sent while not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyhvd.cache import WorkerCache
@@ -77,8 +77,10 @@ class Coordinator:
         for set_id, data in message.bits.items():
             if negotiation := self._live(set_id, message.seen):
                 negotiation.submit_bits(rank, bytes_to_bits(data), message.seen, following, now)
-        for set_id, request in message.requests:
+        for index, (set_id, request) in enumerate(message.requests):
             if negotiation := self._live(set_id, message.seen):
+                if message.sites:
+                    negotiation.sites.note(request.name, rank, message.sites[index])
                 negotiation.submit(rank, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
@@ -170,8 +172,16 @@ class Worker:
         self._in_flight: dict[tuple[int, str], Request] = {}
         self._seen = 0
 
-    def compose(self, submitted: Iterable[tuple[int, Request]], stop: ErrorInfo | None = None) -> RequestList:
-        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request."""
+    def compose(
+        self,
+        submitted: Iterable[tuple[int, Request]],
+        stop: ErrorInfo | None = None,
+        site_of: Callable[[int, str], str] | None = None,
+    ) -> RequestList:
+        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request.
+
+        ``site_of(set_id, name)`` says where a tensor was submitted; asked only for full requests.
+        """
         bits: dict[int, int] = {}
         requests: list[tuple[int, Request]] = []
         refused: set[tuple[int, str]] = set()
@@ -190,7 +200,11 @@ class Worker:
             if request.type != RequestType.JOIN:
                 self._in_flight[key] = request
         packed = {set_id: bits_to_bytes(b) for set_id, b in bits.items()}
-        return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop)
+        sites = [
+            "" if site_of is None or request.error else site_of(set_id, request.name)
+            for set_id, request in requests
+        ]
+        return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop, sites)
 
     def adopt(self, set_id: int, request: Request) -> None:
         """Take note of a tensor that this rank has submitted past its messages."""

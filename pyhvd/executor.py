@@ -22,23 +22,34 @@ from pyhvd.errors import (
     InternalError,
     MismatchError,
     RankFailedError,
+    RankValue,
+    RemoteError,
     ShutDownError,
     StallError,
 )
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
+from pyhvd.processes import Place
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.validation import describe_ranks, verb
 
 Entries = list[TensorEntry | None]
 
 
-def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
-    """Return the exception that an error on the wire stands for."""
+def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
+    """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
     if info.kind == ErrorKind.MISMATCH:
-        return MismatchError(info.message, name, info.per_rank)
+        hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
+        per_rank = {
+            rank: RankValue(rank, hosts.get(rank, ""), value, info.sites.get(rank, ""))
+            for rank, value in info.per_rank.items()
+        }
+        return MismatchError(info.message, name, per_rank)
     if info.kind == ErrorKind.RANK_FAILED:
-        return RankFailedError(info.message, info.rank)
+        failed = RankFailedError(info.message, info.rank)
+        if info.traceback:
+            failed.__cause__ = RemoteError(info.rank, info.traceback)
+        return failed
     if info.kind == ErrorKind.STALL:
         return StallError(info.message, info.missing, info.stacks)
     return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
@@ -59,6 +70,8 @@ class Executor:
         Members of every process set; kept by the worker machine, read here.
     make_backend : callable
         Returns the backend of a new set, from its fabric; collective over the set.
+    places : sequence of Place
+        Of every rank.
     lane : FastLane or None
         Told of sets that come and go.
     """
@@ -70,6 +83,7 @@ class Executor:
         backends: dict[int, Backend],
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
+        places: Sequence[Place],
         lane: FastLane | None = None,
     ) -> None:
         self._rank = rank
@@ -77,6 +91,7 @@ class Executor:
         self._backends = backends
         self._sets = sets
         self._make_backend = make_backend
+        self._places = places
         self._lane = lane
         if lane is not None:
             for set_id, backend in backends.items():
@@ -102,7 +117,7 @@ class Executor:
                 raise InternalError(
                     f"an error arrived for {first.request.name!r}, which is not in flight here"
                 )
-            entries[0].done(None, exception_of(first.error, first.request.name))
+            entries[0].done(None, exception_of(first.error, first.request.name, self._places))
             return
         try:
             self._run[first.request.type](batch, entries)

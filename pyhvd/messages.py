@@ -176,7 +176,7 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
     requests : list of (int, Request)
         Process set id and request of what the cache does not hold.
     sites : list of str
-        For each of the requests the line at which it was submitted, or an empty text; may be shorter.
+        For each of the requests the line at which it was submitted, or an empty text; or nothing at all.
     stop : ErrorInfo, optional
         This rank shuts down, and why.
     """

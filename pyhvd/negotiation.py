@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from pyhvd.cache import Group, Slot, SlotTable, group_of
 from pyhvd.loans import Board, Loans
 from pyhvd.messages import (
@@ -27,6 +29,7 @@ from pyhvd.messages import (
     iter_bits,
 )
 from pyhvd.refusals import Key, Refusal, key_of, keys_of
+from pyhvd.sites import Sites
 from pyhvd.validation import check, describe_values, verb
 
 _CACHED = frozenset(
@@ -75,6 +78,7 @@ class Negotiation:
         self.since = since
         self.cache = SlotTable(capacity)
         self._loans = Loans(set_id, ranks, self.cache, board)
+        self.sites = Sites()
         self.joined: list[int] = []
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
@@ -302,7 +306,7 @@ class Negotiation:
         joined = [r for r in self.joined if r not in entry.requests]
         error = check(entry.requests, joined)
         if error is not None:
-            self._fail_with_group(name, error)
+            self._fail_with_group(name, self.sites.add_to(error, name))
             return
         group = group_of(self._first(entry))
         if group is None:
@@ -337,6 +341,8 @@ class Negotiation:
             self._make_room(name)
             slot = self.cache.assign(mine, self._any_bits(), self._seq)
             self._loans.answered(1 << slot if slot >= 0 else 0)
+        if slot < 0:
+            self.sites.forget(name)
         self.responses.append(Response(first, self.set_id, slot, dims, joined))
 
     def _drop(self, names: Iterable[str]) -> None:
@@ -369,7 +375,7 @@ class Negotiation:
         failed = [n for n in self._table if n in names]
         for member in failed:
             text = error.message if member == name else f"Its group failed with {name!r}: {error.message}"
-            fault = ErrorInfo(error.kind, text, error.rank, error.per_rank)
+            fault = replace(error, message=text)
             entry = self._table[member]
             self._fail(entry, fault)
             # A rank whose own tensor of this name is still to come must not wait for the others.
@@ -402,6 +408,7 @@ class Negotiation:
                 f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
                 per_rank=per_rank,
             )
+            error = self.sites.add_to(error, *names, request.name)
             refusal = Refusal(error, dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1))
             self._refusals.setdefault(key_of(request), []).append(refusal)
             self._fail_with_group(next(iter(names)), error, names)
@@ -418,6 +425,7 @@ class Negotiation:
             ErrorKind.RANK_FAILED,
             f"{verb(request.type)} {request.name!r} cannot run: rank {rank} refused it: {request.error}",
             rank,
+            traceback=request.traceback,
         )
         told = {r for entry in entries for r in entry.requests}
         waiting = dict.fromkeys(self._members - {rank} - told, -1)

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Protocol
 
 from pyhvd.arrays import TensorView
 from pyhvd.errors import DuplicateNameError
 from pyhvd.messages import Request, RequestType
+from pyhvd.stacks import describe_site
 from pyhvd.validation import verb
 
 Key = tuple[int, str]
@@ -45,6 +47,8 @@ class TensorEntry:
         ``done(result, error)``: called exactly once.
     splits : tuple of int
         Rows for each set rank (alltoall).
+    site : (code, int), optional
+        From where it was submitted; see :func:`pyhvd.stacks.calling_site`.
     """
 
     process_set: int
@@ -53,6 +57,7 @@ class TensorEntry:
     target: TensorView | None
     done: Callable[[Any, BaseException | None], None]
     splits: tuple[int, ...] = ()
+    site: tuple[CodeType, int] | None = None
 
 
 class Elsewhere(Protocol):
@@ -165,6 +170,12 @@ class TensorQueue:
             wake, self._asleep = self._asleep, False
         if wake:
             self._wake()
+
+    def site_of(self, process_set: int, name: str) -> str:
+        """Return from where a tensor was submitted, as text; empty where that is not known."""
+        with self._lock:
+            entry = self.entries.get((process_set, name))
+        return describe_site(*entry.site) if entry is not None and entry.site is not None else ""
 
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Return what is new if it is due, else nothing."""

@@ -31,6 +31,7 @@ from pyhvd.errors import (
     ShutDownError,
     TransportError,
     describe_exception,
+    describe_traceback,
 )
 from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
@@ -106,7 +107,7 @@ class Runtime:
         self._where = where
         self._hangs = self._make_reporter() if self._coordinator is not None else None
         self._executor = Executor(
-            control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane
+            control.rank, self._queue, backends, self._worker.sets, make_backend, where.places, self._lane
         )
         self._goodbyes = 0
         self._outgoing: ResponseList | None = None
@@ -251,7 +252,7 @@ class Runtime:
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
-        message = self._worker.compose(fresh, stop)
+        message = self._worker.compose(fresh, stop, self._queue.site_of)
         if self._coordinator is not None:
             self._coordinator.receive(0, message, time.monotonic())
         else:
@@ -346,7 +347,8 @@ class Runtime:
             error.__cause__ = exc
         _log.error("rank %d: %s", self._control.rank, error, exc_info=exc)
         rank = self._control.rank
-        info = ErrorInfo(ErrorKind.RANK_FAILED, f"rank {rank} failed: {describe_exception(exc)}", rank)
+        text = f"rank {rank} failed: {describe_exception(exc)}"
+        info = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))
         with contextlib.suppress(Exception):
             if self._coordinator is not None:
                 self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))

@@ -58,6 +58,8 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         return ending.report(EXIT, 1, f"pyhvd: {ending.who} called sys.exit:\n{code}")
     except BaseException as exc:
         when = time.time()
+        # As the interpreter does it for debuggers; pyhvd's exit handler tells the other ranks what happened.
+        sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
         if not can_end_job(place):
             set_abort_status(exc)
         return ending.report(*_classify(exc, ending.who), when)

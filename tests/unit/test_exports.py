@@ -16,6 +16,7 @@ import pyhvd as hvd
 ERRORS = (
     *("ConfigError", "DuplicateNameError", "HorovodInternalError", "HorovodVersionMismatchError"),
     *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
+    *("RankValue", "RemoteError"),
     *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
 )
 OPS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")
