@@ -219,7 +219,7 @@ static void load_batch(pyhvd_lane *lane) {
     lane->job = (pyhvd_job){lane->srcs, lane->dsts, lane->starts, n, first->dtype, first->op,
                             first->prescale, first->postscale};
     pyhvd_window_begin(&lane->course, &lane->job);
-    lane->running = 1;
+    __atomic_store_n(&lane->running, 1, __ATOMIC_RELAXED); /* others look at it */
 }
 
 static int run_batch(pyhvd_lane *lane) {
@@ -236,7 +236,7 @@ static int run_batch(pyhvd_lane *lane) {
         end_parts(lane, unit, n);
     }
     lane->at += lane->members;
-    lane->running = 0;
+    __atomic_store_n(&lane->running, 0, __ATOMIC_RELAXED);
     tell_waiters(lane);
     return PYHVD_DONE;
 }

@@ -176,7 +176,10 @@ class Config:
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = ("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+SHARED = (
+    *("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets"),
+    *("stall_check_disable", "stall_check_time_seconds", "stall_shutdown_time_seconds"),
+)
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (

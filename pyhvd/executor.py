@@ -93,6 +93,9 @@ class Executor:
         self._make_backend = make_backend
         self._places = places
         self._lane = lane
+        # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
+        self.running: Entries = []
+        self.ended = 0
         if lane is not None:
             for set_id, backend in backends.items():
                 lane.open_set(set_id, backend)
@@ -119,6 +122,7 @@ class Executor:
                 )
             entries[0].done(None, exception_of(first.error, first.request.name, self._places))
             return
+        self.running = entries
         try:
             self._run[first.request.type](batch, entries)
         except BaseException as exc:
@@ -127,6 +131,9 @@ class Executor:
                 if entry is not None:
                     entry.done(None, exc if isinstance(exc, HorovodInternalError) else _wrapped(exc, first))
             raise
+        finally:
+            self.running = []
+            self.ended += 1
 
     def close(self) -> None:
         """Give up the backends, in the order of their sets; collective."""

@@ -6,11 +6,13 @@ Pure functions over a :class:`~pyhvd.stall.Finding` and what the ranks have answ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pyhvd.controller import Stalled
+from pyhvd.errors import StallError
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Frame, ThreadStack
 from pyhvd.processes import Place, State
-from pyhvd.stall import ANSWER_SECONDS, Answer, Finding
+from pyhvd.stall import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
 from pyhvd.validation import describe_ranks
 
 _NAMES = 6
@@ -53,6 +55,63 @@ def error_of(
     lines.append(f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)")
     missing = {each.name: list(each.missing) for each in finding.stalled}
     return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank knows when nothing ends any more, and rank 0 does not say why.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that looks.
+    names : sequence of str
+        What is in flight on it.
+    under_way : bool
+        Whether that is being carried out: all ranks have submitted it.
+    states : mapping of int to State
+        What the processes of the other ranks do.
+    passed : float
+        Seconds for which nothing has ended.
+    """
+
+    rank: int
+    names: Sequence[str]
+    under_way: bool
+    states: Mapping[int, State]
+    passed: float
+
+    @property
+    def suspects(self) -> list[int]:
+        """The ranks that it may be due to: those that will not go on, else rank 0 if it should have spoken."""
+        lost = [rank for rank, state in self.states.items() if state.is_lost]
+        return lost or ([0] if not self.under_way and self.rank else list(self.states))
+
+
+def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
+    """Return the text of it."""
+    tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
+    what = names_of(tensors) if tensors else "the other ranks to join"
+    why = (
+        "all ranks have submitted it, but some do not carry it out"
+        if standing.under_way
+        else "and rank 0, which decides what runs, has not said why"
+    )
+    lines = [f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"]
+    for rank in standing.suspects[:MOST_ASKED]:
+        state = standing.states[rank]
+        hint = f": kill -CONT {places[rank].pid} lets it go on" if state is State.STOPPED else ""
+        lines.append(f"rank {rank} on {places[rank]}: its process {state.value}{hint}")
+    return "\n".join(lines)
+
+
+def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError:
+    """Return the error with which a rank gives up by itself."""
+    text = describe_standing(standing, places)
+    missing = {name: standing.suspects for name in standing.names}
+    stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
+    limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
+    return StallError(f"this rank has given up: {text}\n({limit})", missing, stacks)
 
 
 def name_of(process_set: int, name: str) -> str:

@@ -8,7 +8,7 @@ has come in, or is overdue. What to report, and its text, are :mod:`pyhvd.stall`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyhvd.controller import Stalled
@@ -21,7 +21,7 @@ from pyhvd.messages import (
     StackRequest,
     encode_aside,
 )
-from pyhvd.processes import Place, state_of
+from pyhvd.processes import Place, State, state_of
 from pyhvd.stacks import user_stacks
 from pyhvd.stall import ANSWER_SECONDS, Inquiry, StallInspector
 
@@ -47,6 +47,10 @@ class Whereabouts:
     rank: int
     places: Sequence[Place]
     threads: Collection[int] | None = None
+
+    def states(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return what the processes of some ranks do, as far as that is seen from here."""
+        return {rank: state_of(self.places[rank], self.places[self.rank]) for rank in ranks}
 
     def report(self, number: int) -> StackReport:
         """Return where this rank's threads stand."""
@@ -124,8 +128,8 @@ class HangReporter:
         finding = inquiry.finding.still(self._pending(now))
         if finding is None:
             return None
-        places, mine = self._where.places, self._where.places[self._where.rank]
-        answers = inquiry.complete(lambda rank: state_of(places[rank], mine))
+        places = self._where.places
+        answers = inquiry.complete(lambda rank: self._where.states([rank])[rank])
         if finding.ends_job:
             return error_of(finding, answers, places, now)
         _log.warning("%s", warning_of(finding, answers, places, now))

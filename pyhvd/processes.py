@@ -45,6 +45,11 @@ class State(enum.Enum):
     SLEEPING = "sleeps"
     UNKNOWN = "cannot be seen from here"
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process will not go on by itself."""
+        return self in (State.STOPPED, State.TRACED, State.GONE)
+
 
 def here() -> Place:
     """Return where this process is."""

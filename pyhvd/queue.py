@@ -202,6 +202,13 @@ class TensorQueue:
         with self._lock:
             self._asleep = False
 
+    def names(self) -> tuple[list[str], bool]:
+        """Return the names of all tensors in flight here, and whether this rank waits in a join."""
+        with self._lock:
+            requests = [entry.request for entry in self.entries.values()]
+        names = [request.name for request in requests if request.type != RequestType.JOIN]
+        return names, len(names) < len(requests)
+
     def pop(self, process_set: int, name: str) -> TensorEntry | None:
         """Take out an entry that has been answered; its name is free again."""
         with self._lock:

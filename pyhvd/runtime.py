@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from pyhvd.errors import (
 )
 from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
+from pyhvd.hang_report import Standing, describe_standing, error_of_standing
 from pyhvd.hangs import HangReporter, Whereabouts, take_aside
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
@@ -51,7 +52,8 @@ from pyhvd.messages import (
     is_aside,
 )
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.stall import StallInspector
+from pyhvd.stall import ANSWER_SECONDS, StallInspector
+from pyhvd.watch import Watch, give_up_after
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -116,6 +118,11 @@ class Runtime:
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
+        # As _stop, but from the watch: why this rank gives up.
+        self._verdict: HorovodInternalError | None = None
+        self._over = threading.Event()
+        self._abandoned = False
+        self._watch = self._make_watch()
         self.ended: HorovodInternalError | None = None
         self.broken = False
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
@@ -125,6 +132,8 @@ class Runtime:
     def start(self) -> None:
         """Start the background thread."""
         self._thread.start()
+        if self._watch is not None:
+            self._watch.start()
 
     def submit(self, entries: Sequence[TensorEntry]) -> None:
         """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
@@ -152,8 +161,14 @@ class Runtime:
         self.join()
 
     def join(self) -> None:
-        """Wait until the background thread has ended."""
-        if self._thread is not threading.current_thread():
+        """Wait until the background thread has ended, or can no longer be waited for."""
+        if self._thread is threading.current_thread():
+            return
+        limit = give_up_after(self._config.stall_shutdown_time_seconds)
+        if not self._over.wait(limit or None):
+            _log.error("shutting down: some rank has not come to its end within %.0f s", limit)
+            self.broken = True
+        elif not self._abandoned:
             self._thread.join()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -171,6 +186,10 @@ class Runtime:
             self._control.close()
         except BaseException as exc:
             self._break(exc)
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
+            self._over.set()
 
     def _loop(self) -> ErrorInfo:
         while True:
@@ -217,6 +236,8 @@ class Runtime:
 
     def _next_list(self) -> ResponseList | None:
         """Return the next list if it is its turn."""
+        if self._verdict is not None:
+            raise self._verdict
         if not self._lists:
             return None
         if self._lane is not None and not self._lane.lane.enter(self._lists[0].seq):
@@ -302,6 +323,60 @@ class Runtime:
         if error is not None:
             self._coordinator.receive(0, self._worker.compose([], error), now)
         return look
+
+    # -- for the watch -------------------------------------------------------------------------------
+
+    def _make_watch(self) -> Watch | None:
+        config, rank = self._config, self._control.rank
+        if config.stall_check_disable or not config.stall_check_time_seconds:
+            return None
+        warn = config.stall_check_time_seconds if rank == 0 else 0.0
+        end = give_up_after(config.stall_shutdown_time_seconds)
+        if not (warn or end):
+            return None
+        return Watch(rank, warn, end, self._look_on, self._warn, self._give_up)
+
+    def _look_on(self) -> tuple[bool, Hashable]:
+        names, joins = self._queue.names()
+        on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
+        # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
+        waiting = bool(names or on_lane or self._executor.running)
+        waiting = waiting or (joins and self._where.states([0])[0].is_lost)
+        return waiting, (self._executor.ended, position)
+
+    def _standing(self, passed: float) -> Standing:
+        names, _ = self._queue.names()
+        under_way = [entry.request.name for entry in self._executor.running if entry is not None]
+        on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
+        runs = bool(under_way or running)
+        shown = under_way or (on_lane if running else [*names, *on_lane])
+        others = [r for r in range(self._control.size) if r != self._control.rank]
+        return Standing(self._control.rank, shown, runs, self._where.states(others), passed)
+
+    def _warn(self, passed: float) -> None:
+        """Say that a collective does not end; what has not been submitted is told by the hang report."""
+        standing = self._standing(passed)
+        if standing.under_way:
+            _log.warning("%s", describe_standing(standing, self._where.places))
+
+    def _give_up(self, passed: float) -> None:
+        """Let the background thread end this rank; if it is inside a collective, do it here."""
+        error = error_of_standing(self._standing(passed), self._where.places)
+        self._verdict = error
+        self._control.wake()
+        if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
+            return
+        self._abandoned = self.broken = True
+        self.ended = error
+        _log.error("rank %d: %s", self._control.rank, error)
+        # Whatever the thread may still do with them: the first word counts.
+        on_lane = self._lane.close(entered=True) if self._lane is not None else []
+        for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
+            if entry is not None:
+                entry.done(None, error)
+        if self._lane is not None:
+            self._lane.lane.forget(keep=True)
+        self._over.set()
 
     # -- the end -------------------------------------------------------------------------------------
 
