@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd import supervision
 from pyhvd._lane import count_players
 from pyhvd._version import __version__
 from pyhvd.backends.base import Backend, Fabric
@@ -176,6 +177,7 @@ class Context:
         if os.getpid() != self._pid:
             return
         rank = self.topology.rank
+        failed = cause is not None
         if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
             cause = None
         if cause is None:
@@ -184,7 +186,8 @@ class Context:
             text = f"rank {rank} failed: {describe_exception(cause)}"
             reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
         self.runtime.stop(reason)
-        if self.runtime.broken:
+        # A supervisor that has been told of a failure shows it, and then ends the job: MPI would be faster.
+        if self.runtime.broken and not (failed and supervision.supervised):
             self._world.abort()
 
 

@@ -95,7 +95,7 @@ def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
     why = (
         "all ranks have submitted it, but some do not carry it out"
         if standing.under_way
-        else "and rank 0, which decides what runs, has not said why"
+        else "rank 0, which decides what runs, has not said why"
     )
     lines = [f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"]
     for rank in standing.suspects[:MOST_ASKED]:

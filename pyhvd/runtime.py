@@ -420,7 +420,8 @@ class Runtime:
             error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
         if error is not exc:
             error.__cause__ = exc
-        _log.error("rank %d: %s", self._control.rank, error, exc_info=exc)
+        traceback = None if exc is self._verdict else exc
+        _log.error("rank %d: %s", self._control.rank, error, exc_info=traceback)
         rank = self._control.rank
         text = f"rank {rank} failed: {describe_exception(exc)}"
         info = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))

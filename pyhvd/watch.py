@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pyhvd.stall import ANSWER_SECONDS
 
-GRACE_SECONDS = 3.0 + ANSWER_SECONDS
+GRACE_SECONDS = 1.0 + ANSWER_SECONDS
 """How much later than rank 0 a rank gives up by itself, beside half the time itself."""
 
 

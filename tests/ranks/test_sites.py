@@ -76,6 +76,7 @@ def test_a_refusal_brings_its_traceback() -> None:
         if hvd.rank() == 0:
             with pytest.raises(ValueError, match="sum to 18"):
                 refuse()
+            hvd.barrier()
             return
         with pytest.raises(hvd.RankFailedError) as caught:
             hvd.alltoall(np.ones(4), [2, 2], name="exchange")
@@ -84,6 +85,7 @@ def test_a_refusal_brings_its_traceback() -> None:
         assert cause.rank == 0
         assert "in check_splits" in cause.traceback
         assert "ValueError: splits [9, 9] sum to 18" in cause.traceback
+        hvd.barrier()
 
     run_ranks(2, body, timeout=30)
 
