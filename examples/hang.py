@@ -2,8 +2,8 @@
 
     pyhvdrun -n 4 --stall-check-warning-time-seconds 2 examples/hang.py
 
-After 2 s rank 0 reports which rank has not submitted what, and where it is; see docs/hangs.md. The sleeper then
-goes on, and the job ends well. With ``--forever`` it never does: end the job with Ctrl-C, or give
+After 2 s rank 0 reports which rank has not submitted what, and where it is; see docs/hangs.md. The sleeper
+then goes on, and the job ends well. With ``--forever`` it never does: end the job with Ctrl-C, or give
 ``--stall-check-shutdown-time-seconds 4`` as well.
 """
 

@@ -450,7 +450,7 @@ cdef class Lane(BoardEnd):
     def forget(self, bint keep=False):
         """Everything has ended: run what callbacks there are, and let go of all handles.
 
-        With ``keep`` the handles stay, and with them the arrays: the engine may still be in the middle of them.
+        With ``keep`` the handles stay, and with them the arrays: the engine may be in the middle of them.
 
         The garbage collector does not look into handles. From now on whoever adds a callback runs it.
         """

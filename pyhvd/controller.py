@@ -66,6 +66,7 @@ class Coordinator:
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
+        self._ended = False
         members = [tuple(range(size)), *sets]
         self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
 
@@ -86,7 +87,12 @@ class Coordinator:
             self._stop = message.stop
 
     def respond(self) -> ResponseList | None:
-        """Return what every rank is to do next, or None while nothing is ready."""
+        """Return what every rank is to do next, or None while nothing is ready.
+
+        Nothing follows a stop, though several ranks may ask for one: nobody would be there to receive it.
+        """
+        if self._ended:
+            return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         for set_id in sorted(self._sets):
@@ -104,6 +110,7 @@ class Coordinator:
         for negotiation in self._sets.values():
             negotiation.lend()
         self._sequence += 1
+        self._ended = self._stop is not None
         stop, self._stop = self._stop, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
 
@@ -120,7 +127,9 @@ class Coordinator:
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
-        """Return what is waiting, set by set, oldest first."""
+        """Return what is waiting, set by set, oldest first; nothing once the end has been told."""
+        if self._ended:
+            return []
         return [
             Stalled(i, name, since, submitted, missing)
             for i, each in sorted(self._sets.items())

@@ -19,9 +19,7 @@ _NAMES = 6
 _LINES = 12
 
 
-def warning_of(
-    finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
-) -> str:
+def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
     """Return the report of tensors that have waited for too long.
 
     Parameters
@@ -83,7 +81,7 @@ class Standing:
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks that it may be due to: those that will not go on, else rank 0 if it should have spoken."""
+        """The ranks that it may be due to: those that will not go on; else rank 0, if it should speak."""
         lost = [rank for rank, state in self.states.items() if state.is_lost]
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
@@ -108,7 +106,7 @@ def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
 def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError:
     """Return the error with which a rank gives up by itself."""
     text = describe_standing(standing, places)
-    missing = {name: standing.suspects for name in standing.names}
+    missing = {name: list(standing.suspects) for name in standing.names}
     stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
     limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
     return StallError(f"this rank has given up: {text}\n({limit})", missing, stacks)
@@ -161,9 +159,7 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
     return _cut(lines, "of such tensors")
 
 
-def _rank_line(
-    rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]
-) -> str:
+def _rank_line(rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]) -> str:
     lacking = [each for each in finding.stalled if rank in each.missing]
     answer = answers[rank]
     if isinstance(answer, State):

@@ -88,7 +88,7 @@ class HangReporter:
         self._over = False
 
     def inspect(self, now: float) -> tuple[float | None, ErrorInfo | None]:
-        """Do what is due; return when to be asked again (None: not before a message), and what ends the job."""
+        """Do what is due; return when to be asked again (None: after a message), and what ends the job."""
         look = self._inspector.next_look(now)
         if look is None or self._over:
             return None, None
@@ -97,7 +97,9 @@ class HangReporter:
             finding = self._inspector.look(pending, now)
             if finding is None:
                 # What comes to wait comes as a message, or has to be looked for.
-                return (self._inspector.next_look(now) if pending or self._inspector.unannounced else None), None
+                return (
+                    self._inspector.next_look(now) if pending or self._inspector.unannounced else None
+                ), None
             self._ask(Inquiry(self._number, finding, now + ANSWER_SECONDS))
         error = self._conclude(now)
         if error is not None:

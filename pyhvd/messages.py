@@ -277,7 +277,7 @@ def is_aside(data: bytes | bytearray) -> bool:
 def decode_aside(data: bytes | bytearray) -> Aside:
     """Read what :func:`encode_aside` wrote; raises InternalError if it is not that."""
     try:
-        message = _aside_decoder.decode(memoryview(data)[1:])
+        message: Aside = _aside_decoder.decode(memoryview(data)[1:])
     except msgspec.DecodeError as exc:
         raise InternalError(f"undecodable message of {len(data)} bytes: {exc}") from exc
     _check_version(message.version)

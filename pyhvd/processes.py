@@ -1,6 +1,6 @@
 """Where ranks run, and what the kernel knows of a process that does not answer.
 
-Owns: :class:`Place`, which ranks tell each other as they start, and reading ``/proc``. Knows nothing of ranks.
+Owns: :class:`Place`, which ranks tell each other as they start, and reading ``/proc``. Knows of no ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From which line each rank has submitted a tensor, for the case that what they submitted differs.
 
 Pure: kept by :mod:`pyhvd.negotiation`. A line travels with a full request only, so what is known of a cached
-tensor is where it came from when the ranks learned of it. Bounded: of tensors that are remembered no longer, the
-oldest are dropped.
+tensor is where it came from when the ranks learned of it. Bounded: of too many tensors the first are dropped.
 """
 
 from __future__ import annotations

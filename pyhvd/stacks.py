@@ -26,7 +26,10 @@ MAX_TEXT = 160
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARY = tuple(
     {
-        *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(
+            os.path.join(sysconfig.get_path(kind), "")
+            for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+        ),
         *(os.path.join(each, "") for each in (*site.getsitepackages(), site.getusersitepackages())),
     }
 )

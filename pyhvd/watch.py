@@ -5,9 +5,9 @@ stopped or dead, nor where its background thread is inside a collective that a r
 finish. So each rank also looks by itself, every now and then, and later than rank 0 would: has anything ended
 here since I last looked?
 
-Owns: the thread that looks, and :class:`Standstill`, which is pure. The thread touches nothing of the runtime's
-but what any thread may read; what is to be done it is given as functions. There is none where no shutdown time
-is set, except on rank 0, which warns.
+Owns: the thread that looks, and :class:`Standstill`, which is pure. The thread touches nothing of the
+runtime's but what any thread may read; what is to be done it is given as functions. There is none where no
+shutdown time is set, except on rank 0, which warns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Faults, drawn by a seed: ranks that are late, stopped, killed, or that raise.
 
-For tests of programs that use pyhvd, and of pyhvd itself. A plan is the same on every rank that makes it from the
-same seed, so that a test knows whom it will hit. What is hit notices nothing beforehand.
+For tests of programs that use pyhvd, and of pyhvd itself. A plan is the same on every rank that makes it from
+the same seed, so that a test knows whom it will hit. What is hit notices nothing beforehand.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tests.mpi.run_support import bare, launcher_command, pyhvdrun, run, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 
-ENDING = """
+ENDING = """\
     import ctypes, os, signal, sys, time
     import numpy as np, pyhvd as hvd
 
@@ -63,8 +63,8 @@ HOLDING = "ctypes.PyDLL(None).sleep(60)"
 @pytest.mark.parametrize(
     ("late", "idle", "said"),
     [
-        (0, "time.sleep(60)", "it is at script.py:6 in idle"),
-        (2, "time.sleep(60)", "it is at script.py:6 in idle"),
+        (0, "time.sleep(60)", "it is at script.py:5 in idle"),
+        (2, "time.sleep(60)", "it is at script.py:5 in idle"),
         (2, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (2, HOLDING, "does not answer within 2 s, and its process sleeps: it is blocked, perhaps while it"),
         # Rank 0 itself says nothing: the others find out.
@@ -73,7 +73,7 @@ HOLDING = "ctypes.PyDLL(None).sleep(60)"
     ],
 )
 def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said: str) -> None:
-    path = script(tmp_path, ENDING.format(idle=idle, late=late).lstrip())
+    path = script(tmp_path, ENDING.format(idle=idle, late=late))
     ended = run(launcher_command("-n", 3, *SHORT, path), cwd=tmp_path)
     assert ended.code == 1, ended.err
     shown = ended.err.rstrip().rpartition("StallError: ")[2]  # the last thing on the screen

@@ -79,7 +79,9 @@ def test_what_passes_is_survived(tmp_path: Path, seed: int, lane: str) -> None:
     assert out == "right\n" * SIZE
 
 
-@pytest.mark.parametrize(("seed", "lane", "spare"), [(3, "0", 0), (4, "1", 0), (5, "1", None), (6, "0", None)])
+@pytest.mark.parametrize(
+    ("seed", "lane", "spare"), [(3, "0", 0), (4, "1", 0), (5, "1", None), (6, "0", None)]
+)
 def test_a_rank_that_is_stopped_for_ever_is_named_by_all(
     tmp_path: Path, seed: int, lane: str, spare: int | None
 ) -> None:

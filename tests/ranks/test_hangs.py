@@ -23,14 +23,14 @@ class Said(threading.Event):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        from pyhvd import hangs
+        from pyhvd import hang_report, hangs
 
         def make(*arguments: Any) -> str:
             text = original(*arguments)
             self.set()
             return text
 
-        original = hangs.warning_of
+        original = hang_report.warning_of
         monkeypatch.setattr(hangs, "warning_of", make)
 
 

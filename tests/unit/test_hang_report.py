@@ -128,7 +128,7 @@ def test_the_error_says_the_same_with_the_stacks_apart() -> None:
         rank 1 on host node0 (pid 101) has not submitted 'x': its process has ended
         rank 3 on host node1 (pid 103) has not submitted 'x', 'y': it is at train.py:41 in load_batch
         (60 s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)
-    """)
+    """)  # noqa: E501
     assert error.missing == {"x": [1, 3], "y": [3]}
     assert sorted(error.stacks) == [1, 3]
     assert error.stacks[1].splitlines() == [

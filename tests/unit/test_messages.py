@@ -118,9 +118,7 @@ stack_reports = st.builds(
         st.builds(
             ThreadStack,
             name=texts,
-            frames=st.lists(
-                st.builds(Frame, file=texts, line=small, function=texts, text=texts), max_size=3
-            ),
+            frames=st.lists(st.builds(Frame, file=texts, line=small, function=texts, text=texts), max_size=3),
             inside=texts,
             left_out=small,
         ),
@@ -183,5 +181,7 @@ def test_another_protocol_version_is_named(decode: Callable[[bytes], object]) ->
 
 def test_a_float_stays_the_float_it_was() -> None:
     for factor in (0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0):
-        message = decode_requests(encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x", prescale=factor))])))
+        message = decode_requests(
+            encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x", prescale=factor))]))
+        )
         assert repr(message.requests[0][1].prescale) == repr(factor)

@@ -27,7 +27,9 @@ def line_of(mark: str) -> int:
 class Sleeper:
     """A thread that rests in a function of this file until it is told to go on."""
 
-    def __init__(self, rest: Callable[[threading.Event, threading.Event], None], name: str = "sleeper") -> None:
+    def __init__(
+        self, rest: Callable[[threading.Event, threading.Event], None], name: str = "sleeper"
+    ) -> None:
         self._go_on = threading.Event()
         there = threading.Event()
         self._thread = threading.Thread(target=rest, args=(there, self._go_on), name=name)
@@ -118,14 +120,17 @@ def test_the_main_thread_comes_first_and_there_are_not_too_many() -> None:
 def test_pyhvds_own_frames_are_folded_into_what_was_called() -> None:
     stood: list[ThreadStack] = []
 
+    def look(ident: int) -> None:
+        stood.extend(user_stacks([ident]))
+        go_on.set()
+
     def body() -> None:
         import pyhvd as hvd
 
         ident = threading.get_ident()
         if hvd.rank() == 0:
             handle = hvd.allreduce_async(1.0, name="x")
-            looker = threading.Timer(0.2, lambda: (stood.extend(user_stacks([ident])), go_on.set()))
-            looker.start()
+            threading.Timer(0.2, look, (ident,)).start()
             handle.result()
         else:
             assert go_on.wait(30)
