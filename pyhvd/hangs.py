@@ -23,7 +23,7 @@ from pyhvd.messages import (
 )
 from pyhvd.processes import Place, State, state_of
 from pyhvd.stacks import user_stacks
-from pyhvd.stall import ANSWER_SECONDS, Inquiry, StallInspector
+from pyhvd.stall import Inquiry, StallInspector
 
 _log = logging.getLogger("pyhvd")
 
@@ -100,7 +100,7 @@ class HangReporter:
                 return (
                     self._inspector.next_look(now) if pending or self._inspector.unannounced else None
                 ), None
-            self._ask(Inquiry(self._number, finding, now + ANSWER_SECONDS))
+            self._ask(Inquiry(self._number, finding, self._inspector.answers_until(finding, now)))
         error = self._conclude(now)
         if error is not None:
             self._over = True

@@ -102,6 +102,13 @@ class StallInspector:
         self._next = min(self._next, self._silent_until) if self.unannounced else self._silent_until
         return Finding(late, tuple(pending), self._warn_after, ends_job=False)
 
+    def answers_until(self, finding: Finding, now: float) -> float:
+        """Return until when (s) to wait for answers: a warning must not hold up the end."""
+        until = now + ANSWER_SECONDS
+        if finding.ends_job or not self._end_after:
+            return until
+        return min(until, max(now, min(each.since for each in finding.stalled) + self._end_after))
+
 
 Answer = list[ThreadStack] | State
 """What is known of a rank: where its threads stand, or, if it did not say so, what its process does."""

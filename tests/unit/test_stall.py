@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pyhvd.controller import Stalled
 from pyhvd.messages import PROTOCOL_VERSION, StackReport, ThreadStack
 from pyhvd.processes import State
-from pyhvd.stall import MOST_ASKED, Finding, Inquiry, StallInspector
+from pyhvd.stall import ANSWER_SECONDS, MOST_ASKED, Finding, Inquiry, StallInspector
 
 
 def stalled(name: str, since: float, missing: tuple[int, ...] = (1,)) -> Stalled:
@@ -48,6 +48,16 @@ def test_the_end_is_about_what_is_over_its_time() -> None:
     assert not warning.ends_job
     finding = inspector.look(pending, 90.0)
     assert finding == Finding((pending[0],), tuple(pending), 90.0, ends_job=True)
+
+
+def test_a_warning_does_not_hold_up_the_end() -> None:
+    pending = [stalled("x", 10.0)]
+    warning = Finding(tuple(pending), tuple(pending), 0.5, ends_job=False)
+    assert StallInspector(0.5, 0.0).answers_until(warning, 10.5) == 10.5 + ANSWER_SECONDS
+    assert StallInspector(0.5, 1.0).answers_until(warning, 10.5) == 11.0
+    assert StallInspector(0.5, 60.0).answers_until(warning, 10.5) == 10.5 + ANSWER_SECONDS
+    end = Finding(tuple(pending), tuple(pending), 1.0, ends_job=True)
+    assert StallInspector(0.5, 1.0).answers_until(end, 11.0) == 11.0 + ANSWER_SECONDS
 
 
 def test_what_has_been_submitted_meanwhile_is_stalled_no_longer() -> None:
