@@ -36,6 +36,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
             "MismatchError",
             "NotInitializedError",
             "RankFailedError",
+            "RankValue",
+            "RemoteError",
         ),
         *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
     ),

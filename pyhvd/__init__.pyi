@@ -133,6 +133,12 @@ from pyhvd.errors import (
     RankFailedError as RankFailedError,
 )
 from pyhvd.errors import (
+    RankValue as RankValue,
+)
+from pyhvd.errors import (
+    RemoteError as RemoteError,
+)
+from pyhvd.errors import (
     ShutDownError as ShutDownError,
 )
 from pyhvd.errors import (

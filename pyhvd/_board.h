@@ -145,6 +145,11 @@ void pyhvd_board_advance(pyhvd_board *b);
 /* Whether the log goes on behind this rank's cursor. */
 int pyhvd_board_behind(const pyhvd_board *b);
 
+/* How far this rank's engine has come in the log. From any thread. */
+static inline uint64_t pyhvd_board_position(const pyhvd_board *b) {
+    return atomic_load_explicit(&b->seats[b->rank].cursor, memory_order_relaxed);
+}
+
 /* Add reasons to a rank's calls, and wake its background thread. From any thread of any rank. */
 void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons);
 

@@ -60,6 +60,10 @@ cdef class BoardEnd:
             audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
         return pyhvd_board_list(&self.c.board, number, &audience) != 0
 
+    def position(self):
+        """Return how far this rank has come in what the ranks agree on here. From any thread."""
+        return pyhvd_board_position(&self.c.board)
+
     def freeze(self, int set_id, uint32_t slot):
         """Let nobody post a slot, until the coordinator has heard what this rank has to say of it."""
         pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)

@@ -221,7 +221,7 @@ static void load_batch(pyhvd_lane *lane) {
                             first->prescale, first->postscale, first->direct};
     pyhvd_window_begin(&lane->course, &lane->job);
     lane->began = pyhvd_is_timed(&lane->tally) ? pyhvd_now() : 0;
-    lane->running = 1;
+    __atomic_store_n(&lane->running, 1, __ATOMIC_RELAXED); /* others look at it */
 }
 
 /* Tell the meter of the batch that has just been carried out. */
@@ -266,7 +266,7 @@ static int run_batch(pyhvd_lane *lane) {
         end_parts(lane, unit, n);
     }
     lane->at += lane->members;
-    lane->running = 0;
+    __atomic_store_n(&lane->running, 0, __ATOMIC_RELAXED);
     tell_waiters(lane);
     return PYHVD_DONE;
 }

@@ -138,6 +138,9 @@ void pyhvd_lane_shut(pyhvd_lane *lane);
 /* After `shut`: wait until nobody drives any more, and let nobody drive again. */
 void pyhvd_lane_seize(pyhvd_lane *lane);
 
+/* Whether a batch is being carried out. From any thread, for a look only: `running` is the driver's. */
+static inline int pyhvd_lane_is_running(pyhvd_lane *lane) { return __atomic_load_n(&lane->running, __ATOMIC_RELAXED); }
+
 static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
     return atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
 }

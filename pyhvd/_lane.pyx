@@ -472,13 +472,21 @@ cdef class Lane(BoardEnd):
             if not entered:
                 pyhvd_lane_seize(&self.c)
 
-    def forget(self):
+    def is_running(self):
+        """Return whether a batch is being carried out. From any thread."""
+        return pyhvd_lane_is_running(&self.c) != 0
+
+    def forget(self, bint keep=False):
         """Everything has ended: run what callbacks there are, and let go of all handles.
+
+        With ``keep`` the handles stay, and with them the arrays: the engine may be in the middle of them.
 
         The garbage collector does not look into handles. From now on whoever adds a callback runs it.
         """
         self.over = True
         self._run_callbacks()
+        if keep:
+            return
         for parts in self.parts:
             for part in (parts or {}).values():
                 if part.unit is not None:

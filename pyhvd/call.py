@@ -21,11 +21,13 @@ from pyhvd.errors import (
     HorovodInternalError,
     UnsupportedOpError,
     describe_exception,
+    describe_traceback,
 )
 from pyhvd.handles import Handle, QueuedHandle
 from pyhvd.messages import GLOBAL_SET, UNNAMED, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
+from pyhvd.stacks import calling_site
 from pyhvd.validation import describe_ranks, verb
 
 T = TypeVar("T")
@@ -157,8 +159,9 @@ class Call:
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
+        site = calling_site()
         entries = [
-            TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits)
+            TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits, site=site)
             for part, (request, source, target, splits) in enumerate(self._parts)
         ]
         # Before the others can hear of it: from then on this rank submits nothing.
@@ -176,9 +179,11 @@ class Call:
             return list if inplace is None else lambda _: list(inplace)
         return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
 
-    def _refusal(self, text: str) -> Request:
+    def _refusal(self, text: str, traceback: str = "") -> Request:
         group = self.name if self._grouped else ""
-        return Request(self.kind, self.name, group=group, group_size=self._group_size, error=text)
+        return Request(
+            self.kind, self.name, group=group, group_size=self._group_size, error=text, traceback=traceback
+        )
 
     def __enter__(self) -> Call:
         return self
@@ -194,7 +199,7 @@ class Call:
         what = f"{verb(self.kind)} {self.name!r}: "
         text = describe_exception(exc)
         self.context.runtime.meter.failed("refused")
-        self.context.runtime.announce(self.set_id, self._refusal(text))
+        self.context.runtime.announce(self.set_id, self._refusal(text, describe_traceback(exc)))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (what + exc.args[0],)
 

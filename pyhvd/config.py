@@ -274,6 +274,9 @@ SHARED = (
     "disable_group_fusion",
     "dynamic_process_sets",
     "autotune",
+    "stall_check_disable",
+    "stall_check_time_seconds",
+    "stall_shutdown_time_seconds",
 )
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 

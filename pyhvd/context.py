@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from pyhvd import supervision
 from pyhvd._lane import count_players
 from pyhvd._version import __version__
 from pyhvd.arena import Arena, NoArena
@@ -28,10 +29,12 @@ from pyhvd.autotune import LARGEST_CHUNK
 from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.config import SHARED, Config
-from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
 from pyhvd.exposition import Endpoint
+from pyhvd.hangs import Whereabouts
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
+from pyhvd.processes import Place, here
 from pyhvd.runtime import Runtime
 from pyhvd.tuner import SampleLog, make_tuner
 from pyhvd.validation import describe_ranks, describe_values
@@ -56,6 +59,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     sets: list[tuple[Ranks, bool]]
     error: str = ""
     job: str = ""
+    place: Place = Place("", 0)
 
 
 class Context:
@@ -97,6 +101,7 @@ class Context:
             [(s.ranks, s.by_comm) for s in static_sets],
             error,
             _make_job_name(),
+            here(),
         )
         heard = [
             msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
@@ -112,11 +117,12 @@ class Context:
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         self.warned_of_memory = False
-        self.runtime = self._make_runtime(sets, autotune_log)
+        places = [hello.place for hello in heard]
+        self.runtime = self._make_runtime(sets, places, autotune_log)
         self.joined = False
         self.runtime.start()
 
-    def _make_runtime(self, sets: Sequence[Ranks], log: SampleLog | None) -> Runtime:
+    def _make_runtime(self, sets: Sequence[Ranks], places: Sequence[Place], log: SampleLog | None) -> Runtime:
         world, config, rank = self._world, self.config, self.topology.rank
         open_window = world.open_window if config.fast_lane else None
         pieces = Pieces(config.chunk_size, config.staging_size)
@@ -138,12 +144,14 @@ class Context:
             windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
             tuner = make_tuner(config, self.topology.size, windowed, log)
         slot = current_slot()  # callbacks of handles act for this rank too
+        threads = None if slot is process_slot else (threading.get_ident(),)
         return Runtime(
             world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
             backends,
             sets,
             config,
             make,
+            Whereabouts(rank, places, threads),
             self.lane,
             self.arena if isinstance(self.arena, Arena) else None,
             surroundings=lambda: playing_rank(slot),
@@ -204,15 +212,17 @@ class Context:
         if os.getpid() != self._pid:
             return
         rank = self.topology.rank
+        failed = cause is not None
         if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
             cause = None
         if cause is None:
             reason = ErrorInfo(ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} {how}", rank)
         else:
             text = f"rank {rank} failed: {describe_exception(cause)}"
-            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank)
+            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
         self.runtime.stop(reason)
-        if self.runtime.broken:
+        # A supervisor that has been told of a failure shows it, and then ends the job: MPI would be faster.
+        if self.runtime.broken and not (failed and supervision.supervised):
             self._world.abort()
 
 

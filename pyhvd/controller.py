@@ -10,7 +10,7 @@ ranks as soon as anything has become ready everywhere. Nothing is sent while not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyhvd.cache import WorkerCache
@@ -70,6 +70,7 @@ class Coordinator:
         self._stop: ErrorInfo | None = None
         self._tuning: Tuning | None = None
         self.lateness = Lateness(size)
+        self._ended = False
         members = [tuple(range(size)), *sets]
         self._sets = {
             i: Negotiation(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
@@ -83,8 +84,10 @@ class Coordinator:
         for set_id, data in message.bits.items():
             if negotiation := self._live(set_id, message.seen):
                 negotiation.submit_bits(rank, bytes_to_bits(data), message.seen, following, now)
-        for set_id, request in message.requests:
+        for index, (set_id, request) in enumerate(message.requests):
             if negotiation := self._live(set_id, message.seen):
+                if message.sites:
+                    negotiation.sites.note(request.name, rank, message.sites[index])
                 negotiation.submit(rank, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
@@ -94,7 +97,12 @@ class Coordinator:
         self._tuning = tuning
 
     def respond(self) -> ResponseList | None:
-        """Return what every rank is to do next, or None while nothing is ready."""
+        """Return what every rank is to do next, or None while nothing is ready.
+
+        Nothing follows a stop, though several ranks may ask for one: nobody would be there to receive it.
+        """
+        if self._ended:
+            return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         for set_id in sorted(self._sets):
@@ -112,6 +120,7 @@ class Coordinator:
         for negotiation in self._sets.values():
             negotiation.lend()
         self._sequence += 1
+        self._ended = self._stop is not None
         stop, self._stop = self._stop, None
         tuning, self._tuning = self._tuning, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning)
@@ -129,11 +138,13 @@ class Coordinator:
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
-        """Return what is waiting, set by set, oldest first."""
+        """Return what is waiting, set by set, oldest first; nothing once the end has been told."""
+        if self._ended:
+            return []
         return [
-            Stalled(i, name, since, tuple(r for r in each.ranks if r not in missing), tuple(missing))
+            Stalled(i, name, since, submitted, missing)
             for i, each in sorted(self._sets.items())
-            for name, since, missing in each.pending(now)
+            for name, since, submitted, missing in each.pending(now)
         ]
 
     def _live(self, set_id: int, seen: int) -> Negotiation | None:
@@ -181,8 +192,16 @@ class Worker:
         self._in_flight: dict[tuple[int, str], Request] = {}
         self._seen = 0
 
-    def compose(self, submitted: Iterable[tuple[int, Request]], stop: ErrorInfo | None = None) -> RequestList:
-        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request."""
+    def compose(
+        self,
+        submitted: Iterable[tuple[int, Request]],
+        stop: ErrorInfo | None = None,
+        site_of: Callable[[int, str], str] | None = None,
+    ) -> RequestList:
+        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request.
+
+        ``site_of(set_id, name)`` says where a tensor was submitted; asked only for full requests.
+        """
         bits: dict[int, int] = {}
         requests: list[tuple[int, Request]] = []
         refused: set[tuple[int, str]] = set()
@@ -201,7 +220,11 @@ class Worker:
             if request.type != RequestType.JOIN:
                 self._in_flight[key] = request
         packed = {set_id: bits_to_bytes(b) for set_id, b in bits.items()}
-        return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop)
+        sites = [
+            "" if site_of is None or request.error else site_of(set_id, request.name)
+            for set_id, request in requests
+        ]
+        return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop, sites)
 
     def adopt(self, set_id: int, request: Request) -> None:
         """Take note of a tensor that this rank has submitted past its messages."""

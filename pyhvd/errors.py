@@ -10,7 +10,9 @@ users catch.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 
 class HorovodInternalError(RuntimeError):
@@ -36,6 +38,32 @@ class DuplicateNameError(ValueError):
     """A tensor of this name is still in flight on this rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankValue:
+    """What one rank submitted.
+
+    Attributes
+    ----------
+    rank : int
+        The global rank.
+    host : str
+        Where it runs.
+    value : str
+        What it submitted, as far as it differs: a shape, a dtype, ...
+    site : str
+        The line of the program that submitted it, as ``"train.py:41 in step"``; empty where that is not
+        known. Of a tensor that the ranks remember it is the line that submitted it when they learned of it.
+    """
+
+    rank: int
+    host: str
+    value: str
+    site: str = ""
+
+    def __str__(self) -> str:
+        return self.value
+
+
 class MismatchError(HorovodInternalError):
     """The ranks submitted different things under one name.
 
@@ -43,14 +71,14 @@ class MismatchError(HorovodInternalError):
     ----------
     name : str
         The tensor.
-    per_rank : dict of int to str
-        What each rank submitted, as text, by global rank.
+    per_rank : dict of int to RankValue
+        What each rank submitted, and where, by global rank.
     """
 
-    def __init__(self, message: str, name: str = "", per_rank: Mapping[int, str] | None = None) -> None:
+    def __init__(self, message: str, name: str = "", per_rank: Mapping[int, RankValue] | None = None) -> None:
         super().__init__(message)
         self.name = name
-        self.per_rank: dict[int, str] = dict(per_rank or {})
+        self.per_rank: dict[int, RankValue] = dict(per_rank or {})
 
 
 class CorruptionError(HorovodInternalError):
@@ -82,12 +110,33 @@ class CorruptionError(HorovodInternalError):
 class RankFailedError(HorovodInternalError):
     """Another rank failed, or refused this tensor; ``rank`` says which.
 
-    Where the other rank's traceback is known, it is chained as ``__cause__``.
+    Where the other rank's traceback is known, a :class:`RemoteError` with it is chained as ``__cause__``.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class RemoteError(Exception):
+    """What another rank raised, as text; the ``__cause__`` of a :class:`RankFailedError`.
+
+    Attributes
+    ----------
+    rank : int
+        The other rank.
+    traceback : str
+        Its traceback, cut in the middle if it is long.
+    """
+
+    def __init__(self, rank: int, traceback: str) -> None:
+        super().__init__(rank, traceback)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        lines = self.traceback.rstrip().splitlines()
+        return "\n".join([f"on rank {self.rank}:", *(f"  | {line}" for line in lines)])
 
 
 class ShutDownError(HorovodInternalError):
@@ -106,7 +155,7 @@ class StallError(HorovodInternalError):
     missing : dict of str to list of int
         For each stalled tensor, the global ranks that have not submitted it.
     stacks : dict of int to str
-        Python stacks of missing ranks, where known.
+        For each missing rank (the first few of many) where its threads stood, or why that is not known.
     """
 
     def __init__(
@@ -153,3 +202,16 @@ class HorovodVersionMismatchError(ImportError):
 def describe_exception(exc: BaseException) -> str:
     """Return an exception's kind and text in one line."""
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
+MAX_TRACEBACK = 6000
+"""Characters of a traceback that travel."""
+
+
+def describe_traceback(exc: BaseException) -> str:
+    """Return an exception's traceback as Python shows it, cut in the middle if it is long."""
+    text = "".join(traceback.format_exception(exc))
+    if len(text) <= MAX_TRACEBACK:
+        return text
+    half = MAX_TRACEBACK // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -27,12 +27,15 @@ from pyhvd.errors import (
     InternalError,
     MismatchError,
     RankFailedError,
+    RankValue,
+    RemoteError,
     ShutDownError,
     StallError,
 )
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
 from pyhvd.meter import MPI, WINDOW, Meter
+from pyhvd.processes import Place
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.validation import describe_ranks, verb
 
@@ -40,14 +43,22 @@ Entries = list[TensorEntry | None]
 Views = Sequence[TensorView | None]
 
 
-def exception_of(info: ErrorInfo, name: str = "") -> HorovodInternalError:
-    """Return the exception that an error on the wire stands for."""
+def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
+    """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
     if info.kind == ErrorKind.MISMATCH:
-        return MismatchError(info.message, name, info.per_rank)
+        hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
+        per_rank = {
+            rank: RankValue(rank, hosts.get(rank, ""), value, info.sites.get(rank, ""))
+            for rank, value in info.per_rank.items()
+        }
+        return MismatchError(info.message, name, per_rank)
     if info.kind == ErrorKind.RANK_FAILED:
-        return RankFailedError(info.message, info.rank)
+        failed = RankFailedError(info.message, info.rank)
+        if info.traceback:
+            failed.__cause__ = RemoteError(info.rank, info.traceback)
+        return failed
     if info.kind == ErrorKind.STALL:
-        return StallError(info.message, info.missing)
+        return StallError(info.message, info.missing, info.stacks)
     return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
 
 
@@ -68,6 +79,8 @@ class Executor:
         Returns the backend of a new set, from its fabric; collective over the set.
     meter : Meter
         Counts what is carried out.
+    places : sequence of Place
+        Of every rank.
     lane : FastLane or None
         Told of sets that come and go.
     checker : Checker or None
@@ -82,6 +95,7 @@ class Executor:
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
         meter: Meter,
+        places: Sequence[Place],
         lane: FastLane | None = None,
         checker: Checker | None = None,
     ) -> None:
@@ -92,8 +106,12 @@ class Executor:
         self._backends = backends
         self._sets = sets
         self._make_backend = make_backend
+        self._places = places
         self._lane = lane
         self._pieces: Pieces | None = None
+        # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
+        self.running: Entries = []
+        self.ended = 0
         if lane is not None:
             for set_id, backend in backends.items():
                 lane.open_set(set_id, backend)
@@ -120,9 +138,10 @@ class Executor:
                 raise InternalError(
                     f"an error arrived for {first.request.name!r}, which is not in flight here"
                 )
-            entries[0].done(None, exception_of(first.error, first.request.name))
+            entries[0].done(None, exception_of(first.error, first.request.name, self._places))
             return
         self._count(first, [entry for entry in entries if entry is not None], ready)
+        self.running = entries
         try:
             self._run[first.request.type](batch, entries)
             self._meter.carried_out(ready)
@@ -132,6 +151,9 @@ class Executor:
                 if entry is not None:
                     entry.done(None, exc if isinstance(exc, HorovodInternalError) else _wrapped(exc, first))
             raise
+        finally:
+            self.running = []
+            self.ended += 1
 
     def resize(self, pieces: Pieces) -> None:
         """Cut what comes next, in every set, into other pieces."""

@@ -146,6 +146,11 @@ class FastLane:
         self.lane.shut(entered)
         return [entry for unit in self.lane.in_flight() for entry in self._entries(unit)[1]]
 
+    def look(self) -> tuple[list[str], bool, int]:
+        """Return what is in flight, whether a batch is being carried out, and how far. From any thread."""
+        names = [unit.name for unit in self.lane.in_flight()]
+        return names, self.lane.is_running(), self.lane.position()
+
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return what is to be sent: behind what this rank has submitted on the lane before.
 

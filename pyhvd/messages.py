@@ -1,7 +1,8 @@
 """What ranks tell each other, and its wire form (MessagePack by msgspec, with a protocol version).
 
 Owns: :class:`Request` (a rank has submitted something), :class:`Response` (what every rank is to do),
-their lists, encode and decode. Knows nothing of MPI, arrays or handles.
+their lists; what passes beside them (:class:`StackRequest`, :class:`StackReport`); encode and decode. Knows
+nothing of MPI, arrays or handles.
 
 A slot is a place in the response cache. Slots are numbered by the coordinator alone, so that they mean
 the same on every rank; a rank that submits a tensor exactly as the slot remembers it sends one bit.
@@ -77,6 +78,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         Members of a process set that is to be added, or the one id of a set that is to be removed.
     error : str
         Set when this rank refused the tensor locally: what it raised.
+    traceback : str
+        ... and from where.
     window : bool
         Whether it is reduced in place, without prescale, in shared memory; ranks may differ.
     """
@@ -94,6 +97,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     group_size: int = 0
     ranks: tuple[int, ...] = ()
     error: str = ""
+    traceback: str = ""
     window: bool = False
 
 
@@ -112,6 +116,12 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
         What each rank submitted (MISMATCH).
     missing : dict of str to list of int
         For each stalled tensor the ranks that have not submitted it (STALL).
+    stacks : dict of int to str
+        Where each missing rank stood, as text (STALL).
+    sites : dict of int to str
+        The line at which each rank submitted its tensor, where known (MISMATCH).
+    traceback : str
+        Of the exception that the rank failed of, where there was one (RANK_FAILED).
     """
 
     kind: int
@@ -119,6 +129,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     rank: int = -1
     per_rank: dict[int, str] = {}
     missing: dict[str, list[int]] = {}
+    stacks: dict[int, str] = {}
+    sites: dict[int, str] = {}
+    traceback: str = ""
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +181,8 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
         For each process set the little-endian bit vector of cache slots submitted again unchanged.
     requests : list of (int, Request)
         Process set id and request of what the cache does not hold.
+    sites : list of str
+        For each of the requests the line at which it was submitted, or an empty text; or nothing at all.
     stop : ErrorInfo, optional
         This rank shuts down, and why.
     """
@@ -177,6 +192,7 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
     bits: dict[int, bytes] = {}
     requests: list[tuple[int, Request]] = []
     stop: ErrorInfo | None = None
+    sites: list[str] = []
 
 
 class Tuning(msgspec.Struct, frozen=True, array_like=True):
@@ -214,7 +230,62 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     tuning: Tuning | None = None
 
 
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One call on a Python stack: file, line number, function, and the line's text where it is at hand."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
+    """Where a thread stands in the user's program.
+
+    Attributes
+    ----------
+    name : str
+        Of the thread.
+    frames : list of Frame
+        The user's frames, the innermost first; bounded in number.
+    inside : str
+        Which library function the innermost of them is in, or empty.
+    left_out : int
+        User's frames beyond the bound.
+    """
+
+    name: str
+    frames: list[Frame]
+    inside: str = ""
+    left_out: int = 0
+
+
+class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Rank 0 to a rank that others wait for: say where your threads stand, under this number."""
+
+    version: int
+    number: int
+
+
+class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """... and its answer."""
+
+    version: int
+    number: int
+    threads: list[ThreadStack]
+
+
+Aside = StackRequest | StackReport
+"""What passes beside the lists, and has no place in their order."""
+
+# A byte that MessagePack never uses: the lists, which are many, pay nothing for being told from these.
+_ASIDE = 0xC1
+
 _encoder = msgspec.msgpack.Encoder()
+_aside_decoder = msgspec.msgpack.Decoder(Aside)
 _request_decoder = msgspec.msgpack.Decoder(RequestList)
 _response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
@@ -222,6 +293,26 @@ _response_decoder = msgspec.msgpack.Decoder(ResponseList)
 def encode(message: RequestList | ResponseList) -> bytes:
     """Return the wire form of a list of requests or responses."""
     return _encoder.encode(message)
+
+
+def encode_aside(message: Aside) -> bytes:
+    """Return the wire form of what passes beside the lists."""
+    return bytes((_ASIDE,)) + _encoder.encode(message)
+
+
+def is_aside(data: bytes | bytearray) -> bool:
+    """Return whether a message, which is not empty, is none of the lists."""
+    return data[0] == _ASIDE
+
+
+def decode_aside(data: bytes | bytearray) -> Aside:
+    """Read what :func:`encode_aside` wrote; raises InternalError if it is not that."""
+    try:
+        message: Aside = _aside_decoder.decode(memoryview(data)[1:])
+    except msgspec.DecodeError as exc:
+        raise InternalError(f"undecodable message of {len(data)} bytes: {exc}") from exc
+    _check_version(message.version)
+    return message
 
 
 def decode_requests(data: bytes | bytearray | memoryview) -> RequestList:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from pyhvd.cache import Group, Slot, SlotTable, group_of
 from pyhvd.lateness import Lateness
 from pyhvd.loans import Board, Loans
@@ -28,6 +30,7 @@ from pyhvd.messages import (
     iter_bits,
 )
 from pyhvd.refusals import Key, Refusal, key_of, keys_of
+from pyhvd.sites import Sites
 from pyhvd.validation import check, describe_values, verb
 
 _CACHED = frozenset(
@@ -85,6 +88,7 @@ class Negotiation:
         self.cache = SlotTable(capacity)
         self._loans = Loans(set_id, ranks, self.cache, board)
         self._lateness = lateness if len(ranks) > 1 else None
+        self.sites = Sites()
         self.joined: list[int] = []
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
@@ -199,23 +203,31 @@ class Negotiation:
         self._table.clear()
         return self.take_responses()
 
-    def pending(self, now: float) -> list[tuple[str, float, list[int]]]:
-        """Return (name, first submission, missing ranks) of all that some ranks wait for, oldest first.
+    def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
+        """Return (name, first submission, who has submitted, who has not) of what waits, oldest first.
 
-        A post on the board counts from when it was first seen here.
+        Ranks that have joined are in neither list, unless they submitted before. A post on the board counts
+        from when it was first seen here.
         """
         waiting = [
-            (name, entry.since, [r for r in self.ranks if r not in entry.requests and r not in self.joined])
+            (name, entry.since, {r: r in entry.requests for r in self.ranks if self._counts(r, entry)})
             for name, entry in self._table.items()
         ]
         for slot in iter_bits(self._any_bits()):
-            missing = [r for r in self.ranks if not self._bits[r] >> slot & 1]
-            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), missing))
+            has = {r: bool(self._bits[r] >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), has))
         posted = self._loans.look(now)
         for slot in {slot for bits in posted.values() for slot in iter_bits(bits)}:
-            missing = [r for r in self.ranks if not posted.get(r, 0) >> slot & 1]
-            waiting.append((self.cache[slot].name, self._loans.since(slot, now), missing))
-        return sorted((w for w in waiting if w[2]), key=lambda w: w[1])
+            has = {r: bool(posted.get(r, 0) >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._loans.since(slot, now), has))
+        listed = [
+            (name, since, tuple(r for r in has if has[r]), tuple(r for r in has if not has[r]))
+            for name, since, has in waiting
+        ]
+        return sorted((each for each in listed if each[3]), key=lambda each: each[1])
+
+    def _counts(self, rank: int, entry: Entry) -> bool:
+        return rank in entry.requests or rank not in self.joined
 
     # -- the board -----------------------------------------------------------------------------------
 
@@ -314,7 +326,7 @@ class Negotiation:
         joined = [r for r in self.joined if r not in entry.requests]
         error = check(entry.requests, joined)
         if error is not None:
-            self._fail_with_group(name, error)
+            self._fail_with_group(name, self.sites.add_to(error, name))
             return
         group = group_of(self._first(entry))
         if group is None:
@@ -349,6 +361,8 @@ class Negotiation:
             self._make_room(name)
             slot = self.cache.assign(mine, self._any_bits(), self._seq)
             self._loans.answered(1 << slot if slot >= 0 else 0)
+        if slot < 0:
+            self.sites.forget(name)
         direct = slot >= 0 and all(request.window for request in entry.requests.values())
         self.responses.append(Response(first, self.set_id, slot, dims, joined, direct=direct))
 
@@ -382,7 +396,7 @@ class Negotiation:
         failed = [n for n in self._table if n in names]
         for member in failed:
             text = error.message if member == name else f"Its group failed with {name!r}: {error.message}"
-            fault = ErrorInfo(error.kind, text, error.rank, error.per_rank)
+            fault = replace(error, message=text)
             entry = self._table[member]
             self._fail(entry, fault)
             # A rank whose own tensor of this name is still to come must not wait for the others.
@@ -415,6 +429,7 @@ class Negotiation:
                 f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
                 per_rank=per_rank,
             )
+            error = self.sites.add_to(error, *names, request.name)
             refusal = Refusal(error, dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1))
             self._refusals.setdefault(key_of(request), []).append(refusal)
             self._fail_with_group(next(iter(names)), error, names)
@@ -431,6 +446,7 @@ class Negotiation:
             ErrorKind.RANK_FAILED,
             f"{verb(request.type)} {request.name!r} cannot run: rank {rank} refused it: {request.error}",
             rank,
+            traceback=request.traceback,
         )
         told = {r for entry in entries for r in entry.requests}
         waiting = dict.fromkeys(self._members - {rank} - told, -1)

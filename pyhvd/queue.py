@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Protocol
 
 from pyhvd.arrays import TensorView
 from pyhvd.errors import DuplicateNameError
 from pyhvd.messages import Request, RequestType
+from pyhvd.stacks import describe_site
 from pyhvd.validation import verb
 
 Key = tuple[int, str]
@@ -47,6 +49,8 @@ class TensorEntry:
         Rows for each set rank (alltoall).
     told : int
         When (ns) the other ranks were told; 0 if that is not known. The runtime's thread alone uses it.
+    site : (code, int), optional
+        From where it was submitted; see :func:`pyhvd.stacks.calling_site`.
     """
 
     process_set: int
@@ -56,6 +60,7 @@ class TensorEntry:
     done: Callable[[Any, BaseException | None], None]
     splits: tuple[int, ...] = ()
     told: int = 0
+    site: tuple[CodeType, int] | None = None
 
 
 class Elsewhere(Protocol):
@@ -169,6 +174,12 @@ class TensorQueue:
         if wake:
             self._wake()
 
+    def site_of(self, process_set: int, name: str) -> str:
+        """Return from where a tensor was submitted, as text; empty where that is not known."""
+        with self._lock:
+            entry = self.entries.get((process_set, name))
+        return describe_site(*entry.site) if entry is not None and entry.site is not None else ""
+
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Return what is new if it is due, else nothing."""
         with self._lock:
@@ -204,6 +215,13 @@ class TensorQueue:
         for key in keys:
             if (entry := self.entries.get(key)) is not None:
                 entry.told = now
+
+    def names(self) -> tuple[list[str], bool]:
+        """Return the names of all tensors in flight here, and whether this rank waits in a join."""
+        with self._lock:
+            requests = [entry.request for entry in self.entries.values()]
+        names = [request.name for request in requests if request.type != RequestType.JOIN]
+        return names, len(names) < len(requests)
 
     def pop(self, process_set: int, name: str) -> TensorEntry | None:
         """Take out an entry that has been answered; its name is free again."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,12 @@ from pyhvd.errors import (
     ShutDownError,
     TransportError,
     describe_exception,
+    describe_traceback,
 )
 from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
+from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.hangs import HangReporter, Whereabouts, take_aside
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
     PROTOCOL_VERSION,
@@ -48,14 +51,17 @@ from pyhvd.messages import (
     ResponseList,
     Tuning,
     bytes_to_bits,
+    decode_aside,
     decode_requests,
     decode_responses,
     encode,
+    is_aside,
 )
 from pyhvd.meter import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.stall import StallInspector
+from pyhvd.stall import ANSWER_SECONDS, StallInspector
 from pyhvd.tuner import Tuner, tuning_of
+from pyhvd.watch import Watch, give_up_after
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -80,6 +86,8 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
+    where : Whereabouts
+        Of the ranks.
     lane : Lane or None
         The fast lane, which this thread drives where nobody waits, and sleeps on.
     arena : Arena or None
@@ -97,6 +105,7 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
+        where: Whereabouts,
         lane: Lane | None = None,
         arena: Arena | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -126,11 +135,8 @@ class Runtime:
             if lane is not None
             else None
         )
-        self._stall = StallInspector(
-            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
-            config.stall_shutdown_time_seconds,
-            unannounced=lane is not None,
-        )
+        self._where = where
+        self._hangs = self._make_reporter() if self._coordinator is not None else None
         self._executor = Executor(
             control.rank,
             self._queue,
@@ -138,6 +144,7 @@ class Runtime:
             self._worker.sets,
             make_backend,
             self.meter,
+            where.places,
             self._lane,
             Checker(config.check) if config.check != "off" else None,
         )
@@ -148,6 +155,11 @@ class Runtime:
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
+        # As _stop, but from the watch: why this rank gives up.
+        self._verdict: HorovodInternalError | None = None
+        self._over = threading.Event()
+        self._abandoned = False
+        self._watch = self._make_watch()
         self.ended: HorovodInternalError | None = None
         self.broken = False
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
@@ -157,6 +169,8 @@ class Runtime:
     def start(self) -> None:
         """Start the background thread."""
         self._thread.start()
+        if self._watch is not None:
+            self._watch.start()
 
     def submit(self, entries: Sequence[TensorEntry]) -> None:
         """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
@@ -184,8 +198,14 @@ class Runtime:
         self.join()
 
     def join(self) -> None:
-        """Wait until the background thread has ended."""
-        if self._thread is not threading.current_thread():
+        """Wait until the background thread has ended, or can no longer be waited for."""
+        if self._thread is threading.current_thread():
+            return
+        limit = give_up_after(self._config.stall_shutdown_time_seconds)
+        if not self._over.wait(limit or None):
+            _log.error("shutting down: some rank has not come to its end within %.0f s", limit)
+            self.broken = True
+        elif not self._abandoned:
             self._thread.join()
 
     # -- the thread ----------------------------------------------------------------------------------
@@ -203,6 +223,10 @@ class Runtime:
             self._control.close()
         except BaseException as exc:
             self._break(exc)
+        finally:
+            if self._watch is not None:
+                self._watch.stop()
+            self._over.set()
 
     def _loop(self) -> ErrorInfo:
         while True:
@@ -223,6 +247,8 @@ class Runtime:
             active = True
             if not payload:
                 self._goodbyes += 1
+            elif is_aside(payload):
+                take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
                 self._coordinator.receive(source, decode_requests(payload), time.monotonic())
             else:
@@ -256,6 +282,8 @@ class Runtime:
 
     def _next_list(self) -> ResponseList | None:
         """Return the next list if it is its turn."""
+        if self._verdict is not None:
+            raise self._verdict
         if not self._lists:
             return None
         if self._lane is not None and not self._lane.lane.enter(self._lists[0].seq):
@@ -310,7 +338,7 @@ class Runtime:
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
-        message = self._worker.compose(fresh, stop)
+        message = self._worker.compose(fresh, stop, self._queue.site_of)
         self._count(message, fresh)
         if self._coordinator is not None:
             self._coordinator.receive(0, message, time.monotonic())
@@ -350,26 +378,80 @@ class Runtime:
             self._control.wait(timeout)
         self._queue.awake()
 
+    def _make_reporter(self) -> HangReporter:
+        config, coordinator = self._config, self._coordinator
+        assert coordinator is not None
+        inspector = StallInspector(
+            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
+            config.stall_shutdown_time_seconds,
+            unannounced=self._lane is not None,
+        )
+        return HangReporter(
+            inspector, self._where, self._control.send, coordinator.stalled, self.meter.stalled
+        )
+
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if it is time to; return when to look again."""
-        if self._coordinator is None:
+        if self._coordinator is None or self._hangs is None:
             return None
-        look = self._stall.next_look(now)
-        if look is None or look > now:
-            return look
-        pending = self._coordinator.stalled(now)
-        overdue = sum(now - each.since >= self._config.stall_check_time_seconds for each in pending)
-        self.meter.stalled(overdue)
-        if not pending and self._lane is None:
-            return None  # what comes to wait comes as a message
-        warning, error = self._stall.look(pending, now)
-        if warning:
-            _log.warning("%s", warning)
-            self.meter.stalled(overdue, warned=True)
+        look, error = self._hangs.inspect(now)
         if error is not None:
             self._coordinator.receive(0, self._worker.compose([], error), now)
-            return now
-        return self._stall.next_look(now)
+        return look
+
+    # -- for the watch -------------------------------------------------------------------------------
+
+    def _make_watch(self) -> Watch | None:
+        config, rank = self._config, self._control.rank
+        if config.stall_check_disable or not config.stall_check_time_seconds:
+            return None
+        warn = config.stall_check_time_seconds if rank == 0 else 0.0
+        end = give_up_after(config.stall_shutdown_time_seconds)
+        if not (warn or end):
+            return None
+        return Watch(rank, warn, end, self._look_on, self._warn, self._give_up)
+
+    def _look_on(self) -> tuple[bool, Hashable]:
+        names, joins = self._queue.names()
+        on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
+        # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
+        waiting = bool(names or on_lane or self._executor.running)
+        waiting = waiting or (joins and self._where.states([0])[0].is_lost)
+        return waiting, (self._executor.ended, position)
+
+    def _standing(self, passed: float) -> Standing:
+        names, _ = self._queue.names()
+        under_way = [entry.request.name for entry in self._executor.running if entry is not None]
+        on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
+        runs = bool(under_way or running)
+        shown = under_way or (on_lane if running else [*names, *on_lane])
+        others = [r for r in range(self._control.size) if r != self._control.rank]
+        return Standing(self._control.rank, shown, runs, self._where.states(others), passed)
+
+    def _warn(self, passed: float) -> None:
+        """Say that a collective does not end; what has not been submitted is told by the hang report."""
+        standing = self._standing(passed)
+        if standing.under_way:
+            _log.warning("%s", describe_standing(standing, self._where.places))
+
+    def _give_up(self, passed: float) -> None:
+        """Let the background thread end this rank; if it is inside a collective, do it here."""
+        error = error_of_standing(self._standing(passed), self._where.places)
+        self._verdict = error
+        self._control.wake()
+        if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
+            return
+        self._abandoned = self.broken = True
+        self.ended = error
+        _log.error("rank %d: %s", self._control.rank, error)
+        # Whatever the thread may still do with them: the first word counts.
+        on_lane = self._lane.close(entered=True) if self._lane is not None else []
+        for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
+            if entry is not None:
+                entry.done(None, error)
+        if self._lane is not None:
+            self._lane.lane.forget(keep=True)
+        self._over.set()
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -415,9 +497,11 @@ class Runtime:
             error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
         if error is not exc:
             error.__cause__ = exc
-        _log.error("rank %d: %s", self._control.rank, error, exc_info=exc)
+        traceback = None if exc is self._verdict else exc
+        _log.error("rank %d: %s", self._control.rank, error, exc_info=traceback)
         rank = self._control.rank
-        info = ErrorInfo(ErrorKind.RANK_FAILED, f"rank {rank} failed: {describe_exception(exc)}", rank)
+        text = f"rank {rank} failed: {describe_exception(exc)}"
+        info = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))
         with contextlib.suppress(Exception):
             if self._coordinator is not None:
                 self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from mpi4py.run import run_command_line, set_abort_status
 
+from pyhvd import supervision
 from pyhvd.run.ending import can_end_job, drain_stderr
 from pyhvd.run.foreign import watch_mpi_import
 from pyhvd.run.report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, Record, is_secondary
@@ -37,6 +38,7 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         # (with PYTHONUNBUFFERED, print would write a line and its end apart).
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     ending = _Ending(place, report_fd)
+    supervision.supervised = True
     watch_mpi_import(place, ending.doubt)
     atexit.register(ending.leave)  # the first registered runs last
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
@@ -58,6 +60,8 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         return ending.report(EXIT, 1, f"pyhvd: {ending.who} called sys.exit:\n{code}")
     except BaseException as exc:
         when = time.time()
+        # As the interpreter does it for debuggers; pyhvd's exit handler tells the other ranks what happened.
+        sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
         if not can_end_job(place):
             set_abort_status(exc)
         return ending.report(*_classify(exc, ending.who), when)

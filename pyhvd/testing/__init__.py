@@ -1,5 +1,6 @@
-"""Public tools for tests: ranks as threads of one process, with no MPI at all."""
+"""Public tools for tests: ranks as threads of one process, with no MPI at all; and faults."""
 
+from pyhvd.testing.faults import Fault, FaultPlan, InjectedFault
 from pyhvd.testing.ranks import RanksFailed, run_ranks
 
-__all__ = ["RanksFailed", "run_ranks"]
+__all__ = ["Fault", "FaultPlan", "InjectedFault", "RanksFailed", "run_ranks"]

@@ -173,7 +173,7 @@ def _check(error: BaseException | None, name: str, how: Mismatch) -> None:
     for word in (*how.words, "rank", str(last())):
         assert word in text, (word, text)
     assert error.per_rank.keys() == set(range(hvd.size())), text
-    values = [error.per_rank[r] for r in range(hvd.size())]
+    values = [error.per_rank[r].value for r in range(hvd.size())]
     if error.name == tensor:
         assert len(set(values[:-1])) == 1, values
         assert values[-1] != values[0], values

@@ -242,19 +242,6 @@ def test_shutdown_fails_what_is_on_the_lane() -> None:
     assert _on(2, body) == ["failed", ""]
 
 
-def test_a_stalled_tensor_on_the_lane_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    def body() -> None:
-        _remember("x")
-        if hvd.rank() == 1:
-            time.sleep(1.5)
-        assert _start("x").result().tolist() == [2.0] * 4
-
-    run_ranks(2, body, timeout=30, knobs={"fast_lane": True, "stall_check_time_seconds": 0.4})
-    warnings = [r.getMessage() for r in caplog.records if "not submitted" in r.getMessage()]
-    assert warnings
-    assert all("'x' not submitted by rank 1" in warning for warning in warnings)
-
-
 @pytest.mark.parametrize(("whose", "direct"), [("all", True), ("one", False), ("none", False)])
 def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: bool) -> None:
     """What the ranks remember of a tensor says so, and follows when a rank's arrays change."""

@@ -245,3 +245,17 @@ def test_bits_mean_nothing_of_sets_that_a_rank_is_not_in() -> None:
     worker = Worker(2, 3, [(0, 1)])
     assert worker.process(ResponseList(PROTOCOL_VERSION, 1, {1: bits_to_bytes(1)})) == []
     assert worker.compose([]) == RequestList(PROTOCOL_VERSION, 1)
+
+
+def test_nothing_follows_a_stop() -> None:
+    """A second rank asks for the end while the first one's is under way: nobody would receive a list."""
+    network = Network(2)
+    for rank in range(2):
+        stop = ErrorInfo(ErrorKind.SHUT_DOWN, f"rank {rank} called shutdown()", rank)
+        network.coordinator.receive(rank, network.ranks[rank].worker.compose([(0, allreduce("x"))], stop))
+        answer = network.coordinator.respond()
+        if rank == 0:
+            assert answer is not None
+            assert answer.stop == stop
+        else:
+            assert answer is None

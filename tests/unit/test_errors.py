@@ -7,6 +7,7 @@ import pytest
 from pyhvd import errors
 from pyhvd.executor import exception_of
 from pyhvd.messages import ErrorInfo, ErrorKind
+from pyhvd.processes import Place
 
 BASES: dict[str, tuple[type[BaseException], ...]] = {
     "HorovodInternalError": (RuntimeError,),
@@ -18,6 +19,7 @@ BASES: dict[str, tuple[type[BaseException], ...]] = {
     "RankFailedError": (errors.HorovodInternalError,),
     "ShutDownError": (errors.HorovodInternalError,),
     "CorruptionError": (errors.HorovodInternalError,),
+    "RemoteError": (Exception,),
     "StallError": (errors.HorovodInternalError,),
     "TransportError": (errors.HorovodInternalError,),
     "InternalError": (errors.HorovodInternalError,),
@@ -44,8 +46,12 @@ def test_misuse_is_no_failure_of_the_job() -> None:
 
 
 def test_what_errors_carry() -> None:
-    mismatch = errors.MismatchError("text", "x", {0: "a"})
-    assert (str(mismatch), mismatch.name, mismatch.per_rank) == ("text", "x", {0: "a"})
+    value = errors.RankValue(0, "host", "(3,)", "train.py:4 in step")
+    assert str(value) == "(3,)"
+    mismatch = errors.MismatchError("text", "x", {0: value})
+    assert (str(mismatch), mismatch.name, mismatch.per_rank) == ("text", "x", {0: value})
+    remote = errors.RemoteError(3, "Traceback:\n  line\nKeyError: 'x'\n")
+    assert str(remote) == "on rank 3:\n  | Traceback:\n  |   line\n  | KeyError: 'x'"
     corrupt = errors.CorruptionError("text", "x", [2], {2: "b"})
     assert (str(corrupt), corrupt.name, corrupt.ranks, corrupt.per_rank) == ("text", "x", [2], {2: "b"})
     assert errors.RankFailedError("text", 3).rank == 3
@@ -67,10 +73,27 @@ def test_what_errors_carry() -> None:
     ],
 )
 def test_errors_on_the_wire_become_exceptions(kind: ErrorKind, expected: type[Exception]) -> None:
-    exc = exception_of(ErrorInfo(kind, "text", 2, {1: "a"}), "x")
+    places = [Place("alpha", 1), Place("beta", 2)]
+    info = ErrorInfo(kind, "text", 2, {1: "a"}, {"x": [1]}, {1: "there"}, {1: "t.py:4 in f"}, "Traceback")
+    exc = exception_of(info, "x", places)
     assert type(exc) is expected
     assert str(exc).endswith("text")
     if isinstance(exc, errors.MismatchError):
-        assert (exc.name, exc.per_rank) == ("x", {1: "a"})
+        assert (exc.name, exc.per_rank) == ("x", {1: errors.RankValue(1, "beta", "a", "t.py:4 in f")})
     if isinstance(exc, errors.RankFailedError | errors.ShutDownError):
         assert exc.rank == 2
+    if isinstance(exc, errors.RankFailedError):
+        assert isinstance(exc.__cause__, errors.RemoteError)
+        assert str(exc.__cause__) == "on rank 2:\n  | Traceback"
+    if isinstance(exc, errors.StallError):
+        assert (exc.missing, exc.stacks) == ({"x": [1]}, {1: "there"})
+
+
+def test_long_tracebacks_are_cut_in_the_middle() -> None:
+    try:
+        raise ValueError("a" * 50_000)
+    except ValueError as exc:
+        text = errors.describe_traceback(exc)
+    assert text.startswith("Traceback (most recent call last):")
+    assert "characters left out" in text
+    assert len(text) < errors.MAX_TRACEBACK + 100

@@ -17,6 +17,7 @@ ERRORS = (
     *("ConfigError", "CorruptionError", "DuplicateNameError", "HorovodInternalError"),
     "HorovodVersionMismatchError",
     *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
+    *("RankValue", "RemoteError"),
     *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
 )
 OPS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")

@@ -13,16 +13,23 @@ from pyhvd.errors import InternalError
 from pyhvd.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
+    Frame,
     Request,
     RequestList,
     Response,
     ResponseList,
+    StackReport,
+    StackRequest,
+    ThreadStack,
     Tuning,
     bits_to_bytes,
     bytes_to_bits,
+    decode_aside,
     decode_requests,
     decode_responses,
     encode,
+    encode_aside,
+    is_aside,
 )
 
 small = st.integers(-1, 2**40)
@@ -44,6 +51,7 @@ requests = st.builds(
     group_size=small,
     ranks=shapes,
     error=texts,
+    traceback=texts,
 )
 errors = st.builds(
     ErrorInfo,
@@ -51,6 +59,10 @@ errors = st.builds(
     message=texts,
     rank=small,
     per_rank=st.dictionaries(small, texts, max_size=3),
+    missing=st.dictionaries(texts, st.lists(small, max_size=3), max_size=3),
+    stacks=st.dictionaries(small, texts, max_size=3),
+    sites=st.dictionaries(small, texts, max_size=3),
+    traceback=texts,
 )
 vectors = st.dictionaries(st.integers(0, 9), st.binary(max_size=4), max_size=3)
 responses = st.builds(
@@ -71,6 +83,7 @@ request_lists = st.builds(
     bits=vectors,
     requests=st.lists(st.tuples(small, requests), max_size=3),
     stop=st.none() | errors,
+    sites=st.lists(texts, max_size=3),
 )
 tunings = st.builds(
     Tuning,
@@ -106,6 +119,35 @@ def test_response_lists_come_back(message: ResponseList) -> None:
     assert decode_responses(encode(message)) == message
 
 
+stack_reports = st.builds(
+    StackReport,
+    version=st.just(PROTOCOL_VERSION),
+    number=small,
+    threads=st.lists(
+        st.builds(
+            ThreadStack,
+            name=texts,
+            frames=st.lists(st.builds(Frame, file=texts, line=small, function=texts, text=texts), max_size=3),
+            inside=texts,
+            left_out=small,
+        ),
+        max_size=3,
+    ),
+)
+
+
+@given(message=stack_reports | st.builds(StackRequest, version=st.just(PROTOCOL_VERSION), number=small))
+def test_asides_come_back_and_are_told_from_lists(message: StackReport | StackRequest) -> None:
+    data = encode_aside(message)
+    assert is_aside(data)
+    assert decode_aside(data) == decode_aside(bytearray(data)) == message
+
+
+@given(message=request_lists | response_lists)
+def test_lists_are_no_asides(message: RequestList | ResponseList) -> None:
+    assert not is_aside(encode(message))
+
+
 @given(bits=st.integers(0, 2**300))
 def test_bit_vectors_come_back(bits: int) -> None:
     data = bits_to_bytes(bits)
@@ -125,6 +167,8 @@ def test_noise_is_no_message(data: bytes) -> None:
     for decode in (decode_requests, decode_responses):
         with pytest.raises(InternalError):
             decode(data)
+    with pytest.raises(InternalError):
+        decode_aside(b"\xc1" + data)
 
 
 @pytest.mark.parametrize(

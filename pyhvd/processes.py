@@ -1,0 +1,93 @@
+"""Where ranks run, and what the kernel knows of a process that does not answer.
+
+Owns: :class:`Place`, which ranks tell each other as they start, and reading ``/proc``. Knows of no ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import sys
+
+import msgspec
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process is.
+
+    Attributes
+    ----------
+    host : str
+        Name of its host.
+    pid : int
+        Its process id.
+    node : str
+        The same for two processes that see each other's ids in /proc; empty where there is no /proc.
+    """
+
+    host: str
+    pid: int
+    node: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.host} (pid {self.pid})"
+
+
+class State(enum.Enum):
+    """What a process does, as far as one can see from outside; the value says it in words."""
+
+    STOPPED = "is stopped (by SIGSTOP or Ctrl-Z)"
+    TRACED = "is held by a debugger"
+    GONE = "has ended"
+    RUNNING = "computes"
+    WAITING = "waits for the disk, or for a file system over the network"
+    SLEEPING = "sleeps"
+    UNKNOWN = "cannot be seen from here"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process will not go on by itself."""
+        return self in (State.STOPPED, State.TRACED, State.GONE)
+
+
+def here() -> Place:
+    """Return where this process is."""
+    node = ""
+    if sys.platform == "linux":
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            node = f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return Place(socket.gethostname(), os.getpid(), node)
+
+
+def state_of(place: Place, seen_from: Place) -> State:
+    """Return what a process does; UNKNOWN if it is on another host, or in another container."""
+    if not place.node or place.node != seen_from.node:
+        return State.UNKNOWN
+    letters = _letters(place.pid)
+    if not letters or letters <= {"Z", "X"}:
+        return State.GONE
+    for letter, state in _STATES.items():
+        if letter in letters:
+            return state
+    return State.SLEEPING
+
+
+_STATES = {
+    "T": State.STOPPED,
+    "t": State.TRACED,
+    "R": State.RUNNING,
+    "D": State.WAITING,
+}
+
+
+def _letters(pid: int) -> set[str]:
+    """Return the states of a process's threads, as letters of proc(5)."""
+    letters = set()
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
+                letters.add(file.read().rpartition(")")[2].split()[0])
+    except (OSError, IndexError):  # it ended meanwhile
+        pass
+    return letters

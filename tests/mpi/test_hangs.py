@@ -1,0 +1,84 @@
+"""Hang reports of real jobs: ranks that sleep, that are stopped, that hold the GIL; and the example."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.launch import ROOT
+from tests.mpi.run_support import bare, launcher_command, pyhvdrun, run, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+
+ENDING = """\
+    import ctypes, os, signal, sys, time
+    import numpy as np, pyhvd as hvd
+
+    def idle():
+        {idle}
+
+    hvd.init()
+    for _ in range(3):
+        hvd.allreduce(np.ones(4), name="x")
+    if hvd.rank() == {late}:
+        idle()
+    try:
+        hvd.allreduce(np.ones(4), name="x")
+    except hvd.StallError as exc:
+        os.write(1, f"rank {{hvd.rank()}}: {{exc.missing}}, {{sorted(exc.stacks)}}\\n".encode())
+        raise
+"""
+SHORT = ("--stall-check-warning-time-seconds", 0.5, "--stall-check-shutdown-time-seconds", 1)
+
+
+@pytest.mark.parametrize("lane", ["0", "1"])
+def test_the_example_shows_who_is_where(lane: str) -> None:
+    example = str(ROOT / "examples" / "hang.py")
+    ended = pyhvdrun(
+        "-n", 4, "--stall-check-warning-time-seconds", 2, example, env={"PYHVD_FAST_LANE": lane}, cwd=ROOT
+    )
+    assert ended.code == 0, ended.err
+    assert ended.out == "all ranks have ended\n"
+    assert ended.err.count("have not submitted") == 1
+    assert "rank 3 on host " in ended.err
+    assert "has not submitted 'grad/w1', 'grad/w2': it is at examples/hang.py:" in ended.err
+    assert " in load_batch: time.sleep(seconds)\n" in ended.err
+    assert "submitted by ranks 0-2 (waiting for 2 s)" in ended.err
+
+
+def test_the_flags_reach_the_ranks_under_a_foreign_mpiexec(tmp_path: Path) -> None:
+    path = script(tmp_path, ENDING.format(idle="time.sleep(60)", late=1))
+    ended = bare(2, *SHORT, path)
+    assert ended.code != 0
+    assert "it is at" in ended.err
+    assert " in idle" in ended.err
+
+
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+HOLDING = "ctypes.PyDLL(None).sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("late", "idle", "said"),
+    [
+        (0, "time.sleep(60)", "it is at script.py:5 in idle"),
+        (2, "time.sleep(60)", "it is at script.py:5 in idle"),
+        (2, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
+        (2, HOLDING, "does not answer within 2 s, and its process sleeps: it is blocked, perhaps while it"),
+        # Rank 0 itself says nothing: the others find out.
+        (0, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
+        (0, HOLDING, "its process sleeps"),
+    ],
+)
+def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said: str) -> None:
+    path = script(tmp_path, ENDING.format(idle=idle, late=late))
+    ended = run(launcher_command("-n", 3, *SHORT, path), cwd=tmp_path)
+    assert ended.code == 1, ended.err
+    shown = ended.err.rstrip().rpartition("StallError: ")[2]  # the last thing on the screen
+    assert f"rank {late} on host " in shown, ended.err
+    assert said in shown
+    told = [line for line in ended.out.splitlines() if ": {'x': " in line]
+    assert told, ended.out
+    assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told)

@@ -1,0 +1,160 @@
+"""Hang reports of ranks that are threads: in both lanes, with joined ranks, and at the end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.testing import RanksFailed, run_ranks
+
+both_lanes = pytest.mark.parametrize("fast_lane", [False, True])
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "have not submitted" in r.getMessage()]
+
+
+class Said(threading.Event):
+    """Set as soon as a report has been logged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        from pyhvd import hang_report, hangs
+
+        def make(*arguments: Any) -> str:
+            text = original(*arguments)
+            self.set()
+            return text
+
+        original = hang_report.warning_of
+        monkeypatch.setattr(hangs, "warning_of", make)
+
+
+def oversleep(said: threading.Event) -> None:
+    assert said.wait(20)
+
+
+@both_lanes
+def test_the_late_rank_is_shown_where_it_is(
+    fast_lane: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(monkeypatch)
+
+    def body() -> None:
+        for _ in range(3):
+            hvd.allreduce(np.ones(4), name="x")
+        hvd.barrier()
+        if hvd.rank() == 1:
+            oversleep(said)
+        assert hvd.allreduce(np.ones(4), name="x", op=hvd.Average).tolist() == [1.0] * 4
+
+    run_ranks(3, body, timeout=30, knobs={"fast_lane": fast_lane, "stall_check_time_seconds": 0.3})
+    text = reports(caplog)[0]
+    assert "  'x': not submitted by rank 1, submitted by ranks 0, 2 (waiting for 0 s)" in text
+    assert "has not submitted 'x': it is at" in text
+    assert " in oversleep, inside test_hangs" not in text
+    assert " in oversleep" in text
+    assert "rank-1:" in text
+    assert "rank-2:" not in text
+
+
+@both_lanes
+def test_every_rank_gets_the_error_with_the_facts(fast_lane: bool) -> None:
+    over = threading.Barrier(3)
+
+    def body() -> None:
+        for _ in range(3):
+            hvd.allreduce(np.ones(4), name="x")
+        if hvd.rank() == 2:
+            over.wait(20)
+        with pytest.raises(hvd.StallError) as caught:
+            hvd.allreduce(np.ones(4), name="x")
+        if hvd.rank() != 2:
+            over.wait(20)
+        error = caught.value
+        assert error.missing == {"x": [2]}
+        assert error.stacks[2].startswith("rank 2 on host ")
+        assert " in body" in error.stacks[2]
+        assert error.stacks[2].splitlines()[0] in str(error)
+
+    knobs = {"fast_lane": fast_lane, "stall_check_time_seconds": 0.2, "stall_shutdown_time_seconds": 0.4}
+    run_ranks(3, body, timeout=30, knobs=knobs)
+
+
+@both_lanes
+def test_ranks_that_wait_for_each_other_are_told_so(
+    fast_lane: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body() -> None:
+        for name in ("a", "b", "a", "b"):
+            hvd.allreduce(np.ones(4), name=name)
+        hvd.barrier()
+        for name in ("a", "b") if hvd.rank() == 0 else ("b", "a"):
+            hvd.allreduce(np.ones(4), name=name)
+
+    knobs = {
+        "fast_lane": fast_lane,
+        "stall_check_time_seconds": 0.2,
+        "stall_shutdown_time_seconds": 0.5,
+    }
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, body, timeout=30, knobs=knobs)
+    line = "deadlock: rank 0 waits for 'a', which rank 1 has not submitted, and rank 1 for 'b'"
+    assert line in reports(caplog)[0]
+    assert all(isinstance(error, hvd.StallError) for error in caught.value.errors.values())
+    assert line in str(caught.value)
+
+
+@both_lanes
+def test_a_joined_rank_is_not_missing(fast_lane: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not named, while another one is; nor does its join count as something that waits."""
+    waiting = threading.Event()
+
+    def body() -> None:
+        hvd.allreduce(np.ones(4), name="x")
+        if hvd.rank() == 0:
+            hvd.join()
+            return
+        if hvd.rank() == 2:
+            waiting.wait(1.0)
+        hvd.allreduce(np.ones(4), name="x")
+        hvd.join()
+
+    run_ranks(3, body, timeout=30, knobs={"fast_lane": fast_lane, "stall_check_time_seconds": 0.2})
+    for text in reports(caplog):
+        assert "'x': not submitted by rank 2, submitted by rank 1" in text
+        assert "rank 0" not in text
+    assert reports(caplog)
+
+
+def test_what_was_submitted_before_the_answers_came_is_not_reported(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyhvd import hangs
+
+    submitted, asked = threading.Event(), threading.Event()
+
+    def slowly(threads: Any) -> list[Any]:
+        asked.set()
+        assert submitted.wait(20)
+        return []
+
+    monkeypatch.setattr(hangs, "user_stacks", slowly)
+
+    def body() -> None:
+        if hvd.rank() == 1:
+            assert asked.wait(20)
+            handle = hvd.allreduce_async(1.0, name="x")
+            submitted.set()
+            handle.result()
+        else:
+            hvd.allreduce(1.0, name="x")
+        hvd.barrier()
+
+    run_ranks(2, body, timeout=30, knobs={"fast_lane": False, "stall_check_time_seconds": 0.2})
+    # The answer may have overtaken the submission, but never the other way round.
+    assert all("none of its threads" in text for text in reports(caplog))

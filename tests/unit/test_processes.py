@@ -1,0 +1,71 @@
+"""What is seen of a process from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pyhvd.processes import Place, State, here, state_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+
+
+def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", code])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    yield from child("import time; time.sleep(60)")
+
+
+@pytest.fixture
+def counter() -> Iterator[subprocess.Popen[bytes]]:
+    yield from child("while True: pass")
+
+
+def of(process: subprocess.Popen[bytes]) -> State:
+    mine = here()
+    return state_of(Place(mine.host, process.pid, mine.node), mine)
+
+
+def becomes(look: Callable[[], State], state: State) -> bool:
+    until = time.monotonic() + 20
+    while look() is not state and time.monotonic() < until:
+        time.sleep(0.01)
+    return look() is state
+
+
+def test_this_process_is_here() -> None:
+    assert here().pid == os.getpid()
+    assert here() == here()
+    assert str(Place("h", 7)) == "host h (pid 7)"
+
+
+def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes]) -> None:
+    assert becomes(lambda: of(sleeper), State.SLEEPING)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert becomes(lambda: of(sleeper), State.STOPPED)
+    sleeper.kill()
+    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: nobody has waited for it
+    sleeper.wait(10)
+    assert of(sleeper) is State.GONE
+
+
+def test_one_that_computes(counter: subprocess.Popen[bytes]) -> None:
+    assert becomes(lambda: of(counter), State.RUNNING)
+
+
+def test_one_that_cannot_be_seen() -> None:
+    mine = here()
+    assert state_of(Place("other", mine.pid, "elsewhere"), mine) is State.UNKNOWN
+    assert state_of(Place("mac", mine.pid), Place("mac", 1)) is State.UNKNOWN
