@@ -36,10 +36,12 @@ _HOMES: dict[str, tuple[str, ...]] = {
             "NotInitializedError",
             "RankFailedError",
         ),
-        *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
+        *("ShutDownError", "StallError", "TimelineError", "TransportError"),
+        *("UnsupportedDtypeError", "UnsupportedOpError"),
     ),
     "handles": ("Handle", "poll", "synchronize"),
     "lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
+    "recording": ("start_timeline", "stop_timeline"),
     "objects": ("allgather_object", "broadcast_object"),
     "process_sets": ("ProcessSet", "global_process_set"),
     "topology": (

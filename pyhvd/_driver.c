@@ -91,6 +91,7 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
     lane->held[n] = unit;
     atomic_fetch_add_explicit(&lane->holds, 1, memory_order_relaxed);
     atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
+    pyhvd_trace_add(lane->trace, PYHVD_SUBMITTED, pyhvd_trace_now(lane->trace), unit->set, unit->slots[0], 0, 0);
     return 1;
 }
 
@@ -111,6 +112,7 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
     pthread_mutex_lock(&lane->mutex);
     uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
     pyhvd_board_lock(board);
+    int64_t now = pyhvd_trace_now(lane->trace);
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_unit *unit = lane->held[k];
         if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n)) {
@@ -120,6 +122,7 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole) {
             continue;
         }
         unit->state = PYHVD_POSTED;
+        pyhvd_trace_add(lane->trace, PYHVD_PUT_UP, now, unit->set, unit->slots[0], 0, 0);
         for (uint32_t i = 0; i < unit->n; i++) {
             uint32_t word = unit->slots[i] / 64;
             if (word < from[unit->set]) from[unit->set] = word;
@@ -185,6 +188,9 @@ static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd
 /* Remember which slots an entry makes ready. */
 static void unfold(pyhvd_lane *lane, const pyhvd_entry *entry) {
     lane->set = entry->set;
+    lane->by = entry->by;
+    lane->place = atomic_load_explicit(&seat_of(lane)->cursor, memory_order_relaxed);
+    lane->ready = pyhvd_trace_now(lane->trace);
     lane->pendings = lane->at = 0;
     for (uint32_t w = entry->first; w < entry->last; w++)
         for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
@@ -220,6 +226,9 @@ static void load_batch(pyhvd_lane *lane) {
                             first->prescale, first->postscale};
     pyhvd_window_begin(&lane->course, &lane->job);
     lane->running = 1;
+    lane->begun = pyhvd_trace_now(lane->trace);
+    for (uint32_t k = 0; lane->begun && k < n; k++)
+        pyhvd_trace_add(lane->trace, PYHVD_READY, lane->ready, lane->set, lane->pending[lane->at + k], lane->place, lane->by);
 }
 
 static int run_batch(pyhvd_lane *lane) {
@@ -229,6 +238,7 @@ static int run_batch(pyhvd_lane *lane) {
     window->brief = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) return PYHVD_CLOSED;
+    pyhvd_trace_add(lane->trace, PYHVD_CARRIED, lane->begun, lane->set, lane->members, lane->place, lane->by);
     const pyhvd_record *records = lane->sets[lane->set].records;
     for (uint32_t k = 0, n; k < lane->members; k += n) {
         pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;

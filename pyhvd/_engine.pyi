@@ -9,11 +9,27 @@ _Int64s: TypeAlias = NDArray[np.int64]
 
 MAX_LOCAL: int
 FLAT: int
+SUBMITTED: int
+PUT_UP: int
+READY: int
+CARRIED: int
+PACKING: int
+REDUCING: int
+UNPACKING: int
+AWAITING: int
 
 def area_bytes(chunk: int) -> int: ...
 
+class Trace:
+    def start(self, cells: int) -> None: ...
+    def stop(self) -> None: ...
+    def take(self, limit: int) -> list[tuple[int, int, int, int, int, int, int]]: ...
+    @property
+    def dropped(self) -> int: ...
+
 class Window:
     def __init__(self, rank: int, areas: Sequence[int], chunk: int) -> None: ...
+    def attach(self, trace: Trace) -> None: ...
     def clear(self) -> None: ...
     def allreduce(
         self,

@@ -95,26 +95,42 @@ static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     return status;
 }
 
-/* The functions that wait return what `await` returned, if it was not PYHVD_OK. */
-static int await_packed(pyhvd_window *w, uint64_t value) {
-    int status = PYHVD_OK;
-    for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->packed, value);
+/* Where a counter lies in a rank's control lines. */
+typedef _Atomic uint64_t *(*counter_of)(const pyhvd_window *w, int rank);
+
+static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->packed; }
+static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->reduced; }
+static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->flat; }
+
+/* As await_all, and record for how long, and for which rank last. */
+static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value) {
+    int64_t begin = pyhvd_now();
+    int status = PYHVD_OK, last = -1;
+    for (int q = 0; q < w->size && !status; q++) {
+        if (q == w->rank || reached(counter(w, q), value)) continue;
+        last = q;
+        status = await(w, counter(w, q), value);
+    }
+    if (last >= 0) pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, value, (uint32_t)last);
     return status;
 }
 
-static int await_reduced(pyhvd_window *w, uint64_t value) {
+/* Wait until every rank's counter has reached a value; returns what `await` returned, if it was not PYHVD_OK. */
+static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value) {
     int status = PYHVD_OK;
+    if (pyhvd_traced(w->trace)) return await_all_traced(w, counter, value);
     for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->reduced, value);
+        if (q != w->rank) status = await(w, counter(w, q), value);
     return status;
 }
 
-static int await_flat(pyhvd_window *w, uint64_t value) {
-    int status = PYHVD_OK;
-    for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->flat, value);
-    return status;
+static int await_packed(pyhvd_window *w, uint64_t value) { return await_all(w, packed_of, value); }
+static int await_reduced(pyhvd_window *w, uint64_t value) { return await_all(w, reduced_of, value); }
+static int await_flat(pyhvd_window *w, uint64_t value) { return await_all(w, flats_of, value); }
+
+/* Record a stage that began at `begin`. */
+static inline void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
+    pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
 }
 
 static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
@@ -255,12 +271,15 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
     if (!c->stage) {
+        int64_t begin = pyhvd_trace_now(w->trace);
         pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
+        add_stage(w, PYHVD_PACKING, begin, w->flats);
         announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
         c->stage = 1;
     }
     int status = await_flat(w, w->flats + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
         for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
@@ -268,6 +287,7 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
                          (size_t)p.count, job->dtype, job->op, job->postscale);
     }
+    add_stage(w, PYHVD_REDUCING, begin, w->flats);
     w->flats++;
     return PYHVD_OK;
 }
@@ -289,9 +309,11 @@ static int pack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) 
     uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = await_free_slot(w, chunk);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
     pack_range(c->job, &c->packing, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
+    add_stage(w, PYHVD_PACKING, begin, chunk);
     announce(w, &control_of(w, w->rank)->packed, chunk + 1);
     return PYHVD_OK;
 }
@@ -299,7 +321,9 @@ static int pack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) 
 static int reduce_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
     int status = await_packed(w, chunk + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
+    add_stage(w, PYHVD_REDUCING, begin, chunk);
     announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
     return PYHVD_OK;
 }
@@ -309,8 +333,10 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk
     const uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = await_reduced(w, chunk + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
     unpack_range(c->job, &c->unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
 

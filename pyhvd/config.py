@@ -111,6 +111,15 @@ class Config:
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
+    timeline: str = _knob(
+        "",
+        "TIMELINE",
+        str,
+        "record to this path (file or directory) from the start; DYNAMIC: when start_timeline() is called",
+    )
+    timeline_mark_cycles: bool = _knob(
+        False, "TIMELINE_MARK_CYCLES", _bool, "a timeline recorded from the start marks its cycles"
+    )
     log_level: str = _knob(
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(_LOG_LEVELS)}"
     )
@@ -176,7 +185,10 @@ class Config:
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = ("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets")
+SHARED = (
+    *("fast_lane", "fusion_threshold", "cache_capacity", "disable_group_fusion", "dynamic_process_sets"),
+    *("timeline", "timeline_mark_cycles"),
+)
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
 _NOT_YET = (
@@ -186,8 +198,6 @@ _NOT_YET = (
     "HIERARCHICAL_ALLGATHER",
     "HIERARCHICAL_ALLREDUCE",
     "THREAD_AFFINITY",
-    "TIMELINE",
-    "TIMELINE_MARK_CYCLES",
     "TORUS_ALLREDUCE",
 )
 

@@ -23,9 +23,11 @@ from pyhvd.backends.base import Backend, Fabric
 from pyhvd.backends.shm import make_backend
 from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception
+from pyhvd.instruments import Instruments
 from pyhvd.lane import LaneBell, open_lane
-from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
+from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.runtime import Runtime
+from pyhvd.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.validation import describe_ranks, describe_values
 from pyhvd.worlds import World
 
@@ -67,6 +69,8 @@ class Context:
     ------
     ValueError
         The ranks differ in version or in process sets, or one of them reported an error.
+    TimelineError
+        One of them cannot write its timeline.
     """
 
     def __init__(
@@ -89,15 +93,23 @@ class Context:
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         open_window = world.open_window if self.config.fast_lane else None
+        self.hooks = Instruments()
+        recorder = self._make_recorder(world)
 
         def make(fabric: Fabric) -> Backend:
-            return make_backend(fabric, open_window)
+            backend = make_backend(fabric, open_window)
+            recorder.watch(backend)
+            return backend
 
         backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and self.topology.rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
         self.lane = open_lane(world.fabric, open_window, backends[GLOBAL_SET], self.config)
+        if self.lane is not None:
+            self.lane.record_in(recorder.trace)
+        recorder.lane, recorder.members = self.lane, self.process_sets
+        recorder.begin(backends[GLOBAL_SET].fabric)
         self.joined = False
         self._world = world
         self._pid = os.getpid()
@@ -111,10 +123,20 @@ class Context:
             sets,
             self.config,
             make,
+            self.hooks,
+            recorder,
             self.lane,
             surroundings=lambda: playing_rank(slot),
         )
         self.runtime.start()
+
+    def _make_recorder(self, world: World) -> Recorder:
+        """Open this rank's timeline, if one is recorded from the start."""
+        recorder = Recorder(self.topology.rank, self.topology.size, self.hooks)
+        if self.config.timeline not in ("", DYNAMIC):
+            order = TimelineOrder(self.config.timeline, self.config.timeline_mark_cycles, new_job())
+            recorder.open(order, world.fabric)
+        return recorder
 
     def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
         """Take the shared knobs from rank 0, and say so where they differ."""

@@ -26,8 +26,10 @@ from pyhvd.messages import (
     RequestType,
     Response,
     ResponseList,
+    TimelineOrder,
     bits_to_bytes,
     bytes_to_bits,
+    iter_bits,
 )
 from pyhvd.negotiation import Negotiation
 
@@ -66,6 +68,7 @@ class Coordinator:
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
+        self._timeline: TimelineOrder | None = None
         members = [tuple(range(size)), *sets]
         self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
 
@@ -83,6 +86,20 @@ class Coordinator:
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
+    def order_timeline(self, order: TimelineOrder) -> None:
+        """Let the next response list tell every rank to begin or end a recording."""
+        self._timeline = order
+
+    def requests_of(self, message: RequestList) -> list[tuple[int, Request]]:
+        """Return what a worker's message submits, bits as the requests they stand for: for who watches."""
+        told = [(set_id, request) for set_id, request in message.requests if not request.error]
+        for set_id, data in message.bits.items():
+            if negotiation := self._live(set_id, message.seen):
+                slots = iter_bits(bytes_to_bits(data))
+                meanings = [negotiation.cache.meaning(slot, message.seen) for slot in slots]
+                told += [(set_id, meant.requests[0]) for meant in meanings if meant is not None]
+        return told
+
     def respond(self) -> ResponseList | None:
         """Return what every rank is to do next, or None while nothing is ready."""
         cached: dict[int, bytes] = {}
@@ -97,13 +114,14 @@ class Coordinator:
                 cached[set_id] = bits_to_bytes(bits)
             for response in negotiation.take_responses():
                 responses.extend(self._with_sets(response))
-        if not (cached or responses or self._stop):
+        if not (cached or responses or self._stop or self._timeline):
             return None
         for negotiation in self._sets.values():
             negotiation.lend()
         self._sequence += 1
         stop, self._stop = self._stop, None
-        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop)
+        order, self._timeline = self._timeline, None
+        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, order)
 
     def audience(self, message: ResponseList) -> list[int]:
         """Return the ranks whom a response list concerns.
@@ -113,7 +131,8 @@ class Coordinator:
         not seen the other sets' lists still mean what it thinks.
         """
         sets = {*message.cached, *(response.process_set for response in message.responses)}
-        if message.stop is not None or not sets <= self._sets.keys():
+        for_all = message.stop is not None or message.timeline is not None
+        if for_all or not sets <= self._sets.keys():
             sets.add(GLOBAL_SET)
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 

@@ -25,6 +25,7 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
 )
+from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
 from pyhvd.queue import TensorEntry, TensorQueue
@@ -61,6 +62,8 @@ class Executor:
         Returns the backend of a new set, from its fabric; collective over the set.
     lane : FastLane or None
         Told of sets that come and go.
+    hooks : Instruments
+        Told of batches.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Executor:
         backends: dict[int, Backend],
         sets: dict[int, tuple[int, ...]],
         make_backend: Callable[[Fabric], Backend],
-        lane: FastLane | None = None,
+        lane: FastLane | None,
+        hooks: Instruments,
     ) -> None:
+        self._hooks = hooks
         self._rank = rank
         self._queue = queue
         self._backends = backends
@@ -93,8 +98,21 @@ class Executor:
             RequestType.REMOVE_PROCESS_SET: self._remove_process_set,
         }
 
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all ranks."""
+        return self._backends[GLOBAL_SET].fabric
+
     def run(self, batch: list[Response]) -> None:
         """Carry out responses that ride together, and complete their entries."""
+        if self._hooks.active and batch[0].error is None:
+            self._hooks.batch_started(batch)
+            self._carry_out(batch)
+            self._hooks.batch_ended(batch)
+        else:
+            self._carry_out(batch)
+
+    def _carry_out(self, batch: list[Response]) -> None:
         first = batch[0]
         entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
         if first.error is not None:
@@ -139,15 +157,16 @@ class Executor:
         request = batch[0].request
         backend = self._backends[batch[0].process_set]
         op, postscale = kernel_terms(request, backend.size)
-        backend.reducescatter(
-            _sources(entries),
-            _targets(entries),
-            [r.request.shape for r in batch],
-            BY_CODE[request.dtype],
-            op,
-            request.prescale,
-            postscale,
-        )
+        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
+            backend.reducescatter(
+                _sources(entries),
+                _targets(entries),
+                [r.request.shape for r in batch],
+                BY_CODE[request.dtype],
+                op,
+                request.prescale,
+                postscale,
+            )
         _deliver_targets(entries)
 
     # -- outputs whose size only the response tells ----------------------------------------------------
@@ -161,7 +180,8 @@ class Executor:
         info = BY_CODE[batch[0].request.dtype]
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
+        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+            backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None:
                 entry.done(output, None)
@@ -171,17 +191,19 @@ class Executor:
         backend = self._backends[response.process_set]
         if entry is None or entry.source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        received = backend.swap_counts(entry.splits)
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+            received = backend.swap_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *entry.source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(entry.source.shape[1:]) * entry.source.info.itemsize
-        backend.alltoall(
-            entry.source.bytes,
-            [n * row for n in entry.splits],
-            flat_bytes(outputs[0]),
-            [n * row for n in received],
-        )
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+            backend.alltoall(
+                entry.source.bytes,
+                [n * row for n in entry.splits],
+                flat_bytes(outputs[0]),
+                [n * row for n in received],
+            )
         few = max(received) <= np.iinfo(np.int32).max
         entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
 
@@ -191,13 +213,14 @@ class Executor:
         """Allocate outputs; where one rank cannot, all ranks fail these tensors and go on."""
         outputs: list[Array] = []
         failure: MemoryError | ValueError | None = None
-        try:
-            for response, entry, shape in zip(batch, entries, shapes, strict=True):
-                dtype = _dtype(BY_CODE[response.request.dtype], entry)
-                outputs.append(np.empty(shape, dtype))
-        except (MemoryError, ValueError) as exc:
-            failure = exc
-        failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
+        with self._hooks.phase("ALLOCATE_OUTPUT"):
+            try:
+                for response, entry, shape in zip(batch, entries, shapes, strict=True):
+                    dtype = _dtype(BY_CODE[response.request.dtype], entry)
+                    outputs.append(np.empty(shape, dtype))
+            except (MemoryError, ValueError) as exc:
+                failure = exc
+            failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
         if not failed:
             return outputs
         members = self._sets[batch[0].process_set]
@@ -224,7 +247,8 @@ class Executor:
             return
         if backend.rank == root and entry.source is not entry.target:
             entry.target.bytes[:] = entry.source.bytes
-        backend.broadcast(entry.target.bytes, root)
+        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+            backend.broadcast(entry.target.bytes, root)
         _deliver_targets(entries)
 
     # -- no tensors ------------------------------------------------------------------------------------

@@ -151,6 +151,24 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     value: int = -1
 
 
+class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank is to do with its timeline.
+
+    Attributes
+    ----------
+    path : str
+        Record there from now on; empty: record no longer.
+    mark_cycles : bool
+        Whether to mark cycles.
+    job : str
+        Tells this recording's files from others.
+    """
+
+    path: str = ""
+    mark_cycles: bool = False
+    job: str = ""
+
+
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
     """Worker to coordinator: all that is new on one rank.
 
@@ -174,13 +192,17 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses."""
+    """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses.
+
+    An order to begin or end a timeline comes last.
+    """
 
     version: int
     seq: int
     cached: dict[int, bytes] = {}
     responses: list[Response] = []
     stop: ErrorInfo | None = None
+    timeline: TimelineOrder | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,6 +34,7 @@ from pyhvd.errors import (
 )
 from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
+from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
     PROTOCOL_VERSION,
@@ -42,12 +43,14 @@ from pyhvd.messages import (
     Request,
     RequestList,
     ResponseList,
+    TimelineOrder,
     decode_requests,
     decode_responses,
     encode,
 )
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import StallInspector
+from pyhvd.timeline import Recorder
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -72,6 +75,10 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
+    hooks : Instruments
+        Told of what happens.
+    recorder : Recorder
+        Begins and ends timelines.
     lane : Lane or None
         The fast lane, which this thread drives where nobody waits, and sleeps on.
     surroundings : callable
@@ -85,10 +92,14 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
+        hooks: Instruments,
+        recorder: Recorder,
         lane: Lane | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._control = control
+        self._hooks = hooks
+        self._recorder = recorder
         self._surroundings = surroundings
         self._config = config
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
@@ -103,8 +114,9 @@ class Runtime:
             unannounced=lane is not None,
         )
         self._executor = Executor(
-            control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane
+            control.rank, self._queue, backends, self._worker.sets, make_backend, self._lane, hooks
         )
+        recorder.members = self._worker.sets
         self._goodbyes = 0
         self._outgoing: ResponseList | None = None
         self._lists: deque[ResponseList] = deque()
@@ -124,7 +136,17 @@ class Runtime:
 
     def submit(self, entries: Sequence[TensorEntry]) -> None:
         """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
+        if self._hooks.active:
+            self._hooks.queued(entries)
         self._queue.add(entries)
+
+    def record(self, order: TimelineOrder) -> None:
+        """On rank 0: let all ranks begin or end a timeline; return when this one has."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of a handle must not start or stop the timeline: that waits")
+        future = self._recorder.ask(order)
+        self._control.wake()
+        future.result()
 
     def announce(self, process_set: int, refusal: Request) -> None:
         """Tell the other ranks that this one refused a tensor."""
@@ -163,6 +185,8 @@ class Runtime:
             stop = self._loop()
             self._end(exception_of(stop))
             self._say_goodbye()
+            # A rank whose engine has broken does not come to measure its clock.
+            self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
             self._executor.close()
             self._control.close()
         except BaseException as exc:
@@ -188,12 +212,19 @@ class Runtime:
             if not payload:
                 self._goodbyes += 1
             elif self._coordinator is not None:
-                self._coordinator.receive(source, decode_requests(payload), time.monotonic())
+                self._receive(self._coordinator, source, decode_requests(payload))
             else:
                 self._lists.append(decode_responses(payload))
         if self._coordinator is not None and self._outgoing is None:
+            if (order := self._recorder.next_order()) is not None:
+                self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
         return self._publish() or active
+
+    def _receive(self, coordinator: Coordinator, source: int, message: RequestList) -> None:
+        if self._hooks.active:
+            self._hooks.requested(source, coordinator.requests_of(message))
+        coordinator.receive(source, message, time.monotonic())
 
     def _publish(self) -> bool:
         """Send the coordinator's answer, which has its place in the order of what the fast lane does."""
@@ -222,12 +253,16 @@ class Runtime:
         if self._lane is not None:
             self._lane.prepare(responses)
         todo = self._worker.process(responses)
+        if self._hooks.active:
+            self._hooks.list_taken(responses.seq, todo)
         if self._lane is not None:
             self._lane.follow(todo)
         for batch in plan(todo, self._config.fusion_threshold, self._config.disable_group_fusion):
             self._executor.run(batch)
         if self._lane is not None:
             self._lane.install(todo, responses.seq)
+        if responses.timeline is not None:
+            self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _leave(self) -> None:
         if self._lane is not None and self._entered:
@@ -248,7 +283,7 @@ class Runtime:
         self._stop_sent = self._stop_sent or stop is not None
         message = self._worker.compose(fresh, stop)
         if self._coordinator is not None:
-            self._coordinator.receive(0, message, time.monotonic())
+            self._receive(self._coordinator, 0, message)
         else:
             self._control.send(0, encode(message))
         return True
@@ -272,7 +307,8 @@ class Runtime:
         now = time.monotonic()
         look = self._inspect(now)
         retry = now + 1e-3 if self._outgoing is not None else None
-        times = [t for t in (due, look, retry) if t is not None]
+        drain = self._hooks.look(now)
+        times = [t for t in (due, look, retry, drain) if t is not None]
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:
             self._control.wait(timeout)
@@ -300,6 +336,7 @@ class Runtime:
 
     def _end(self, error: HorovodInternalError) -> None:
         self.ended = error
+        self._recorder.close(error)
         on_lane = self._lane.close(self._entered) if self._lane is not None else []
         for entry in [*self._queue.close(error), *on_lane]:
             entry.done(None, error)
@@ -350,6 +387,7 @@ class Runtime:
                 self._control.send(0, _GOODBYE)
             self._control.drain(1.0)
         self._end(error)
+        self._recorder.finish(None)
 
     def _publish_end(self, coordinator: Coordinator) -> None:
         """Send what was held back, and then the end; both have their place in the fast lane's order."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.backends.base import Fabric
+from pyhvd.backends.base import Fabric, PhaseHook, no_phase
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 
 CHUNK = 4 * 1024 * 1024
@@ -71,7 +71,10 @@ class HostBackend:
         Moves the bytes; owned.
     """
 
+    carrier = "MPI"
+
     def __init__(self, fabric: Fabric) -> None:
+        self.phase: PhaseHook = no_phase
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
@@ -101,13 +104,16 @@ class HostBackend:
                 send = source.bytes[span]
             else:
                 send = self._buffer("send", nbytes)
-                self._pack(send, sources, window, info, op, prescale)
+                with self.phase("MEMCPY_IN_FUSION_BUFFER"):
+                    self._pack(send, sources, window, info, op, prescale)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
-            self._reduce_everywhere(send, out, info, op, postscale)
+            with self.phase(f"{self.carrier}_ALLREDUCE"):
+                self._reduce_everywhere(send, out, info, op, postscale)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
-                _fusion.unpack(address(out), ptrs, numbers, info.code)
+                with self.phase("MEMCPY_OUT_FUSION_BUFFER"):
+                    _fusion.unpack(address(out), ptrs, numbers, info.code)
 
     def reducescatter(
         self,

@@ -22,6 +22,8 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "stall_shutdown_time_seconds": ("STALL_SHUTDOWN_TIME_SECONDS", "90", 90.0),
     "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
     "fast_lane": ("FAST_LANE", "off", False),
+    "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
+    "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
     "log_hide_time": ("LOG_HIDE_TIME", "True", True),
     "controller": ("CONTROLLER", "MPI", "mpi"),
@@ -128,9 +130,9 @@ def test_a_job_must_not_end_before_its_warning() -> None:
 
 
 def test_what_has_no_effect_is_said() -> None:
-    env = {"HOROVOD_AUTOTUNE": "1", "PYHVD_TIMELINE": "/tmp/t.json", "HOROVOD_UNRELATED": "1", "PATH": "/"}
+    env = {"HOROVOD_AUTOTUNE": "1", "PYHVD_THREAD_AFFINITY": "0,1", "HOROVOD_UNRELATED": "1", "PATH": "/"}
     _, notices = Config.from_env(env)
-    assert notices == ["this version of pyhvd does not act on HOROVOD_AUTOTUNE, PYHVD_TIMELINE"]
+    assert notices == ["this version of pyhvd does not act on HOROVOD_AUTOTUNE, PYHVD_THREAD_AFFINITY"]
 
 
 def test_several_borrowed_names_make_one_notice() -> None:
