@@ -1,32 +1,53 @@
-"""``python -m pyhvd``: one command with subcommands; each has its own ``--help``."""
+"""``python -m pyhvd SUBCOMMAND``: a thin dispatcher; each subcommand has its own ``--help``."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-COMMANDS = {
-    "trace": ("pyhvd.tools.trace", "merge the ranks' timelines, and sum up where time went"),
+from pyhvd._version import __version__
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "trace": ("pyhvd.tools.trace", "merge the ranks' timelines, or sum up where the time went"),
 }
+"""Subcommand: its module, which has ``main(argv: list[str]) -> int``, and one line of help."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; return its exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else 2
-    if arguments[0] not in COMMANDS:
-        print(f"python -m pyhvd: no command {arguments[0]!r}\n\n{_usage()}", file=sys.stderr)
+def usage() -> str:
+    """Return the help text."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"usage: python -m pyhvd ({' | '.join(COMMANDS)}) [options]",
+            "",
+            f"pyhvd {__version__}. Programs are run by pyhvdrun, or python -m pyhvd.run.",
+            "",
+            "subcommands:",
+            *rows,
+            "",
+            "example:",
+            f"  python -m pyhvd {next(iter(COMMANDS))} --help",
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run a subcommand; return the exit code, 2 for bad usage."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if argv[:1] in (["-v"], ["--version"]):
+        print(f"pyhvd {__version__}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        wrong = f"\npyhvd: error: no subcommand {argv[0]!r}" if argv else "\npyhvd: error: no subcommand"
+        print(usage() + "\n" + wrong, file=sys.stderr)
         return 2
-    result: int = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
-    return result
-
-
-def _usage() -> str:
-    lines = [f"  {name:<10}{line}" for name, (_, line) in sorted(COMMANDS.items())]
-    return "\n".join(["usage: python -m pyhvd COMMAND [--help] ...", "", "commands:", *lines])
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    code: int = module.main(argv[1:])
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

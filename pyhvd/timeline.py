@@ -297,6 +297,7 @@ class Recorder:
         self._asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._under_way: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._over: Future[None] = Future()
+        self._last_stops: list[Future[None]] = []
         self._closed: HorovodInternalError | None = None
 
     def watch(self, backend: HostBackend) -> None:
@@ -419,15 +420,16 @@ class Recorder:
             if order.path:
                 future.set_exception(error)
             else:
-                self._over.add_done_callback(lambda _, each=future: each.set_result(None))
+                self._last_stops.append(future)
 
     def finish(self, fabric: Fabric | None) -> None:
         """Do as :meth:`end` does, for the last time."""
         try:
             self.end(fabric)
         finally:
-            if not self._over.done():
-                self._over.set_result(None)
+            for future in (self._over, *self._last_stops):
+                if not future.done():
+                    future.set_result(None)
 
 
 def new_job() -> str:

@@ -14,6 +14,7 @@ _EXAMPLES = """\
 examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
+  pyhvdrun -n 4 --timeline-filename traces/ train.py
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
   mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
 """
@@ -31,6 +32,8 @@ class Options:
     output_filename: str | None = None
     prefix_output: bool = False
     prefix_timestamp: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables for the ranks, which win over what is set already."""
 
     def rank_arguments(self) -> list[str]:
         """The options that each rank needs, as its own command line."""
@@ -76,7 +79,18 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
+        settings=_settings(known),
     )
+
+
+def _settings(known: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that flags stand for."""
+    settings = {}
+    if known.timeline_filename is not None:
+        settings["PYHVD_TIMELINE"] = known.timeline_filename
+    if known.timeline_mark_cycles is not None:
+        settings["PYHVD_TIMELINE_MARK_CYCLES"] = str(int(known.timeline_mark_cycles))
+    return settings
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -127,6 +141,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
+    )
+    parser.add_argument(
+        "--timeline-filename",
+        metavar="PATH",
+        help="record what every rank does: rank 0 to PATH, the others beside it (a directory: all into it)",
+    )
+    parser.add_argument(
+        "--timeline-mark-cycles",
+        action=argparse.BooleanOptionalAction,
+        help="mark in the timeline when response lists are taken up (default: no)",
     )
     return parser
 

@@ -52,7 +52,8 @@ def launch(options: Options) -> int:
     # Short: the socket's path must fit in 108 bytes, and Open MPI puts paths of its own beneath it.
     job_dir = tempfile.mkdtemp(prefix="pyhvd-", dir=_short_temporary_directory())
     try:
-        settings = {JOB_DIR: job_dir, **(_openmpi_settings(job_dir) if library.family == OPENMPI else {})}
+        openmpi = _openmpi_settings(job_dir) if library.family == OPENMPI else {}
+        settings = {**options.settings, JOB_DIR: job_dir, **openmpi}
         command = [mpiexec, "-n", str(options.num_proc), *options.mpi_args, *_rank_command(options)]
         if options.verbose:
             _say(f"pyhvd: mpi4py is built on {library.name}")

@@ -23,6 +23,7 @@ def run_rank(options: Options, place: Place) -> int:
     if line is not None:
         line.send("hello", place.rank)
         _take_stdin(line, place)
+    os.environ.update(options.settings)
     said = set_defaults(place, os.environ)
     if said is not None and place.rank == 0:
         print(said, file=sys.stderr, flush=True)

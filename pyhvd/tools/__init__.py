@@ -1,1 +1,1 @@
-"""The subcommands of ``python -m pyhvd``; each is imported only when it is chosen."""
+"""The subcommands of ``python -m pyhvd``: each a module with ``main(argv)``, imported only when chosen."""

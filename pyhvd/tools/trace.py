@@ -96,10 +96,13 @@ def _tell(traces: list[RankTrace]) -> None:
         print(f"note: of {size} ranks, there is no file of {describe_ranks(missing)}", file=sys.stderr)
     for trace in traces:
         if trace.rank:
-            drift = "drift unknown" if trace.clock.drift is None else f"drift {trace.clock.drift:+.2f} ppm"
+            clock = trace.clock
+            drift = "drift unknown: not measured at the end"
+            if clock.drift is not None:
+                drift = f"drift {clock.drift:+.2f} +- {clock.drift_uncertainty:.2f} ppm"
             print(
-                f"clock of rank {trace.rank} ({trace.host}): {trace.clock.start.offset / 1000:+.1f} us"
-                f" +- {trace.clock.uncertainty / 1000:.1f} us against rank 0's, {drift}",
+                f"clock of rank {trace.rank} ({trace.host}): {clock.start.offset / 1000:+.1f} us"
+                f" +- {clock.uncertainty / 1000:.1f} us against rank 0's, {drift}",
                 file=sys.stderr,
             )
         if not trace.complete:
@@ -135,6 +138,10 @@ def _summarise(traces: list[RankTrace], top: int) -> None:
     rows.append(_row(everything))
     ranks = describe_ranks([trace.rank for trace in traces])
     print_table(f"where the time went: ms, summed over turns, mean of {ranks}", headings, rows)
+    print(
+        "A batch's time is shared out among its tensors by bytes. 'all together' counts time once, not per"
+        " tensor."
+    )
     waited = sorted(everything.waited_for.items(), key=lambda item: -item[1])
     for rank, us in waited[:5]:
         print(

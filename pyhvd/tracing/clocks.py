@@ -101,6 +101,15 @@ class ClockMap:
     @property
     def drift(self) -> float | None:
         """By how many parts per million this clock runs faster than rank 0's; None if nobody knows."""
+        return None if self.end is None else self._per_million(self.end.offset - self.start.offset)
+
+    @property
+    def drift_uncertainty(self) -> float | None:
+        """By how many parts per million the drift may be wrong."""
+        return None if self.end is None else self._per_million(self.end.uncertainty + self.start.uncertainty)
+
+    def _per_million(self, gained: int) -> float | None:
+        """Return what the clock has gained in the time between the readings, which rank 0's tells."""
         if self.end is None or self.end.at <= self.start.at:
             return None
-        return (self.end.offset - self.start.offset) / (self.end.at - self.start.at) * 1e6
+        return gained / (self.end.at - self.end.offset - self.start.at + self.start.offset) * 1e6

@@ -159,7 +159,7 @@ def turns_together(traces: Sequence[RankTrace]) -> list[list[tuple[int, int, Tur
 
 
 def last_to_submit(parts: Sequence[tuple[int, int, Turn]]) -> tuple[float, int, int] | None:
-    """Return when, on which rank, and as which of its turns, a tensor was submitted last; None if by nobody."""
+    """Return when, on which rank, and as which of its turns, a tensor was submitted last; None: by nobody."""
     times = [(turn.submitted, rank, number) for rank, number, turn in parts if turn.submitted is not None]
     return max(times) if times else None
 

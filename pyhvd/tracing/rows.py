@@ -36,8 +36,8 @@ class Row:
     """One line of the trace."""
 
     pid: int
-    last: int = 0
-    mine: int = 0
+    last: int
+    mine: int | None = None
     open: list[str] = field(default_factory=list)
     early: list[tuple[int, int]] = field(default_factory=list)
     pool: str = ""
@@ -62,8 +62,8 @@ class Rows:
         self._rows: dict[tuple[int, int, str], Row] = {}
         self._free: dict[str, list[Row]] = {}
         self._pids = FIRST_TENSOR
-        self._main = Row(MAIN)
-        self._path = Row(DATA_PATH)
+        self._main = Row(MAIN, origin)
+        self._path = Row(DATA_PATH, origin)
         self._batch = 0
         self._riders: list[Tensor] = []
         self._cycle = -1
@@ -188,7 +188,7 @@ class Rows:
         return row
 
     def _new_row(self, label: str) -> Row:
-        row = Row(self._pids)
+        row = Row(self._pids, self._origin)
         self._pids += 1
         self._name(row, label)
         return row
@@ -235,9 +235,9 @@ class Rows:
         while row.open:
             self._end(row, at)
         row.args = {"id": turn}
-        if row.mine:
+        if row.mine is not None:
             row.args["submitted"] = self.microseconds(row.mine)
-            row.mine = 0
+            row.mine = None
         self._begin(row, at, _operation(tensor[1]))
         self._begin(row, at, "QUEUE")
 

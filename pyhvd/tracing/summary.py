@@ -28,6 +28,8 @@ from pyhvd.tracing.merging import (
     turns_together,
 )
 
+Interval = tuple[float, float]
+
 PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "unpack", "other")
 _TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE: "other"}
 
@@ -73,16 +75,67 @@ class Total:
 
 
 def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
-    """Return the sum over all tensors, and each tensor's, the most time first."""
+    """Return what all tensors took together, and each tensor's sum, the most time first.
+
+    Together they take less than the sum: while many tensors wait, or negotiate, time passes once. So of each
+    part the time counts in which any tensor was in it, on each rank.
+    """
     shares = {trace.rank: _shares(trace) for trace in traces}
     totals: dict[tuple[int, str, str], Total] = {}
-    everything = Total("all")
+    everything = Total("all together")
+    spans: dict[tuple[int, str, int], list[Interval]] = {}
     for parts in turns_together(traces):
-        first = parts[0][2]
-        own = totals.setdefault(first.key, Total(label(first)))
+        own = totals.setdefault(parts[0][2].key, Total(label(parts[0][2])))
+        last = last_to_submit(parts)
         for total in (own, everything):
-            _add(total, parts, shares)
+            _count(total, parts, last)
+        for rank, number, turn in parts:
+            for part, interval in _before_the_batch(turn, last).items():
+                own.parts[part] += (interval[1] - interval[0]) / len(parts)
+                who = last[1] if part == "slowest" and last is not None else -1
+                spans.setdefault((rank, part, who), []).append(interval)
+                if who >= 0:
+                    own.waited_for[who] = own.waited_for.get(who, 0.0) + (interval[1] - interval[0]) / len(
+                        parts
+                    )
+            for part, us in shares[rank][number].items():
+                own.parts[part] += us / len(parts)
+                everything.parts[part] += us / len(traces)
+    for (_, part, who), intervals in spans.items():
+        us = covered(intervals) / len(traces)
+        everything.parts[part] += us
+        if who >= 0:
+            everything.waited_for[who] = everything.waited_for.get(who, 0.0) + us
     return everything, sorted(totals.values(), key=lambda total: -total.time)
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return how much of the line some intervals cover."""
+    whole, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > reached:
+            whole += end - max(begin, reached)
+            reached = end
+    return whole
+
+
+def _count(total: Total, parts: Sequence[tuple[int, int, Turn]], last: tuple[float, int, int] | None) -> None:
+    total.turns += 1
+    total.nbytes += max(turn.nbytes for _, _, turn in parts)
+    total.failed += any(turn.error for _, _, turn in parts)
+    if last is not None and len(parts) > 1:
+        total.last[last[1]] = total.last.get(last[1], 0) + 1
+
+
+def _before_the_batch(turn: Turn, last: tuple[float, int, int] | None) -> dict[str, Interval]:
+    """Return when one rank waited for the slowest, negotiated, and stood in the queue."""
+    intervals = {"queue": (turn.ready, max(turn.begun, turn.ready))}
+    if turn.submitted is None or last is None:
+        return intervals
+    # Clocks are not exact: nothing is ready before it was submitted everywhere.
+    submitted = min(turn.submitted, turn.ready)
+    everywhere = min(max(last[0], submitted), turn.ready)
+    return intervals | {"slowest": (submitted, everywhere), "negotiation": (everywhere, turn.ready)}
 
 
 def _shares(trace: RankTrace) -> list[dict[str, float]]:
@@ -106,27 +159,3 @@ def _shares(trace: RankTrace) -> list[dict[str, float]]:
         parts["other"] = parts.get("other", 0.0) + max(rest, 0.0)
         shares.append(parts)
     return shares
-
-
-def _add(
-    total: Total, parts: Sequence[tuple[int, int, Turn]], shares: dict[int, list[dict[str, float]]]
-) -> None:
-    ranks = len(parts)
-    last = last_to_submit(parts)
-    total.turns += 1
-    total.nbytes += max(turn.nbytes for _, _, turn in parts)
-    total.failed += any(turn.error for _, _, turn in parts)
-    waited = 0.0
-    for rank, number, turn in parts:
-        since = turn.ready
-        if last is not None and turn.submitted is not None:
-            since = min(max(last[0], turn.submitted), turn.ready)  # clocks are not exact
-            waited += since - turn.submitted if since > turn.submitted else 0.0
-        total.parts["negotiation"] += max(turn.ready - since, 0.0) / ranks
-        total.parts["queue"] += max(turn.begun - turn.ready, 0.0) / ranks
-        for part, us in shares[rank][number].items():
-            total.parts[part] += us / ranks
-    total.parts["slowest"] += waited / ranks
-    if last is not None and ranks > 1:
-        total.waited_for[last[1]] = total.waited_for.get(last[1], 0.0) + waited / ranks
-        total.last[last[1]] = total.last.get(last[1], 0) + 1
