@@ -72,7 +72,8 @@ cdef class Trace:
         cdef pyhvd_event event
         cdef list taken = []
         while len(taken) < limit and pyhvd_trace_take(self.ring, &event):
-            taken.append((event.kind, event.begin, event.end, event.number, event.set, event.slot, event.rank))
+            what = (event.kind, event.begin, event.end, event.number, event.set, event.slot, event.rank)
+            taken.append(what)
         return taken
 
     @property

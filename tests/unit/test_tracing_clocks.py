@@ -99,9 +99,9 @@ def test_times_come_back_within_the_uncertainty(
         return time + ahead + drift * time
 
     readings = []
-    for time, error in zip((0, length), errors, strict=True):
-        at = round(shows(time))
-        readings.append(Reading(at, at - time + error, 5000))
+    for moment, error in zip((0, length), errors, strict=True):
+        at = round(shows(moment))
+        readings.append(Reading(at, at - moment + error, 5000))
     clock = ClockMap(*readings)
     time = where * length
     # Two ns of rounding, and what floats of this size lose.
