@@ -68,6 +68,7 @@ class Coordinator:
         self._sequence = 0
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
+        self._ended = False
         self._timeline: TimelineOrder | None = None
         members = [tuple(range(size)), *sets]
         self._sets = {i: Negotiation(i, ranks, capacity, 0, board) for i, ranks in enumerate(members)}
@@ -101,7 +102,12 @@ class Coordinator:
         return told
 
     def respond(self) -> ResponseList | None:
-        """Return what every rank is to do next, or None while nothing is ready."""
+        """Return what every rank is to do next, or None while nothing is ready.
+
+        Nothing follows a stop: nobody would take it, and it would turn up in the next job of these ranks.
+        """
+        if self._ended:
+            return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         for set_id in sorted(self._sets):
@@ -120,6 +126,7 @@ class Coordinator:
             negotiation.lend()
         self._sequence += 1
         stop, self._stop = self._stop, None
+        self._ended = stop is not None
         order, self._timeline = self._timeline, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, order)
 

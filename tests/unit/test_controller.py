@@ -7,6 +7,7 @@ import pytest
 from pyhvd.controller import Coordinator, Stalled, Worker
 from pyhvd.errors import InternalError
 from pyhvd.messages import (
+    GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -14,6 +15,7 @@ from pyhvd.messages import (
     RequestList,
     RequestType,
     ResponseList,
+    TimelineOrder,
     bits_to_bytes,
 )
 from tests.unit.simulation import Network, allreduce, grouped, tensor
@@ -245,3 +247,38 @@ def test_bits_mean_nothing_of_sets_that_a_rank_is_not_in() -> None:
     worker = Worker(2, 3, [(0, 1)])
     assert worker.process(ResponseList(PROTOCOL_VERSION, 1, {1: bits_to_bytes(1)})) == []
     assert worker.compose([]) == RequestList(PROTOCOL_VERSION, 1)
+
+
+def test_nothing_follows_a_stop() -> None:
+    """Two ranks that stop at a time: what was sent after the first stop would reach the ranks' next job."""
+    coordinator = Coordinator(2, 8)
+    for rank in (1, 0):
+        why = ErrorInfo(ErrorKind.SHUT_DOWN, f"rank {rank}", rank)
+        coordinator.receive(rank, RequestList(PROTOCOL_VERSION, 0, stop=why))
+        answer = coordinator.respond()
+        assert (answer is not None) == (rank == 1)
+
+
+def test_an_order_for_the_timeline_goes_to_every_rank() -> None:
+    coordinator = Coordinator(3, 8, [(1, 2)])
+    order = TimelineOrder("/tmp/t.json", True, "job")
+    coordinator.order_timeline(order)
+    answer = coordinator.respond()
+    assert answer is not None
+    assert answer.timeline == order
+    assert coordinator.audience(answer) == [0, 1, 2]
+    assert coordinator.respond() is None
+
+
+def test_what_a_message_submits_can_be_watched() -> None:
+    coordinator, worker = Coordinator(1, 8), Worker(0, 1)
+    fresh = allreduce("w")
+    message = worker.compose([(GLOBAL_SET, fresh), (GLOBAL_SET, Request(0, "refused", error="no"))])
+    assert coordinator.requests_of(message) == [(GLOBAL_SET, fresh)]
+    coordinator.receive(0, worker.compose([(GLOBAL_SET, fresh)]))
+    answer = coordinator.respond()
+    assert answer is not None
+    worker.process(answer)
+    again = worker.compose([(GLOBAL_SET, fresh)])
+    assert again.bits
+    assert coordinator.requests_of(again) == [(GLOBAL_SET, fresh)]
