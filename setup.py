@@ -9,7 +9,7 @@ import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-WINDOW = "pyhvd/_window.c"
+WINDOW = ["pyhvd/_window.c", "pyhvd/_moving.c"]
 KERNELS = ["pyhvd/_kernels.c", "pyhvd/_convert.c"]
 
 
@@ -30,8 +30,8 @@ setup(
     ext_modules=cythonize(
         [
             extension("_fusion", "pyhvd/_adasum.c"),
-            extension("_engine", WINDOW),
-            extension("_lane", "pyhvd/_driver.c", "pyhvd/_board.c", WINDOW, headers=[numpy.get_include()]),
+            extension("_engine", *WINDOW),
+            extension("_lane", "pyhvd/_driver.c", "pyhvd/_units.c", "pyhvd/_board.c", *WINDOW, headers=[numpy.get_include()]),
         ],
         compiler_directives={
             "language_level": 3,

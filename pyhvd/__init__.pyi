@@ -145,6 +145,9 @@ from pyhvd.errors import (
     StallError as StallError,
 )
 from pyhvd.errors import (
+    TimelineError as TimelineError,
+)
+from pyhvd.errors import (
     TransportError as TransportError,
 )
 from pyhvd.errors import (
@@ -200,6 +203,12 @@ from pyhvd.process_sets import (
 )
 from pyhvd.process_sets import (
     global_process_set as global_process_set,
+)
+from pyhvd.recording import (
+    start_timeline as start_timeline,
+)
+from pyhvd.recording import (
+    stop_timeline as stop_timeline,
 )
 from pyhvd.topology import (
     ccl_built as ccl_built,

@@ -10,6 +10,7 @@ from pyhvd._version import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("pyhvd.tools.doctor.command", "look at this host and its MPI, and try them out"),
     "top": ("pyhvd.tools.top", "show what the ranks of a running job do, live"),
+    "trace": ("pyhvd.tools.trace", "merge the ranks' timelines, or sum up where the time went"),
 }
 """Subcommand: its module, which has ``main(argv: list[str]) -> int``, and one line of help."""
 

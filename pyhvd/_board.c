@@ -207,6 +207,7 @@ void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to,
     entry->audience = s->members;
     entry->kind = PYHVD_BATCH;
     entry->set = set;
+    entry->by = (uint32_t)b->rank;
     entry->first = first;
     entry->last = last;
     for (uint32_t w = first; w < last; w++) {

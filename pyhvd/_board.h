@@ -44,6 +44,7 @@ typedef struct {
     pyhvd_ranks audience;
     uint32_t kind, set;
     uint64_t number; /* of the response list */
+    uint32_t by; /* whose post completed the batch */
     uint32_t first, last; /* words [first, last) are used */
     uint64_t words[PYHVD_BOARD_WORDS];
 } pyhvd_entry;

@@ -10,6 +10,12 @@ cdef class BoardEnd:
 
     cdef pyhvd_lane c
     cdef object memory
+    cdef Trace trace
+
+    def record_in(self, Trace trace):
+        """Say where this rank records what happens on the lane; before anybody submits."""
+        self.trace = trace
+        self.c.trace = trace.ring
 
     @property
     def slots(self):

@@ -1,5 +1,4 @@
-#include "_waiting.h"
-#include "_driver.h"
+#include "_engine_parts.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -11,8 +10,6 @@
 #define WATCHED 3    /* such looks */
 #define LAZY 20      /* looks, a cycle time apart, after the last submission; then the next one has to ring */
 #define FOR_EVER INT64_MAX
-
-static pyhvd_seat *seat_of(pyhvd_lane *lane) { return &lane->board.seats[lane->board.rank]; }
 
 static int64_t after(int64_t ns) { return ns < 0 ? FOR_EVER : pyhvd_now() + ns; }
 
@@ -55,126 +52,6 @@ void pyhvd_lane_close_set(pyhvd_lane *lane, uint32_t set) {
     lane->sets[set].window = NULL;
 }
 
-/* ---- units ---- */
-
-/* Those who wait without driving look again. */
-static void tell_waiters(pyhvd_lane *lane) {
-    atomic_fetch_add_explicit(&lane->progress, 1, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&lane->waiters, memory_order_relaxed)) pyhvd_futex_wake(&lane->progress, 1);
-}
-
-static void wake_driver(pyhvd_lane *lane) {
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&seat_of(lane)->asleep, memory_order_relaxed))
-        pyhvd_futex_wake(&seat_of(lane)->bell, 0);
-}
-
-static int grow(pyhvd_lane *lane) {
-    uint32_t wanted = lane->capacity ? 2 * lane->capacity : 64;
-    pyhvd_unit **held = realloc(lane->held, wanted * sizeof *held);
-    if (held) lane->held = held;
-    pyhvd_unit **refused = realloc(lane->refused, wanted * sizeof *refused);
-    if (refused) lane->refused = refused;
-    if (!held || !refused) return 0;
-    lane->capacity = wanted;
-    return 1;
-}
-
-int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
-    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
-    /* Whatever is held may be refused: there is room for both. */
-    if (n + lane->refusals >= lane->capacity && !grow(lane)) return 0;
-    unit->started++;
-    unit->state = PYHVD_HELD;
-    atomic_store_explicit(&unit->left, unit->n, memory_order_relaxed);
-    lane->held[n] = unit;
-    atomic_fetch_add_explicit(&lane->holds, 1, memory_order_relaxed);
-    atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
-    return 1;
-}
-
-void pyhvd_lane_ring(pyhvd_lane *lane) {
-    pyhvd_seat *seat = seat_of(lane);
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&seat->dozing, memory_order_relaxed) &&
-        !atomic_load_explicit(&lane->watching, memory_order_relaxed))
-        pyhvd_futex_wake(&seat->alarm, 0);
-}
-
-void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now) {
-    if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
-    pyhvd_board *board = &lane->board;
-    pyhvd_ranks audience = {{0}};
-    uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = 0;
-    memset(from, 0xff, sizeof from);
-    pthread_mutex_lock(&lane->mutex);
-    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
-    pyhvd_board_lock(board);
-    for (uint32_t k = 0; k < n; k++) {
-        pyhvd_unit *unit = lane->held[k];
-        unit->posted = now;
-        if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n, now)) {
-            unit->state = PYHVD_REFUSED;
-            lane->refused[lane->refusals++] = unit;
-            refusals++;
-            continue;
-        }
-        unit->state = PYHVD_POSTED;
-        for (uint32_t i = 0; i < unit->n; i++) {
-            uint32_t word = unit->slots[i] / 64;
-            if (word < from[unit->set]) from[unit->set] = word;
-            if (word + 1 > to[unit->set]) to[unit->set] = word + 1;
-        }
-    }
-    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
-        if (to[set]) pyhvd_board_match(board, set, from[set], to[set], now, &audience);
-    pyhvd_board_unlock(board, &audience);
-    atomic_store_explicit(&lane->holding, 0, memory_order_release);
-    pthread_mutex_unlock(&lane->mutex);
-    /* An entry for this rank itself: whoever drives here and sleeps has not been woken by the others. */
-    wake_driver(lane);
-    if (refusals) pyhvd_board_call(board, board->rank, PYHVD_CALL_REFUSED);
-}
-
-int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {
-    int was = unit->state;
-    uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed), kept = 0;
-    if (was == PYHVD_HELD) {
-        for (uint32_t k = 0; k < n; k++)
-            if (lane->held[k] != unit) lane->held[kept++] = lane->held[k];
-        atomic_store_explicit(&lane->holding, kept, memory_order_release);
-    } else if (was == PYHVD_REFUSED) {
-        for (uint32_t k = 0; k < lane->refusals; k++)
-            if (lane->refused[k] != unit) lane->refused[kept++] = lane->refused[k];
-        lane->refusals = kept;
-    }
-    unit->state = PYHVD_TAKEN;
-    return was;
-}
-
-int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit) {
-    if (unit->state != PYHVD_HELD) return 0;
-    pyhvd_lane_take(lane, unit);
-    atomic_store_explicit(&unit->finished, unit->started, memory_order_release);
-    return 1;
-}
-
-/* So many tensors of a unit have ended. */
-static void end_parts(pyhvd_lane *lane, pyhvd_unit *unit, uint32_t n) {
-    if (atomic_fetch_sub_explicit(&unit->left, n, memory_order_acq_rel) != n) return;
-    atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_exchange_explicit(&unit->notify, 0, memory_order_relaxed))
-        pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_DONE);
-}
-
-void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit) {
-    end_parts(lane, unit, 1);
-    tell_waiters(lane);
-    wake_driver(lane);
-}
-
 /* ---- carrying out ---- */
 
 static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd_record *b) {
@@ -186,6 +63,9 @@ static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd
 /* Remember which slots an entry makes ready. */
 static void unfold(pyhvd_lane *lane, const pyhvd_entry *entry) {
     lane->set = entry->set;
+    lane->by = entry->by;
+    lane->place = atomic_load_explicit(&seat_of(lane)->cursor, memory_order_relaxed);
+    lane->ready = pyhvd_trace_now(lane->trace);
     lane->pendings = lane->at = 0;
     for (uint32_t w = entry->first; w < entry->last; w++)
         for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
@@ -221,6 +101,9 @@ static void load_batch(pyhvd_lane *lane) {
                             first->prescale, first->postscale, first->direct};
     pyhvd_window_begin(&lane->course, &lane->job);
     lane->began = pyhvd_is_timed(&lane->tally) ? pyhvd_now() : 0;
+    lane->begun = pyhvd_trace_now(lane->trace);
+    for (uint32_t k = 0; lane->begun && k < n; k++)
+        pyhvd_trace_add(lane->trace, PYHVD_READY, lane->ready, lane->set, lane->pending[lane->at + k], lane->place, lane->by);
     __atomic_store_n(&lane->running, 1, __ATOMIC_RELAXED); /* others look at it */
 }
 
@@ -255,6 +138,7 @@ static int run_batch(pyhvd_lane *lane) {
     window->brief = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) return PYHVD_CLOSED;
+    pyhvd_trace_add(lane->trace, PYHVD_CARRIED, lane->begun, lane->set, lane->members, lane->place, lane->by);
     measure(lane);
     const pyhvd_record *records = lane->sets[lane->set].records;
     count_batch(lane);
@@ -263,11 +147,11 @@ static int run_batch(pyhvd_lane *lane) {
         for (n = 1; k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit; n++) continue;
         int64_t agreed = lane->began - unit->posted;
         if (lane->began) pyhvd_observe(&lane->tally.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
-        end_parts(lane, unit, n);
+        pyhvd_end_parts(lane, unit, n);
     }
     lane->at += lane->members;
     __atomic_store_n(&lane->running, 0, __ATOMIC_RELAXED);
-    tell_waiters(lane);
+    pyhvd_tell_waiters(lane);
     return PYHVD_DONE;
 }
 
@@ -358,7 +242,7 @@ static int leave_seat(pyhvd_lane *lane) {
     int left_over = is_under_way(lane);
     atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
-    tell_waiters(lane);
+    pyhvd_tell_waiters(lane);
     return left_over || pyhvd_board_behind(&lane->board);
 }
 
@@ -507,6 +391,6 @@ void pyhvd_lane_seize(pyhvd_lane *lane) {
 
 void pyhvd_lane_shut(pyhvd_lane *lane) {
     atomic_store_explicit(&lane->closed, 1, memory_order_release);
-    tell_waiters(lane);
-    wake_driver(lane);
+    pyhvd_tell_waiters(lane);
+    pyhvd_wake_driver(lane);
 }

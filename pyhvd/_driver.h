@@ -63,6 +63,7 @@ typedef struct {
 
 typedef struct {
     pyhvd_board board;
+    pyhvd_trace *trace; /* where units and batches are recorded; NULL: nowhere */
     size_t threshold; /* changed by who has entered; so are the windows' chunks */
     int groups_alone;
     int64_t cycle; /* ns; the background thread's */
@@ -74,7 +75,9 @@ typedef struct {
     _Atomic uint32_t holds;   /* units that were ever held */
     pyhvd_lane_set sets[PYHVD_BOARD_SETS];
     /* the driver's */
-    uint32_t set, pendings, at, members;
+    uint32_t set, pendings, at, members, by;
+    uint64_t place; /* of the entry that is being carried out, in the log */
+    int64_t ready, begun;
     uint32_t *pending, *batch;
     int64_t *srcs, *dsts, *starts;
     pyhvd_job job;

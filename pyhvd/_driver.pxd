@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from pyhvd._engine cimport pyhvd_window
+from pyhvd._engine cimport pyhvd_trace, pyhvd_window
 
 
 cdef extern from "pthread.h" nogil:
@@ -90,6 +90,7 @@ cdef extern from "_driver.h" nogil:
 
     ctypedef struct pyhvd_lane:
         pyhvd_board board
+        pyhvd_trace* trace
         size_t threshold
         int groups_alone
         int64_t cycle

@@ -1,6 +1,36 @@
 """What other extensions of this package may know of a window."""
 
-from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+
+
+cdef extern from "_trace.h" nogil:
+    enum:
+        PYHVD_SUBMITTED
+        PYHVD_PUT_UP
+        PYHVD_READY
+        PYHVD_CARRIED
+        PYHVD_PACKING
+        PYHVD_REDUCING
+        PYHVD_UNPACKING
+        PYHVD_AWAITING
+
+    ctypedef struct pyhvd_event:
+        int64_t begin
+        int64_t end
+        uint64_t number
+        uint32_t set
+        uint32_t slot
+        uint32_t kind
+        uint32_t rank
+
+    ctypedef struct pyhvd_trace:
+        pass
+
+    int pyhvd_trace_start(pyhvd_trace* trace, uint64_t cells)
+    void pyhvd_trace_stop(pyhvd_trace* trace)
+    void pyhvd_trace_free(pyhvd_trace* trace)
+    int pyhvd_trace_take(pyhvd_trace* trace, pyhvd_event* out)
+    uint64_t pyhvd_trace_dropped(const pyhvd_trace* trace)
 
 
 cdef extern from "_window.h" nogil:
@@ -19,6 +49,7 @@ cdef extern from "_window.h" nogil:
         int64_t parted
         int patience
         int brief
+        pyhvd_trace* trace
         uint8_t* area[256]
         uint8_t* arena[256]
 
@@ -51,5 +82,10 @@ cdef extern from "_window.h" nogil:
     void pyhvd_window_abort(pyhvd_window* w)
 
 
+cdef class Trace:
+    cdef pyhvd_trace* ring
+
+
 cdef class Window:
     cdef pyhvd_window window
+    cdef Trace trace

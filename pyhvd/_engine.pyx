@@ -3,12 +3,18 @@
 Owns: one rank's view of a window, and the numbering of its chunks. Knows addresses, dtype and op codes; not
 tensors, names or MPI. Whoever makes the window (:mod:`pyhvd.backends.shm`) keeps its memory alive.
 
-Every method is collective: the ranks of the window call the same ones in the same order. One thread at a
-time may use a window.
+Every method of a window is collective: the ranks of the window call the same ones in the same order. One
+thread at a time may use a window. A :class:`Trace` is this rank's alone.
 """
 
 from cpython.exc cimport PyErr_SetFromErrno
-from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+
+cdef extern from "stdlib.h" nogil:
+    void* aligned_alloc(size_t alignment, size_t size)
 
 
 cdef extern from "sys/mman.h" nogil:
@@ -87,6 +93,63 @@ cdef class Mapping:
         return done != 0
 
 
+SUBMITTED = PYHVD_SUBMITTED
+PUT_UP = PYHVD_PUT_UP
+READY = PYHVD_READY
+CARRIED = PYHVD_CARRIED
+PACKING = PYHVD_PACKING
+REDUCING = PYHVD_REDUCING
+UNPACKING = PYHVD_UNPACKING
+AWAITING = PYHVD_AWAITING
+
+
+cdef class Trace:
+    """Where one rank's C code records what it does, while somebody wants it; see ``_trace.h``.
+
+    One thread at a time may call :meth:`start`, :meth:`stop` and :meth:`take`.
+    """
+
+    def __cinit__(self):
+        # Its lines must be its own, and Python's memory is not aligned to them.
+        self.ring = <pyhvd_trace*>aligned_alloc(128, (sizeof(pyhvd_trace) + 127) // 128 * 128)
+        if self.ring == NULL:
+            raise MemoryError
+        memset(self.ring, 0, sizeof(pyhvd_trace))
+
+    def __dealloc__(self):
+        if self.ring != NULL:
+            pyhvd_trace_free(self.ring)
+            free(self.ring)
+
+    def start(self, uint64_t cells):
+        """Begin to record, ``cells`` records (a power of two) ahead of the reader; the first call decides."""
+        if not cells or cells & (cells - 1):
+            raise ValueError(f"the number of cells must be a power of two, not {cells}")
+        if not pyhvd_trace_start(self.ring, cells):
+            raise MemoryError
+
+    def stop(self):
+        """Record no longer; what was recorded can still be taken."""
+        pyhvd_trace_stop(self.ring)
+
+    def take(self, Py_ssize_t limit):
+        """Return the oldest records, at most so many, as (kind, begin, end, number, set, slot, rank).
+
+        Times are ns of CLOCK_MONOTONIC; kinds are this module's constants, explained in ``_trace.h``.
+        """
+        cdef pyhvd_event event
+        cdef list taken = []
+        while len(taken) < limit and pyhvd_trace_take(self.ring, &event):
+            what = (event.kind, event.begin, event.end, event.number, event.set, event.slot, event.rank)
+            taken.append(what)
+        return taken
+
+    @property
+    def dropped(self):
+        """Records that found the ring full, so far."""
+        return pyhvd_trace_dropped(self.ring)
+
+
 cdef class Window:
     """One rank's end of a shared window.
 
@@ -130,6 +193,11 @@ cdef class Window:
                 f" {self.window.capacity} at most here, not {chunk}"
             )
         self.window.chunk = <size_t>chunk
+
+    def attach(self, Trace trace):
+        """Say where this rank records its stages; before anybody else uses the window."""
+        self.trace = trace
+        self.window.trace = trace.ring
 
     def clear(self):
         """Zero this rank's area, touching its pages; before any rank uses the window."""

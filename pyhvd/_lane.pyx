@@ -20,7 +20,7 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 from pyhvd._driver cimport *
-from pyhvd._engine cimport Window
+from pyhvd._engine cimport Trace, Window
 
 cnp.import_array()
 
@@ -381,6 +381,15 @@ cdef class Lane(BoardEnd):
         return unit if unit.in_flight() else None
 
     # -- what is in flight ---------------------------------------------------------------------------
+
+    def requests(self, int set_id, uint32_t slot, bint alone):
+        """Return this rank's requests of the unit that a slot is in, or with ``alone`` the slot's own."""
+        cdef Part part = self.parts[set_id].get(slot) if self.has_set(set_id) else None
+        if part is None:
+            return []
+        if alone or part.unit is None:
+            return [part.request]
+        return [each.request for each in part.unit.parts]
 
     def find(self, int set_id, name):
         """Return the unit in flight that holds a tensor of this name, or None."""

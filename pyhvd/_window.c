@@ -1,37 +1,12 @@
-#include "_waiting.h"
-#include "_window.h"
+#include "_slots.h"
 
 #include <string.h>
 
 #include "_kernels.h"
 
-#define LINE PYHVD_LINE
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
 #define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
 #define AHEAD 4096 /* bytes by which the lines that are about to be written are fetched */
-
-typedef struct {
-    _Alignas(LINE) _Atomic uint32_t core; /* where the owner last announced something */
-    _Alignas(LINE) _Atomic uint64_t packed;
-    _Alignas(LINE) _Atomic uint64_t reduced;
-    _Alignas(LINE) _Atomic uint64_t flat;
-    _Alignas(LINE) _Atomic uint32_t bell;
-    _Alignas(LINE) _Atomic uint32_t asleep;
-    _Alignas(LINE) _Atomic uint32_t aborted;
-} control;
-
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-
-static inline control *control_of(const pyhvd_window *w, int rank) { return (control *)w->area[rank]; }
-
-static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
-    return w->area[rank] + sizeof(control) + (w->flats & 1) * PYHVD_FLAT;
-}
-
-static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
-}
 
 size_t pyhvd_window_area(size_t capacity) {
     return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE); /* a line for the shift */
@@ -74,8 +49,7 @@ static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     return atomic_load_explicit(&mine->aborted, memory_order_relaxed) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
-/* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */
-static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     int yields = w->patience, status = PYHVD_LATER;
     int64_t yielded = 0;
     do {
@@ -95,29 +69,45 @@ static int await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     return status;
 }
 
-/* The functions that wait return what `await` returned, if it was not PYHVD_OK. */
-static int await_packed(pyhvd_window *w, uint64_t value) {
-    int status = PYHVD_OK;
-    for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->packed, value);
+/* Where a counter lies in a rank's control lines. */
+typedef _Atomic uint64_t *(*counter_of)(const pyhvd_window *w, int rank);
+
+static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->packed; }
+static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->reduced; }
+static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->flat; }
+
+/* As await_all, and record for how long, and for which rank last. */
+static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value) {
+    int64_t begin = pyhvd_now();
+    int status = PYHVD_OK, last = -1;
+    for (int q = 0; q < w->size && !status; q++) {
+        if (q == w->rank || reached(counter(w, q), value)) continue;
+        last = q;
+        status = pyhvd_await(w, counter(w, q), value);
+    }
+    if (last >= 0) pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, value, (uint32_t)last);
     return status;
 }
 
-static int await_reduced(pyhvd_window *w, uint64_t value) {
+/* Wait until every rank's counter has reached a value; returns what `await` returned, if it was not PYHVD_OK. */
+static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value) {
     int status = PYHVD_OK;
+    if (pyhvd_traced(w->trace)) return await_all_traced(w, counter, value);
     for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->reduced, value);
+        if (q != w->rank) status = pyhvd_await(w, counter(w, q), value);
     return status;
 }
 
-static int await_flat(pyhvd_window *w, uint64_t value) {
-    int status = PYHVD_OK;
-    for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = await(w, &control_of(w, q)->flat, value);
-    return status;
+static int await_packed(pyhvd_window *w, uint64_t value) { return await_all(w, packed_of, value); }
+static int await_reduced(pyhvd_window *w, uint64_t value) { return await_all(w, reduced_of, value); }
+static int await_flat(pyhvd_window *w, uint64_t value) { return await_all(w, flats_of, value); }
+
+/* Record a stage that began at `begin`. */
+static inline void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
+    pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
 }
 
-static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     _Atomic uint32_t *core = &control_of(w, w->rank)->core;
     uint32_t here = pyhvd_here();
     if (atomic_load_explicit(core, memory_order_relaxed) != here) /* the peers read this line */
@@ -131,8 +121,7 @@ static void announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     }
 }
 
-/* A slot may be filled with a chunk once every rank is done with the chunk that it held. */
-static int await_free_slot(pyhvd_window *w, uint64_t chunk) {
+int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
 }
 
@@ -265,12 +254,15 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
     if (!c->stage) {
+        int64_t begin = pyhvd_trace_now(w->trace);
         pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
-        announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+        add_stage(w, PYHVD_PACKING, begin, w->flats);
+        pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
         c->stage = 1;
     }
     int status = await_flat(w, w->flats + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
         for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
@@ -278,6 +270,7 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
                          (size_t)p.count, job->dtype, job->op, job->postscale);
     }
+    add_stage(w, PYHVD_REDUCING, begin, w->flats);
     w->flats++;
     return PYHVD_OK;
 }
@@ -297,20 +290,24 @@ static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int
 static int pack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     uint8_t *slot = slot_of(w, w->rank, chunk);
-    int status = await_free_slot(w, chunk);
+    int status = pyhvd_await_free_slot(w, chunk);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
     pack_range(c->job, &c->packing, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
-    announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+    add_stage(w, PYHVD_PACKING, begin, chunk);
+    pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
     return PYHVD_OK;
 }
 
 static int reduce_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
     int status = await_packed(w, chunk + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
-    announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+    add_stage(w, PYHVD_REDUCING, begin, chunk);
+    pyhvd_announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
     return PYHVD_OK;
 }
 
@@ -319,8 +316,10 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk
     const uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = await_reduced(w, chunk + 1);
     if (status) return status;
+    int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
     unpack_range(c->job, &c->unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
 
@@ -355,15 +354,17 @@ static int reduce_direct(pyhvd_window *w, pyhvd_course *c) {
     uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
     int status = PYHVD_OK;
     if (c->stage == 0) {
-        if ((status = await_free_slot(w, chunk))) return status;
+        if ((status = pyhvd_await_free_slot(w, chunk))) return status;
         for (size_t t = 0; t < job->n; t++) places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
-        announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+        pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
         c->stage = 1;
     }
     if (c->stage == 1) {
         if ((status = await_packed(w, chunk + 1))) return status;
+        int64_t begin = pyhvd_trace_now(w->trace);
         reduce_shares(w, job);
-        announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+        add_stage(w, PYHVD_REDUCING, begin, chunk);
+        pyhvd_announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
         c->stage = 2;
     }
     if ((status = await_reduced(w, chunk + 1))) return status;
@@ -408,97 +409,4 @@ int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {
     pyhvd_window_begin(&course, job);
     w->brief = 0;
     return pyhvd_window_proceed(w, &course);
-}
-
-/* ---- moving bytes ---- */
-
-int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
-                        const int64_t *starts) {
-    int64_t longest = 0, chunk = (int64_t)w->chunk;
-    for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
-    if (recv + starts[w->rank] != send) memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
-    for (int64_t from = 0; from < longest; from += chunk) {
-        int64_t mine = MIN(counts[w->rank] - from, chunk);
-        if (await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
-        if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
-        announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
-        for (int k = 1; k < w->size; k++) { /* each rank begins with another peer */
-            int q = (w->rank + k) % w->size;
-            int64_t theirs = MIN(counts[q] - from, chunk);
-            if (await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
-            if (theirs > 0) memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
-        }
-        announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
-        w->chunks++;
-    }
-    return PYHVD_OK;
-}
-
-/* The largest of the ranks' values. */
-static int largest(pyhvd_window *w, int64_t *value) {
-    memcpy(flat_of(w, w->rank), value, sizeof *value);
-    announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
-    for (int q = 0; q < w->size; q++) {
-        int64_t theirs;
-        if (q != w->rank && await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
-        memcpy(&theirs, flat_of(w, q), sizeof theirs);
-        *value = MAX(*value, theirs);
-    }
-    w->flats++;
-    return PYHVD_OK;
-}
-
-int pyhvd_window_barrier(pyhvd_window *w) {
-    int64_t nothing = 0;
-    return largest(w, &nothing);
-}
-
-int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
-                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
-                          const int64_t *recv_starts) {
-    int64_t part = (int64_t)(w->chunk / (size_t)w->size) & ~(int64_t)63, longest = 0;
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank) longest = MAX(longest, send_counts[q]);
-    if (largest(w, &longest)) return PYHVD_ABORTED;
-    memmove(recv + recv_starts[w->rank], send + send_starts[w->rank], (size_t)send_counts[w->rank]);
-    for (int64_t from = 0; from < longest; from += part) {
-        uint8_t *slot = slot_of(w, w->rank, w->chunks);
-        if (await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
-        for (int q = 0; q < w->size; q++) {
-            int64_t n = q == w->rank ? 0 : MIN(send_counts[q] - from, part);
-            if (n > 0) memcpy(slot + q * part, send + send_starts[q] + from, (size_t)n);
-        }
-        announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
-        for (int k = 1; k < w->size; k++) {
-            int q = (w->rank + k) % w->size;
-            int64_t n = MIN(recv_counts[q] - from, part);
-            const uint8_t *theirs = slot_of(w, q, w->chunks) + w->rank * part;
-            if (await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
-            if (n > 0) memcpy(recv + recv_starts[q] + from, theirs, (size_t)n);
-        }
-        announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
-        w->chunks++;
-    }
-    return PYHVD_OK;
-}
-
-int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
-                      int64_t recv_count) {
-    control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
-    int64_t longest = send_count, chunk = (int64_t)w->chunk;
-    if (largest(w, &longest)) return PYHVD_ABORTED;
-    for (int64_t from = 0; from < longest; from += chunk) {
-        int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
-        /* What a slot holds from before is anybody's; then only the partner reads it. */
-        if (from < PYHVD_SLOTS * chunk && await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
-        if (from >= PYHVD_SLOTS * chunk && await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
-            return PYHVD_ABORTED;
-        if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
-        announce(w, &mine->packed, w->chunks + 1);
-        if (await(w, &theirs->packed, w->chunks + 1)) return PYHVD_ABORTED;
-        if (in > 0) memcpy(recv + from, slot_of(w, partner, w->chunks), (size_t)in);
-        announce(w, &mine->reduced, w->chunks + 1);
-        w->chunks++;
-    }
-    return PYHVD_OK;
 }

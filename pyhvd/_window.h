@@ -29,6 +29,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "_trace.h"
+
 #define PYHVD_MAX_LOCAL 256 /* ranks on one node */
 #define PYHVD_SLOTS 3
 #define PYHVD_FLAT 16384 /* bytes of a rank's part in a flat operation */
@@ -45,6 +47,7 @@ typedef struct {
     int64_t parted;   /* when this rank last left a core to a peer (monotonic ns) */
     int patience;     /* yields before this rank falls asleep */
     int brief;        /* whether a reduction may return before its end; see pyhvd_window_proceed */
+    pyhvd_trace *trace; /* where stages are recorded; NULL: nowhere */
     uint8_t *area[PYHVD_MAX_LOCAL];
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* where each rank's own arrays in shared memory are, as this process sees them */
 } pyhvd_window;

@@ -171,6 +171,15 @@ class Config:
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
+    timeline: str = _knob(
+        "",
+        "TIMELINE",
+        str,
+        "record to this path (file or directory) from the start; DYNAMIC: when start_timeline() is called",
+    )
+    timeline_mark_cycles: bool = _knob(
+        False, "TIMELINE_MARK_CYCLES", _bool, "a timeline recorded from the start marks its cycles"
+    )
     check: str = _knob(
         "off",
         "CHECK",
@@ -277,6 +286,8 @@ SHARED = (
     "stall_check_disable",
     "stall_check_time_seconds",
     "stall_shutdown_time_seconds",
+    "timeline",
+    "timeline_mark_cycles",
 )
 """Knobs that shape what all ranks do together; rank 0's value binds every rank."""
 
@@ -287,8 +298,6 @@ _NOT_YET = (
     "HIERARCHICAL_ALLGATHER",
     "HIERARCHICAL_ALLREDUCE",
     "THREAD_AFFINITY",
-    "TIMELINE",
-    "TIMELINE_MARK_CYCLES",
     "TORUS_ALLREDUCE",
 )
 

@@ -32,10 +32,12 @@ from pyhvd.config import SHARED, Config
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
 from pyhvd.exposition import Endpoint
 from pyhvd.hangs import Whereabouts
+from pyhvd.instruments import Instruments
 from pyhvd.lane import LaneBell, open_lane
-from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind
+from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.processes import Place, here
 from pyhvd.runtime import Runtime
+from pyhvd.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.tuner import SampleLog, make_tuner
 from pyhvd.validation import describe_ranks, describe_values
 from pyhvd.worlds import World
@@ -82,6 +84,8 @@ class Context:
     ------
     ValueError
         The ranks differ in version or in process sets, or one of them reported an error.
+    TimelineError
+        One of them cannot write its timeline.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Context:
         self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
+        self.hooks = Instruments()
         self.warned_of_memory = False
         places = [hello.place for hello in heard]
         self.runtime = self._make_runtime(sets, places, autotune_log)
@@ -128,8 +133,12 @@ class Context:
         pieces = Pieces(config.chunk_size, config.staging_size)
         largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
 
+        recorder = self._make_recorder(world)
+
         def make(fabric: Fabric) -> Backend:
-            return make_backend(fabric, open_window, pieces, largest)
+            backend = make_backend(fabric, open_window, pieces, largest)
+            recorder.watch(backend)
+            return backend
 
         backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
         for set_id, ranks in self.process_sets.items():
@@ -139,6 +148,10 @@ class Context:
         checked = config.check != "off"
         self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
         self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
+        if self.lane is not None:
+            self.lane.record_in(recorder.trace)
+        recorder.lane, recorder.members = self.lane, self.process_sets
+        recorder.begin(backends[GLOBAL_SET].fabric)
         tuner = None
         if config.autotune and rank == 0:
             windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
@@ -152,11 +165,21 @@ class Context:
             config,
             make,
             Whereabouts(rank, places, threads),
+            self.hooks,
+            recorder,
             self.lane,
             self.arena if isinstance(self.arena, Arena) else None,
             surroundings=lambda: playing_rank(slot),
             tuner=tuner,
         )
+
+    def _make_recorder(self, world: World) -> Recorder:
+        """Open this rank's timeline, if one is recorded from the start."""
+        recorder = Recorder(self.topology.rank, self.topology.size, self.hooks)
+        if self.config.timeline not in ("", DYNAMIC):
+            order = TimelineOrder(self.config.timeline, self.config.timeline_mark_cycles, new_job())
+            recorder.open(order, world.fabric)
+        return recorder
 
     def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
         """Take the shared knobs from rank 0, and say so where they differ."""

@@ -27,9 +27,11 @@ from pyhvd.messages import (
     RequestType,
     Response,
     ResponseList,
+    TimelineOrder,
     Tuning,
     bits_to_bytes,
     bytes_to_bits,
+    iter_bits,
 )
 from pyhvd.negotiation import Negotiation
 
@@ -71,6 +73,7 @@ class Coordinator:
         self._tuning: Tuning | None = None
         self.lateness = Lateness(size)
         self._ended = False
+        self._timeline: TimelineOrder | None = None
         members = [tuple(range(size)), *sets]
         self._sets = {
             i: Negotiation(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
@@ -96,6 +99,20 @@ class Coordinator:
         """Let these knobs hold from the next response list on, which goes to every rank."""
         self._tuning = tuning
 
+    def order_timeline(self, order: TimelineOrder) -> None:
+        """Let the next response list tell every rank to begin or end a recording."""
+        self._timeline = order
+
+    def requests_of(self, message: RequestList) -> list[tuple[int, Request]]:
+        """Return what a worker's message submits, bits as the requests they stand for: for who watches."""
+        told = [(set_id, request) for set_id, request in message.requests if not request.error]
+        for set_id, data in message.bits.items():
+            if negotiation := self._live(set_id, message.seen):
+                slots = iter_bits(bytes_to_bits(data))
+                meanings = [negotiation.cache.meaning(slot, message.seen) for slot in slots]
+                told += [(set_id, meant.requests[0]) for meant in meanings if meant is not None]
+        return told
+
     def respond(self) -> ResponseList | None:
         """Return what every rank is to do next, or None while nothing is ready.
 
@@ -115,7 +132,7 @@ class Coordinator:
                 cached[set_id] = bits_to_bytes(bits)
             for response in negotiation.take_responses():
                 responses.extend(self._with_sets(response))
-        if not (cached or responses or self._stop or self._tuning):
+        if not (cached or responses or self._stop or self._tuning or self._timeline):
             return None
         for negotiation in self._sets.values():
             negotiation.lend()
@@ -123,7 +140,8 @@ class Coordinator:
         self._ended = self._stop is not None
         stop, self._stop = self._stop, None
         tuning, self._tuning = self._tuning, None
-        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning)
+        order, self._timeline = self._timeline, None
+        return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning, order)
 
     def audience(self, message: ResponseList) -> list[int]:
         """Return the ranks whom a response list concerns.
@@ -133,7 +151,8 @@ class Coordinator:
         not seen the other sets' lists still mean what it thinks.
         """
         sets = {*message.cached, *(response.process_set for response in message.responses)}
-        if message.stop is not None or message.tuning is not None or not sets <= self._sets.keys():
+        for_all = message.stop is not None or message.tuning is not None or message.timeline is not None
+        if for_all or not sets <= self._sets.keys():
             sets.add(GLOBAL_SET)
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 

@@ -181,6 +181,10 @@ class ConfigError(ValueError):
     """A configuration value cannot be parsed or is out of range; the text names the variable."""
 
 
+class TimelineError(ValueError):
+    """A timeline cannot be written; the text names the rank, its path and the cause."""
+
+
 class HostsUpdatedInterrupt(RuntimeError):
     """The set of hosts has changed (elastic training)."""
 

@@ -32,6 +32,7 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
 )
+from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
 from pyhvd.meter import MPI, WINDOW, Meter
@@ -83,6 +84,8 @@ class Executor:
         Of every rank.
     lane : FastLane or None
         Told of sets that come and go.
+    hooks : Instruments
+        Told of batches.
     checker : Checker or None
         Looks at what is reduced, and at every result, before it is handed back.
     """
@@ -96,9 +99,11 @@ class Executor:
         make_backend: Callable[[Fabric], Backend],
         meter: Meter,
         places: Sequence[Place],
-        lane: FastLane | None = None,
-        checker: Checker | None = None,
+        lane: FastLane | None,
+        hooks: Instruments,
+        checker: Checker | None,
     ) -> None:
+        self._hooks = hooks
         self._checker = checker
         self._rank = rank
         self._meter = meter
@@ -128,8 +133,21 @@ class Executor:
             RequestType.REMOVE_PROCESS_SET: self._remove_process_set,
         }
 
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all ranks."""
+        return self._backends[GLOBAL_SET].fabric
+
     def run(self, batch: list[Response]) -> None:
         """Carry out responses that ride together, and complete their entries."""
+        if self._hooks.active and batch[0].error is None:
+            self._hooks.batch_started(batch)
+            self._carry_out(batch)
+            self._hooks.batch_ended(batch)
+        else:
+            self._carry_out(batch)
+
+    def _carry_out(self, batch: list[Response]) -> None:
         first = batch[0]
         entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
         ready = self._meter.clock() if any(entry is not None for entry in entries) else 0
@@ -214,15 +232,16 @@ class Executor:
         backend = self._backends[batch[0].process_set]
         op, postscale = kernel_terms(request, backend.size)
         self._look_at_inputs(batch, entries)
-        backend.reducescatter(
-            _sources(entries),
-            _targets(entries),
-            [r.request.shape for r in batch],
-            BY_CODE[request.dtype],
-            op,
-            request.prescale,
-            postscale,
-        )
+        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
+            backend.reducescatter(
+                _sources(entries),
+                _targets(entries),
+                [r.request.shape for r in batch],
+                BY_CODE[request.dtype],
+                op,
+                request.prescale,
+                postscale,
+            )
         whole: list[Bytes | None] | None = None
         if self._checker is not None and self._checker.results:
             firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
@@ -244,7 +263,8 @@ class Executor:
         info = BY_CODE[batch[0].request.dtype]
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
+        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+            backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
         errors = self._compare(batch, [flat_bytes(out) for out in outputs])
         for entry, output, error in zip(entries, outputs, errors, strict=True):
             if entry is not None:
@@ -255,13 +275,15 @@ class Executor:
         backend = self._backends[response.process_set]
         if entry is None or entry.source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        received = backend.swap_counts(entry.splits)
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+            received = backend.swap_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *entry.source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(entry.source.shape[1:]) * entry.source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        backend.alltoall(entry.source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+            backend.alltoall(entry.source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
         if self._checker is not None and self._checker.results:
             sent, arrived = _blocks(entry.source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
             members = self._sets[response.process_set]
@@ -277,13 +299,14 @@ class Executor:
         """Allocate outputs; where one rank cannot, all ranks fail these tensors and go on."""
         outputs: list[Array] = []
         failure: MemoryError | ValueError | None = None
-        try:
-            for response, entry, shape in zip(batch, entries, shapes, strict=True):
-                dtype = _dtype(BY_CODE[response.request.dtype], entry)
-                outputs.append(np.empty(shape, dtype))
-        except (MemoryError, ValueError) as exc:
-            failure = exc
-        failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
+        with self._hooks.phase("ALLOCATE_OUTPUT"):
+            try:
+                for response, entry, shape in zip(batch, entries, shapes, strict=True):
+                    dtype = _dtype(BY_CODE[response.request.dtype], entry)
+                    outputs.append(np.empty(shape, dtype))
+            except (MemoryError, ValueError) as exc:
+                failure = exc
+            failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
         if not failed:
             return outputs
         members = self._sets[batch[0].process_set]
@@ -311,7 +334,8 @@ class Executor:
             return
         if backend.rank == root and entry.source is not entry.target:
             entry.target.bytes[:] = entry.source.bytes
-        backend.broadcast(entry.target.bytes, root)
+        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+            backend.broadcast(entry.target.bytes, root)
         self._deliver_targets(batch, entries)
 
     # -- checks, and handing results back ----------------------------------------------------------------

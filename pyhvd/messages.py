@@ -170,6 +170,24 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     direct: bool = False
 
 
+class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank is to do with its timeline.
+
+    Attributes
+    ----------
+    path : str
+        Record there from now on; empty: record no longer.
+    mark_cycles : bool
+        Whether to mark cycles.
+    job : str
+        Tells this recording's files from others.
+    """
+
+    path: str = ""
+    mark_cycles: bool = False
+    job: str = ""
+
+
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
     """Worker to coordinator: all that is new on one rank.
 
@@ -220,6 +238,7 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses.
 
     ``tuning``, if there is one, holds from this list on, its own responses included.
+    An order to begin or end a timeline comes last.
     """
 
     version: int
@@ -228,6 +247,7 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     responses: list[Response] = []
     stop: ErrorInfo | None = None
     tuning: Tuning | None = None
+    timeline: TimelineOrder | None = None
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

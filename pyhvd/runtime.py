@@ -41,6 +41,7 @@ from pyhvd.executor import Executor, exception_of, kernel_terms
 from pyhvd.fusion import plan
 from pyhvd.hang_report import Standing, describe_standing, error_of_standing
 from pyhvd.hangs import HangReporter, Whereabouts, take_aside
+from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
     PROTOCOL_VERSION,
@@ -49,6 +50,7 @@ from pyhvd.messages import (
     Request,
     RequestList,
     ResponseList,
+    TimelineOrder,
     Tuning,
     bytes_to_bits,
     decode_aside,
@@ -60,6 +62,7 @@ from pyhvd.messages import (
 from pyhvd.meter import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import ANSWER_SECONDS, StallInspector
+from pyhvd.timeline import Recorder
 from pyhvd.tuner import Tuner, tuning_of
 from pyhvd.watch import Watch, give_up_after
 
@@ -88,6 +91,10 @@ class Runtime:
         Returns the backend of a new set, from its fabric.
     where : Whereabouts
         Of the ranks.
+    hooks : Instruments
+        Told of what happens.
+    recorder : Recorder
+        Begins and ends timelines.
     lane : Lane or None
         The fast lane, which this thread drives where nobody waits, and sleeps on.
     arena : Arena or None
@@ -106,12 +113,16 @@ class Runtime:
         config: Config,
         make_backend: Callable[[Fabric], Backend],
         where: Whereabouts,
+        hooks: Instruments,
+        recorder: Recorder,
         lane: Lane | None = None,
         arena: Arena | None = None,
         surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         tuner: Tuner | None = None,
     ) -> None:
         self._control = control
+        self._hooks = hooks
+        self._recorder = recorder
         self._surroundings = surroundings
         self._config = config
         self.tuning = tuning_of(config)
@@ -146,8 +157,10 @@ class Runtime:
             self.meter,
             where.places,
             self._lane,
+            hooks,
             Checker(config.check) if config.check != "off" else None,
         )
+        recorder.members = self._worker.sets
         self._goodbyes = 0
         self._outgoing: ResponseList | None = None
         self._lists: deque[ResponseList] = deque()
@@ -174,7 +187,17 @@ class Runtime:
 
     def submit(self, entries: Sequence[TensorEntry]) -> None:
         """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
+        if self._hooks.active:
+            self._hooks.queued(entries)
         self._queue.add(entries)
+
+    def record(self, order: TimelineOrder) -> None:
+        """On rank 0: let all ranks begin or end a timeline; return when this one has."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of a handle must not start or stop the timeline: that waits")
+        future = self._recorder.ask(order)
+        self._control.wake()
+        future.result()
 
     def announce(self, process_set: int, refusal: Request) -> None:
         """Tell the other ranks that this one refused a tensor."""
@@ -219,6 +242,8 @@ class Runtime:
             stop = self._loop()
             self._end(exception_of(stop))
             self._say_goodbye()
+            # A rank whose engine has broken does not come to measure its clock.
+            self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
             self._executor.close()
             self._control.close()
         except BaseException as exc:
@@ -250,12 +275,14 @@ class Runtime:
             elif is_aside(payload):
                 take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
-                self._coordinator.receive(source, decode_requests(payload), time.monotonic())
+                self._receive(self._coordinator, source, decode_requests(payload))
             else:
                 self._lists.append(decode_responses(payload))
         if self._coordinator is not None and self._outgoing is None:
             if self._tuner is not None:
                 self._look_at_samples(self._tuner, self._coordinator)
+            if (order := self._recorder.next_order()) is not None:
+                self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
         return self._publish() or active
 
@@ -265,6 +292,11 @@ class Runtime:
         elif tuner.done:
             tuner.close()
             self._tuner = None
+
+    def _receive(self, coordinator: Coordinator, source: int, message: RequestList) -> None:
+        if self._hooks.active:
+            self._hooks.requested(source, coordinator.requests_of(message))
+        coordinator.receive(source, message, time.monotonic())
 
     def _publish(self) -> bool:
         """Send the coordinator's answer, which has its place in the order of what the fast lane does."""
@@ -297,6 +329,8 @@ class Runtime:
         if self._lane is not None:
             self._lane.prepare(responses)
         todo = self._worker.process(responses)
+        if self._hooks.active:
+            self._hooks.list_taken(responses.seq, todo)
         if self._lane is not None:
             self._lane.follow(todo)
         for batch in plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion):
@@ -305,6 +339,8 @@ class Runtime:
                 self._tuner.count(batch)
         if self._lane is not None:
             self._lane.install(todo, responses.seq)
+        if responses.timeline is not None:
+            self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _tune(self, tuning: Tuning) -> None:
         """Change the knobs, at the same place in the order of all that is carried out on every rank.
@@ -341,7 +377,7 @@ class Runtime:
         message = self._worker.compose(fresh, stop, self._queue.site_of)
         self._count(message, fresh)
         if self._coordinator is not None:
-            self._coordinator.receive(0, message, time.monotonic())
+            self._receive(self._coordinator, 0, message)
         else:
             self._control.send(0, encode(message))
         return True
@@ -372,7 +408,8 @@ class Runtime:
         now = time.monotonic()
         look = self._inspect(now)
         retry = now + 1e-3 if self._outgoing is not None else None
-        times = [t for t in (due, look, retry) if t is not None]
+        drain = self._hooks.look(now)
+        times = [t for t in (due, look, retry, drain) if t is not None]
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:
             self._control.wait(timeout)
@@ -459,6 +496,7 @@ class Runtime:
         self.ended = error
         if self._tuner is not None:
             self._tuner.close()
+        self._recorder.close(error)
         on_lane = self._lane.close(self._entered) if self._lane is not None else []
         for entry in [*self._queue.close(error), *on_lane]:
             entry.done(None, error)
@@ -511,6 +549,7 @@ class Runtime:
                 self._control.send(0, _GOODBYE)
             self._control.drain(1.0)
         self._end(error)
+        self._recorder.finish(None)
 
     def _publish_end(self, coordinator: Coordinator) -> None:
         """Send what was held back, and then the end; both have their place in the fast lane's order."""

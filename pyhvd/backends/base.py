@@ -7,7 +7,8 @@ that MPI and ranks-as-threads share one set of algorithms. Ranks here are set ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,12 +73,25 @@ class Fabric(Protocol):
         """Give up what the fabric holds; collective."""
 
 
+PhaseHook = Callable[[str], AbstractContextManager[None]]
+"""``with phase("MPI_ALLREDUCE"):`` around a part of a collective tells whoever watches."""
+
+
+def no_phase(name: str) -> AbstractContextManager[None]:  # noqa: ARG001 - nobody watches
+    """Tell nobody."""
+    return _NOBODY
+
+
+_NOBODY: AbstractContextManager[None] = nullcontext()
+
+
 class Backend(Protocol):
-    """Runs agreed collectives for one process set."""
+    """Runs agreed collectives for one process set; ``carrier`` is in the names of its phases."""
 
     rank: int
     size: int
     fabric: Fabric
+    carrier: str
 
     def allreduce(
         self,

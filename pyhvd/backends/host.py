@@ -23,7 +23,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import Fabric, Pieces
+from pyhvd.backends.base import Fabric, PhaseHook, Pieces, no_phase
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 
 FLAT = 64 * 1024
@@ -71,7 +71,10 @@ class HostBackend:
         Its staging size is that of a window (1-4 MiB are best for MPI on one node).
     """
 
+    carrier = "MPI"
+
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
+        self.phase: PhaseHook = no_phase
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
@@ -102,13 +105,16 @@ class HostBackend:
                 send = source.bytes[span]
             else:
                 send = self._buffer("send", nbytes)
-                self._pack(send, sources, window, info, op, prescale)
+                with self.phase("MEMCPY_IN_FUSION_BUFFER"):
+                    self._pack(send, sources, window, info, op, prescale)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
-            self._reduce_everywhere(send, out, info, op, postscale)
+            with self.phase(f"{self.carrier}_ALLREDUCE"):
+                self._reduce_everywhere(send, out, info, op, postscale)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
-                _fusion.unpack(address(out), ptrs, numbers, info.code)
+                with self.phase("MEMCPY_OUT_FUSION_BUFFER"):
+                    _fusion.unpack(address(out), ptrs, numbers, info.code)
 
     def adasum(
         self,

@@ -142,7 +142,9 @@ class ShmFabric:
 
 
 class ShmBackend(HostBackend):
-    """Host collectives over the window; an allreduce is one call without the GIL."""
+    """Host collectives over the window; an allreduce is one call without the GIL, which records stages."""
+
+    carrier = "SHM"
 
     def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
         super().__init__(fabric, pieces)

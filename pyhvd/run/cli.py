@@ -16,6 +16,7 @@ _EXAMPLES = """\
 examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
   pyhvdrun -n 4 -m mypackage.train              a module
+  pyhvdrun -n 4 --timeline-filename traces/ train.py
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
   pyhvdrun -n 4 --stall-check-warning-time-seconds 10 train.py
   pyhvdrun -n 4 --log-level info train.py       pyhvd says what it does

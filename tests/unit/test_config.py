@@ -32,6 +32,8 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "metrics_times": ("METRICS_TIMES", "1", True),
     "metrics_port": ("METRICS_PORT", "9400", 9400),
     "metrics_address": ("METRICS_ADDRESS", "0.0.0.0", "0.0.0.0"),
+    "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
+    "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "log_level": ("LOG_LEVEL", " DEBUG ", "debug"),
     "log_hide_time": ("LOG_HIDE_TIME", "True", True),
     "controller": ("CONTROLLER", "MPI", "mpi"),
@@ -155,13 +157,13 @@ def test_a_job_must_not_end_before_its_warning() -> None:
 def test_what_has_no_effect_is_said() -> None:
     env = {
         "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "1",
-        "PYHVD_TIMELINE": "/tmp/t.json",
+        "PYHVD_THREAD_AFFINITY": "0,1",
         "HOROVOD_UNRELATED": "1",
         "PATH": "/",
     }
     _, notices = Config.from_env(env)
     assert notices == [
-        "this version of pyhvd does not act on HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE, PYHVD_TIMELINE"
+        "this version of pyhvd does not act on HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE, PYHVD_THREAD_AFFINITY"
     ]
 
 

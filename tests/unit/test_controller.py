@@ -7,6 +7,7 @@ import pytest
 from pyhvd.controller import Coordinator, Stalled, Worker
 from pyhvd.errors import InternalError
 from pyhvd.messages import (
+    GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -14,6 +15,7 @@ from pyhvd.messages import (
     RequestList,
     RequestType,
     ResponseList,
+    TimelineOrder,
     bits_to_bytes,
 )
 from tests.unit.simulation import Network, allreduce, grouped, tensor
@@ -259,3 +261,28 @@ def test_nothing_follows_a_stop() -> None:
             assert answer.stop == stop
         else:
             assert answer is None
+
+
+def test_an_order_for_the_timeline_goes_to_every_rank() -> None:
+    coordinator = Coordinator(3, 8, [(1, 2)])
+    order = TimelineOrder("/tmp/t.json", True, "job")
+    coordinator.order_timeline(order)
+    answer = coordinator.respond()
+    assert answer is not None
+    assert answer.timeline == order
+    assert coordinator.audience(answer) == [0, 1, 2]
+    assert coordinator.respond() is None
+
+
+def test_what_a_message_submits_can_be_watched() -> None:
+    coordinator, worker = Coordinator(1, 8), Worker(0, 1)
+    fresh = allreduce("w")
+    message = worker.compose([(GLOBAL_SET, fresh), (GLOBAL_SET, Request(0, "refused", error="no"))])
+    assert coordinator.requests_of(message) == [(GLOBAL_SET, fresh)]
+    coordinator.receive(0, worker.compose([(GLOBAL_SET, fresh)]))
+    answer = coordinator.respond()
+    assert answer is not None
+    worker.process(answer)
+    again = worker.compose([(GLOBAL_SET, fresh)])
+    assert again.bits
+    assert coordinator.requests_of(again) == [(GLOBAL_SET, fresh)]

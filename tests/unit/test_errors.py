@@ -24,6 +24,7 @@ BASES: dict[str, tuple[type[BaseException], ...]] = {
     "TransportError": (errors.HorovodInternalError,),
     "InternalError": (errors.HorovodInternalError,),
     "ConfigError": (ValueError,),
+    "TimelineError": (ValueError,),
     "HostsUpdatedInterrupt": (RuntimeError,),
     "HorovodVersionMismatchError": (ImportError,),
 }
@@ -41,7 +42,7 @@ def test_the_list_here_is_complete() -> None:
 
 
 def test_misuse_is_no_failure_of_the_job() -> None:
-    for name in ("DuplicateNameError", "UnsupportedDtypeError", "ConfigError"):
+    for name in ("DuplicateNameError", "UnsupportedDtypeError", "ConfigError", "TimelineError"):
         assert not issubclass(getattr(errors, name), errors.HorovodInternalError)
 
 

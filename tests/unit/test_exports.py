@@ -18,7 +18,8 @@ ERRORS = (
     "HorovodVersionMismatchError",
     *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
     *("RankValue", "RemoteError"),
-    *("ShutDownError", "StallError", "TransportError", "UnsupportedDtypeError", "UnsupportedOpError"),
+    *("ShutDownError", "StallError", "TimelineError", "TransportError"),
+    *("UnsupportedDtypeError", "UnsupportedOpError"),
 )
 OPS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")
 OTHERS = (
@@ -84,6 +85,8 @@ SIGNATURES: dict[str, list[str]] = {
     "synchronize": ["handle"],
     "init": ["comm=None", "process_sets=None"],
     "shutdown": [],
+    "start_timeline": ["path", "mark_cycles=False"],
+    "stop_timeline": [],
     "add_process_set": ["process_set"],
     "remove_process_set": ["process_set"],
     "broadcast_object": ["obj=None", "root_rank=0", "name=None", "process_set=global"],

@@ -1,0 +1,164 @@
+"""``python -m pyhvd trace``: the ranks' timeline files made into one trace, or into a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from pyhvd.tools.tables import print_table
+from pyhvd.tracing.files import TraceError
+from pyhvd.tracing.loading import RankTrace, load
+from pyhvd.tracing.merging import merge
+from pyhvd.tracing.summary import PARTS, Total, summarise
+from pyhvd.validation import describe_ranks
+
+_EXAMPLES = """\
+examples:
+  pyhvdrun -np 4 --timeline-filename traces/ train.py    record: one file per rank in traces/
+  python -m pyhvd trace merge traces/ -o merged.json     open merged.json in https://ui.perfetto.dev
+  python -m pyhvd trace summary traces/ --top 5          where the time went
+  python -m pyhvd trace summary traces/second.json       one of several recordings in a directory
+"""
+
+_HEADINGS = {
+    "slowest": "slowest rank",
+    "negotiation": "negotiate",
+    "queue": "queue",
+    "wait": "wait in data path",
+    "pack": "pack",
+    "reduce": "reduce",
+    "unpack": "unpack",
+    "other": "other",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run ``trace merge`` or ``trace summary``; return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        traces = load(options.path)
+        _tell(traces)
+        if options.action == "merge":
+            _merge(traces, options.output)
+        else:
+            _summarise(traces, options.top)
+    except TraceError as exc:
+        print(f"python -m pyhvd trace: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pyhvd trace",
+        description="Work with the files that a timeline has left.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="merge|summary")
+    texts = {
+        "merge": "put all ranks on one clock, in one Chrome trace",
+        "summary": "print where the time went, by tensor",
+    }
+    for name, text in texts.items():
+        action = actions.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        action.add_argument(
+            "path", nargs="+", help="directory with one recording, or one file of the recording"
+        )
+        if name == "merge":
+            action.add_argument("-o", "--output", required=True, metavar="FILE", help="the merged trace")
+        else:
+            action.add_argument("--top", type=_count, default=10, metavar="N", help="tensors shown (10)")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
+    return value
+
+
+def _tell(traces: list[RankTrace]) -> None:
+    """Say on stderr how far the files can be trusted."""
+    size = traces[0].size
+    missing = sorted(set(range(size)) - {trace.rank for trace in traces})
+    if missing:
+        print(f"note: of {size} ranks, there is no file of {describe_ranks(missing)}", file=sys.stderr)
+    for trace in traces:
+        if trace.rank:
+            clock = trace.clock
+            drift = "drift unknown: not measured at the end"
+            if clock.drift is not None:
+                drift = f"drift {clock.drift:+.2f} +- {clock.drift_uncertainty:.2f} ppm"
+            print(
+                f"clock of rank {trace.rank} ({trace.host}): {clock.start.offset / 1000:+.1f} us"
+                f" +- {clock.uncertainty / 1000:.1f} us against rank 0's, {drift}",
+                file=sys.stderr,
+            )
+        if not trace.complete:
+            cut = ", and its last line is cut off" if trace.cut else ""
+            print(f"note: {trace.path}: the recording was not ended (killed?){cut}", file=sys.stderr)
+        if trace.dropped:
+            print(f"note: {trace.path}: {trace.dropped} events were dropped", file=sys.stderr)
+    for trace in traces:
+        for label, name, _ in trace.unfinished[:5]:
+            print(f"note: rank {trace.rank}: {label} was still in {name}", file=sys.stderr)
+        if len(trace.unfinished) > 5:
+            print(f"note: rank {trace.rank}: ... and {len(trace.unfinished) - 5} more", file=sys.stderr)
+
+
+def _merge(traces: list[RankTrace], output: str) -> None:
+    merged = merge(traces)
+    try:
+        Path(output).write_bytes(msgspec.json.encode(merged))
+    except OSError as exc:
+        raise TraceError(f"{output}: cannot be written: {exc.strerror or exc}") from exc
+    ranks = describe_ranks([trace.rank for trace in traces])
+    uncertainty = merged["metadata"]["pyhvd_uncertainty_us"]
+    print(f"{output}: {len(merged['traceEvents'])} events of {ranks}, times +- {uncertainty:.1f} us")
+
+
+def _summarise(traces: list[RankTrace], top: int) -> None:
+    everything, tensors = summarise(traces)
+    headings = ["tensor", "turns", "MiB", "total ms", *(f"{_HEADINGS[part]} ms" for part in PARTS), "last"]
+    shown = tensors[:top]
+    rows = [_row(total) for total in shown]
+    if len(tensors) > len(shown):
+        rows.append([f"({len(tensors) - len(shown)} more)", *[""] * (len(headings) - 1)])
+    rows.append(_row(everything))
+    ranks = describe_ranks([trace.rank for trace in traces])
+    print_table(f"where the time went: ms, summed over turns, mean of {ranks}", headings, rows)
+    print(
+        "A batch's time is shared out among its tensors by bytes. 'all together' counts time once, not per"
+        " tensor."
+    )
+    waited = sorted(everything.waited_for.items(), key=lambda item: -item[1])
+    for rank, us in waited[:5]:
+        print(
+            f"rank {rank} was the last to submit in {everything.last[rank]} of {everything.turns} turns;"
+            f" the ranks waited {us / 1000:.3f} ms for it (mean)"
+        )
+    if everything.failed:
+        print(f"{everything.failed} turns ended in an error")
+
+
+def _row(total: Total) -> list[str]:
+    slowest = total.slowest_rank()
+    times = [total.time, *(total.parts[part] for part in PARTS)]
+    return [
+        total.name,
+        str(total.turns),
+        f"{total.nbytes / 2**20:.2f}",
+        *(f"{us / 1000:.3f}" for us in times),
+        "-" if slowest is None else f"rank {slowest}",
+    ]

@@ -1,0 +1,133 @@
+"""Trace files: where they lie, how they are written so that a killed job's can be opened, how they are read.
+
+A file is a JSON array of Chrome trace events, one on each line. Every write replaces the closing bracket and
+adds a new one behind, in one call; so the file is valid JSON whenever the rank dies between two writes, and
+of one that was cut in the middle of a write (a full disk, a crashed machine) all but the last line can be
+read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+FORMAT = 1
+HEADER, CLOCK, END = "pyhvd_header", "pyhvd_clock", "pyhvd_end"
+"""Names of pyhvd's own metadata events; viewers skip them."""
+
+DEFAULT_NAME = "timeline.json"
+
+_CLOSING = b"\n]\n"
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder()
+
+Event = dict[str, Any]
+
+
+class TraceError(ValueError):
+    """A trace file cannot be read, or files do not belong together; the text names them."""
+
+
+def rank_path(path: str, rank: int) -> Path:
+    """Return where a rank writes.
+
+    Rank 0 writes to the path itself, as in Horovod; rank r to ``<stem>.rank<r><suffix>`` beside it. For a
+    directory (one that exists, or a path that ends in a slash) the path is ``timeline.json`` in it.
+    """
+    base = Path(path)
+    if path.endswith(os.sep) or base.is_dir():
+        base = base / DEFAULT_NAME
+    return base if rank == 0 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
+
+
+class TraceWriter:
+    """Writes one file.
+
+    Parameters
+    ----------
+    path : Path
+        Overwritten if it exists; its directory must exist, unless ``make_directory``.
+    make_directory : bool
+        Whether to make the directory (several ranks may do so at once).
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+
+    def __init__(self, path: Path, make_directory: bool = False) -> None:
+        self.path = path
+        if make_directory:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._end = 0
+        try:
+            self._write(b"[" + _CLOSING)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._empty = True
+
+    def write(self, events: Iterable[Event]) -> None:
+        """Add events; returns when the kernel has them. Raises OSError."""
+        lines = b",\n".join(_encoder.encode(event) for event in events)
+        if lines:
+            self._write((b"\n" if self._empty else b",\n") + lines + _CLOSING)
+            self._empty = False
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, data: bytes) -> None:
+        """Write behind what stands there, over the closing bracket."""
+        at, left = self._end, memoryview(data)
+        while left:
+            written = os.pwrite(self._file, left, at)
+            at += written
+            left = left[written:]
+        self._end = at - len(_CLOSING)
+
+
+def read_events(path: Path) -> tuple[list[Event], bool]:
+    """Return a file's events, and whether its last line was cut off.
+
+    Raises
+    ------
+    TraceError
+        It cannot be read, or is no Chrome trace of one event a line.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as exc:
+        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    try:
+        events = _decoder.decode(data)
+        cut = False
+    except msgspec.DecodeError:
+        events, cut = _read_lines(path, data), True
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise TraceError(f"{path}: no JSON array of trace events")
+    return events, cut
+
+
+def _read_lines(path: Path, data: bytes) -> list[Any]:
+    lines = data.split(b"\n")
+    if lines[0].strip() != b"[":
+        raise TraceError(f"{path}: no trace that pyhvd wrote: its first line is not '['")
+    lines = [line for line in (each.strip().rstrip(b",") for each in lines[1:]) if line not in (b"", b"]")]
+    events = []
+    for number, line in enumerate(lines):
+        try:
+            events.append(_decoder.decode(line))
+        except msgspec.DecodeError as exc:
+            if number < len(lines) - 1:
+                raise TraceError(f"{path}, line {number + 2}: broken in the middle: {exc}") from None
+    return events
