@@ -31,7 +31,14 @@ setup(
         [
             extension("_fusion", "pyhvd/_adasum.c"),
             extension("_engine", *WINDOW),
-            extension("_lane", "pyhvd/_driver.c", "pyhvd/_units.c", "pyhvd/_board.c", *WINDOW, headers=[numpy.get_include()]),
+            extension(
+                "_lane",
+                "pyhvd/_driver.c",
+                "pyhvd/_units.c",
+                "pyhvd/_board.c",
+                *WINDOW,
+                headers=[numpy.get_include()],
+            ),
         ],
         compiler_directives={
             "language_level": 3,

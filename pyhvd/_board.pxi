@@ -6,9 +6,10 @@ cdef tuple read_histogram(const pyhvd_histogram* histogram):
 
 
 cdef class BoardEnd:
-    """One rank's end of the board."""
+    """One rank's end of the board, and what of its engine concerns no tensor."""
 
     cdef pyhvd_lane c
+    cdef Meter meter
     cdef object memory
     cdef Trace trace
 
@@ -110,3 +111,21 @@ cdef class BoardEnd:
             if bits:
                 by_rank[rank] = bits
         return by_rank
+
+    def tune(self, size_t threshold, double cycle):
+        """Change what rides together (bytes), and how long submissions gather (s); while entered."""
+        self.c.threshold = threshold
+        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
+
+    def measure(self, Meter meter):
+        """Let a meter count what the engine carries out. Before anything is submitted."""
+        self.meter = meter
+        self.c.meter = &meter.c
+
+    def call(self, int rank, uint32_t reasons=PYHVD_CALL_WORK):
+        """Let a rank's background thread come to Python. From any thread."""
+        pyhvd_board_call(&self.c.board, rank, reasons)
+
+    def is_running(self):
+        """Return whether a batch is being carried out. From any thread."""
+        return pyhvd_lane_is_running(&self.c) != 0

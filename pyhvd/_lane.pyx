@@ -59,13 +59,13 @@ def board_bytes(int size, uint32_t slots):
     return pyhvd_board_bytes(size, slots)
 
 
+include "_meter.pxi"
+
+
 include "_board.pxi"
 
 
 include "_units.pxi"
-
-
-include "_meter.pxi"
 
 
 cdef class Lane(BoardEnd):
@@ -110,7 +110,6 @@ cdef class Lane(BoardEnd):
     cdef bint closed
     cdef int64_t arena_from
     cdef int64_t arena_to
-    cdef Meter meter
 
     def __cinit__(
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
@@ -449,24 +448,10 @@ cdef class Lane(BoardEnd):
             there = pyhvd_lane_enter(&self.c, number)
         return there != 0
 
-    def tune(self, size_t threshold, double cycle):
-        """Change what rides together (bytes), and how long submissions gather (s); while entered."""
-        self.c.threshold = threshold
-        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
-
-    def measure(self, Meter meter):
-        """Let a meter count what the engine carries out. Before anything is submitted."""
-        self.meter = meter
-        self.c.meter = &meter.c
-
     def leave(self):
         """Go on behind the response list."""
         with nogil:
             pyhvd_lane_leave(&self.c)
-
-    def call(self, int rank, uint32_t reasons=PYHVD_CALL_WORK):
-        """Let a rank's background thread come to Python. From any thread."""
-        pyhvd_board_call(&self.c.board, rank, reasons)
 
     def shut(self, bint entered):
         """Let nobody submit or wait here any longer; return when nobody else uses the windows any more.
@@ -480,10 +465,6 @@ cdef class Lane(BoardEnd):
             pyhvd_lane_shut(&self.c)
             if not entered:
                 pyhvd_lane_seize(&self.c)
-
-    def is_running(self):
-        """Return whether a batch is being carried out. From any thread."""
-        return pyhvd_lane_is_running(&self.c) != 0
 
     def forget(self, bint keep=False):
         """Everything has ended: run what callbacks there are, and let go of all handles.

@@ -36,7 +36,7 @@ from pyhvd.instruments import Instruments
 from pyhvd.lane import LaneBell, open_lane
 from pyhvd.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.processes import Place, here
-from pyhvd.runtime import Runtime
+from pyhvd.runtime import Fittings, Runtime
 from pyhvd.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.tuner import SampleLog, make_tuner
 from pyhvd.validation import describe_ranks, describe_values
@@ -164,13 +164,15 @@ class Context:
             sets,
             config,
             make,
-            Whereabouts(rank, places, threads),
-            self.hooks,
-            recorder,
-            self.lane,
-            self.arena if isinstance(self.arena, Arena) else None,
-            surroundings=lambda: playing_rank(slot),
-            tuner=tuner,
+            Fittings(
+                where=Whereabouts(rank, places, threads),
+                hooks=self.hooks,
+                recorder=recorder,
+                lane=self.lane,
+                arena=self.arena if isinstance(self.arena, Arena) else None,
+                surroundings=lambda: playing_rank(slot),
+                tuner=tuner,
+            ),
         )
 
     def _make_recorder(self, world: World) -> Recorder:

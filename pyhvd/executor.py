@@ -31,6 +31,7 @@ from pyhvd.errors import (
     RemoteError,
     ShutDownError,
     StallError,
+    TransportError,
 )
 from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
@@ -446,6 +447,19 @@ def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
     if entry is not None and entry.source is not None:
         return entry.source.array.dtype
     return np.dtype((np.void, info.itemsize))
+
+
+def error_of_thread(exc: BaseException) -> HorovodInternalError:
+    """Return what is said where an exception ends the background thread."""
+    if isinstance(exc, HorovodInternalError):
+        return exc
+    error: HorovodInternalError
+    if type(exc).__module__.startswith("mpi4py"):
+        error = TransportError(f"MPI reported: {exc}")
+    else:
+        error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
+    error.__cause__ = exc
+    return error
 
 
 def _wrapped(exc: BaseException, response: Response) -> HorovodInternalError:

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from pyhvd.controller import Stalled
+from pyhvd.config import Config
+from pyhvd.controller import Coordinator, Stalled
 from pyhvd.hang_report import error_of, warning_of
 from pyhvd.messages import (
     PROTOCOL_VERSION,
@@ -21,6 +22,7 @@ from pyhvd.messages import (
     StackRequest,
     encode_aside,
 )
+from pyhvd.meter import Meter
 from pyhvd.processes import Place, State, state_of
 from pyhvd.stacks import user_stacks
 from pyhvd.stall import Inquiry, StallInspector
@@ -152,3 +154,15 @@ def take_aside(
         send(source, encode_aside(where.report(message.number)))
     elif reporter is not None:
         reporter.take(source, message)
+
+
+def make_reporter(
+    config: Config, where: Whereabouts, send: Send, coordinator: Coordinator, unannounced: bool, meter: Meter
+) -> HangReporter:
+    """Return rank 0's reporter; ``unannounced``: tensors may come to wait without a message."""
+    inspector = StallInspector(
+        0.0 if config.stall_check_disable else config.stall_check_time_seconds,
+        config.stall_shutdown_time_seconds,
+        unannounced,
+    )
+    return HangReporter(inspector, where, send, coordinator.stalled, meter.stalled)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyhvd.lateness import Lateness
+from pyhvd.messages import RequestList, bytes_to_bits
 
 BUCKETS = 48
 """As in ``_tally.h``: the k-th bucket counts values up to 2**k, and above 2**(k-1)."""
@@ -258,6 +259,13 @@ class Meter:
         with self._lock:
             self._hits += hits
             self._misses += misses
+
+    def sent(self, message: RequestList) -> int:
+        """The other ranks are being told of these tensors; return the time (ns), 0 if it is not wanted."""
+        hits = sum(bytes_to_bits(bits).bit_count() for bits in message.bits.values())
+        misses = sum(request.dtype >= 0 and not request.error for _, request in message.requests)
+        self.submitted(hits, misses)
+        return self.clock()
 
     def agreed(self, verb: str, lane: str, sizes: Sequence[int], told: Sequence[int], now: int) -> None:
         """A response is about to be carried out.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from pyhvd.cache import Group, Slot, SlotTable, group_of
+from pyhvd.heldbits import HeldBits
 from pyhvd.lateness import Lateness
 from pyhvd.loans import Board, Loans
 from pyhvd.messages import (
@@ -96,8 +97,7 @@ class Negotiation:
         self._group_ready: dict[Group, set[str]] = {}
         self._groups: dict[Group, set[str]] = {}
         self._refusals: dict[Key, list[Refusal]] = {}
-        self._bits = dict.fromkeys(ranks, 0)
-        self._bits_since: dict[int, float] = {}
+        self._bits = HeldBits(ranks)
         self._seq = 0
         self._now = 0.0
 
@@ -149,11 +149,9 @@ class Negotiation:
 
     def take_bits(self) -> int:
         """Return, and forget, the cached tensors that every rank has submitted; groups only as a whole."""
-        ready = -1
-        for bits in self._bits.values():
-            ready &= bits
-            if not ready:
-                return 0
+        ready = self._bits.everyone()
+        if not ready:
+            return 0
         for slot in iter_bits(ready):
             group = self.cache[slot].group
             if group is not None:
@@ -161,12 +159,8 @@ class Negotiation:
                 # The cache may have lost a member, or hold one of an earlier call of this name.
                 if members.bit_count() != group[1]:
                     ready &= ~members
-        for rank in self._bits:
-            self._bits[rank] &= ~ready
-        slots = iter_bits(ready)
-        for slot in slots:
-            self._bits_since.pop(slot, None)
-        self.cache.touch(slots)
+        self._bits.drop(ready)
+        self.cache.touch(iter_bits(ready))
         self._loans.answered(ready)
         return ready
 
@@ -182,7 +176,7 @@ class Negotiation:
         """
         for name in self._loans.answered_groups():
             self._recall(self.cache.group_bits((name, 0)))
-        held = self._any_bits()
+        held = self._bits.anyone()
 
         def is_free(meant: Slot, slot: int) -> bool:
             request = meant.requests[0]
@@ -196,7 +190,7 @@ class Negotiation:
     def abort(self, error: ErrorInfo) -> list[Response]:
         """Fail everything that is pending, for a set that is being removed."""
         self._hold_recalled(self._loans.recall_all())
-        for slot in iter_bits(self._any_bits()):
+        for slot in iter_bits(self._bits.anyone()):
             self._spill_slot(slot, 0.0)
         for entry in list(self._table.values()):
             self._fail(entry, error)
@@ -213,9 +207,9 @@ class Negotiation:
             (name, entry.since, {r: r in entry.requests for r in self.ranks if self._counts(r, entry)})
             for name, entry in self._table.items()
         ]
-        for slot in iter_bits(self._any_bits()):
-            has = {r: bool(self._bits[r] >> slot & 1) for r in self.ranks}
-            waiting.append((self.cache[slot].name, self._bits_since.get(slot, 0.0), has))
+        for slot in iter_bits(self._bits.anyone()):
+            has = {r: bool(self._bits.by_rank[r] >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._bits.since(slot, 0.0), has))
         posted = self._loans.look(now)
         for slot in {slot for bits in posted.values() for slot in iter_bits(bits)}:
             has = {r: bool(posted.get(r, 0) >> slot & 1) for r in self.ranks}
@@ -255,29 +249,16 @@ class Negotiation:
         if self.cache.victim(name, 0) < 0:
             return
         self._loans.look(self._now)
-        while (slot := self.cache.victim(name, self._any_bits())) >= 0 and self._loans.has(slot):
+        while (slot := self.cache.victim(name, self._bits.anyone())) >= 0 and self._loans.has(slot):
             self._recall(1 << slot)
 
     # -- bits ----------------------------------------------------------------------------------------
 
-    def _any_bits(self) -> int:
-        anyone = 0
-        for bits in self._bits.values():
-            anyone |= bits
-        return anyone
-
     def _hold_bits(self, rank: int, bits: int, now: float) -> None:
-        for slot in iter_bits(bits & ~self._any_bits()):
-            self._bits_since[slot] = now
-        self._bits[rank] |= bits
-        if self._lateness is not None and (complete := self._on_all(bits)):
-            since = min(self._bits_since.get(slot, now) for slot in iter_bits(complete))
+        self._bits.hold(rank, bits, now)
+        if self._lateness is not None and (complete := self._bits.everyone(bits)):
+            since = min(self._bits.since(slot, now) for slot in iter_bits(complete))
             self._lateness.count(self.set_id, rank, since, now, complete.bit_count())
-
-    def _on_all(self, bits: int) -> int:
-        for held in self._bits.values():
-            bits &= held
-        return bits
 
     def _is_tabled(self, request: Request) -> bool:
         """Return whether a tensor, or a grouped call of its group's name, is in the table."""
@@ -290,15 +271,13 @@ class Negotiation:
         slots = self.cache.group_bits(group_of(request))
         if slot >= 0:
             slots |= 1 << slot | self.cache.group_bits(self.cache[slot].group)
-        for each in iter_bits(slots & self._any_bits()):
+        for each in iter_bits(slots & self._bits.anyone()):
             self._spill_slot(each, now)
 
     def _spill_slot(self, slot: int, now: float) -> None:
         meant = self.cache[slot]
-        since = self._bits_since.pop(slot, now)
-        holders = [rank for rank, bits in self._bits.items() if bits >> slot & 1]
-        for rank in holders:
-            self._bits[rank] &= ~(1 << slot)
+        since, holders = self._bits.since(slot, now), self._bits.holders(slot)
+        self._bits.drop(1 << slot)
         for rank in holders:
             self._add(rank, meant.requests[self.ranks.index(rank)], since)
 
@@ -359,7 +338,7 @@ class Negotiation:
         if again and not joined and self.cache.capacity:
             mine = tuple(entry.requests[r] for r in self.ranks)
             self._make_room(name)
-            slot = self.cache.assign(mine, self._any_bits(), self._seq)
+            slot = self.cache.assign(mine, self._bits.anyone(), self._seq)
             self._loans.answered(1 << slot if slot >= 0 else 0)
         if slot < 0:
             self.sites.forget(name)
@@ -413,7 +392,7 @@ class Negotiation:
 
         They have no tensor in common, so each rank would wait for the others' for ever.
         """
-        if held := self._any_bits():
+        if held := self._bits.anyone():
             others = self.cache.group_bits((request.group, 0)) & ~self.cache.group_bits(group_of(request))
             for slot in iter_bits(others & held):
                 self._spill_slot(slot, now)
@@ -501,7 +480,7 @@ class Negotiation:
 
     def _join(self, rank: int, now: float) -> None:
         self.joined.append(rank)
-        for slot in iter_bits(self._any_bits()):
+        for slot in iter_bits(self._bits.anyone()):
             self._spill_slot(slot, now)
         for name, entry in list(self._table.items()):
             if self._table.get(name) is entry:

@@ -17,8 +17,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,16 +32,14 @@ from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.errors import (
     HorovodInternalError,
-    InternalError,
     ShutDownError,
-    TransportError,
     describe_exception,
     describe_traceback,
 )
-from pyhvd.executor import Executor, exception_of, kernel_terms
+from pyhvd.executor import Executor, error_of_thread, exception_of, kernel_terms
+from pyhvd.farewell import GOODBYE, Farewell
 from pyhvd.fusion import plan
-from pyhvd.hang_report import Standing, describe_standing, error_of_standing
-from pyhvd.hangs import HangReporter, Whereabouts, take_aside
+from pyhvd.hangs import Whereabouts, make_reporter, take_aside
 from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import (
@@ -52,7 +51,6 @@ from pyhvd.messages import (
     ResponseList,
     TimelineOrder,
     Tuning,
-    bytes_to_bits,
     decode_aside,
     decode_requests,
     decode_responses,
@@ -60,18 +58,48 @@ from pyhvd.messages import (
     is_aside,
 )
 from pyhvd.meter import Meter
+from pyhvd.onlooker import Onlooker, make_watch
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.stall import ANSWER_SECONDS, StallInspector
+from pyhvd.stall import ANSWER_SECONDS
 from pyhvd.timeline import Recorder
 from pyhvd.tuner import Tuner, tuning_of
-from pyhvd.watch import Watch, give_up_after
+from pyhvd.watch import give_up_after
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
 
 _log = logging.getLogger("pyhvd")
-_GOODBYE = b""
-_FAREWELL_SECONDS = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Fittings:
+    """What a runtime is fitted out with, beside what it works on.
+
+    Attributes
+    ----------
+    where : Whereabouts
+        Of the ranks.
+    hooks : Instruments
+        Told of what happens.
+    recorder : Recorder
+        Begins and ends timelines.
+    lane : Lane or None
+        The fast lane, which the thread drives where nobody waits, and sleeps on.
+    arena : Arena or None
+        Where arrays are that the fast lane need not move.
+    surroundings : callable
+        Entered by the background thread, in which callbacks of handles run.
+    tuner : Tuner or None
+        On rank 0 of a job that is tuned; owned.
+    """
+
+    where: Whereabouts
+    hooks: Instruments
+    recorder: Recorder
+    lane: Lane | None = None
+    arena: Arena | None = None
+    surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    tuner: Tuner | None = None
 
 
 class Runtime:
@@ -89,20 +117,8 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
-    where : Whereabouts
-        Of the ranks.
-    hooks : Instruments
-        Told of what happens.
-    recorder : Recorder
-        Begins and ends timelines.
-    lane : Lane or None
-        The fast lane, which this thread drives where nobody waits, and sleeps on.
-    arena : Arena or None
-        Where arrays are that the fast lane need not move.
-    surroundings : callable
-        Entered by the background thread, in which callbacks of handles run.
-    tuner : Tuner or None
-        On rank 0 of a job that is tuned; owned.
+    fittings : Fittings
+        The rest.
     """
 
     def __init__(
@@ -112,23 +128,16 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
-        where: Whereabouts,
-        hooks: Instruments,
-        recorder: Recorder,
-        lane: Lane | None = None,
-        arena: Arena | None = None,
-        surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-        tuner: Tuner | None = None,
+        fittings: Fittings,
     ) -> None:
         self._control = control
-        self._hooks = hooks
-        self._recorder = recorder
-        self._surroundings = surroundings
+        lane, self._tuner, self._where = fittings.lane, fittings.tuner, fittings.where
+        self._hooks, self._recorder = fittings.hooks, fittings.recorder
+        self._surroundings = fittings.surroundings
         self._config = config
         self.tuning = tuning_of(config)
-        self._tuner = tuner
-        if tuner is not None and lane is not None:
-            lane.measure(tuner.meter)
+        if self._tuner is not None and lane is not None:
+            lane.measure(self._tuner.meter)
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
@@ -142,12 +151,15 @@ class Runtime:
             self._coordinator.lateness if self._coordinator is not None else None,
         )
         self._lane = (
-            FastLane(lane, self._worker, self._queue, kernel_terms, arena, self.meter)
+            FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)
             if lane is not None
             else None
         )
-        self._where = where
-        self._hangs = self._make_reporter() if self._coordinator is not None else None
+        self._hangs = (
+            make_reporter(config, self._where, control.send, self._coordinator, lane is not None, self.meter)
+            if self._coordinator is not None
+            else None
+        )
         self._executor = Executor(
             control.rank,
             self._queue,
@@ -155,13 +167,13 @@ class Runtime:
             self._worker.sets,
             make_backend,
             self.meter,
-            where.places,
+            self._where.places,
             self._lane,
-            hooks,
+            self._hooks,
             Checker(config.check) if config.check != "off" else None,
         )
-        recorder.members = self._worker.sets
-        self._goodbyes = 0
+        self._recorder.members = self._worker.sets
+        self._farewell = Farewell(control)
         self._outgoing: ResponseList | None = None
         self._lists: deque[ResponseList] = deque()
         self._entered = False
@@ -172,7 +184,8 @@ class Runtime:
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
         self._abandoned = False
-        self._watch = self._make_watch()
+        self._onlooker = Onlooker(self._where, self._queue, self._executor, self._lane)
+        self._watch = make_watch(config, control.rank, self._onlooker, self._give_up)
         self.ended: HorovodInternalError | None = None
         self.broken = False
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
@@ -241,7 +254,7 @@ class Runtime:
         try:
             stop = self._loop()
             self._end(exception_of(stop))
-            self._say_goodbye()
+            self._farewell.say()
             # A rank whose engine has broken does not come to measure its clock.
             self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
             self._executor.close()
@@ -271,7 +284,7 @@ class Runtime:
         for source, payload in self._control.receive():
             active = True
             if not payload:
-                self._goodbyes += 1
+                self._farewell.hear()
             elif is_aside(payload):
                 take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
@@ -375,19 +388,13 @@ class Runtime:
             return False
         self._stop_sent = self._stop_sent or stop is not None
         message = self._worker.compose(fresh, stop, self._queue.site_of)
-        self._count(message, fresh)
+        if now := self.meter.sent(message):
+            self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
         if self._coordinator is not None:
             self._receive(self._coordinator, 0, message)
         else:
             self._control.send(0, encode(message))
         return True
-
-    def _count(self, message: RequestList, fresh: Sequence[tuple[int, Request]]) -> None:
-        hits = sum(bytes_to_bits(bits).bit_count() for bits in message.bits.values())
-        new = sum(request.dtype >= 0 and not request.error for _, request in message.requests)
-        self.meter.submitted(hits, new)
-        if now := self.meter.clock():
-            self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
 
     def _is_known(self, process_set: int, request: Request) -> bool:
         """Return whether a set is still there; a thread may have submitted to it while it was removed."""
@@ -415,18 +422,6 @@ class Runtime:
             self._control.wait(timeout)
         self._queue.awake()
 
-    def _make_reporter(self) -> HangReporter:
-        config, coordinator = self._config, self._coordinator
-        assert coordinator is not None
-        inspector = StallInspector(
-            0.0 if config.stall_check_disable else config.stall_check_time_seconds,
-            config.stall_shutdown_time_seconds,
-            unannounced=self._lane is not None,
-        )
-        return HangReporter(
-            inspector, self._where, self._control.send, coordinator.stalled, self.meter.stalled
-        )
-
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if it is time to; return when to look again."""
         if self._coordinator is None or self._hangs is None:
@@ -438,42 +433,9 @@ class Runtime:
 
     # -- for the watch -------------------------------------------------------------------------------
 
-    def _make_watch(self) -> Watch | None:
-        config, rank = self._config, self._control.rank
-        if config.stall_check_disable or not config.stall_check_time_seconds:
-            return None
-        warn = config.stall_check_time_seconds if rank == 0 else 0.0
-        end = give_up_after(config.stall_shutdown_time_seconds)
-        if not (warn or end):
-            return None
-        return Watch(rank, warn, end, self._look_on, self._warn, self._give_up)
-
-    def _look_on(self) -> tuple[bool, Hashable]:
-        names, joins = self._queue.names()
-        on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
-        # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
-        waiting = bool(names or on_lane or self._executor.running)
-        waiting = waiting or (joins and self._where.states([0])[0].is_lost)
-        return waiting, (self._executor.ended, position)
-
-    def _standing(self, passed: float) -> Standing:
-        names, _ = self._queue.names()
-        under_way = [entry.request.name for entry in self._executor.running if entry is not None]
-        on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
-        runs = bool(under_way or running)
-        shown = under_way or (on_lane if running else [*names, *on_lane])
-        others = [r for r in range(self._control.size) if r != self._control.rank]
-        return Standing(self._control.rank, shown, runs, self._where.states(others), passed)
-
-    def _warn(self, passed: float) -> None:
-        """Say that a collective does not end; what has not been submitted is told by the hang report."""
-        standing = self._standing(passed)
-        if standing.under_way:
-            _log.warning("%s", describe_standing(standing, self._where.places))
-
     def _give_up(self, passed: float) -> None:
         """Let the background thread end this rank; if it is inside a collective, do it here."""
-        error = error_of_standing(self._standing(passed), self._where.places)
+        error = self._onlooker.error(passed)
         self._verdict = error
         self._control.wake()
         if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
@@ -503,38 +465,13 @@ class Runtime:
         if self._lane is not None:
             self._lane.lane.forget()
 
-    def _say_goodbye(self) -> None:
-        """Leave no message behind: rank 0 hears from every rank before the communicators are freed."""
-        if self._coordinator is None:
-            self._control.send(0, _GOODBYE)
-        # A rank may compute for long without giving up the GIL: it is late, not lost. A dead one ends the
-        # whole job.
-        warn_at = time.monotonic() + _FAREWELL_SECONDS
-        while self._coordinator is not None and self._goodbyes < self._control.size - 1:
-            self._goodbyes += sum(not payload for _, payload in self._control.receive())
-            if time.monotonic() > warn_at:
-                missing = self._control.size - 1 - self._goodbyes
-                _log.warning("shutting down: still waiting for %d ranks that are busy", missing)
-                warn_at += _FAREWELL_SECONDS
-            if self._goodbyes < self._control.size - 1:
-                self._control.wait(0.1)
-        while not self._control.drain(_FAREWELL_SECONDS):
-            _log.warning("shutting down: the last messages have not been taken yet")
-
     def _break(self, exc: BaseException) -> None:
         """This thread cannot go on: say so to everybody who can still be reached."""
         self.broken = True
         if self.ended is not None:
             _log.error("shutting down did not end well: %s", exc)
             return
-        if isinstance(exc, HorovodInternalError):
-            error = exc
-        elif type(exc).__module__.startswith("mpi4py"):
-            error = TransportError(f"MPI reported: {exc}")
-        else:
-            error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
-        if error is not exc:
-            error.__cause__ = exc
+        error = error_of_thread(exc)
         traceback = None if exc is self._verdict else exc
         _log.error("rank %d: %s", self._control.rank, error, exc_info=traceback)
         rank = self._control.rank
@@ -546,7 +483,7 @@ class Runtime:
                 self._publish_end(self._coordinator)
             else:
                 self._control.send(0, encode(RequestList(PROTOCOL_VERSION, 0, stop=info)))
-                self._control.send(0, _GOODBYE)
+                self._control.send(0, GOODBYE)
             self._control.drain(1.0)
         self._end(error)
         self._recorder.finish(None)

@@ -265,8 +265,10 @@ class Network:
             assert not rank.in_flight
             assert not rank.worker._in_flight
         for each in self.coordinator._sets.values():
-            left = (each._table, each._refusals, each._groups, each._group_ready, each._bits_since)
-            assert not any((*left, each.joined, each.responses, *each._bits.values())), f"set {each.set_id}"
+            left = (each._table, each._refusals, each._groups, each._group_ready, each._bits._since)
+            assert not any((*left, each.joined, each.responses, *each._bits.by_rank.values())), (
+                f"set {each.set_id}"
+            )
             each.cache.forget(min(self.coordinator._seen[rank] for rank in each.ranks))
 
     def check_nothing_retired(self) -> None:

@@ -1,0 +1,51 @@
+"""The last messages of a job: rank 0 hears from every rank before the communicators are freed.
+
+Owns: the count of the ranks that have said goodbye, which may come before rank 0 itself ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyhvd.transport import ControlTransport
+
+_log = logging.getLogger("pyhvd")
+
+GOODBYE = b""
+_SECONDS = 10.0
+
+
+class Farewell:
+    """See the module's docstring; used by the runtime's thread alone."""
+
+    def __init__(self, control: ControlTransport) -> None:
+        self._control = control
+        self._heard = 0
+
+    def hear(self) -> None:
+        """A rank has said goodbye to this one, which is rank 0."""
+        self._heard += 1
+
+    def say(self) -> None:
+        """Leave no message behind.
+
+        A rank may compute for long without giving up the GIL: it is late, not lost. A dead one ends the
+        whole job.
+        """
+        control = self._control
+        if control.rank:
+            control.send(0, GOODBYE)
+        warn_at = time.monotonic() + _SECONDS
+        while not control.rank and self._heard < control.size - 1:
+            self._heard += sum(payload == GOODBYE for _, payload in control.receive())
+            if time.monotonic() > warn_at:
+                missing = control.size - 1 - self._heard
+                _log.warning("shutting down: still waiting for %d ranks that are busy", missing)
+                warn_at += _SECONDS
+            if self._heard < control.size - 1:
+                control.wait(0.1)
+        while not control.drain(_SECONDS):
+            _log.warning("shutting down: the last messages have not been taken yet")

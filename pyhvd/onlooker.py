@@ -1,0 +1,85 @@
+"""What a rank's watch sees, and says: what is in flight here, and whether anything has ended.
+
+Owns nothing: it reads what any thread may read of the runtime's rooms. Used by the watch's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+
+from pyhvd.config import Config
+from pyhvd.errors import HorovodInternalError
+from pyhvd.executor import Executor
+from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.hangs import Whereabouts
+from pyhvd.lane import FastLane
+from pyhvd.queue import TensorQueue
+from pyhvd.watch import Watch, give_up_after
+
+_log = logging.getLogger("pyhvd")
+
+
+class Onlooker:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    where : Whereabouts
+        Of the ranks.
+    queue : TensorQueue
+        What goes by message.
+    executor : Executor
+        What is carried out.
+    lane : FastLane or None
+        What goes past both.
+    """
+
+    def __init__(
+        self, where: Whereabouts, queue: TensorQueue, executor: Executor, lane: FastLane | None
+    ) -> None:
+        self._where = where
+        self._queue = queue
+        self._executor = executor
+        self._lane = lane
+
+    def look(self) -> tuple[bool, Hashable]:
+        """Return whether something is in flight here, and what changes as things end."""
+        names, joins = self._queue.names()
+        on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
+        # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
+        waiting = bool(names or on_lane or self._executor.running)
+        waiting = waiting or (joins and self._where.states([0])[0].is_lost)
+        return waiting, (self._executor.ended, position)
+
+    def warn(self, passed: float) -> None:
+        """Say that a collective does not end; what has not been submitted is told by the hang report."""
+        standing = self._standing(passed)
+        if standing.under_way:
+            _log.warning("%s", describe_standing(standing, self._where.places))
+
+    def error(self, passed: float) -> HorovodInternalError:
+        """Return what a rank ends with where nothing has ended for so long (s)."""
+        return error_of_standing(self._standing(passed), self._where.places)
+
+    def _standing(self, passed: float) -> Standing:
+        names, _ = self._queue.names()
+        under_way = [entry.request.name for entry in self._executor.running if entry is not None]
+        on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
+        runs = bool(under_way or running)
+        shown = under_way or (on_lane if running else [*names, *on_lane])
+        others = [rank for rank in range(len(self._where.places)) if rank != self._where.rank]
+        return Standing(self._where.rank, shown, runs, self._where.states(others), passed)
+
+
+def make_watch(
+    config: Config, rank: int, onlooker: Onlooker, give_up: Callable[[float], None]
+) -> Watch | None:
+    """Return a rank's watch, if it needs one; ``give_up(passed)`` ends the rank."""
+    if config.stall_check_disable or not config.stall_check_time_seconds:
+        return None
+    warn = config.stall_check_time_seconds if rank == 0 else 0.0
+    end = give_up_after(config.stall_shutdown_time_seconds)
+    if not (warn or end):
+        return None
+    return Watch(rank, warn, end, onlooker.look, onlooker.warn, give_up)
