@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.base import Backend, Fabric
+from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import CorruptionError
 from pyhvd.fusion import response_bytes
@@ -331,3 +332,8 @@ def _count_not_finite(view: TensorView | None) -> tuple[int, int, int]:
 
 def _describe_counts(nans: int, infinities: int, first: int) -> str:
     return f"{nans} NaN, {infinities} infinite, the first in element {first}"
+
+
+def make_checker(config: Config) -> Checker | None:
+    """Return what PYHVD_CHECK asks for, if it asks for anything."""
+    return Checker(config.check) if config.check != "off" else None

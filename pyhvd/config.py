@@ -210,6 +210,11 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the knobs that the environment or the caller has set: autotuning leaves them alone."""
 
+    @property
+    def metrics_timed(self) -> bool:
+        """Whether metrics have times."""
+        return self.metrics_times or self.metrics_port is not None
+
     @classmethod
     def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
         """Return the fields that are knobs, in the order of the table."""

@@ -157,9 +157,16 @@ def take_aside(
 
 
 def make_reporter(
-    config: Config, where: Whereabouts, send: Send, coordinator: Coordinator, unannounced: bool, meter: Meter
-) -> HangReporter:
-    """Return rank 0's reporter; ``unannounced``: tensors may come to wait without a message."""
+    config: Config,
+    where: Whereabouts,
+    send: Send,
+    coordinator: Coordinator | None,
+    unannounced: bool,
+    meter: Meter,
+) -> HangReporter | None:
+    """Return the reporter, on rank 0; ``unannounced``: tensors may come to wait without a message."""
+    if coordinator is None:
+        return None
     inspector = StallInspector(
         0.0 if config.stall_check_disable else config.stall_check_time_seconds,
         config.stall_shutdown_time_seconds,

@@ -27,7 +27,7 @@ import msgspec
 from pyhvd._lane import Lane
 from pyhvd.arena import Arena
 from pyhvd.backends.base import Backend, Fabric, Pieces
-from pyhvd.checking import Checker
+from pyhvd.checking import make_checker
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.errors import (
@@ -143,22 +143,15 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
-        self.meter = Meter(
-            control.rank,
-            control.size,
-            config.metrics_times or config.metrics_port is not None,
-            lane,
-            self._coordinator.lateness if self._coordinator is not None else None,
-        )
+        lateness = self._coordinator.lateness if self._coordinator is not None else None
+        self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._lane = (
             FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)
             if lane is not None
             else None
         )
-        self._hangs = (
-            make_reporter(config, self._where, control.send, self._coordinator, lane is not None, self.meter)
-            if self._coordinator is not None
-            else None
+        self._hangs = make_reporter(
+            config, self._where, control.send, self._coordinator, lane is not None, self.meter
         )
         self._executor = Executor(
             control.rank,
@@ -170,7 +163,7 @@ class Runtime:
             self._where.places,
             self._lane,
             self._hooks,
-            Checker(config.check) if config.check != "off" else None,
+            make_checker(config),
         )
         self._recorder.members = self._worker.sets
         self._farewell = Farewell(control)
