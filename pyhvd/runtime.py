@@ -131,13 +131,10 @@ class Runtime:
         fittings: Fittings,
     ) -> None:
         self._control = control
-        lane, self._tuner, self._where = fittings.lane, fittings.tuner, fittings.where
-        self._hooks, self._recorder = fittings.hooks, fittings.recorder
-        self._surroundings = fittings.surroundings
+        lane = fittings.lane
+        self._fit(fittings)
         self._config = config
         self.tuning = tuning_of(config)
-        if self._tuner is not None and lane is not None:
-            lane.measure(self._tuner.meter)
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
@@ -182,6 +179,13 @@ class Runtime:
         self.ended: HorovodInternalError | None = None
         self.broken = False
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
+
+    def _fit(self, fittings: Fittings) -> None:
+        self._tuner, self._where = fittings.tuner, fittings.where
+        self._hooks, self._recorder = fittings.hooks, fittings.recorder
+        self._surroundings = fittings.surroundings
+        if fittings.tuner is not None and fittings.lane is not None:
+            fittings.lane.measure(fittings.tuner.meter)
 
     # -- for any thread ------------------------------------------------------------------------------
 
