@@ -1,7 +1,7 @@
 """The site: ``make docs`` builds it with Sphinx, from these pages and the docstrings, into build/docs.
 
-Links between the pages are relative Markdown links, so that they work on GitHub too. Those that lead out of docs/
-become links to the repository here. Warnings, such as one of a link that leads nowhere, are errors.
+Links between the pages are relative Markdown links, so that they work on GitHub too. Those that lead out of
+docs/ become links to the repository here. Warnings, such as one of a link that leads nowhere, are errors.
 """
 
 from __future__ import annotations
@@ -53,13 +53,37 @@ def link_to_repository(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def without_self(
-    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
-) -> tuple[str | None, str | None]:
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
     """Leave ``self`` out, which Cython writes into the signatures of its methods."""
-    return signature and re.sub(r"^\(self(, )?", "(", signature), returns
+    if signature is None or not signature.startswith("(self"):
+        return None
+    return re.sub(r"^\(self(, )?", "(", signature), returns
+
+
+def describe_knobs(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Append the table of knobs to the docstring of `Config`."""
+    if obj is not pyhvd.Config:
+        return
+    lines += ["Attributes", "----------"]
+    for knob in pyhvd.Config.knobs():
+        variable = f"PYHVD_{knob.metadata['suffix']}"
+        lines += [
+            f"{knob.name} : {knob.type}",
+            f"    {knob.metadata['doc']} (``{variable}``; ``{knob.default!r}``)",
+        ]
+    lines.append("")
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    before_numpydoc = 400
     app.connect("source-read", link_to_repository)
-    app.connect("autodoc-process-signature", without_self)
+    app.connect("autodoc-process-signature", without_self, before_numpydoc)
+    app.connect("autodoc-process-docstring", describe_knobs, before_numpydoc)
