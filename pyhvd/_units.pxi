@@ -52,7 +52,7 @@ cdef class Handle:
         TimeoutError
             It did not end within ``timeout`` seconds; it goes on.
         HorovodInternalError
-            The collective failed; see :mod:`pyhvd.errors` for the kinds.
+            The collective failed; its subclass says how.
         """
         if not self.ended and not self._look() and not self.wait(timeout):
             raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")

@@ -76,7 +76,7 @@ def allreduce(
     op : ReduceOp
         Average (default), Sum, Adasum, Min, Max or Product. Average divides a Sum by the size of the set;
         on integers it is rounded toward zero. Adasum sums floats that point in different directions and
-        averages parallel ones, tensor by tensor (:mod:`pyhvd.backends.adasum` has formula and source).
+        averages parallel ones, tensor by tensor (``pyhvd.backends.adasum`` has formula and source).
     prescale_factor, postscale_factor : float
         Factors before and after the reduction.
     process_set : ProcessSet

@@ -54,7 +54,11 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The compressions that pyhvd brings."""
+    """The compressions that pyhvd brings.
+
+    ``Compression.none``, the default, sends tensors as they are; ``Compression.fp16`` sends floating tensors
+    as float16, where values beyond 65,504 become infinite, and others as they are.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

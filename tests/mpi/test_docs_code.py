@@ -1,13 +1,15 @@
 """The code shown in README.md and docs/ works: Python blocks run on two ranks, commands name what exists.
 
 A fenced block marked ``python`` is run as a script; ``python no-run`` is only compiled. In ``bash``,
-``console`` and ``sh`` blocks the commands of this project are looked up, not run.
+``console`` and ``sh`` blocks the commands of this project are looked up, not run; so are command lines that
+are merely indented. What a job is launched with must be what the launcher understands.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.__main__ import COMMANDS as SUBCOMMANDS
+from pyhvd.run import cli
 from tests.mpi.harness import run_mpi
 from tests.mpi.launch import ROOT, mpiexec_path
 
@@ -34,9 +38,18 @@ class Block:
         return f"{self.path.relative_to(ROOT)}:{self.line}"
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+COMMAND = re.compile(
+    r"^(?: {4}|\$ |)(?:"
+    r"pyhvdrun (?P<launched>.+)|mpiexec .*python -m pyhvd\.run (?P<under_mpiexec>.+)"
+    r"|(?:mpiexec .*)?python -m pyhvd (?P<tool>\w+).*)$",
+    re.MULTILINE,
+)
+
+
 def _blocks() -> list[Block]:
     blocks = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]:
+    for path in PAGES:
         text = path.read_text() if path.exists() else ""
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start("code")) + 1
@@ -67,7 +80,24 @@ def test_python_block(block: Block, tmp_path: Path) -> None:
 def test_commands_exist(block: Block) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    prompt = r"\$ " if block.tags[0] == "console" else ""  # without it, a line of a console is output
     for module in re.findall(r"python3? -m (pyhvd[\w.]*)", block.code):
         assert importlib.util.find_spec(module), module
-    assert set(re.findall(r"^(?:\$ )?(pyhvd\w*)", block.code, re.MULTILINE)) <= set(scripts)
-    assert set(re.findall(r"^(?:\$ )?make ([a-z0-9-]+)", block.code, re.MULTILINE)) <= targets
+    assert set(re.findall(rf"^{prompt}(pyhvd\w*)", block.code, re.MULTILINE)) <= set(scripts)
+    assert set(re.findall(rf"^{prompt}make ([a-z0-9-]+)", block.code, re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_command_lines_are_understood(page: Path) -> None:
+    for match in COMMAND.finditer(page.read_text()):
+        if match["tool"]:
+            assert match["tool"] in SUBCOMMANDS
+        else:
+            arguments = shlex.split(match["launched"] or match["under_mpiexec"], comments=True)
+            cli.parse(arguments, under_mpiexec=match["launched"] is None)
+
+
+def test_command_lines_are_found() -> None:
+    found = [match for page in PAGES for match in COMMAND.finditer(page.read_text())]
+    for kind in ("launched", "under_mpiexec", "tool"):
+        assert sum(match[kind] is not None for match in found) > 1, kind

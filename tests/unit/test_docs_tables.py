@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pyhvd
-from pyhvd import config, errors
+from pyhvd import config, errors, testing
 from pyhvd.config import SHARED, Config
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+REFERENCE = (ROOT / "docs" / "api.md").read_text()
 FROM_HOROVOD = (ROOT / "docs" / "from_horovod.md").read_text()
 
 
@@ -63,3 +64,13 @@ def test_names_said_to_exist_do() -> None:
     parameters = {"prescale_factor", "postscale_factor"}
     missing = [n for n in names if n.split(".")[0] not in pyhvd.__all__ and n not in parameters]
     assert missing == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The other way round, a name that does not exist, is an error of the site's build."""
+    listed: dict[str, list[str]] = {}
+    for module, block in re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", REFERENCE, re.M | re.S):
+        names = re.findall(r"^\.\. (?:auto\w+|data):: (\w+)", block, re.M)
+        listed.setdefault(module, []).extend(names)
+    for module in (pyhvd, testing):
+        assert sorted(listed[module.__name__]) == sorted(module.__all__)
