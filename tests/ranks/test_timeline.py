@@ -98,6 +98,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         hvd.broadcast(data, 0, name="sent")
         hvd.alltoall(data, name="swapped")
         hvd.reducescatter(data, name="scattered")
+        hvd.allreduce(data, name="adaptive", op=hvd.Adasum)
         hvd.grouped_allreduce([data, data], name="both")
         with pytest.raises(hvd.MismatchError):
             hvd.allreduce(np.ones(1 + hvd.rank()), name="unequal")
@@ -111,6 +112,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         "broadcast.sent": {"SHM_BCAST"},
         "alltoall.swapped": {"SHM_ALLTOALL"},
         "reducescatter.scattered": {"SHM_REDUCESCATTER"},
+        "adasum.adaptive": {"SHM_ADASUM"},
         "allreduce.both_2of2": {"SHM_ALLREDUCE"},
         "allreduce.unequal": set(),
         "join (unnamed)": set(),
