@@ -43,7 +43,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError
 from pyhvd.instruments import Instrument, Instruments, read_clock
-from pyhvd.messages import Request, Response, TimelineOrder
+from pyhvd.messages import Request, RequestType, Response, TimelineOrder
 from pyhvd.queue import TensorEntry
 from pyhvd.tracing.clocks import Reading, measure
 from pyhvd.tracing.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
@@ -141,8 +141,8 @@ class Timeline(Instrument):
         """See :class:`Instrument`."""
         listed = [(each, r.error.message if r.error is not None else "") for each, r in _tensors_of(todo)]
         self._note(self._rows.listed, number, listed)
-        if any(response.slot >= 0 for response in todo):
-            self._collect()  # cache slots are about to mean something else
+        if any(r.slot >= 0 or r.request.type == RequestType.REMOVE_PROCESS_SET for r in todo):
+            self._collect()  # cache slots are about to mean something else, or nothing
 
     def batch_started(self, batch: Sequence[Response]) -> None:
         """See :class:`Instrument`."""

@@ -155,6 +155,22 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
         assert {phase.rank for phase in trace.phases} <= {-1, *range(3)} - {trace.rank}
 
 
+def test_what_a_set_did_is_there_when_the_set_is_gone(tmp_path: Path) -> None:
+    def come_and_go() -> None:
+        hvd.start_timeline(tmp_path / "t.json")
+        for turn in range(2):  # the second set gets the first one's id
+            pair = hvd.add_process_set([0, 1])
+            for _ in range(5 if hvd.rank() < 2 else 0):
+                hvd.allreduce(np.ones(4), name=f"x{turn}", process_set=pair)
+            hvd.remove_process_set(pair)
+        hvd.stop_timeline()
+
+    run_ranks(3, come_and_go, knobs={**DYNAMIC, "dynamic_process_sets": True})
+    for trace in load([str(tmp_path)]):
+        names = [turn.key[2] for turn in trace.turns]
+        assert {names.count("x0"), names.count("x1")} == {5 if trace.rank < 2 else 0}
+
+
 def test_from_the_start_to_the_end(tmp_path: Path) -> None:
     run_ranks(2, _steps, 3, knobs={"timeline": f"{tmp_path}/new/", "timeline_mark_cycles": True})
     traces = load([str(tmp_path / "new")])
