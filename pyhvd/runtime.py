@@ -185,7 +185,7 @@ class Runtime:
         self._hooks, self._recorder = fittings.hooks, fittings.recorder
         self._surroundings = fittings.surroundings
         if fittings.tuner is not None and fittings.lane is not None:
-            fittings.lane.measure(fittings.tuner.meter)
+            fittings.lane.measure(fittings.tuner.sampler)
 
     # -- for any thread ------------------------------------------------------------------------------
 
