@@ -426,7 +426,7 @@ class Recorder:
                 self._last_stops.append(future)
 
     def abandon(self, error: HorovodInternalError) -> None:
-        """The runtime's thread is caught in a collective: do as :meth:`close` does; nobody waits for the file."""
+        """The runtime's thread is caught in a collective: as :meth:`close`, and nobody waits for a file."""
         self.close(error)
         for future in (self._over, *self._last_stops):
             with contextlib.suppress(InvalidStateError):  # finish() was first

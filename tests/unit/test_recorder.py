@@ -42,7 +42,8 @@ def test_an_order_that_breaks_the_runtime_is_answered(
     recorder: Recorder, lonely: Lonely, tmp_path: Path
 ) -> None:
     begins = recorder.ask(TimelineOrder(str(tmp_path / "t.json"), False, new_job()))
-    assert (order := recorder.next_order()) is not None
+    order = recorder.next_order()
+    assert order is not None
     lonely.broken = True
     with pytest.raises(TransportError):
         recorder.follow(order, cast(Fabric, lonely))
@@ -52,11 +53,10 @@ def test_an_order_that_breaks_the_runtime_is_answered(
         begins.result(timeout=0)
 
 
-def test_nobody_waits_for_a_thread_that_is_caught(
-    recorder: Recorder, lonely: Lonely, tmp_path: Path
-) -> None:
+def test_nobody_waits_for_a_thread_that_is_caught(recorder: Recorder, lonely: Lonely, tmp_path: Path) -> None:
     recorder.ask(TimelineOrder(str(tmp_path / "t.json"), False, new_job()))
-    assert (order := recorder.next_order()) is not None
+    order = recorder.next_order()
+    assert order is not None
     recorder.follow(order, cast(Fabric, lonely))
     begins = recorder.ask(TimelineOrder(str(tmp_path / "u.json"), False, new_job()))
     ends = recorder.ask(TimelineOrder())
