@@ -9,7 +9,7 @@ cdef class BoardEnd:
     """One rank's end of the board, and what of its engine concerns no tensor."""
 
     cdef pyhvd_lane c
-    cdef Meter meter
+    cdef Sampler sampler
     cdef object memory
     cdef Trace trace
 
@@ -117,10 +117,10 @@ cdef class BoardEnd:
         self.c.threshold = threshold
         self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
 
-    def measure(self, Meter meter):
-        """Let a meter count what the engine carries out. Before anything is submitted."""
-        self.meter = meter
-        self.c.meter = &meter.c
+    def measure(self, Sampler sampler):
+        """Let a sampler count what the engine carries out. Before anything is submitted."""
+        self.sampler = sampler
+        self.c.sampler = &sampler.c
 
     def call(self, int rank, uint32_t reasons=PYHVD_CALL_WORK):
         """Let a rank's background thread come to Python. From any thread."""

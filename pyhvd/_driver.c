@@ -107,19 +107,19 @@ static void load_batch(pyhvd_lane *lane) {
     __atomic_store_n(&lane->running, 1, __ATOMIC_RELAXED); /* others look at it */
 }
 
-/* Tell the meter of the batch that has just been carried out. */
+/* Tell the sampler of the batch that has just been carried out. */
 static void measure(pyhvd_lane *lane) {
-    pyhvd_meter *meter = lane->meter;
+    pyhvd_sampler *sampler = lane->sampler;
     uint32_t most = 0;
-    if (!meter || !pyhvd_meter_counts(meter)) return;
+    if (!sampler || !pyhvd_sampler_counts(sampler)) return;
     for (uint32_t k = 0; k < lane->members; k++) {
         pyhvd_record *record = &lane->sets[lane->set].records[lane->pending[lane->at + k]];
-        if (record->sample != meter->sample) record->seen = 0;
-        record->sample = meter->sample;
+        if (record->sample != sampler->sample) record->seen = 0;
+        record->sample = sampler->sample;
         if (++record->seen > most) most = record->seen;
     }
     uint64_t bytes = (uint64_t)lane->starts[lane->members] * pyhvd_itemsize(lane->job.dtype);
-    if (pyhvd_meter_count(meter, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
+    if (pyhvd_sampler_count(sampler, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
 }
 
 /* The batch has been carried out. */

@@ -21,7 +21,7 @@
 #include <pthread.h>
 
 #include "_board.h"
-#include "_meter.h"
+#include "_sampler.h"
 #include "_tally.h"
 
 enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
@@ -53,7 +53,7 @@ typedef struct {
     double prescale, postscale;
     int dtype, op;
     int direct; /* whether every rank's array lies in its arena, as long as this is what the slot means */
-    uint32_t sample, seen; /* how often it came in which of the meter's samples; the driver's */
+    uint32_t sample, seen; /* how often it came in which of the sampler's samples; the driver's */
 } pyhvd_record;
 
 typedef struct {
@@ -67,7 +67,7 @@ typedef struct {
     size_t threshold; /* changed by who has entered; so are the windows' chunks */
     int groups_alone;
     int64_t cycle; /* ns; the background thread's */
-    pyhvd_meter *meter; /* NULL: nothing is measured */
+    pyhvd_sampler *sampler; /* NULL: nothing is measured */
     pthread_mutex_t mutex;
     pyhvd_unit **held, **refused;
     uint32_t capacity, refusals;

@@ -12,16 +12,16 @@ cdef extern from "pthread.h" nogil:
     int pthread_mutex_unlock(pthread_mutex_t* mutex)
 
 
-cdef extern from "_meter.h" nogil:
-    ctypedef struct pyhvd_meter:
+cdef extern from "_sampler.h" nogil:
+    ctypedef struct pyhvd_sampler:
         uint64_t bytes
         int64_t began
         int64_t ended
 
-    bint pyhvd_meter_counts(const pyhvd_meter* m)
-    void pyhvd_meter_start(pyhvd_meter* m, uint32_t steps, uint64_t limit, int64_t least)
-    bint pyhvd_meter_count(pyhvd_meter* m, uint64_t bytes, uint32_t seen)
-    bint pyhvd_meter_has_ended(const pyhvd_meter* m)
+    bint pyhvd_sampler_counts(const pyhvd_sampler* m)
+    void pyhvd_sampler_start(pyhvd_sampler* m, uint32_t steps, uint64_t limit, int64_t least)
+    bint pyhvd_sampler_count(pyhvd_sampler* m, uint64_t bytes, uint32_t seen)
+    bint pyhvd_sampler_has_ended(const pyhvd_sampler* m)
 
 
 cdef extern from "_driver.h" nogil:
@@ -94,7 +94,7 @@ cdef extern from "_driver.h" nogil:
         size_t threshold
         int groups_alone
         int64_t cycle
-        pyhvd_meter* meter
+        pyhvd_sampler* sampler
         pthread_mutex_t mutex
         pyhvd_unit** refused
         uint32_t refusals

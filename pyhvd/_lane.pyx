@@ -59,7 +59,7 @@ def board_bytes(int size, uint32_t slots):
     return pyhvd_board_bytes(size, slots)
 
 
-include "_meter.pxi"
+include "_sampler.pxi"
 
 
 include "_board.pxi"

@@ -147,7 +147,8 @@ class Context:
         # What is agreed on the board passes by the checks, so while they are on, nothing is.
         checked = config.check != "off"
         self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
-        self.arena = NoArena("there is no fast lane") if self.lane is None else world.open_arena(world.fabric)
+        without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
+        self.arena = NoArena(without) if self.lane is None else world.open_arena(world.fabric)
         if self.lane is not None:
             self.lane.record_in(recorder.trace)
         recorder.lane, recorder.members = self.lane, self.process_sets

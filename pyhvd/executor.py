@@ -217,15 +217,17 @@ class Executor:
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
         request = batch[0].request
+        backend = self._backends[batch[0].process_set]
         self._look_at_inputs(batch, entries)
-        self._backends[batch[0].process_set].adasum(
-            _sources(entries),
-            _targets(entries),
-            [math.prod(r.request.shape) for r in batch],
-            BY_CODE[request.dtype],
-            request.prescale,
-            request.postscale,
-        )
+        with self._hooks.phase(f"{backend.carrier}_ADASUM"):
+            backend.adasum(
+                _sources(entries),
+                _targets(entries),
+                [math.prod(r.request.shape) for r in batch],
+                BY_CODE[request.dtype],
+                request.prescale,
+                request.postscale,
+            )
         self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:

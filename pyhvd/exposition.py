@@ -237,6 +237,7 @@ class Endpoint:
             ) from exc
         self._registry = CollectorRegistry(auto_describe=False)
         self._path: Path | None = None
+        self._pid = os.getpid()
         wanted = port + local_rank if port else 0
         if wanted >= 1 << 16:
             raise ConfigError(f"PYHVD_METRICS_PORT={port}: with local rank {local_rank} that is past 65535")
@@ -263,7 +264,12 @@ class Endpoint:
             _log.warning("python -m pyhvd top will not find rank %d by itself: %s", first.rank, exc)
 
     def close(self) -> None:
-        """Serve no longer; takes up to half a second, as the server looks for its end that often."""
+        """Serve no longer; takes up to half a second, as the server looks for its end that often.
+
+        In a fork of the process it does nothing: server and file are the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

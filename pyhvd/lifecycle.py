@@ -87,13 +87,15 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
     try:
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
         active = Context(world, config, prepared, refusal, log)
-    except ValueError as exc:
+    except BaseException as exc:
         slot.rank = None
         if log is not None:
             log.close()
-        world.fabric.close()
         if endpoint is not None:
             endpoint.close()
+        if not isinstance(exc, ValueError):  # what the other ranks do is not known
+            raise
+        world.fabric.close()
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import os
 import socket
-import sys
 
 import msgspec
 
@@ -53,11 +52,19 @@ class State(enum.Enum):
 
 def here() -> Place:
     """Return where this process is."""
-    node = ""
-    if sys.platform == "linux":
+    return Place(socket.gethostname(), os.getpid(), node_of("pid"))
+
+
+def node_of(namespace: str) -> str:
+    """Return what processes of one kernel and one namespace have in common; empty where /proc does not tell.
+
+    ``namespace`` is as in namespaces(7): ``"pid"``, ``"net"``, ...
+    """
+    try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            node = f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return Place(socket.gethostname(), os.getpid(), node)
+            return f"{file.read().strip()}/{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
+    except OSError:
+        return ""
 
 
 def state_of(place: Place, seen_from: Place) -> State:

@@ -1,4 +1,4 @@
-"""The background thread: gather, negotiate, plan, run, complete. The only thread that pyhvd owns.
+"""The background thread: gather, negotiate, plan, run, complete. A rank's watch may be a second thread.
 
 It is driven by events. With nothing to do it sleeps in the transport, and uses no CPU; it wakes when a
 thread submits or waits, or when a message arrives. What is submitted gathers for at most the cycle time,
@@ -185,7 +185,7 @@ class Runtime:
         self._hooks, self._recorder = fittings.hooks, fittings.recorder
         self._surroundings = fittings.surroundings
         if fittings.tuner is not None and fittings.lane is not None:
-            fittings.lane.measure(fittings.tuner.meter)
+            fittings.lane.measure(fittings.tuner.sampler)
 
     # -- for any thread ------------------------------------------------------------------------------
 
@@ -445,6 +445,7 @@ class Runtime:
         for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
             if entry is not None:
                 entry.done(None, error)
+        self._recorder.abandon(error)
         if self._lane is not None:
             self._lane.lane.forget(keep=True)
         self._over.set()

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError
 from pyhvd.instruments import Instrument, Instruments, read_clock
-from pyhvd.messages import Request, Response, TimelineOrder
+from pyhvd.messages import Request, RequestType, Response, TimelineOrder
 from pyhvd.queue import TensorEntry
 from pyhvd.tracing.clocks import Reading, measure
 from pyhvd.tracing.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
@@ -141,8 +141,8 @@ class Timeline(Instrument):
         """See :class:`Instrument`."""
         listed = [(each, r.error.message if r.error is not None else "") for each, r in _tensors_of(todo)]
         self._note(self._rows.listed, number, listed)
-        if any(response.slot >= 0 for response in todo):
-            self._collect()  # cache slots are about to mean something else
+        if any(r.slot >= 0 or r.request.type == RequestType.REMOVE_PROCESS_SET for r in todo):
+            self._collect()  # cache slots are about to mean something else, or nothing
 
     def batch_started(self, batch: Sequence[Response]) -> None:
         """See :class:`Instrument`."""
@@ -363,7 +363,6 @@ class Recorder:
 
     def follow(self, order: TimelineOrder, fabric: Fabric) -> None:
         """Do what rank 0 has asked for. Collective."""
-        _, waiting = self._under_way.popleft() if self._under_way else (order, None)
         error: TimelineError | None = None
         self.end(fabric)
         if order.path:
@@ -372,9 +371,13 @@ class Recorder:
                 self.begin(fabric)
             except TimelineError as exc:
                 error = exc
-        if waiting is not None and error is not None:
+        with self._lock:  # only now: if this raised, close() would have to tell who waits
+            if not self._under_way:
+                return
+            _, waiting = self._under_way.popleft()
+        if error is not None:
             waiting.set_exception(error)
-        elif waiting is not None:
+        else:
             waiting.set_result(None)
 
     def _discard(self) -> None:
@@ -415,12 +418,19 @@ class Recorder:
             self._closed = error
             left = [*self._under_way, *self._asked]
             self._asked.clear()
-        self._under_way.clear()
+            self._under_way.clear()
         for order, future in left:
             if order.path:
                 future.set_exception(error)
             else:
                 self._last_stops.append(future)
+
+    def abandon(self, error: HorovodInternalError) -> None:
+        """The runtime's thread is caught in a collective: as :meth:`close`, and nobody waits for a file."""
+        self.close(error)
+        for future in (self._over, *self._last_stops):
+            with contextlib.suppress(InvalidStateError):  # finish() was first
+                future.set_exception(error)
 
     def finish(self, fabric: Fabric | None) -> None:
         """Do as :meth:`end` does, for the last time."""
@@ -428,7 +438,7 @@ class Recorder:
             self.end(fabric)
         finally:
             for future in (self._over, *self._last_stops):
-                if not future.done():
+                with contextlib.suppress(InvalidStateError):  # abandon() was first
                     future.set_result(None)
 
 

@@ -1,6 +1,6 @@
 """Autotuning on rank 0: measures what the search asks for, and says when the ranks are to change knobs.
 
-Owns: the search, the meter, and the CSV file. Runs on the runtime's thread. The meter is fed by whoever
+Owns: the search, the sampler, and the CSV file. Runs on the runtime's thread. The sampler is fed by whoever
 carries batches out: the engine of the fast lane for itself, :meth:`Tuner.count` for all else.
 
 A *step* of the program lies between two batches in which the same tensor comes: there are no cycles to count.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from pyhvd._lane import Meter
+from pyhvd._lane import Sampler
 from pyhvd.autotune import Search
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
@@ -112,16 +112,16 @@ class Tuner:
         Chooses.
     steps : int
         Steps of a sample.
-    meter : Meter
+    sampler : Sampler
         Measures; the fast lane's engine is to be told of it.
     log : SampleLog or None
         Closed with the tuner.
     """
 
-    def __init__(self, search: Search, steps: int, meter: Meter, log: SampleLog | None) -> None:
+    def __init__(self, search: Search, steps: int, sampler: Sampler, log: SampleLog | None) -> None:
         self._search = search
         self._steps = steps
-        self.meter = meter
+        self.sampler = sampler
         self._log = log
         self._in_force = search.current
         self._measuring = False
@@ -135,18 +135,18 @@ class Tuner:
 
     def count(self, batch: Sequence[Response]) -> None:
         """A batch of responses has been carried out, not by the engine."""
-        if not self.meter.counts() or batch[0].error is not None:
+        if not self.sampler.counts() or batch[0].error is not None:
             return
         most = 0
         for response in batch:
             key = (response.process_set, response.request.name)
             self._seen[key] = times = self._seen.get(key, 0) + 1
             most = max(most, times)
-        self.meter.count(sum(map(response_bytes, batch)), most)
+        self.sampler.count(sum(map(response_bytes, batch)), most)
 
     def look(self) -> Tuning | None:
         """Return the knobs that every rank is to use from now on, if they are to change."""
-        if not self._measuring or (sample := self.meter.read()) is None:
+        if not self._measuring or (sample := self.sampler.read()) is None:
             return None
         self._measuring = False
         nbytes, seconds = sample[0], max(sample[1], 1e-9)
@@ -176,7 +176,7 @@ class Tuner:
         self._seen.clear()
         self._measuring = not self._search.done
         if self._measuring:
-            self.meter.start(self._steps, BATCHES_PER_STEP * self._steps, SHORTEST_SAMPLE)
+            self.sampler.start(self._steps, BATCHES_PER_STEP * self._steps, SHORTEST_SAMPLE)
 
     def _conclude(self) -> None:
         kept = self._search.current
@@ -212,7 +212,7 @@ def make_tuner(config: Config, size: int, windowed: bool, log: SampleLog | None)
     free = [knob for knob in Tuning.__struct_fields__ if knob not in config.given and knob != elsewhere]
     search = Search(tuning_of(config), free, config.autotune_warmup_samples)
     if size > 1 and not search.done:
-        return Tuner(search, config.autotune_steps_per_sample, Meter(), log)
+        return Tuner(search, config.autotune_steps_per_sample, Sampler(), log)
     _log.info("autotune: nothing to tune: %s", "one rank" if size == 1 else "every knob was given")
     if log is not None:
         log.close()

@@ -119,6 +119,8 @@ def test_a_callback_must_not_wait() -> None:
 
 
 def test_a_name_is_in_flight_once_whichever_way_it_went() -> None:
+    looked = threading.Event()  # until then the other rank submits nothing, so that nothing ends
+
     def body() -> None:
         _remember("a")
         group = [np.ones(2, np.float32), np.ones(3, np.float32)]
@@ -135,7 +137,9 @@ def test_a_name_is_in_flight_once_whichever_way_it_went() -> None:
                 hvd.grouped_allreduce_async(group, name="g")
             with pytest.raises(hvd.DuplicateNameError, match="'g_1of2'"):
                 hvd.allreduce_async(np.ones(2, np.float32), name="g_1of2")
+            looked.set()
         else:
+            assert looked.wait(30)
             first, pending = _start("a"), hvd.grouped_allreduce_async(group, name="g")
         assert first.result().tolist() == [2.0] * 4
         assert [each.tolist() for each in pending.result()] == [[1.0] * 2, [1.0] * 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import urllib.request
 from typing import Any
@@ -251,6 +252,19 @@ def test_a_port_that_cannot_be_had_fails_every_rank() -> None:
     assert failed.value.errors.keys() == {0, 1}
     assert isinstance(failed.value.errors[1], hvd.ConfigError)
     assert "PYHVD_METRICS_PORT=65535: with local rank 1" in str(failed.value.errors[1])
+
+
+def test_an_init_that_fails_gives_the_port_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no lane today")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        knobs = {"metrics_port": free.getsockname()[1]}
+    with monkeypatch.context() as broken:
+        broken.setattr("pyhvd.context.open_lane", fail)
+        with pytest.raises(RanksFailed, match="no lane today"):
+            run_ranks(1, hvd.rank, knobs=knobs)
+    assert run_ranks(1, hvd.rank, knobs=knobs) == [0]
 
 
 def test_before_init_there_is_nothing() -> None:

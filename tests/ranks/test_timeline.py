@@ -98,6 +98,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         hvd.broadcast(data, 0, name="sent")
         hvd.alltoall(data, name="swapped")
         hvd.reducescatter(data, name="scattered")
+        hvd.allreduce(data, name="adaptive", op=hvd.Adasum)
         hvd.grouped_allreduce([data, data], name="both")
         with pytest.raises(hvd.MismatchError):
             hvd.allreduce(np.ones(1 + hvd.rank()), name="unequal")
@@ -111,6 +112,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         "broadcast.sent": {"SHM_BCAST"},
         "alltoall.swapped": {"SHM_ALLTOALL"},
         "reducescatter.scattered": {"SHM_REDUCESCATTER"},
+        "adasum.adaptive": {"SHM_ADASUM"},
         "allreduce.both_2of2": {"SHM_ALLREDUCE"},
         "allreduce.unequal": set(),
         "join (unnamed)": set(),
@@ -151,6 +153,22 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
         assert sets.count(0) == 4
         assert len(sets) == (8 if trace.rank else 4)
         assert {phase.rank for phase in trace.phases} <= {-1, *range(3)} - {trace.rank}
+
+
+def test_what_a_set_did_is_there_when_the_set_is_gone(tmp_path: Path) -> None:
+    def come_and_go() -> None:
+        hvd.start_timeline(tmp_path / "t.json")
+        for turn in range(2):  # the second set gets the first one's id
+            pair = hvd.add_process_set([0, 1])
+            for _ in range(5 if hvd.rank() < 2 else 0):
+                hvd.allreduce(np.ones(4), name=f"x{turn}", process_set=pair)
+            hvd.remove_process_set(pair)
+        hvd.stop_timeline()
+
+    run_ranks(3, come_and_go, knobs={**DYNAMIC, "dynamic_process_sets": True})
+    for trace in load([str(tmp_path)]):
+        names = [turn.key[2] for turn in trace.turns]
+        assert {names.count("x0"), names.count("x1")} == {5 if trace.rank < 2 else 0}
 
 
 def test_from_the_start_to_the_end(tmp_path: Path) -> None:

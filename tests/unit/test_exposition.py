@@ -112,6 +112,16 @@ def test_after_the_end_port_and_file_are_given_up(meter: Meter) -> None:
     second.close()
 
 
+def test_a_fork_leaves_the_endpoint_to_its_parent(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        endpoint.close()
+    assert [file.job for file in rankfiles.read_files()] == ["job-1"]
+    assert "pyhvd_info" in scrape(endpoint)
+
+
 def test_the_port_is_the_base_and_the_local_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

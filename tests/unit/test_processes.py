@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyhvd.processes import Place, State, here, state_of
+from pyhvd.processes import Place, State, here, node_of, state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 
@@ -49,6 +49,15 @@ def test_this_process_is_here() -> None:
     assert here().pid == os.getpid()
     assert here() == here()
     assert str(Place("h", 7)) == "host h (pid 7)"
+
+
+def test_without_proc_nothing_is_said_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as hidden:
+        hidden.setattr("os.stat", fail)
+        assert node_of("pid") == ""
 
 
 def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes]) -> None:

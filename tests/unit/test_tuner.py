@@ -1,4 +1,4 @@
-"""Rank 0's part of autotuning: the meter, the samples, the changes, the CSV file."""
+"""Rank 0's part of autotuning: the sampler, the samples, the changes, the CSV file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyhvd import tuner as tuner_module
-from pyhvd._lane import Meter
+from pyhvd._lane import Sampler
 from pyhvd.autotune import LADDERS, Search, most_samples
 from pyhvd.config import Config
 from pyhvd.dtypes import Code
@@ -36,48 +36,48 @@ def step(tuner: Tuner, batches: Sequence[list[Response]]) -> None:
 
 
 def test_a_sample_is_so_many_whole_steps() -> None:
-    meter = Meter()
-    assert meter.read() is None
-    meter.start(3, 1000, 0.0)
+    sampler = Sampler()
+    assert sampler.read() is None
+    sampler.start(3, 1000, 0.0)
     for turn in range(1, 5):
-        assert meter.read() is None
-        meter.count(100, turn)  # "a"
+        assert sampler.read() is None
+        sampler.count(100, turn)  # "a"
         if turn < 4:
-            meter.count(7, turn)  # "b"
-    read = meter.read()
+            sampler.count(7, turn)  # "b"
+    read = sampler.read()
     assert read is not None
     assert read[0] == 3 * 107, "from behind the first 'a' to behind the fourth"
     assert read[1] >= 0
-    assert not meter.counts()
-    meter.count(5, 9)
-    assert meter.read() == read, "an ended sample is left alone"
+    assert not sampler.counts()
+    sampler.count(5, 9)
+    assert sampler.read() == read, "an ended sample is left alone"
 
 
 def test_a_sample_lasts_as_long_as_it_must_and_ends_with_a_step() -> None:
-    meter = Meter()
-    meter.start(1, 1000, 3600.0)
+    sampler = Sampler()
+    sampler.start(1, 1000, 3600.0)
     for turn in range(1, 50):
-        meter.count(100, turn)
-        meter.count(7, turn)
-    assert meter.counts()
-    meter.start(1, 1000, 0.0)
-    meter.count(7, 1)
-    meter.count(100, 1)
-    assert meter.counts()
-    meter.count(7, 2)
-    read = meter.read()
+        sampler.count(100, turn)
+        sampler.count(7, turn)
+    assert sampler.counts()
+    sampler.start(1, 1000, 0.0)
+    sampler.count(7, 1)
+    sampler.count(100, 1)
+    assert sampler.counts()
+    sampler.count(7, 2)
+    read = sampler.read()
     assert read is not None
     assert read[0] == 107
 
 
 def test_where_nothing_comes_again_batches_are_counted() -> None:
-    meter = Meter()
-    meter.start(2, 10, 3600.0)
+    sampler = Sampler()
+    sampler.start(2, 10, 3600.0)
     for _ in range(10):
-        meter.count(1, 1)
-        assert meter.counts()
-    meter.count(1, 1)
-    assert meter.read() is not None
+        sampler.count(1, 1)
+        assert sampler.counts()
+    sampler.count(1, 1)
+    assert sampler.read() is not None
 
 
 def test_what_the_slow_lane_carries_out_is_counted_by_name() -> None:
@@ -91,9 +91,9 @@ def test_what_the_slow_lane_carries_out_is_counted_by_name() -> None:
     failed = Request(RequestType.ALLREDUCE, "a", Code.FLOAT32, (100,))
     for _ in range(3):
         tuner.count([Response(failed, error=ErrorInfo(ErrorKind.MISMATCH, "shapes differ"))])
-    assert tuner.meter.counts()
+    assert tuner.sampler.counts()
     tuner.count(batch_of("b", "a"))
-    read = tuner.meter.read()
+    read = tuner.sampler.read()
     assert read is not None
     assert read[0] == 400 * 5, "float32: one 'c' and two 'a' and 'b'"
     tuner.close()
@@ -110,14 +110,14 @@ def test_a_change_is_in_force_before_anything_is_measured_with_it() -> None:
         if change is not None:
             changes += 1
             assert tuner.look() is None
-            assert not tuner.meter.counts()
+            assert not tuner.sampler.counts()
             tuner.applied()
         if tuner.done:
             break
     assert tuner.done
     assert changes > 4
     assert tuner.look() is None
-    assert not tuner.meter.counts(), "nothing is measured any more"
+    assert not tuner.sampler.counts(), "nothing is measured any more"
     tuner.close()
 
 
@@ -193,5 +193,5 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def test_the_end_of_the_job_is_no_end_of_the_search(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pyhvd")
-    Tuner(Search(DEFAULTS, ("chunk_size",)), 10, Meter(), None).close()
+    Tuner(Search(DEFAULTS, ("chunk_size",)), 10, Sampler(), None).close()
     assert "ended before the search did" in caplog.text

@@ -8,12 +8,12 @@
  * time: the one that drives the engine, or the runtime's where there is no engine); otherwise to whoever starts
  * samples. `state` is stored (release) after the rest, and loaded (acquire) before it.
  */
-#ifndef PYHVD_METER_H
-#define PYHVD_METER_H
+#ifndef PYHVD_SAMPLER_H
+#define PYHVD_SAMPLER_H
 
 #include "_waiting.h"
 
-enum { PYHVD_METER_RESTS, PYHVD_METER_COUNTING, PYHVD_METER_ENDED };
+enum { PYHVD_SAMPLER_RESTS, PYHVD_SAMPLER_COUNTING, PYHVD_SAMPLER_ENDED };
 
 typedef struct {
     _Atomic uint32_t state;
@@ -21,25 +21,25 @@ typedef struct {
     uint32_t steps, most; /* most: how often the most frequent tensor has come */
     uint64_t limit, batches, bytes;
     int64_t least, began, ended; /* ns */
-} pyhvd_meter;
+} pyhvd_sampler;
 
-static inline int pyhvd_meter_counts(const pyhvd_meter *m) {
-    return atomic_load_explicit(&m->state, memory_order_acquire) == PYHVD_METER_COUNTING;
+static inline int pyhvd_sampler_counts(const pyhvd_sampler *m) {
+    return atomic_load_explicit(&m->state, memory_order_acquire) == PYHVD_SAMPLER_COUNTING;
 }
 
-static inline void pyhvd_meter_start(pyhvd_meter *m, uint32_t steps, uint64_t limit, int64_t least) {
+static inline void pyhvd_sampler_start(pyhvd_sampler *m, uint32_t steps, uint64_t limit, int64_t least) {
     m->sample++;
     m->steps = steps;
     m->limit = limit;
     m->least = least;
     m->most = 0;
     m->batches = m->bytes = 0;
-    atomic_store_explicit(&m->state, PYHVD_METER_COUNTING, memory_order_release);
+    atomic_store_explicit(&m->state, PYHVD_SAMPLER_COUNTING, memory_order_release);
 }
 
-/* Count a batch while the meter counts; `seen` is how often its most frequent tensor has come in this sample, with
+/* Count a batch while the sampler counts; `seen` is how often its most frequent tensor has come in this sample, with
  * this time. Returns whether the sample has ended. */
-static inline int pyhvd_meter_count(pyhvd_meter *m, uint64_t bytes, uint32_t seen) {
+static inline int pyhvd_sampler_count(pyhvd_sampler *m, uint64_t bytes, uint32_t seen) {
     int next = seen > m->most;
     if (next) m->most = seen;
     if (!m->batches++) {
@@ -51,12 +51,12 @@ static inline int pyhvd_meter_count(pyhvd_meter *m, uint64_t bytes, uint32_t see
     if (!whole && m->batches <= m->limit) return 0;
     m->ended = pyhvd_now();
     if (whole && m->ended - m->began < m->least) return 0;
-    atomic_store_explicit(&m->state, PYHVD_METER_ENDED, memory_order_release);
+    atomic_store_explicit(&m->state, PYHVD_SAMPLER_ENDED, memory_order_release);
     return 1;
 }
 
-static inline int pyhvd_meter_has_ended(const pyhvd_meter *m) {
-    return atomic_load_explicit(&m->state, memory_order_acquire) == PYHVD_METER_ENDED;
+static inline int pyhvd_sampler_has_ended(const pyhvd_sampler *m) {
+    return atomic_load_explicit(&m->state, memory_order_acquire) == PYHVD_SAMPLER_ENDED;
 }
 
 #endif
