@@ -5,10 +5,11 @@ Owns: :class:`Place`, which ranks tell each other as they start, and reading ``/
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import socket
-import sys
+from pathlib import Path
 
 import msgspec
 
@@ -54,9 +55,9 @@ class State(enum.Enum):
 def here() -> Place:
     """Return where this process is."""
     node = ""
-    if sys.platform == "linux":
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            node = f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        node = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     return Place(socket.gethostname(), os.getpid(), node)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,15 @@ def test_this_process_is_here() -> None:
     assert here().pid == os.getpid()
     assert here() == here()
     assert str(Place("h", 7)) == "host h (pid 7)"
+
+
+def test_a_host_that_shows_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert here().node == ""
+    assert state_of(here(), here()) is State.UNKNOWN
 
 
 def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes]) -> None:
