@@ -72,6 +72,12 @@ class Onlooker:
         return Standing(self._where.rank, shown, runs, self._where.states(others), passed)
 
 
+def give_up_time(config: Config) -> float:
+    """Return when (s) a rank gives up by itself; 0 for never."""
+    off = config.stall_check_disable or not config.stall_check_time_seconds
+    return 0.0 if off else give_up_after(config.stall_shutdown_time_seconds)
+
+
 def make_watch(
     config: Config, rank: int, onlooker: Onlooker, give_up: Callable[[float], None]
 ) -> Watch | None:
@@ -79,7 +85,7 @@ def make_watch(
     if config.stall_check_disable or not config.stall_check_time_seconds:
         return None
     warn = config.stall_check_time_seconds if rank == 0 else 0.0
-    end = give_up_after(config.stall_shutdown_time_seconds)
+    end = give_up_time(config)
     if not (warn or end):
         return None
     return Watch(rank, warn, end, onlooker.look, onlooker.warn, give_up)

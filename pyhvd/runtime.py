@@ -58,12 +58,11 @@ from pyhvd.messages import (
     is_aside,
 )
 from pyhvd.meter import Meter
-from pyhvd.onlooker import Onlooker, make_watch
+from pyhvd.onlooker import Onlooker, give_up_time, make_watch
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import ANSWER_SECONDS
 from pyhvd.timeline import Recorder
 from pyhvd.tuner import Tuner, tuning_of
-from pyhvd.watch import give_up_after
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -234,12 +233,14 @@ class Runtime:
         """Wait until the background thread has ended, or can no longer be waited for."""
         if self._thread is threading.current_thread():
             return
-        limit = give_up_after(self._config.stall_shutdown_time_seconds)
+        limit = give_up_time(self._config)
         if not self._over.wait(limit or None):
             _log.error("shutting down: some rank has not come to its end within %.0f s", limit)
             self.broken = True
         elif not self._abandoned:
             self._thread.join()
+            if self._watch is not None:
+                self._watch.join()
 
     # -- the thread ----------------------------------------------------------------------------------
 
