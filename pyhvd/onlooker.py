@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from pyhvd.config import Config
 from pyhvd.errors import HorovodInternalError
 from pyhvd.executor import Executor
-from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
 from pyhvd.hangs import Whereabouts
 from pyhvd.lane import FastLane
 from pyhvd.queue import TensorQueue
@@ -61,6 +61,10 @@ class Onlooker:
     def error(self, passed: float) -> HorovodInternalError:
         """Return what a rank ends with where nothing has ended for so long (s)."""
         return error_of_standing(self._standing(passed), self._where.places)
+
+    def late_end(self, passed: float) -> str:
+        """Return what is said where a shutdown does not come to its end for so long (s)."""
+        return describe_late_end(self._standing(passed), self._where.places)
 
     def _standing(self, passed: float) -> Standing:
         names, _ = self._queue.names()

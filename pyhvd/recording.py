@@ -40,8 +40,8 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ValueError(f"start_timeline takes a path, not {path!r}")
-    if sendable(text) != text:
-        raise TimelineError(f"start_timeline cannot tell the other ranks {path!r}: it is no text")
+    if "\0" in text or sendable(text) != text:
+        raise TimelineError(f"start_timeline takes a path that is text, not {path!r}")
     _order(TimelineOrder(text, bool(mark_cycles), new_job()), "start_timeline")
 
 

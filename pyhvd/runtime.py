@@ -235,7 +235,7 @@ class Runtime:
             return
         limit = give_up_time(self._config)
         if not self._over.wait(limit or None):
-            _log.error("shutting down: some rank has not come to its end within %.0f s", limit)
+            _log.error("%s", self._onlooker.late_end(limit))
             self.broken = True
         elif not self._abandoned:
             self._thread.join()
@@ -282,7 +282,7 @@ class Runtime:
         for source, payload in self._control.receive():
             active = True
             if not payload:
-                self._farewell.hear()
+                self._farewell.hear(source)
             elif is_aside(payload):
                 take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyhvd.config import Config
-from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
 from pyhvd.onlooker import give_up_time
 from pyhvd.processes import Place, State
 from pyhvd.watch import Standstill, Watch, give_up_after
@@ -109,6 +109,15 @@ def test_where_nobody_is_stopped_all_are_shown() -> None:
         "rank 1 on host node (pid 101): its process computes",
         "rank 2 on host node (pid 102): its process sleeps",
     ]
+
+
+def test_a_shutdown_that_does_not_end() -> None:
+    standing = Standing(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
+    assert describe_late_end(standing, PLACES) == (
+        "shutting down: not all ranks have come to their end within 6 s\n"
+        "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
+        " go on"
+    )
 
 
 def test_rank_0_should_have_said_why() -> None:
