@@ -203,19 +203,27 @@ class HorovodVersionMismatchError(ImportError):
         self.installed_version = installed_version
 
 
+def sendable(text: str) -> str:
+    """Return a text with what UTF-8 does not have, as in a file's name that is no text, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+MAX_TEXT = 6000
+"""Characters of an exception's text, or of its traceback, that travel."""
+
+
 def describe_exception(exc: BaseException) -> str:
-    """Return an exception's kind and text in one line."""
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
-
-
-MAX_TRACEBACK = 6000
-"""Characters of a traceback that travel."""
+    """Return an exception's kind and text, cut in the middle if they are long."""
+    return _to_send(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
 
 
 def describe_traceback(exc: BaseException) -> str:
     """Return an exception's traceback as Python shows it, cut in the middle if it is long."""
-    text = "".join(traceback.format_exception(exc))
-    if len(text) <= MAX_TRACEBACK:
-        return text
-    half = MAX_TRACEBACK // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return _to_send("".join(traceback.format_exception(exc)))
+
+
+def _to_send(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        half = MAX_TEXT // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return sendable(text)

@@ -1,6 +1,6 @@
 """The last messages of a job: rank 0 hears from every rank before the communicators are freed.
 
-Owns: the count of the ranks that have said goodbye, which may come before rank 0 itself ends.
+Owns: which ranks have said goodbye, which they may do before rank 0 itself ends.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING
+
+from pyhvd.validation import describe_ranks
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -23,11 +25,11 @@ class Farewell:
 
     def __init__(self, control: ControlTransport) -> None:
         self._control = control
-        self._heard = 0
+        self._left = set(range(1, control.size))
 
-    def hear(self) -> None:
+    def hear(self, rank: int) -> None:
         """A rank has said goodbye to this one, which is rank 0."""
-        self._heard += 1
+        self._left.discard(rank)
 
     def say(self) -> None:
         """Leave no message behind.
@@ -39,13 +41,13 @@ class Farewell:
         if control.rank:
             control.send(0, GOODBYE)
         warn_at = time.monotonic() + _SECONDS
-        while not control.rank and self._heard < control.size - 1:
-            self._heard += sum(payload == GOODBYE for _, payload in control.receive())
+        while not control.rank and self._left:
+            self._left -= {source for source, payload in control.receive() if payload == GOODBYE}
             if time.monotonic() > warn_at:
-                missing = control.size - 1 - self._heard
-                _log.warning("shutting down: still waiting for %d ranks that are busy", missing)
+                busy = describe_ranks(sorted(self._left))
+                _log.warning("shutting down: still waiting for %s, busy with something else", busy)
                 warn_at += _SECONDS
-            if self._heard < control.size - 1:
+            if self._left:
                 control.wait(0.1)
         while not control.drain(_SECONDS):
             _log.warning("shutting down: the last messages have not been taken yet")

@@ -95,12 +95,23 @@ def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
         if standing.under_way
         else "rank 0, which decides what runs, has not said why"
     )
-    lines = [f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"]
+    first = f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"
+    return "\n".join([first, *_suspect_lines(standing, places)])
+
+
+def describe_late_end(standing: Standing, places: Sequence[Place]) -> str:
+    """Return what is said where a shutdown does not come to its end."""
+    first = f"shutting down: not all ranks have come to their end within {standing.passed:.0f} s"
+    return "\n".join([first, *_suspect_lines(standing, places)])
+
+
+def _suspect_lines(standing: Standing, places: Sequence[Place]) -> list[str]:
+    lines = []
     for rank in standing.suspects[:MOST_ASKED]:
         state = standing.states[rank]
         hint = f": kill -CONT {places[rank].pid} lets it go on" if state is State.STOPPED else ""
         lines.append(f"rank {rank} on {places[rank]}: its process {state.value}{hint}")
-    return "\n".join(lines)
+    return lines
 
 
 def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError:

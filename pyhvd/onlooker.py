@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from pyhvd.config import Config
 from pyhvd.errors import HorovodInternalError
 from pyhvd.executor import Executor
-from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
 from pyhvd.hangs import Whereabouts
 from pyhvd.lane import FastLane
 from pyhvd.queue import TensorQueue
@@ -62,6 +62,10 @@ class Onlooker:
         """Return what a rank ends with where nothing has ended for so long (s)."""
         return error_of_standing(self._standing(passed), self._where.places)
 
+    def late_end(self, passed: float) -> str:
+        """Return what is said where a shutdown does not come to its end for so long (s)."""
+        return describe_late_end(self._standing(passed), self._where.places)
+
     def _standing(self, passed: float) -> Standing:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
@@ -72,6 +76,12 @@ class Onlooker:
         return Standing(self._where.rank, shown, runs, self._where.states(others), passed)
 
 
+def give_up_time(config: Config) -> float:
+    """Return when (s) a rank gives up by itself; 0 for never."""
+    off = config.stall_check_disable or not config.stall_check_time_seconds
+    return 0.0 if off else give_up_after(config.stall_shutdown_time_seconds)
+
+
 def make_watch(
     config: Config, rank: int, onlooker: Onlooker, give_up: Callable[[float], None]
 ) -> Watch | None:
@@ -79,7 +89,7 @@ def make_watch(
     if config.stall_check_disable or not config.stall_check_time_seconds:
         return None
     warn = config.stall_check_time_seconds if rank == 0 else 0.0
-    end = give_up_after(config.stall_shutdown_time_seconds)
+    end = give_up_time(config)
     if not (warn or end):
         return None
     return Watch(rank, warn, end, onlooker.look, onlooker.warn, give_up)

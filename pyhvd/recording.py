@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from pyhvd import context
+from pyhvd.errors import TimelineError, sendable
 from pyhvd.messages import TimelineOrder
 from pyhvd.timeline import new_job
 
@@ -32,13 +33,15 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
     ValueError
         The timeline was not allowed: PYHVD_TIMELINE was not set for ``init()``.
     TimelineError
-        Some rank cannot write its file; nothing is recorded. Raised on rank 0.
+        Some rank cannot write its file; nothing is recorded. Raised on rank 0. Or the path is no text.
     HorovodInternalError
         pyhvd was shut down meanwhile.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise ValueError(f"start_timeline takes a path, not {path!r}")
+    if "\0" in text or sendable(text) != text:
+        raise TimelineError(f"start_timeline takes a path that is text, not {path!r}")
     _order(TimelineOrder(text, bool(mark_cycles), new_job()), "start_timeline")
 
 

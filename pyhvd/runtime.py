@@ -58,12 +58,11 @@ from pyhvd.messages import (
     is_aside,
 )
 from pyhvd.meter import Meter
-from pyhvd.onlooker import Onlooker, make_watch
+from pyhvd.onlooker import Onlooker, give_up_time, make_watch
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import ANSWER_SECONDS
 from pyhvd.timeline import Recorder
 from pyhvd.tuner import Tuner, tuning_of
-from pyhvd.watch import give_up_after
 
 if TYPE_CHECKING:
     from pyhvd.transport import ControlTransport
@@ -234,12 +233,14 @@ class Runtime:
         """Wait until the background thread has ended, or can no longer be waited for."""
         if self._thread is threading.current_thread():
             return
-        limit = give_up_after(self._config.stall_shutdown_time_seconds)
+        limit = give_up_time(self._config)
         if not self._over.wait(limit or None):
-            _log.error("shutting down: some rank has not come to its end within %.0f s", limit)
+            _log.error("%s", self._onlooker.late_end(limit))
             self.broken = True
         elif not self._abandoned:
             self._thread.join()
+            if self._watch is not None:
+                self._watch.join()
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class Runtime:
         for source, payload in self._control.receive():
             active = True
             if not payload:
-                self._farewell.hear()
+                self._farewell.hear(source)
             elif is_aside(payload):
                 take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:

@@ -7,6 +7,7 @@ looks; a thread that runs goes on running meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import site
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Collection
 from types import CodeType, FrameType
 
+from pyhvd.errors import sendable
 from pyhvd.messages import Frame, ThreadStack
 
 MAX_THREADS = 8
@@ -71,9 +73,10 @@ def describe_site(code: CodeType, at: int) -> str:
 
 
 def shorten_path(path: str) -> str:
-    """Return a path as one would name it in the current directory."""
-    folder = os.path.join(os.getcwd(), "")
-    return _cut(path.removeprefix(folder), keep_end=True)
+    """Return a path as one would name it in the current directory, if that is still there."""
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.path.join(os.getcwd(), ""))
+    return _cut(path, keep_end=True)
 
 
 def _stack(name: str, frame: FrameType) -> ThreadStack | None:
@@ -128,6 +131,7 @@ def _name(code: CodeType) -> str:
 
 
 def _cut(text: str, keep_end: bool = False) -> str:
+    text = sendable(text)
     if len(text) <= MAX_TEXT:
         return text
     return f"...{text[3 - MAX_TEXT :]}" if keep_end else f"{text[: MAX_TEXT - 3]}..."

@@ -84,6 +84,11 @@ class Watch:
         """End the thread, from whichever thread; it may be about to end by itself."""
         self._over.set()
 
+    def join(self) -> None:
+        """Wait for its end, which is near after :meth:`stop`; in a callback that it runs, do not."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
     def _main(self) -> None:
         limits = [each for each in (self._warn_after, self._end_after) if each]
         standstill = Standstill()

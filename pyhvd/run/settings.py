@@ -7,7 +7,7 @@ means is the business of :mod:`pyhvd.config`, on the ranks; here it is checked f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Setting:
     Attributes
     ----------
     entry : str
-        Section and key in the config file.
+        Section and key in the config file; ``controller`` is in no section.
     variable : str
         What the ranks read.
     convert : callable
@@ -228,9 +228,12 @@ SETTINGS = (
         "... and end the job with an error after S seconds (default: 0, never)",
     ),
     Setting("library_options.mpi_threads_disable", "PYHVD_MPI_THREADS_DISABLE", _switch),
+    Setting("library_options.num_nccl_streams", "PYHVD_NUM_NCCL_STREAMS", _whole),
     Setting("library_options.thread_affinity", "PYHVD_THREAD_AFFINITY", str),
+    Setting("library_options.gloo_timeout_seconds", "PYHVD_GLOO_TIMEOUT_SECONDS", _number),
     Setting("logging.level", "PYHVD_LOG_LEVEL", _text),
     Setting("logging.with_timestamp", "PYHVD_LOG_HIDE_TIME", _opposite),
+    Setting("controller", "PYHVD_CONTROLLER", _text),
 )
 
 
@@ -281,20 +284,29 @@ def read_config_file(path: str) -> dict[str, str]:
             sections = yaml.safe_load(file) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
         raise ConfigFileError(f"cannot read {path}: {exc}") from None
-    if not isinstance(sections, dict) or not all(isinstance(each, dict) for each in sections.values()):
-        raise ConfigFileError(f"{path}: expected sections with entries")
     table = {setting.entry: setting for setting in SETTINGS}
     asked = {}
-    for section, entries in sections.items():
-        for key, value in entries.items():
-            entry = f"{section}.{key}"
-            if entry not in table:
-                raise ConfigFileError(f"{path}: {entry} is no setting; there are {', '.join(sorted(table))}")
-            try:
-                asked[table[entry].variable] = table[entry].convert(value)
-            except ValueError as exc:
-                raise ConfigFileError(f"{path}: {entry}: {value!r}: {exc}") from None
+    for entry, value in _entries(path, sections, table):
+        if entry not in table:
+            raise ConfigFileError(f"{path}: {entry} is no setting; there are {', '.join(sorted(table))}")
+        try:
+            asked[table[entry].variable] = table[entry].convert(value)
+        except ValueError as exc:
+            raise ConfigFileError(f"{path}: {entry}: {value!r}: {exc}") from None
     return asked
+
+
+def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a config file; a section may be empty."""
+    if not isinstance(sections, dict):
+        raise ConfigFileError(f"{path}: expected sections with entries")
+    for section, entries in sections.items():
+        if section in known:
+            yield section, entries
+        elif isinstance(entries, dict):
+            yield from ((f"{section}.{key}", value) for key, value in entries.items())
+        elif entries is not None:
+            raise ConfigFileError(f"{path}: expected sections with entries, not {section}: {entries!r}")
 
 
 def _checked(convert: Callable[[Any], str]) -> Callable[[str], str]:

@@ -62,19 +62,22 @@ os.write(1, b"right\\n")
 hvd.shutdown()
 """
 SHORT = ("--stall-check-warning-time-seconds", 0.4, "--stall-check-shutdown-time-seconds", 0.8)
+LONG = ("--stall-check-warning-time-seconds", 15, "--stall-check-shutdown-time-seconds", 30)
 SIZE = 3
 
 
-def launch(folder: Path, plan: str, seconds: float, lane: str) -> tuple[int, str, str, float]:
+def launch(
+    folder: Path, plan: str, seconds: float, lane: str, limits: tuple[object, ...] = SHORT
+) -> tuple[int, str, str, float]:
     path = script(folder, PROGRAM.format(plan=plan, seconds=seconds))
-    ended = run(launcher_command("-n", SIZE, *SHORT, path), env={"PYHVD_FAST_LANE": lane})
+    ended = run(launcher_command("-n", SIZE, *limits, path), env={"PYHVD_FAST_LANE": lane})
     return ended.code, ended.out, ended.err, ended.seconds
 
 
 @pytest.mark.parametrize(("seed", "lane"), [(1, "0"), (2, "1")])
 def test_what_passes_is_survived(tmp_path: Path, seed: int, lane: str) -> None:
     plan = f"{seed}, size, kinds=('delay', 'stop'), count=12, seconds=0.05"
-    code, out, err, _ = launch(tmp_path, plan, 1.2, lane)
+    code, out, err, _ = launch(tmp_path, plan, 1.2, lane, LONG)
     assert code == 0, err
     assert out == "right\n" * SIZE
 

@@ -233,6 +233,9 @@ def test_bad_paths(tmp_path: Path) -> None:
         for bad in ("", b"bytes"):
             with pytest.raises(ValueError, match="takes a path"):
                 hvd.start_timeline(bad)  # type: ignore[arg-type]
+        for no_text in ("bad\udcff.json", "bad\0.json"):
+            with pytest.raises(hvd.TimelineError, match="takes a path that is text"):
+                hvd.start_timeline(no_text)
         path = tmp_path / "none" / "t.json"
         if hvd.rank() == 0:
             with pytest.raises(hvd.TimelineError) as caught:

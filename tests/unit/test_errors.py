@@ -97,4 +97,11 @@ def test_long_tracebacks_are_cut_in_the_middle() -> None:
         text = errors.describe_traceback(exc)
     assert text.startswith("Traceback (most recent call last):")
     assert "characters left out" in text
-    assert len(text) < errors.MAX_TRACEBACK + 100
+    assert len(text) < errors.MAX_TEXT + 100
+    assert len(errors.describe_exception(ValueError("a" * 50_000))) < errors.MAX_TEXT + 100
+
+
+def test_what_travels_is_text_though_a_files_name_is_none() -> None:
+    exc = ValueError("bad\udcff.py")
+    assert errors.describe_exception(exc) == "ValueError: bad\\udcff.py"
+    assert errors.describe_traceback(exc) == "ValueError: bad\\udcff.py\n"

@@ -29,7 +29,13 @@ autotune:
   gaussian_process_noise: 0.8
 timeline: {filename: trace.json, mark_cycles: false}
 stall_check: {enabled: false, warning_time_seconds: 30}
+library_options:
+  mpi_threads_disable: true
+  num_nccl_streams: 1
+  thread_affinity: 0
+  gloo_timeout_seconds: 30
 logging: {level: info, with_timestamp: true}
+controller: mpi
 """
 
 MEANT = {
@@ -48,6 +54,11 @@ MEANT = {
     "PYHVD_STALL_CHECK_TIME_SECONDS": "30",
     "PYHVD_LOG_LEVEL": "info",
     "PYHVD_LOG_HIDE_TIME": "0",
+    "PYHVD_MPI_THREADS_DISABLE": "1",
+    "PYHVD_NUM_NCCL_STREAMS": "1",
+    "PYHVD_THREAD_AFFINITY": "0",
+    "PYHVD_GLOO_TIMEOUT_SECONDS": "30",
+    "PYHVD_CONTROLLER": "mpi",
 }
 
 
@@ -110,8 +121,9 @@ def test_the_config_file(tmp_path: Path) -> None:
         "PYHVD_AUTOTUNE": "0",
         "PYHVD_CYCLE_TIME": "7",
     }
-    path.write_text("")
-    assert settings_for("--config-file", str(path)) == {}
+    for nothing in ("", "timeline:\n"):
+        path.write_text(nothing)
+        assert settings_for("--config-file", str(path)) == {}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +138,7 @@ def test_the_config_file(tmp_path: Path) -> None:
         ("autotune: {log_file: 3}", "autotune.log_file: 3: expected text"),
         ("autotune: {speed: 3}", "autotune.speed is no setting; there are autotune.bayes_opt_max_samples, "),
         ("autotune: 1", "expected sections with entries"),
+        ("controller: {use: mpi}", "controller: {'use': 'mpi'}: expected text"),
         ("[1, 2]", "expected sections with entries"),
         ("a: [", "cannot read "),
     ],

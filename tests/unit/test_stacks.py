@@ -165,3 +165,12 @@ def test_paths_are_shown_as_one_names_them_here(monkeypatch: pytest.MonkeyPatch)
     assert stacks.shorten_path(HERE) == "test_stacks.py"
     assert stacks.shorten_path("/elsewhere/x.py") == "/elsewhere/x.py"
     assert stacks.shorten_path("<string>") == "<string>"
+    assert stacks.shorten_path("bad\udcff.py") == "bad\\udcff.py"  # what is no text could not be sent
+
+
+def test_the_current_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert stacks.shorten_path(HERE) == HERE

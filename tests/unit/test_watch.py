@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyhvd.hang_report import Standing, describe_standing, error_of_standing
+from pyhvd.config import Config
+from pyhvd.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
+from pyhvd.onlooker import give_up_time
 from pyhvd.processes import Place, State
 from pyhvd.watch import Standstill, Watch, give_up_after
 
@@ -72,7 +76,16 @@ def test_the_thread_leaves_those_alone_who_have_nothing_to_wait_for() -> None:
     watch.start()
     assert all(looks.acquire(timeout=20) for _ in range(10))
     watch.stop()
+    watch.join()
     assert calls == []
+    assert "pyhvd-0-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("off", [{"stall_check_disable": True}, {"stall_check_time_seconds": 0.0}])
+def test_nobody_gives_up_where_nothing_is_looked_for(off: dict[str, Any]) -> None:
+    assert give_up_time(Config(stall_shutdown_time_seconds=90.0)) == give_up_after(90.0)
+    assert give_up_time(Config(stall_shutdown_time_seconds=90.0, **off)) == 0.0
+    assert give_up_time(Config()) == 0.0
 
 
 def test_a_collective_that_does_not_end() -> None:
@@ -96,6 +109,15 @@ def test_where_nobody_is_stopped_all_are_shown() -> None:
         "rank 1 on host node (pid 101): its process computes",
         "rank 2 on host node (pid 102): its process sleeps",
     ]
+
+
+def test_a_shutdown_that_does_not_end() -> None:
+    standing = Standing(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
+    assert describe_late_end(standing, PLACES) == (
+        "shutting down: not all ranks have come to their end within 6 s\n"
+        "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
+        " go on"
+    )
 
 
 def test_rank_0_should_have_said_why() -> None:

@@ -244,9 +244,11 @@ def check_variables(case: Case) -> Findings:
     suffixes = sorted({name.partition("_")[2] for name in known})
     for name in case.facts.variables:
         prefix, _, suffix = name.partition("_")
+        if name in known:
+            continue
         if prefix == "HOROVOD" and _WITHOUT_COUNTERPART.match(suffix):
             yield note("environment", f"pyhvd has nothing that {name} would set, and ignores it")
-        elif name not in known:
+        else:
             near = difflib.get_close_matches(suffix, suffixes, n=1, cutoff=0.75)
             hint = f": did you mean {prefix}_{near[0]}?" if near else ""
             yield note("environment", f"pyhvd does not know {name}, and ignores it{hint}")
