@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Stalled
@@ -92,6 +92,15 @@ class HangReporter:
         self._inquiry: Inquiry | None = None
         self._number = 0
         self._over = False
+        self._resumed = 0.0
+
+    def woken(self, due: float, now: float) -> None:
+        """Rank 0's thread wanted to sleep until ``due`` (s); if that is long past, the job was suspended.
+
+        A scheduler, or whoever pauses a container, stops all ranks alike. Nobody is to blame for that time.
+        """
+        if now - due > self._inspector.oversleep:
+            self._resumed = now
 
     def inspect(self, now: float) -> tuple[float | None, ErrorInfo | None]:
         """Do what is due; return when to be asked again (None: after a message), and what ends the job."""
@@ -99,7 +108,7 @@ class HangReporter:
         if look is None or self._over:
             return None, None
         if self._inquiry is None and look <= now:
-            pending = self._pending(now)
+            pending = self._waiting(now)
             finding = self._inspector.look(pending, now)
             self._count(self._inspector.overdue(pending, now), False)
             if finding is None:
@@ -119,6 +128,12 @@ class HangReporter:
         if self._inquiry is not None:
             self._inquiry.take(rank, report)
 
+    def _waiting(self, now: float) -> list[Stalled]:
+        pending = self._pending(now)
+        if self._resumed:
+            pending = [replace(each, since=max(each.since, self._resumed)) for each in pending]
+        return pending
+
     def _ask(self, inquiry: Inquiry) -> None:
         self._inquiry = inquiry
         self._number += 1
@@ -134,7 +149,7 @@ class HangReporter:
         if inquiry is None or not inquiry.is_over(now):
             return None
         self._inquiry = None
-        finding = inquiry.finding.still(self._pending(now))
+        finding = inquiry.finding.still(self._waiting(now))
         if finding is None:
             return None
         places = self._where.places

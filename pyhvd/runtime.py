@@ -418,6 +418,8 @@ class Runtime:
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:
             self._control.wait(timeout)
+            if self._hangs is not None and timeout is not None:
+                self._hangs.woken(now + timeout, time.monotonic())
         self._queue.awake()
 
     def _inspect(self, now: float) -> float | None:

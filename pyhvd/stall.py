@@ -75,6 +75,11 @@ class StallInspector:
         self._next = 0.0
         self._silent_until = 0.0
 
+    @property
+    def oversleep(self) -> float:
+        """How late (s) one may come to look before that means something: half of the warning time."""
+        return self._warn_after / 2
+
     def next_look(self, now: float) -> float | None:
         """Return when (s) to look again, or None for never."""
         if not self._warn_after:

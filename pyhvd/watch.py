@@ -12,6 +12,7 @@ shutdown time is set, except on rank 0, which warns.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -30,14 +31,24 @@ def give_up_after(end_after: float) -> float:
 
 @dataclass(slots=True)
 class Standstill:
-    """For how long nothing has ended although something is in flight."""
+    """For how long nothing has ended although something is in flight.
 
+    Attributes
+    ----------
+    longest : float
+        Most seconds between two looks that count: of a longer pause this process has been suspended.
+    """
+
+    longest: float = math.inf
+    _last: float = 0.0
     _progress: Hashable = None
     _since: float = 0.0
     _waiting: bool = False
 
     def look(self, waiting: bool, progress: Hashable, now: float) -> float:
         """Return for how long (s), given whether something is in flight and what changes as things end."""
+        self._since += max(now - self._last - self.longest, 0.0)
+        self._last = now
         if not waiting or not self._waiting or progress != self._progress:
             self._since = now
         self._waiting, self._progress = waiting, progress
@@ -91,9 +102,10 @@ class Watch:
 
     def _main(self) -> None:
         limits = [each for each in (self._warn_after, self._end_after) if each]
-        standstill = Standstill()
+        pause = min(limits) / 4
+        standstill = Standstill(2 * pause)
         warned = 0.0
-        while not self._over.wait(min(limits) / 4):
+        while not self._over.wait(pause):
             now = time.monotonic()
             passed = standstill.look(*self._look(), now)
             if passed < min(limits):

@@ -8,9 +8,10 @@ import pytest
 
 from pyhvd.controller import Stalled
 from pyhvd.hang_report import describe_state, error_of, names_of, warning_of
+from pyhvd.hangs import HangReporter, Whereabouts
 from pyhvd.messages import ErrorKind, Frame, ThreadStack
 from pyhvd.processes import Place, State
-from pyhvd.stall import Answer, Finding
+from pyhvd.stall import Answer, Finding, StallInspector
 
 PLACES = [Place(f"node{rank // 2}", 100 + rank, "n") for rank in range(6)]
 LOADING = [
@@ -136,3 +137,28 @@ def test_the_error_says_the_same_with_the_stacks_apart() -> None:
         "    rank 1 has submitted 'y', which waits for rank 3",
     ]
     assert "      train.py:41 in load_batch: row = next(self.rows)" in error.stacks[3].splitlines()
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_job_that_was_suspended_is_not_ended_for_it(suspended: bool) -> None:
+    """Rank 0 slept until 10 s, and went on at 100 s: from then on time counts."""
+    waiting = [Stalled(0, "x", 0.0, (0,), (1,))]
+    reporter = HangReporter(
+        StallInspector(10.0, 20.0),
+        Whereabouts(0, [Place("a", 1), Place("b", 2)]),
+        send=lambda rank, payload: None,
+        pending=lambda now: waiting,
+        count=lambda tensors, warned: None,
+    )
+    assert reporter.inspect(0.0) == (10.0, None)
+    now = 100.0
+    if suspended:
+        reporter.woken(10.0, now)
+    for _ in range(50):
+        look, error = reporter.inspect(now)
+        if error is not None:
+            break
+        assert look is not None
+        now = max(look, now)
+    # The other rank does not answer within 2 s.
+    assert now == (122.0 if suspended else 102.0)

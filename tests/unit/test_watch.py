@@ -40,6 +40,12 @@ def test_it_is_never_longer_than_since_the_last_change(looks: list[tuple[bool, i
         assert standstill.look(waiting, progress, now) == now - changed
 
 
+def test_a_time_in_which_nobody_looked_does_not_count() -> None:
+    standstill = Standstill(longest=2.0)
+    passed = [standstill.look(True, 0, now) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
+    assert passed == [0.0, 1.0, 2.0, 4.0, 5.0]
+
+
 def test_rank_0_comes_first() -> None:
     """It looks four times in each warning time, and waits for answers."""
     for end_after in (0.1, 1.0, 60.0, 3600.0):
