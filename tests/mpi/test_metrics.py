@@ -146,5 +146,5 @@ def test_a_port_that_is_taken_ends_the_job(tmp_path: Path) -> None:
 
 @on_ranks(2, env={"PYHVD_METRICS_PORT": "65535"})
 def test_a_port_that_cannot_be_had_is_everybodys_error() -> None:
-    with pytest.raises(ValueError, match=r"PYHVD_METRICS_PORT=65535: (with local rank 1|local rank 0 cannot)"):
+    with pytest.raises(ValueError, match=r"PYHVD_METRICS_PORT=65535: (with|local) "):
         hvd.init()
