@@ -15,6 +15,7 @@ from pyhvd.hang_report import Standing, describe_late_end, describe_standing, er
 from pyhvd.hangs import Whereabouts
 from pyhvd.lane import FastLane
 from pyhvd.queue import TensorQueue
+from pyhvd.timeline import Recorder
 from pyhvd.watch import Watch, give_up_after
 
 _log = logging.getLogger("pyhvd")
@@ -33,22 +34,30 @@ class Onlooker:
         What is carried out.
     lane : FastLane or None
         What goes past both.
+    recorder : Recorder
+        Begins and ends timelines, which all ranks do together.
     """
 
     def __init__(
-        self, where: Whereabouts, queue: TensorQueue, executor: Executor, lane: FastLane | None
+        self,
+        where: Whereabouts,
+        queue: TensorQueue,
+        executor: Executor,
+        lane: FastLane | None,
+        recorder: Recorder,
     ) -> None:
         self._where = where
         self._queue = queue
         self._executor = executor
         self._lane = lane
+        self._recorder = recorder
 
     def look(self) -> tuple[bool, Hashable]:
         """Return whether something is in flight here, and what changes as things end."""
         names, joins = self._queue.names()
         on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
         # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
-        waiting = bool(names or on_lane or self._executor.running)
+        waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
         waiting = waiting or (joins and self._where.states([0])[0].is_lost)
         return waiting, (self._executor.ended, position)
 
@@ -69,6 +78,7 @@ class Onlooker:
     def _standing(self, passed: float) -> Standing:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
+        under_way += ["timeline"] * self._recorder.busy
         on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])

@@ -173,7 +173,7 @@ class Runtime:
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
         self._abandoned = False
-        self._onlooker = Onlooker(self._where, self._queue, self._executor, self._lane)
+        self._onlooker = Onlooker(self._where, self._queue, self._executor, self._lane, self._recorder)
         self._watch = make_watch(config, control.rank, self._onlooker, self._give_up)
         self.ended: HorovodInternalError | None = None
         self.broken = False

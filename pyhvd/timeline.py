@@ -281,9 +281,15 @@ class Recorder:
         This rank, and how many there are.
     hooks : Instruments
         Where a recording plugs in.
+
+    Attributes
+    ----------
+    busy : bool
+        Whether this rank begins or ends a recording together with the others. Read from any thread.
     """
 
     def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
+        self.busy = False
         self.lane: Lane | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
         self.trace = Trace()
@@ -364,13 +370,16 @@ class Recorder:
     def follow(self, order: TimelineOrder, fabric: Fabric) -> None:
         """Do what rank 0 has asked for. Collective."""
         error: TimelineError | None = None
-        self.end(fabric)
-        if order.path:
-            try:
+        self.busy = True
+        try:
+            self.end(fabric)
+            if order.path:
                 self.open(order, fabric)
                 self.begin(fabric)
-            except TimelineError as exc:
-                error = exc
+        except TimelineError as exc:
+            error = exc
+        finally:
+            self.busy = False
         with self._lock:  # only now: if this raised, close() would have to tell who waits
             if not self._under_way:
                 return

@@ -82,3 +82,21 @@ def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said
     told = [line for line in ended.out.splitlines() if ": {'x': " in line]
     assert told, ended.out
     assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told)
+
+
+def test_a_timeline_that_a_rank_does_not_begin(tmp_path: Path) -> None:
+    program = """\
+        import os, signal, numpy as np, pyhvd as hvd
+
+        hvd.init()
+        hvd.allreduce(np.ones(4), name="x")
+        if hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        hvd.start_timeline("t.json")
+    """
+    command = launcher_command("-n", 2, *SHORT, script(tmp_path, program))
+    ended = run(command, env={"PYHVD_TIMELINE": "DYNAMIC"}, cwd=tmp_path)
+    assert ended.code == 1, ended.err
+    shown = ended.err.rstrip().rpartition("StallError: ")[2]
+    assert "rank 0 has waited for 'timeline' for" in shown, ended.err
+    assert "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT" in shown
