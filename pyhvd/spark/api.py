@@ -196,7 +196,9 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
     for nic in (nics or [])[:1]:
-        chosen.setdefault("FI_TCP_IFACE", nic)  # libfabric's, by which MPICH goes between hosts
+        # By these MPICH goes between hosts, as it was built.
+        chosen.setdefault("UCX_NET_DEVICES", nic)
+        chosen.setdefault("FI_TCP_IFACE", nic)
     return chosen
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +84,7 @@ class Child:
         self._to_rank = memoryview(LENGTH.pack(len(code)) + code)
         self._answer = bytearray()
         self._pmi_line = b""
+        self._said = b""  # by the keeper: the rank's process id, then how it ended
         self._life, life = socket.socketpair()
         self._control, control = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
@@ -223,13 +225,18 @@ class Child:
         return True
 
     def _read_life(self) -> None:
-        """The keeper has said how the rank ended, or is gone."""
+        """The keeper has said who the rank is, or how it ended, or is gone."""
         try:
             data = self._life.recv(64)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
+        self._said += data
+        if data and self._said.count(b"\n") < 2:
+            return
+        if not data:
+            self._kill_group()
         while self._control.fileno() >= 0 and self._has_more():
             self._talk()
         for stream, fd in ((1, self._out), (2, self._err)):
@@ -240,7 +247,7 @@ class Child:
         self.ended = True
         self._forget(self._life)
         if self.failure is None:
-            self.failure = self._judge(data)
+            self.failure = self._judge()
 
     def _has_more(self) -> bool:
         try:
@@ -248,11 +255,22 @@ class Child:
         except OSError:
             return False
 
-    def _judge(self, said: bytes) -> Failed | None:
+    def _kill_group(self) -> None:
+        """The keeper was killed, and the rank with it: kill what the rank had started.
+
+        Its process id is that of the group still, as long as there is anything left of the group.
+        """
+        pid = self._said.partition(b"\n")[0]
+        if pid.isdigit():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(pid), signal.SIGKILL)
+
+    def _judge(self) -> Failed | None:
         now = time.time()
-        if not said.strip():
+        numbers = self._said.split()
+        if len(numbers) < 2:
             return Failed(LOST, "and its keeper were killed", "", now)
-        code = int(said)
+        code = int(numbers[1])
         if code < 0:
             return Failed(SIGNAL, describe_signal(-code), "", now, 128 - code)
         if code and self.result is None:

@@ -1,8 +1,8 @@
 """The driver's side of a job: tasks register, become ranks, and are watched until the job is over.
 
 The thread that calls :meth:`DriverService.run` does it all; it waits for the results anyway. Who is connected
-is :mod:`pyhvd.spark.switchboard`'s business, which rank a task becomes :mod:`pyhvd.spark.placement`'s, how ranks
-find each other :mod:`pyhvd.spark.pmi`'s, and what the cause of a failure is :mod:`pyhvd.spark.verdict`'s.
+is :mod:`pyhvd.spark.switchboard`'s business, which rank a task becomes :mod:`pyhvd.spark.placement`'s, how
+ranks find each other :mod:`pyhvd.spark.pmi`'s, what the cause of a failure is :mod:`pyhvd.spark.verdict`'s.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def main(life_fd: int, control_fd: int) -> None:
     with contextlib.suppress(OSError):  # the rank does it too; whoever comes first
         os.setpgid(pid, pid)
     _close_all_but(wake, told, life_fd)
+    _tell(life_fd, pid)
     _keep(pid, wake, life_fd)
 
 
@@ -64,9 +65,14 @@ def _keep(pid: int, wake: int, life_fd: int) -> NoReturn:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with contextlib.suppress(OSError):
-        os.write(life_fd, b"%d\n" % code)
+    _tell(life_fd, code)
     os._exit(0)
+
+
+def _tell(life_fd: int, number: int) -> None:
+    """Say a number to the task: first the rank's process id, which is its group's, then how it ended."""
+    with contextlib.suppress(OSError):
+        os.write(life_fd, b"%d\n" % number)
 
 
 def _has_ended(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """The driver's connections: who may speak, what they say, who is silent, and feeding them.
 
 Owns: the listening sockets and the connections. Nothing that comes in is looked at before its sender has
-proved that it holds the job's key. What is said, and what it means that somebody is gone, is the user's business.
+proved that it holds the job's key. What is said, and what it means that somebody is gone, is not known here.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ def run_task(
         The driver cannot be reached, or does not hold the job's key.
     """
     task = _Task(connect(addresses, secret.reveal()))
-    # Containers of one machine may look alike; some schedulers say which is which.
-    place = host_hash(os.environ.get("CONTAINER_ID", ""))
+    place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
         return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
     except _Dismissed:

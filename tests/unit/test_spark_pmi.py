@@ -135,7 +135,7 @@ def test_real_ranks_find_each_other() -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "MPI_"))}
         env |= {"PMI_FD": str(its.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": "3"}
         # Ranks of the other "host" of the mapping are reached over TCP.
-        env |= {"FI_TCP_IFACE": "lo", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+        env |= {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
         command = [sys.executable, "-c", _PROGRAM]
         ranks.append(
             subprocess.Popen(command, env=env, pass_fds=[its.fileno()], stdout=subprocess.PIPE, text=True)
