@@ -83,8 +83,9 @@ def java_version(java: str) -> int | None:
 
 def home_of(java: str) -> str:
     """Return a JAVA_HOME of which bin/java starts Spark: the java's own, or one with a wrapper."""
-    if _MODULE in _run(java, "--list-modules"):
-        return str(Path(os.path.realpath(java)).parents[1])
+    path = Path(os.path.realpath(java))
+    if path.is_relative_to(_cache()) or _MODULE in _run(java, "--list-modules"):
+        return str(path.parents[1])
     return _wrap(java)
 
 
@@ -105,11 +106,16 @@ def _run(java: str, option: str) -> str:
     return done.stdout
 
 
+def _cache() -> Path:
+    """Where the wrappers are."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache.resolve() / "pyhvd" / "java"
+
+
 def _wrap(java: str) -> str:
     """Write the wrapper into the user's cache, where Spark's other processes on this host find it too."""
     real = os.path.realpath(java)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = cache / "pyhvd" / "java" / real.strip("/").replace("/", "-")
+    home = _cache() / real.strip("/").replace("/", "-")
     script = (
         "#!/bin/sh\n"
         f"# Starts Java without --add-modules={_MODULE}, which this one does not have.\n"

@@ -59,15 +59,20 @@ def _raise() -> None:
     raise KeyError("no such column")
 
 
+def _signal(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+    time.sleep(1000)
+
+
 FAILURES: dict[str, Callable[[], object]] = {
     "raise": _raise,
     "exit": lambda: sys.exit(3),
     "leave": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "keeper": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(1000)),
-    "worker": lambda: (os.kill(python_worker(), signal.SIGKILL), time.sleep(1000)),
-    "executor": lambda: (os.kill(executor(), signal.SIGKILL), time.sleep(1000)),
-    "freeze": lambda: (os.kill(python_worker(), signal.SIGSTOP), time.sleep(1000)),
+    "keeper": lambda: _signal(os.getppid(), signal.SIGKILL),
+    "worker": lambda: _signal(python_worker(), signal.SIGKILL),
+    "executor": lambda: _signal(executor(), signal.SIGKILL),
+    "freeze": lambda: _signal(python_worker(), signal.SIGSTOP),
 }
 
 

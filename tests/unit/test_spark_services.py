@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,12 +225,9 @@ def test_the_spark_job_may_end_for_its_own_reasons() -> None:
         bench.run(fail)
 
 
-@pytest.fixture
-def pid_file(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "pid"
+def test_what_a_rank_has_started_goes_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
 
-
-def test_what_a_rank_has_started_goes_with_it(pid_file: Path) -> None:
     def start_and_fail(path: str = str(pid_file)) -> None:
         import subprocess
 
