@@ -123,8 +123,10 @@ def _drive(
         return service.run(job)
     except BaseException as exc:  # Ctrl-C too
         # In this order, as what Spark has to kill it complains of at length.
-        service.stop(type(exc).__name__, _STOP_S)
-        job.cancel()
+        try:
+            service.stop(type(exc).__name__, _STOP_S)
+        finally:
+            job.cancel()
         if not job.join(_JOB_END_S):
             _log.warning("Spark has not ended job group %s within %g s", job.group, _JOB_END_S)
         raise

@@ -33,8 +33,7 @@ def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]
     """Return the environment of a rank: the task's, the job's, and its place as Hydra announces it."""
     foreign = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
     env = {name: value for name, value in environ.items() if not name.startswith(foreign)}
-    # Where the task finds its modules (files that Spark has distributed too), the rank finds them.
-    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    env["PYTHONPATH"] = os.pathsep.join(_own_paths(environ.get("PYTHONPATH", "")))
     env |= start.env
     return env | {
         "PMI_RANK": str(start.rank),
@@ -43,6 +42,16 @@ def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]
         "MPI_LOCALRANKID": str(start.local_rank),
         "MPI_LOCALNRANKS": str(start.local_size),
     }
+
+
+def _own_paths(given: str) -> list[str]:
+    """Where the task finds its modules, files that Spark has distributed too, but for those of its Python.
+
+    These the rank finds by itself, and its Python may be another one.
+    """
+    wanted = set(given.split(os.pathsep))
+    installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+    return [path for path in sys.path if path and (path in wanted or not path.startswith(installed))]
 
 
 class Child:

@@ -104,6 +104,7 @@ class DriverService:
         self._pmi: PmiServer | None = None
         self._by_rank: dict[int, Peer] = {}
         self.seats: list[Seat] = []
+        self._over: str | None = None
         self._board = Switchboard(secret, hosts, spec.size, self._handle, self._lose)
 
     @property
@@ -146,6 +147,7 @@ class DriverService:
 
     def stop(self, reason: str, timeout: float) -> None:
         """Have all tasks kill their ranks; return when all have, or after `timeout` seconds."""
+        self._over = reason
         for peer in self._board.peers:
             peer.feed = iter(())
             if peer.connection.authenticated and peer.connection.open:
@@ -222,6 +224,9 @@ class DriverService:
 
     def _register(self, peer: Peer, said: Register) -> None:
         task = Task(said.index, said.attempt, said.host_hash, said.host, said.pid)
+        if self._over is not None:  # Spark has filled a slot that the end of the job had made free
+            peer.send(Stop(self._over, quietly=True))
+            return
         if self.seats:
             peer.send(Stop("its ranks have started; none can be replaced"))
             return

