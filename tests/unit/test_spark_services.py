@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pyhvd.spark.secret import Secret
 from pyhvd.spark.switchboard import SILENT_S
 from pyhvd.spark.task_service import run_task
 
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
 _PATIENCE_S = 60.0
 
 
@@ -266,8 +268,6 @@ def test_the_secret_is_not_shown() -> None:
 
 
 def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
     monkeypatch.setattr(sys, "path", ["", "/work/files.zip", f"{sys.prefix}/lib/python", "/given"])
     given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
