@@ -50,6 +50,10 @@ test-mpi-mpich: dev ## ranks under mpiexec, MPICH
 test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
+.PHONY: test-spark
+test-spark: spark ## pyhvd.spark.run on a Spark cluster of its own; minutes, and not part of `make test`
+	@$(SUITE) spark
+
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
 	@if [ -e .venv-py313/.done ]; then $(SUITE) py313; fi
@@ -88,7 +92,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -110,9 +114,10 @@ define editable
 @touch $@
 endef
 
-.PHONY: dev openmpi py313 py314t
+.PHONY: dev openmpi spark py313 py314t
 dev: .venv/.done ## make the development venv, .venv, and build the extension
 openmpi: .venv-openmpi/.done
+spark: .venv-spark/.done
 
 .venv/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),development and MPICH)
@@ -125,6 +130,12 @@ openmpi: .venv-openmpi/.done
 .venv-docs/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),the site)
 	$(call editable,,docs)
+
+.venv-spark/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests inside Spark)
+	$(call editable,[mpich$(comma)spark],test)
+
+comma = ,
 
 %/.bench: %/.done
 	@echo "==> $*: what the benchmarks need"

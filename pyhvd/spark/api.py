@@ -1,0 +1,216 @@
+"""``run``: train inside Spark's executors."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+from pyhvd.errors import ConfigError
+from pyhvd.net.connection import Address
+from pyhvd.spark.driver_service import DriverService, JobSpec
+from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
+from pyhvd.spark.job import CollectJob
+from pyhvd.spark.network import listening_places
+from pyhvd.spark.output import Output
+from pyhvd.spark.secret import Secret
+from pyhvd.spark.task_service import TaskBody
+
+_log = logging.getLogger("pyhvd")
+
+_START_TIMEOUT_S = 600.0
+# All ranks have been killed, and their tasks have ended, by then; else Spark kills the Python workers.
+_STOP_S = 3.0
+_JOB_END_S = 15.0
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    launcher: str = "pmi",
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on every rank, each a process of its own beside a Spark task.
+
+    Parameters
+    ----------
+    fn : callable
+        Calls :func:`pyhvd.init` itself. It travels by cloudpickle, as do its arguments and what it returns.
+    num_proc : int, optional
+        How many ranks; one per slot of the cluster by default.
+    start_timeout : float, optional
+        Seconds until all tasks must have started; PYHVD_SPARK_START_TIMEOUT or 600.
+    env : mapping of str to str, optional
+        Variables of the ranks, beside those of the Spark executors.
+    stdout, stderr : text file, optional
+        Where the ranks' output is shown on the driver.
+    verbose : int
+        0: stdout is not shown; 2: say where the ranks are.
+    nics : iterable of str, optional
+        The driver's network interfaces for the tasks; the first is also MPI's on every host.
+    executable : str, optional
+        The ranks' Python; that of the Spark executors by default.
+    launcher : ``"pmi"``
+        The driver speaks PMI-1 to the ranks, which MPICH and Intel MPI have.
+
+    Returns
+    -------
+    list
+        What ``fn`` returned on each rank, in rank order.
+
+    Raises
+    ------
+    RankFailedError, StartTimeoutError, SparkError
+        A rank failed (its traceback is the ``__cause__``); tasks did not come; Spark ended the job.
+    """
+    _refuse(use_gloo, use_mpi, extra_mpi_args, launcher)
+    output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
+    call = (fn, tuple(args), dict(kwargs))
+    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose)
+
+
+def _run(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    num_proc: int | None,
+    start_timeout: float | None,
+    env: Mapping[str, str] | None,
+    nics: Iterable[str] | None,
+    executable: str | None,
+    output: Output,
+    verbose: int,
+) -> list[Any]:
+    context = _active_context()
+    size = _positive(context.defaultParallelism if num_proc is None else num_proc)
+    import cloudpickle
+
+    chosen = None if nics is None else sorted({nics} if isinstance(nics, str) else set(nics))
+    timeout = _start_timeout(start_timeout, os.environ)
+    spec = JobSpec(size, cloudpickle.dumps(call), _rank_env(env, chosen), executable, timeout)
+    conf = context.getConf()
+    host = conf.get("spark.driver.host") or "127.0.0.1"
+    places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
+    secret = Secret()
+    service = DriverService(spec, secret, [bind for bind, _ in places], output.write)
+    addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
+    try:
+        return [cloudpickle.loads(each) for each in _drive(context, service, size, addresses, secret)]
+    finally:
+        service.close()
+        output.finish()
+        for seat in service.seats if verbose >= 2 else ():
+            _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
+
+
+def _drive(
+    context: Any, service: DriverService, size: int, addresses: list[Address], secret: Secret
+) -> list[bytes]:
+    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()))
+    try:
+        return service.run(job)
+    except BaseException as exc:  # Ctrl-C too
+        # In this order, as what Spark has to kill it complains of at length.
+        try:
+            service.stop(type(exc).__name__, _STOP_S)
+        finally:
+            job.cancel()
+        if not job.join(_JOB_END_S):
+            _log.warning("Spark has not ended job group %s within %g s", job.group, _JOB_END_S)
+        raise
+    finally:
+        job.close()
+
+
+def _refuse(use_gloo: bool | None, use_mpi: bool | None, extra_mpi_args: str | None, launcher: str) -> None:
+    if use_gloo:
+        raise ValueError(
+            "use_gloo=True: pyhvd has no gloo, as it reduces by MPI and shared memory; leave it out"
+        )
+    if use_mpi is False:
+        raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
+    if launcher == "mpiexec":
+        raise UnsupportedLauncherError(
+            "launcher='mpiexec' is not there yet: use launcher='pmi', with MPICH or Intel MPI on the"
+            ' executors (pip install "pyhvd[mpich]")'
+        )
+    if launcher != "pmi":
+        raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi'")
+    if extra_mpi_args:
+        raise ValueError(
+            "extra_mpi_args are for an mpiexec, and launcher='pmi' needs none: set MPI's variables with env"
+        )
+
+
+def _active_context() -> Any:
+    try:
+        from pyspark import SparkContext
+    except ImportError:
+        raise SparkError('pyspark is not installed: pip install "pyhvd[spark]"') from None
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise SparkError(
+            "pyhvd.spark.run needs a running Spark session: SparkSession.builder.getOrCreate() first"
+        )
+    return context
+
+
+def _positive(num_proc: int) -> int:
+    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
+        raise ValueError(f"num_proc={num_proc!r}: expected a number of ranks, 1 at least")
+    return num_proc
+
+
+def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
+    """The argument, else the environment, else the default."""
+    source, value = "start_timeout", given
+    for name in ("PYHVD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
+        if value is None and name in environ:
+            source = name
+            try:
+                value = float(environ[name])
+            except ValueError:
+                value = math.nan
+    if value is None:
+        return _START_TIMEOUT_S
+    if not 0 < value < math.inf:
+        kind = ValueError if source == "start_timeout" else ConfigError
+        text = value if source == "start_timeout" else environ[source]
+        raise kind(f"{source}={text!r}: expected a number of seconds above 0")
+    return float(value)
+
+
+def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str, str]:
+    chosen = dict(env or {})
+    for name, value in chosen.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
+    for nic in (nics or [])[:1]:
+        # By these MPICH goes between hosts, as it was built.
+        chosen.setdefault("UCX_NET_DEVICES", nic)
+        chosen.setdefault("FI_TCP_IFACE", nic)
+    return chosen
+
+
+def _use_barrier(conf: Any) -> bool:
+    """Whether Spark can start all tasks at once or none; it refuses to with dynamic allocation."""
+    if conf.get("spark.dynamicAllocation.enabled", "false") != "true":
+        return True
+    if conf.get("spark.speculation", "false") == "true":
+        raise SparkError(
+            "with dynamic allocation and spark.speculation Spark would start ranks twice: set"
+            " spark.speculation to false"
+        )
+    return False

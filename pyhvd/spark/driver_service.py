@@ -1,0 +1,274 @@
+"""The driver's side of a job: tasks register, become ranks, and are watched until the job is over.
+
+The thread that calls :meth:`DriverService.run` does it all; it waits for the results anyway. Who is connected
+is :mod:`pyhvd.spark.switchboard`'s business, which rank a task becomes :mod:`pyhvd.spark.placement`'s, how
+ranks find each other :mod:`pyhvd.spark.pmi`'s, what the cause of a failure is :mod:`pyhvd.spark.verdict`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pyhvd.run.report import EXIT, LOST, Record
+from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.messages import (
+    Beat,
+    Code,
+    Ended,
+    Failed,
+    FromDriver,
+    FromTask,
+    Output,
+    Pmi,
+    Register,
+    Start,
+    Stop,
+    parts,
+)
+from pyhvd.spark.placement import Registry, Seat, Task, assign
+from pyhvd.spark.pmi import Abort, PmiError, PmiServer
+from pyhvd.spark.secret import Secret
+from pyhvd.spark.switchboard import Peer, Switchboard
+from pyhvd.spark.verdict import Verdict
+
+# When the Spark job has failed, its ranks have so long to say why.
+_LAST_WORDS_S = 1.0
+
+
+class SparkJob(Protocol):
+    """The job in Spark, as the service sees it."""
+
+    def fileno(self) -> int:
+        """Readable when the job is over."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the job is over."""
+
+    def results(self) -> list[tuple[int, bytes]]:
+        """Return each rank and its pickled result, or raise what Spark says."""
+
+
+@dataclass
+class JobSpec:
+    """What the ranks of a job are to do.
+
+    Attributes
+    ----------
+    size : int
+        How many ranks.
+    code : bytes
+        The pickled function, args and kwargs.
+    env : mapping of str to str
+        Beside each task's own environment.
+    executable : str or None
+        The ranks' Python; each task's own by default.
+    start_timeout : float
+        Seconds until all tasks must have come.
+    """
+
+    size: int
+    code: bytes
+    env: Mapping[str, str] = field(default_factory=dict)
+    executable: str | None = None
+    start_timeout: float = 600.0
+
+
+class DriverService:
+    """Serves one job.
+
+    Parameters
+    ----------
+    spec : JobSpec
+        The job.
+    secret : Secret
+        Its key.
+    hosts : sequence of str
+        Addresses to listen on.
+    show : callable
+        Called with rank, 1 or 2, and what the rank has written there.
+    """
+
+    def __init__(
+        self, spec: JobSpec, secret: Secret, hosts: Sequence[str], show: Callable[[int, int, bytes], None]
+    ) -> None:
+        self._spec = spec
+        self._show = show
+        self._registry = Registry(spec.size)
+        self._verdict = Verdict()
+        self._pmi: PmiServer | None = None
+        self._by_rank: dict[int, Peer] = {}
+        self.seats: list[Seat] = []
+        self._over: str | None = None
+        self._board = Switchboard(secret, hosts, spec.size, self._handle, self._lose)
+
+    @property
+    def ports(self) -> list[int]:
+        """The port of each address."""
+        return self._board.ports
+
+    def run(self, job: SparkJob) -> list[bytes]:
+        """Return the pickled results in rank order.
+
+        Raises
+        ------
+        RankFailedError
+            A rank raised, ended, was killed, or its host is gone.
+        StartTimeoutError
+            Not all tasks came in time.
+        SparkError
+            Spark ended the job, for its own reasons.
+        """
+        self._board.wake_for(job)
+        until = time.monotonic() + self._spec.start_timeout
+        job_ended = math.inf
+        while True:
+            self._board.turn()
+            now = time.monotonic()
+            if now >= self._verdict.settled_at:
+                raise self._verdict.error(self.seats)
+            if not self.seats:
+                self._start_or_time_out(now, until)
+            if not job.done:
+                continue
+            with contextlib.suppress(KeyError):
+                self._board.forget(job)
+            try:
+                return self._sort(job.results())
+            except SparkError:
+                job_ended = min(job_ended, now)
+                if now > job_ended + _LAST_WORDS_S and self._verdict.settled_at == math.inf:
+                    raise
+
+    def stop(self, reason: str, timeout: float) -> None:
+        """Have all tasks kill their ranks; return when all have, or after `timeout` seconds."""
+        self._over = reason
+        for peer in self._board.peers:
+            peer.feed = iter(())
+            if peer.connection.authenticated and peer.connection.open:
+                peer.send(Stop(reason, quietly=True))
+        until = time.monotonic() + timeout
+        while self._board.peers and time.monotonic() < until:
+            self._board.turn()
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._board.close()
+
+    def _sort(self, results: list[tuple[int, bytes]]) -> list[bytes]:
+        by_rank = dict(results)
+        return [by_rank[rank] for rank in range(self._spec.size)]
+
+    def _start_or_time_out(self, now: float, until: float) -> None:
+        missing = self._registry.missing
+        if not missing:
+            self._start()
+        elif now > until:
+            size, indices = self._spec.size, ", ".join(map(str, missing))
+            raise StartTimeoutError(
+                f"{len(missing)} of {size} Spark tasks have not started within"
+                f" {self._spec.start_timeout:g} s: index {indices}. Does the cluster have {size} free slots?"
+                " Ask for fewer ranks with num_proc, stop what holds the slots, or give it more time with"
+                " start_timeout or PYHVD_SPARK_START_TIMEOUT",
+                missing,
+            )
+
+    def _start(self) -> None:
+        groups = self._registry.groups()
+        self.seats = assign(groups)
+        self._pmi = PmiServer([len(group) for group in groups])
+        code = parts(self._spec.code)
+        seats = {seat.index: seat for seat in self.seats}
+        for peer in self._board.peers:
+            if peer.task is None:
+                continue
+            seat = seats[peer.task.index]
+            peer.rank = seat.rank
+            self._by_rank[seat.rank] = peer
+            peer.feed = self._opening(seat, code)
+
+    def _opening(self, seat: Seat, code: list[bytes]) -> Iterator[FromDriver]:
+        for part in code:
+            yield Code(part)
+        yield Start(
+            rank=seat.rank,
+            size=self._spec.size,
+            local_rank=seat.local_rank,
+            local_size=seat.local_size,
+            cross_rank=seat.cross_rank,
+            cross_size=seat.cross_size,
+            env=dict(self._spec.env),
+            executable=self._spec.executable,
+        )
+
+    def _handle(self, peer: Peer, message: FromTask) -> None:
+        if isinstance(message, Register):
+            self._register(peer, message)
+        elif peer.rank < 0 or isinstance(message, Beat):
+            return
+        elif isinstance(message, Output):
+            self._show(peer.rank, message.stream, message.data)
+        elif isinstance(message, Pmi):
+            self._serve_pmi(peer.rank, message.line)
+        elif isinstance(message, Failed):
+            record = Record(peer.rank, message.kind, message.code, _phrase(message), message.when)
+            self._verdict.add(record, time.monotonic(), message.traceback)
+        elif isinstance(message, Ended):
+            peer.ended = True
+            self._leave_pmi(peer.rank)
+
+    def _register(self, peer: Peer, said: Register) -> None:
+        task = Task(said.index, said.attempt, said.host_hash, said.host, said.pid)
+        if self._over is not None:  # Spark has filled a slot that the end of the job had made free
+            peer.send(Stop(self._over, quietly=True))
+            return
+        if self.seats:
+            peer.send(Stop("its ranks have started; none can be replaced"))
+            return
+        if not self._registry.add(task):
+            peer.send(Stop("a newer attempt of this task has come"))
+            return
+        for other in self._board.peers:
+            if other.task is not None and other.task.index == task.index:
+                other.task = None
+                other.send(Stop("a newer attempt of this task has come"))
+        peer.task = task
+
+    def _serve_pmi(self, rank: int, line: str) -> None:
+        assert self._pmi is not None
+        try:
+            answers = self._pmi.handle(rank, line)
+        except Abort as abort:
+            self._blame(rank, f"called MPI_Abort with code {abort.code}", abort.code)
+        except PmiError as exc:
+            self._blame(rank, f"cannot go on: {exc}", 1)
+        else:
+            for who, answer in answers:
+                self._by_rank[who].send(Pmi(answer))
+
+    def _leave_pmi(self, rank: int) -> None:
+        assert self._pmi is not None
+        try:
+            self._pmi.leave(rank)
+        except PmiError as exc:
+            self._blame(rank, f"left the others alone: {exc}", 1)
+
+    def _blame(self, rank: int, text: str, code: int) -> None:
+        self._verdict.add(Record(rank, EXIT, code, text), time.monotonic())
+
+    def _lose(self, peer: Peer, why: str, waited: bool) -> None:
+        """A task is gone that had more to say, perhaps."""
+        assert peer.task is not None
+        if peer.rank < 0:
+            self._registry.remove(peer.task)
+        elif not peer.ended and not self._verdict.has(peer.rank):
+            self._verdict.add(Record(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)
+
+
+def _phrase(failed: Failed) -> str:
+    return f"failed: {failed.cause}" if failed.traceback else failed.cause

@@ -1,0 +1,104 @@
+"""The job in Spark: one task per rank, in a job group of its own, collected by a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from pyhvd.errors import describe_exception
+from pyhvd.spark.errors import SparkError
+from pyhvd.spark.task_service import TaskBody
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+_numbers = itertools.count()
+
+
+class CollectJob:
+    """Runs a task body in every partition, from its construction on.
+
+    Spark's `collect` cannot be interrupted, and may take for ever; so a thread calls it, and whoever waits
+    for it can poll :meth:`fileno`.
+
+    Parameters
+    ----------
+    context : SparkContext
+        Where it runs.
+    size : int
+        How many tasks.
+    body : TaskBody
+        What each of them does.
+    barrier : bool
+        Whether Spark starts either all tasks or none.
+    """
+
+    def __init__(self, context: SparkContext, size: int, body: TaskBody, barrier: bool) -> None:
+        from pyspark import InheritableThread
+
+        self.group = f"pyhvd.spark.run.{next(_numbers)}"
+        self._context = context
+        self._size = size
+        self._body = body
+        self._barrier = barrier
+        self._results: list[tuple[int, bytes]] = []
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._told, self._tell = os.pipe()
+        # It inherits the caller's local properties (scheduler pool and the like); the group is its own.
+        self._thread = InheritableThread(target=self._collect, name=self.group, daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when the job is over."""
+        return self._told
+
+    @property
+    def done(self) -> bool:
+        """Whether the job is over."""
+        return self._over.is_set()
+
+    def results(self) -> list[tuple[int, bytes]]:
+        """Return what the tasks returned.
+
+        Raises
+        ------
+        SparkError
+            Spark has ended the job; the text has the first line of what it says.
+        """
+        if self._error is not None:
+            said = describe_exception(self._error).strip().splitlines()
+            reasons = [line.strip() for line in said if "SparkException" in line or "TaskStopped" in line]
+            raise SparkError(f"Spark ended the job: {(reasons or said)[0]}") from self._error
+        return self._results
+
+    def cancel(self) -> None:
+        """Have Spark end the job; it kills the Python workers that do not end by themselves."""
+        if not self.done:
+            self._context.cancelJobGroup(self.group)
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the job is over; return whether it is."""
+        return self._over.wait(timeout)
+
+    def close(self) -> None:
+        """Give up the descriptor."""
+        with contextlib.suppress(OSError):
+            os.close(self._told)
+
+    def _collect(self) -> None:
+        try:
+            self._context.setJobGroup(self.group, f"pyhvd.spark.run on {self._size} ranks", True)
+            data = self._context.parallelize(range(self._size), self._size)
+            tasks = (
+                data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
+            )
+            self._results = tasks.collect()
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            self._over.set()
+            os.close(self._tell)

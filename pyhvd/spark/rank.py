@@ -1,0 +1,109 @@
+"""The rank proper: gets the function from its task, runs it, and says what came of it.
+
+On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes one
+answer: its kind, its length, and the pickled result or a :class:`~pyhvd.spark.messages.Failed`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from pyhvd import supervision
+from pyhvd.errors import describe_exception, describe_traceback
+from pyhvd.run.foreign import watch_mpi_import
+from pyhvd.run.report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
+from pyhvd.run.tuning import set_defaults
+from pyhvd.run.world import Place, find_place
+from pyhvd.spark.messages import Failed, encode
+
+LENGTH = struct.Struct("!Q")
+RESULT = b"R"
+FAILURE = b"F"
+
+
+def run_rank(control: socket.socket) -> int:
+    """Run the function; return the exit code, having said why it is not 0."""
+    supervision.supervised = True
+    place = find_place()
+    assert place is not None
+    set_defaults(place, os.environ)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    watch_mpi_import(place, _ignore, _describe_foreign)
+    import cloudpickle
+
+    try:
+        function, args, kwargs = cloudpickle.loads(_read(control))
+        payload = cloudpickle.dumps(function(*args, **kwargs))
+    except BaseException as exc:
+        failed = describe_failure(exc, time.time())
+        _flush()
+        _send(control, FAILURE, encode(failed))
+        _leave(failed.code)
+    _send(control, RESULT, payload)
+    return 0
+
+
+def describe_failure(exc: BaseException, when: float) -> Failed:
+    """Return what ended the function, as the driver will show it."""
+    if isinstance(exc, SystemExit):
+        number = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
+        said = f": {exc.code}" if isinstance(exc.code, str) else ""
+        return Failed(EXIT, f"called sys.exit({number}) and returned nothing{said}", "", when, number & 0xFF)
+    if isinstance(exc, KeyboardInterrupt):
+        return Failed(INTERRUPT, "was interrupted", "", when, 130)
+    kind = SECONDARY if is_secondary(exc) else EXCEPTION
+    # The frame of run_rank is not the user's.
+    return Failed(kind, describe_exception(exc), describe_traceback(exc, skip=1), when)
+
+
+def _read(control: socket.socket) -> bytearray:
+    (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
+    return _read_exactly(control, length)
+
+
+def _read_exactly(control: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = control.recv_into(view)
+        if not count:
+            raise EOFError("the task is gone")
+        view = view[count:]
+    return data
+
+
+def _send(control: socket.socket, kind: bytes, payload: bytes) -> None:
+    control.sendall(kind + LENGTH.pack(len(payload)))
+    control.sendall(payload)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _leave(code: int) -> Any:
+    """Go before exit handlers wait for the other ranks: the driver has been told, and ends them all."""
+    _flush()
+    os._exit(code or 1)
+
+
+def _ignore(text: str) -> None:
+    """An MPI that ends the process as it starts says so itself."""
+
+
+def _describe_foreign(place: Place) -> str:
+    from pyhvd.run.mpi_flavour import find_library
+
+    return (
+        f"mpi4py is built on {find_library().name}, which does not speak PMI-1: the {place.size} ranks would"
+        ' each be alone in a world of size 1; install MPICH for them: pip install "pyhvd[mpich]"'
+    )

@@ -1,0 +1,204 @@
+"""One Spark task: registers with the driver, starts its rank, and supervises it to its end.
+
+It runs in Spark's Python worker, which is used again for other tasks: nothing of the user runs here, no MPI
+is loaded, and nothing is left behind. The result goes back as the task's own, through Spark's collect.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pyhvd.net.connection import Address, Connection, connect
+from pyhvd.net.session import ChannelError
+from pyhvd.run.report import EXIT
+from pyhvd.spark.child import Child
+from pyhvd.spark.hosthash import host_hash
+from pyhvd.spark.messages import (
+    PART,
+    Beat,
+    Code,
+    Ended,
+    Failed,
+    FromTask,
+    Output,
+    Pmi,
+    Register,
+    Start,
+    Stop,
+    decode_from_driver,
+    encode,
+)
+from pyhvd.spark.secret import Secret
+
+BEAT_S = 1.0
+# A driver whose machine is gone says nothing any more. One that was suspended should find its ranks again.
+_DRIVER_SILENT_S = 20.0
+# The driver answers a failure by ending the job.
+_VERDICT_S = 5.0
+
+
+class TaskStoppedError(RuntimeError):
+    """Why a task of the job has ended without a result; what the driver raises says more."""
+
+
+class _Dismissed(Exception):
+    """The driver has ended the job, and needs no result."""
+
+
+class TaskBody:
+    """What Spark runs for each partition; all that goes to the executors is in it.
+
+    Parameters
+    ----------
+    addresses : sequence of (str, int)
+        Where the driver listens.
+    secret : Secret
+        The job's key.
+    """
+
+    def __init__(self, addresses: Sequence[Address], secret: Secret) -> None:
+        self._addresses = list(addresses)
+        self._secret = secret
+
+    def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
+        """Yield the rank and its pickled result; nothing if the driver has ended the job."""
+        from pyspark import TaskContext
+
+        (index,) = partition
+        context = TaskContext.get()
+        assert context is not None
+        # A barrier stage is tried again as a whole; its tasks' attempts then begin at 0 again.
+        attempt = 1000 * _stage_attempt(context) + context.attemptNumber()
+        result = run_task(self._addresses, self._secret, index, attempt)
+        if result is not None:
+            yield result
+
+
+def _stage_attempt(context: Any) -> int:
+    number = getattr(context, "stageAttemptNumber", None)
+    return int(number()) if number is not None else 0
+
+
+def run_task(
+    addresses: Sequence[Address], secret: Secret, index: int, attempt: int
+) -> tuple[int, bytes] | None:
+    """Be task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+
+    Raises
+    ------
+    TaskStoppedError
+        The rank failed, or the driver is gone, or has no use for this attempt.
+    ChannelError
+        The driver cannot be reached, or does not hold the job's key.
+    """
+    task = _Task(connect(addresses, secret.reveal()))
+    place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
+    try:
+        return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
+    except _Dismissed:
+        return None
+    finally:
+        task.close()
+
+
+class _Task:
+    def __init__(self, connection: Connection) -> None:
+        self._driver = connection
+        self._selector = selectors.DefaultSelector()
+        self._code: list[bytes] = []
+        self._child: Child | None = None
+        self._rank = -1
+        self._failed_at = 0.0
+        self._next_beat = 0.0
+        self._patience = time.monotonic()  # the driver's silence counts from here at the earliest
+
+    def run(self, registration: Register) -> tuple[int, bytes]:
+        self._say(registration)
+        self._selector.register(self._driver, selectors.EVENT_READ, self._hear)
+        while True:
+            self._turn()
+            child = self._child
+            if child is not None and child.failure is not None:
+                self._fail(child.failure)
+            elif child is not None and child.ended and child.result is not None:
+                self._say(Ended())
+                self._driver.drain(_VERDICT_S)
+                return self._rank, child.result
+            if self._failed_at and time.monotonic() > self._failed_at + _VERDICT_S:
+                raise TaskStoppedError(f"rank {self._rank} failed")
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+        self._selector.close()
+        self._driver.close()
+
+    def _turn(self) -> None:
+        """Wait for something, for half a beat at most, and handle it."""
+        before = time.monotonic()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._driver.wants_write else 0)
+        self._selector.modify(self._driver, wanted, self._hear)
+        if self._driver.full:  # a rank that prints faster than the driver shows it has to wait
+            select.select([self._driver], [self._driver], [], BEAT_S / 2)
+            self._hear()
+        else:
+            for key, _ in self._selector.select(BEAT_S / 2):
+                key.data()
+        now = time.monotonic()
+        if now > before + 2 * BEAT_S:
+            self._patience = now  # it was this process that stood still
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._say(Beat())
+        if now > max(self._driver.heard, self._patience) + _DRIVER_SILENT_S:
+            raise TaskStoppedError(f"the driver has said nothing for {_DRIVER_SILENT_S:g} s")
+
+    def _hear(self) -> None:
+        self._driver.pump_out()
+        for record in self._driver.pump_in():
+            message = decode_from_driver(record)
+            if isinstance(message, Stop):
+                if message.quietly:
+                    raise _Dismissed
+                raise TaskStoppedError(f"the driver has ended this task: {message.reason}")
+            if isinstance(message, Code):
+                self._code.append(message.part)
+            elif isinstance(message, Pmi) and self._child is not None:
+                self._child.answer_pmi(message.line)
+            elif isinstance(message, Start):
+                self._begin(message)
+        if not self._driver.open:
+            raise TaskStoppedError("the driver is gone")
+
+    def _begin(self, start: Start) -> None:
+        if self._child is not None:
+            raise ChannelError("the driver started this task's rank twice")
+        self._rank = start.rank
+        code = b"".join(self._code)
+        self._code.clear()
+        try:
+            self._child = Child(start, code, lambda line: self._say(Pmi(line)), self._pass_on)
+        except OSError as exc:
+            self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
+        else:
+            self._child.register(self._selector)
+
+    def _fail(self, failure: Failed) -> None:
+        """Tell the driver, once; its answer is the end of the job."""
+        if not self._failed_at:
+            self._failed_at = time.monotonic()
+            self._say(failure)
+
+    def _pass_on(self, stream: int, data: bytes) -> None:
+        for begin in range(0, len(data), PART):
+            self._say(Output(stream, data[begin : begin + PART]))
+
+    def _say(self, message: FromTask) -> None:
+        if self._driver.open:
+            self._driver.send(encode(message))

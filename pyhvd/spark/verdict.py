@@ -1,0 +1,79 @@
+"""What goes wrong in a job, and which of it is the cause. Pure: times are told to it.
+
+A rank's own error, exit or death explains all the rest, and settles the matter at once. What merely follows
+from another failure (an error that names another rank, a task that is gone) waits a moment for a better
+reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
+from pyhvd.run.report import INTERRUPT, LOST, SECONDARY, Record, root_cause
+from pyhvd.spark.errors import SparkError
+from pyhvd.spark.placement import Seat
+
+# So long is waited for a better reason than that a task is gone, or that a rank complains of another one.
+_BETTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Case:
+    record: Record
+    traceback: str
+
+
+class Verdict:
+    """The failures of one job."""
+
+    def __init__(self) -> None:
+        self._cases: list[_Case] = []
+        self._settled_at = math.inf
+
+    def add(self, record: Record, now: float, traceback: str = "", waited: bool = False) -> None:
+        """Note that a rank has failed.
+
+        Parameters
+        ----------
+        record : Record
+            Its text is the cause in one line, as after "rank 1 ".
+        now : float
+            The time, in seconds.
+        traceback : str
+            The rank's own.
+        waited : bool
+            Whether there was time enough already for a better reason.
+        """
+        self._cases.append(_Case(record, traceback))
+        follows = record.kind in (SECONDARY, LOST, INTERRUPT)
+        patience = _BETTER_S if follows and not waited else 0.0
+        self._settled_at = min(self._settled_at, now + patience)
+
+    def has(self, rank: int) -> bool:
+        """Whether this rank has failed."""
+        return any(case.record.rank == rank for case in self._cases)
+
+    @property
+    def settled_at(self) -> float:
+        """When the cause can be told; infinity while nothing has failed."""
+        return self._settled_at
+
+    def error(self, seats: Iterable[Seat]) -> HorovodInternalError:
+        """Return the one error of the job."""
+        cause = root_cause(case.record for case in self._cases)
+        assert cause is not None
+        case = next(case for case in self._cases if case.record is cause)
+        places = {seat.rank: seat for seat in seats}
+        seat = places.get(cause.rank)
+        if seat is None:
+            return SparkError(cause.text)
+        error = RankFailedError(
+            f"rank {cause.rank} of {len(places)} on host {seat.host} (Spark task {seat.index}) {cause.text}",
+            cause.rank,
+        )
+        if case.traceback:
+            error.__cause__ = RemoteError(cause.rank, case.traceback)
+        return error

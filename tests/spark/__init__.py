@@ -1,0 +1,1 @@
+"""Tests on a real Spark cluster: a master and two workers on loopback."""

@@ -1,0 +1,83 @@
+"""One cluster and one session for all tests here; and after each test, nothing of its ranks may be left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.spark.cluster import ROOT, standalone_cluster
+
+_MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
+# Killed ranks are gone by then, even on a busy machine.
+_GONE_S = 15.0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The master's URL."""
+    pytest.importorskip("pyspark", reason="make test-spark installs it")
+    with standalone_cluster(tmp_path_factory.mktemp("spark")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def spark(cluster: str) -> Iterator[Any]:
+    """A session on all of the cluster."""
+    from pyspark.sql import SparkSession
+
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = str(ROOT)
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "512m",
+        "spark.executor.memory": "512m",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+    }
+    builder = SparkSession.builder.master(cluster).appName("pyhvd tests")
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    _wait_for_slots(session)
+    yield session
+    session.stop()
+
+
+def _wait_for_slots(session: Any, slots: int = 4) -> None:
+    """Wait until both executors have come."""
+    until = time.monotonic() + 60
+    while session.sparkContext.defaultParallelism < slots and time.monotonic() < until:
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def mark() -> Iterator[dict[str, str]]:
+    """Variables for the ranks of a test, by which they and what they start are found; none may be left."""
+    name, value = _MARK.split("=")
+    yield {name: value}
+    until = time.monotonic() + _GONE_S
+    while (left := marked()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert left == {}
+
+
+def marked() -> dict[int, str]:
+    """The processes of ranks: their ids and command lines."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            if _MARK.encode() in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return found

@@ -1,0 +1,279 @@
+"""The driver's and the tasks' services in one process: ranks are real, Spark is threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.net.connection import Connection, connect, new_key
+from pyhvd.net.session import ChannelError
+from pyhvd.spark.child import rank_environment
+from pyhvd.spark.driver_service import DriverService, JobSpec
+from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.hosthash import host_hash
+from pyhvd.spark.messages import Register, Start, Stop, decode_from_driver, encode
+from pyhvd.spark.secret import Secret
+from pyhvd.spark.switchboard import SILENT_S
+from pyhvd.spark.task_service import run_task
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
+_PATIENCE_S = 60.0
+
+
+class Threads:
+    """Stands for the job in Spark: a thread per task."""
+
+    def __init__(self, tasks: list[Callable[[], tuple[int, bytes] | None]]) -> None:
+        self._told, self._tell = os.pipe()
+        self._left = len(tasks)
+        self._lock = threading.Lock()
+        self._results: list[tuple[int, bytes]] = []
+        self.errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._run, args=(task,)) for task in tasks]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, task: Callable[[], tuple[int, bytes] | None]) -> None:
+        try:
+            result = task()
+            if result is not None:
+                self._results.append(result)
+        except Exception as exc:
+            self.errors.append(exc)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                os.close(self._tell)
+
+    def fileno(self) -> int:
+        return self._told
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def results(self) -> list[tuple[int, bytes]]:
+        if self.errors:
+            raise SparkError(f"Spark ended the job: {self.errors[0]}")
+        return self._results
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(_PATIENCE_S)
+        assert not any(thread.is_alive() for thread in self._threads)
+        os.close(self._told)
+
+
+Show = Callable[[int, int, bytes], None]
+
+
+class Bench:
+    """A driver service and its secret."""
+
+    def __init__(self, function: Callable[..., Any], size: int, show: Show, **spec: Any) -> None:
+        self.secret = Secret()
+        call = cloudpickle.dumps((function, (), {}))
+        self.service = DriverService(JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], show)
+        self.addresses = [("127.0.0.1", self.service.ports[0])]
+
+    def task(self, index: int, attempt: int = 0) -> Callable[[], tuple[int, bytes] | None]:
+        return lambda: run_task(self.addresses, self.secret, index, attempt)
+
+    def run(self, *tasks: Callable[[], Any]) -> list[Any]:
+        job = Threads(list(tasks))
+        try:
+            return [cloudpickle.loads(result) for result in self.service.run(job)]
+        finally:
+            self.service.stop("the test is over", 10)
+            self.service.close()
+            job.close()
+
+    def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
+        """Be a task that says nothing more by itself."""
+        connection = connect(self.addresses, self.secret.reveal(), _PATIENCE_S)
+        connection.send(encode(Register(index, attempt, host, host, 0)))
+        return connection
+
+
+def _drop(rank: int, stream: int, data: bytes) -> None:
+    pass
+
+
+def rank() -> int:
+    return int(os.environ["PMI_RANK"])
+
+
+def test_results_in_rank_order_whatever_the_tasks_order() -> None:
+    bench = Bench(rank, 3, _drop)
+    assert bench.run(bench.task(2), bench.task(0), bench.task(1)) == [0, 1, 2]
+
+
+def test_output_reaches_the_driver_before_the_results() -> None:
+    shown: list[tuple[int, int, bytes]] = []
+    bench = Bench(lambda: print("hello"), 1, lambda *what: shown.append(what))
+    assert bench.run(bench.task(0)) == [None]
+    assert shown == [(0, 1, b"hello\n")]
+
+
+def _raise() -> None:
+    if rank() == 1:
+        raise LookupError("not here")
+    time.sleep(1000)
+
+
+def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
+    bench = Bench(_raise, 2, _drop)
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 of 2 on host .* failed: LookupError: not here"
+    ) as caught:
+        bench.run(bench.task(0), bench.task(1))
+    assert caught.value.rank == 1
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert 'raise LookupError("not here")' in cause.traceback
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
+    bench = Bench(rank, 2, _drop)
+    stopped: list[str] = []
+
+    def old_attempt() -> None:
+        connection = bench.register(0)
+        registered.set()
+        stopped.append(wait_for_stop(connection).reason)
+
+    def new_attempt() -> tuple[int, bytes] | None:
+        registered.wait(_PATIENCE_S)
+        time.sleep(0.1)
+        return bench.task(0, attempt=1)()
+
+    def other() -> tuple[int, bytes] | None:
+        while not stopped:
+            time.sleep(0.01)
+        return bench.task(1)()
+
+    registered = threading.Event()
+    assert bench.run(old_attempt, new_attempt, other) == [0, 1]
+    assert stopped == ["a newer attempt of this task has come"]
+
+
+def wait_for_stop(connection: Connection) -> Stop:
+    until = time.monotonic() + _PATIENCE_S
+    while connection.open and time.monotonic() < until:
+        for record in connection.pump_in():
+            message = decode_from_driver(record)
+            if isinstance(message, Stop):
+                connection.close()
+                return message
+        time.sleep(0.01)
+    raise AssertionError("was not stopped")
+
+
+def test_a_task_that_falls_silent_is_missed() -> None:
+    bench = Bench(lambda: time.sleep(1000), 2, _drop)
+    kept: list[Connection] = []
+    text = rf"rank 1 of 2 on host b \(Spark task 1\) has been silent for {SILENT_S:g} s"
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match=text):
+        bench.run(bench.task(0), lambda: kept.append(bench.register(1, host="b")))
+    assert time.monotonic() - begin >= SILENT_S
+    kept[0].close()
+
+
+def test_tasks_that_do_not_come_are_named() -> None:
+    bench = Bench(rank, 4, _drop, start_timeout=0.5)
+    text = r"2 of 4 Spark tasks have not started within 0.5 s: index 1, 3\. .*PYHVD_SPARK_START_TIMEOUT"
+    with pytest.raises(StartTimeoutError, match=text) as caught:
+        bench.run(bench.task(0), bench.task(2))
+    assert caught.value.missing == [1, 3]
+
+
+def test_strangers_are_refused_and_disturb_nobody() -> None:
+    bench = Bench(rank, 1, _drop)
+
+    def stranger() -> tuple[int, bytes] | None:
+        with pytest.raises(ChannelError, match="no connection"):
+            connect(bench.addresses, new_key(), 5)
+        with socket.create_connection(bench.addresses[0]) as noise:
+            noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return bench.task(0)()
+
+    assert bench.run(stranger) == [0]
+
+
+def test_a_task_without_a_driver_ends() -> None:
+    bench = Bench(rank, 1, _drop)
+    bench.service.close()
+    with pytest.raises(ChannelError, match="no connection within"):
+        bench.task(0)()
+
+
+def test_the_spark_job_may_end_for_its_own_reasons() -> None:
+    bench = Bench(rank, 2, _drop)
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(SparkError, match="Spark ended the job: disk full"):
+        bench.run(fail)
+
+
+def test_what_a_rank_has_started_goes_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def start_and_fail(path: str = str(pid_file)) -> None:
+        import subprocess
+
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(path, "w") as file:
+            file.write(str(child.pid))
+        raise RuntimeError("now")
+
+    bench = Bench(start_and_fail, 1, _drop)
+    with pytest.raises(RankFailedError, match="RuntimeError: now"):
+        bench.run(bench.task(0))
+    pid = int(pid_file.read_text())
+    until = time.monotonic() + _PATIENCE_S
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_host_hash_is_stable_and_salted() -> None:
+    assert host_hash() == host_hash()
+    assert host_hash() != host_hash("other")
+
+
+def test_the_secret_is_not_shown() -> None:
+    secret = Secret()
+    assert secret.reveal().hex() not in f"{secret} {secret!r}"
+    assert cloudpickle.loads(cloudpickle.dumps(secret)).reveal() == secret.reveal()
+
+
+def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
+    monkeypatch.setattr(sys, "path", ["", "/work/files.zip", f"{sys.prefix}/lib/python", "/given"])
+    given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
+    env = rank_environment(given, start)
+    assert env["PYTHONPATH"].split(":") == ["/work/files.zip", f"{sys.prefix}/lib/python", "/given"]
+    del given["PYTHONPATH"]
+    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/work/files.zip", "/given"]
+    assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
+    assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)
