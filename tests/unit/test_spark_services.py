@@ -269,11 +269,11 @@ def test_the_secret_is_not_shown() -> None:
 
 def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
-    monkeypatch.setattr(sys, "path", ["", "/work/files.zip", f"{sys.prefix}/lib/python", "/given"])
+    monkeypatch.setattr(sys, "path", ["", "/executor/files.zip", f"{sys.prefix}/lib/python", "/given"])
     given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
     env = rank_environment(given, start)
-    assert env["PYTHONPATH"].split(":") == ["/work/files.zip", f"{sys.prefix}/lib/python", "/given"]
+    assert env["PYTHONPATH"].split(":") == ["/executor/files.zip", f"{sys.prefix}/lib/python", "/given"]
     del given["PYTHONPATH"]
-    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/work/files.zip", "/given"]
+    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/executor/files.zip", "/given"]
     assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
     assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)
