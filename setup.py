@@ -40,6 +40,8 @@ setup(
                 headers=[numpy.get_include()],
             ),
         ],
+        # Generated C fits the numpy that it was generated with, and another environment may have another one.
+        force=True,
         compiler_directives={
             "language_level": 3,
             "boundscheck": False,
