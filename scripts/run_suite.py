@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument(
         "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but spark"
     )
-    parser.add_argument("--limit", type=float, default=540, help="seconds that one part may take")
+    parser.add_argument("--limit", type=float, default=1500, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
     options = parser.parse_args()
     chosen = options.parts or [name for name in PARTS if name not in ON_DEMAND]
