@@ -55,14 +55,23 @@ def here() -> Place:
     return Place(socket.gethostname(), os.getpid(), node_of("pid"))
 
 
+def boot_id() -> str:
+    """Return what tells one run of a kernel from every other; empty where /proc does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def node_of(namespace: str) -> str:
     """Return what processes of one kernel and one namespace have in common; empty where /proc does not tell.
 
     ``namespace`` is as in namespaces(7): ``"pid"``, ``"net"``, ...
     """
+    boot = boot_id()
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
+        return f"{boot}/{os.stat(f'/proc/self/ns/{namespace}').st_ino}" if boot else ""
     except OSError:
         return ""
 

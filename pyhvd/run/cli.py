@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show the frameworks, controllers and operations that there are, and end; --verbose: why",
     )
-    parser.add_argument("-n", "-np", "--num-proc", type=_positive_int, metavar="N", help="number of ranks")
+    parser.add_argument("-n", "-np", "--num-proc", type=positive_int, metavar="N", help="number of ranks")
     parser.add_argument("--verbose", action="store_true", help="show the mpiexec command and what was chosen")
     parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="further arguments for mpiexec")
     parser.add_argument(
@@ -189,7 +189,8 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive_int(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Return a number of things, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")

@@ -11,6 +11,8 @@ import os
 import socket
 import sys
 
+from pyhvd.processes import boot_id
+
 
 def host_hash(salt: str = "") -> str:
     """Return this process's host hash, 16 hexadecimal digits.
@@ -25,16 +27,8 @@ def host_hash(salt: str = "") -> str:
     """
     parts = [salt, socket.gethostname()]
     if sys.platform.startswith("linux"):
-        parts += [_boot_id(), _inode("/proc/self/ns/ipc"), _inode("/proc/self/ns/pid"), _device("/dev/shm")]
+        parts += [boot_id(), _inode("/proc/self/ns/ipc"), _inode("/proc/self/ns/pid"), _device("/dev/shm")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _inode(path: str) -> str:

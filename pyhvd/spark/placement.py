@@ -6,7 +6,7 @@ comes first, so that rank 0 is on it; on each host they follow the tasks' indice
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -107,8 +107,3 @@ def assign(groups: Iterable[Iterable[Task]]) -> list[Seat]:
                 )
             )
     return seats
-
-
-def rank_by_index(seats: Iterable[Seat]) -> Mapping[int, int]:
-    """Return each task's rank."""
-    return {seat.index: seat.rank for seat in seats}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from pyhvd.run.cli import positive_int
 from pyhvd.run.world import Place, find_place
 from pyhvd.tools.doctor.advice import Case, examine
 from pyhvd.tools.doctor.facts import Facts, gather
@@ -61,7 +62,7 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-n", "-np", "--num-proc", type=_at_least_1, metavar="N", help="ranks of the trial (default: 2)"
+        "-n", "-np", "--num-proc", type=positive_int, metavar="N", help="ranks of the trial (default: 2)"
     )
     parser.add_argument("--no-run", action="store_true", help="facts only: start no ranks")
     parser.add_argument(
@@ -80,13 +81,6 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
     if options.num_proc is None:
         options.num_proc = 2
     return options
-
-
-def _at_least_1(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def _seconds(text: str) -> float:
