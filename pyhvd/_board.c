@@ -7,6 +7,8 @@
 #define LOCK_SPINS 100
 #define LOCK_YIELDS 200
 #define LOCK_NAP 50000 /* ns: the owner of the lock has lost its core, or has been stopped */
+#define ROOM_WAIT 10000000 /* ns; who writes down a response list has other things to do meanwhile */
+#define FOR_EVER INT64_MAX
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -65,20 +67,24 @@ void pyhvd_board_clear(pyhvd_board *b) { memset(b->head, 0, pyhvd_board_bytes(b-
 
 /* ---- the lock ---- */
 
-void pyhvd_board_lock(pyhvd_board *b) {
+int pyhvd_board_lock(pyhvd_board *b, int64_t ns) {
     _Atomic uint32_t *lock = &b->head->lock;
+    int64_t until = 0;
     for (int yields = 0;; yields++) {
         for (int spin = 0; spin < LOCK_SPINS; spin++) {
             if (!atomic_load_explicit(lock, memory_order_relaxed) &&
                 !atomic_exchange_explicit(lock, 1, memory_order_acquire))
-                return;
+                return 1;
             pyhvd_pause();
         }
         if (yields < LOCK_YIELDS) {
             sched_yield();
-        } else {
-            pyhvd_nap(LOCK_NAP);
+            continue;
         }
+        int64_t now = pyhvd_now();
+        if (!until) until = ns < FOR_EVER - now ? now + ns : FOR_EVER;
+        if (now >= until || atomic_load_explicit(b->over, memory_order_acquire)) return 0;
+        pyhvd_nap(LOCK_NAP);
     }
 }
 
@@ -151,7 +157,7 @@ static void publish(pyhvd_board *b) {
 
 int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience) {
     pyhvd_ranks woken = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, ROOM_WAIT)) return 0;
     int room = has_room(b);
     if (room) {
         pyhvd_entry *entry = entry_at(b, b->head->tail);
@@ -230,7 +236,7 @@ void pyhvd_board_advance(pyhvd_board *b) {
     atomic_thread_fence(memory_order_seq_cst);
     if (!atomic_load_explicit(&b->head->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     atomic_store_explicit(&b->head->backlog, 0, memory_order_relaxed);
     for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
         pyhvd_board_match(b, set, 0, b->words, 0, &audience);
@@ -259,7 +265,7 @@ int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const 
 
 void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count) {
     pyhvd_ranks nobody = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     pyhvd_board_set *s = set_of(b, set);
     memset(s, 0, b->set_bytes);
     b->head->charged[set] = 0;
@@ -273,7 +279,7 @@ void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint3
 
 void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since) {
     pyhvd_ranks nobody = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     since_of(b, set)[slot] = since;
     lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
     pyhvd_board_unlock(b, &nobody);
@@ -281,14 +287,14 @@ void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t sinc
 
 void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot) {
     pyhvd_ranks nobody = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     lent_of(b, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
     pyhvd_board_unlock(b, &nobody);
 }
 
 void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted) {
     pyhvd_ranks nobody = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     for (uint32_t w = 0; w < b->words; w++) {
         lent_of(b, set)[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {
@@ -302,7 +308,7 @@ void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint
 
 void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used) {
     pyhvd_ranks nobody = {{0}};
-    pyhvd_board_lock(b);
+    if (!pyhvd_board_lock(b, FOR_EVER)) return;
     for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++)
         for (uint32_t w = 0; w < b->words; w++)
             posted[rank * b->words + w] = posted_of(b, set, rank)[w].bits;

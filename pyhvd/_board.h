@@ -12,7 +12,8 @@
  * seen (acquire); it is written again only when every rank's `cursor` has passed it. A rank's cursor is moved
  * by the rank's engine, or, past entries that do not concern it, by whoever needs the room: both by
  * compare-and-swap, and what was read from an entry counts only if the cursor still stood there afterwards.
- * An abandoned job ends by `closed`.
+ * An abandoned job ends by `closed`. A rank that is stopped (SIGSTOP, a debugger) may hold the lock meanwhile: nobody
+ * waits for it with the GIL or anything else in hand that the rank's watch needs, nor once the rank has given up.
  *
  * Waking: `driven` says that some thread of a rank drives its engine; if that thread sleeps, `asleep` is set
  * and it sleeps on `bell`. The background thread sleeps on `alarm`, with `dozing` set. Sleepers set their
@@ -94,6 +95,7 @@ typedef struct {
     pyhvd_seat *seats;
     uint8_t *sets;
     size_t set_bytes;
+    const _Atomic uint32_t *over; /* the lane's `closed`: the rank has given up, whoever waits for the lock stops */
 } pyhvd_board;
 
 size_t pyhvd_board_bytes(int size, uint32_t slots);
@@ -104,7 +106,7 @@ void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t
 /* Zero the board; by one rank, before any uses it. */
 void pyhvd_board_clear(pyhvd_board *b);
 
-/* ---- for the coordinator; each takes the lock ---- */
+/* ---- for the coordinator; each takes the lock, and does nothing where the rank gives up on it ---- */
 
 void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count);
 void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since);
@@ -115,12 +117,13 @@ void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint
 /* What is posted, [size][words], and which slots have been used since the last call. */
 void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used);
 
-/* Write down a response list; 0 if the log is full. */
+/* Write down a response list; 0 if the log is full, or the lock is not to be had: later. */
 int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience);
 
 /* ---- for every rank ---- */
 
-void pyhvd_board_lock(pyhvd_board *b);
+/* Take the lock; 0 if it is not to be had for so long, or the rank has given up. */
+int pyhvd_board_lock(pyhvd_board *b, int64_t ns);
 
 /* Release the lock, and wake the ranks that entries written meanwhile concern. */
 void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);

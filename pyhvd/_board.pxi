@@ -27,6 +27,11 @@ cdef class BoardEnd:
         """Return whether there is room for a process set of this id."""
         return set_id < PYHVD_BOARD_SETS
 
+    def seize(self):
+        """Take the board's lock for good, as a rank does that is stopped at the wrong moment. For tests."""
+        with nogil:
+            pyhvd_board_lock(&self.c.board, 1_000_000_000)
+
     def clear(self):
         """Zero the board; on one rank, before any uses it."""
         pyhvd_board_clear(&self.c.board)
@@ -36,18 +41,23 @@ cdef class BoardEnd:
         cdef uint32_t members[256]
         for k, rank in enumerate(ranks):
             members[k] = rank
-        pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, <uint32_t>len(ranks))
+        cdef uint32_t count = <uint32_t>len(ranks)
+        with nogil:
+            pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, count)
 
     def lend(self, int set_id, uint32_t slot, uint64_t since):
         """Let ranks post a slot that means to them what response list ``since`` said."""
-        pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
+        with nogil:
+            pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
 
     def recall(self, int set_id, bits):
         """Take slots (a bit vector) back; return, by rank, which of them were posted."""
         cdef bytes wanted = bits.to_bytes(self.c.board.words * 8, "little")
         cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        cdef const char* which = wanted
         cdef char* raw = posted
-        pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*><char*>wanted, <uint64_t*>raw)
+        with nogil:
+            pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*>which, <uint64_t*>raw)
         return self._by_rank(posted)
 
     def look(self, int set_id):
@@ -56,16 +66,20 @@ cdef class BoardEnd:
         cdef bytearray used = bytearray(self.c.board.words * 8)
         cdef char* raw = posted
         cdef char* raw_used = used
-        pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
+        with nogil:
+            pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
         return self._by_rank(posted), int.from_bytes(used, "little")
 
     def announce(self, uint64_t number, ranks):
-        """Put a response list into the log; False if the log is full."""
+        """Put a response list into the log; False if that cannot be done just now."""
         cdef pyhvd_ranks audience
         audience.ranks[:] = [0, 0, 0, 0]
         for rank in ranks:
             audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
-        return pyhvd_board_list(&self.c.board, number, &audience) != 0
+        cdef int written
+        with nogil:
+            written = pyhvd_board_list(&self.c.board, number, &audience)
+        return written != 0
 
     def position(self):
         """Return how far this rank has come in what the ranks agree on here. From any thread."""
@@ -73,7 +87,8 @@ cdef class BoardEnd:
 
     def freeze(self, int set_id, uint32_t slot):
         """Let nobody post a slot, until the coordinator has heard what this rank has to say of it."""
-        pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)
+        with nogil:
+            pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)
 
     # -- what has been counted -----------------------------------------------------------------------
 

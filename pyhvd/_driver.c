@@ -18,6 +18,7 @@ static int64_t after(int64_t ns) { return ns < 0 ? FOR_EVER : pyhvd_now() + ns; 
 int pyhvd_lane_init(pyhvd_lane *lane) {
     size_t slots = lane->board.slots;
     pthread_mutex_init(&lane->mutex, NULL);
+    lane->board.over = &lane->closed;
     lane->patience = PYHVD_YIELDS;
     lane->parted = pyhvd_may_part(lane->board.size);
     lane->pending = calloc(slots, sizeof *lane->pending);
@@ -270,7 +271,12 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
         if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
         int drives = try_drive(lane);
         /* Posted only now: who completes the batch sees that somebody drives here, and wakes nobody else. */
-        pyhvd_lane_flush(lane, 0, now);
+        int posted = pyhvd_lane_flush(lane, 0, now);
+        if (!posted) {
+            if (drives) stop_driving(lane);
+            pyhvd_nap(GATHER);
+            continue;
+        }
         if (drives) {
             int status = run(lane, unit, turn, until);
             stop_driving(lane);
@@ -304,8 +310,7 @@ static int64_t gather(pyhvd_lane *lane) {
     lane->looked = now;
     lane->alone = 1;
     lane->quiet = 0;
-    pyhvd_lane_flush(lane, 0, now);
-    return 0;
+    return pyhvd_lane_flush(lane, 0, now) ? 0 : GATHER;
 }
 
 /* How long to sleep when there is nothing to do, and whether the thread will look by itself what was submitted, so

@@ -110,8 +110,9 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit);
 /* Call the background thread if it sleeps, so that what is held is posted in time. */
 void pyhvd_lane_ring(pyhvd_lane *lane);
 
-/* Post all that is held; `now` is the time (ns). With `whole` also wait for other threads that are just doing so. */
-void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now);
+/* Post all that is held; `now` is the time (ns). With `whole` also wait for other threads that are just doing so, and for
+ * the board; without, 0 if the board's lock is not to be had just now, and the caller tries again soon. */
+int pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now);
 
 /* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
 int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);

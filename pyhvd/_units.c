@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define LOCK_WAIT 2000000 /* ns; the lock is held for microseconds, unless its holder has been stopped */
+
 void pyhvd_tell_waiters(pyhvd_lane *lane) {
     atomic_fetch_add_explicit(&lane->progress, 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
@@ -49,15 +51,19 @@ void pyhvd_lane_ring(pyhvd_lane *lane) {
         pyhvd_futex_wake(&seat->alarm, 0);
 }
 
-void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now) {
-    if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return;
+/* Post what is held; 0 if the board's lock is not to be had. */
+static int try_flush(pyhvd_lane *lane, int64_t now) {
     pyhvd_board *board = &lane->board;
     pyhvd_ranks audience = {{0}};
     uint32_t from[PYHVD_BOARD_SETS], to[PYHVD_BOARD_SETS] = {0}, refusals = 0;
     memset(from, 0xff, sizeof from);
     pthread_mutex_lock(&lane->mutex);
     uint32_t n = atomic_load_explicit(&lane->holding, memory_order_relaxed);
-    pyhvd_board_lock(board);
+    /* The mutex is what the watch needs too: it is not kept while a stopped rank keeps the board. */
+    if (!n || !pyhvd_board_lock(board, LOCK_WAIT)) {
+        pthread_mutex_unlock(&lane->mutex);
+        return !n;
+    }
     int64_t traced = pyhvd_trace_now(lane->trace);
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_unit *unit = lane->held[k];
@@ -84,6 +90,16 @@ void pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now) {
     /* An entry for this rank itself: whoever drives here and sleeps has not been woken by the others. */
     pyhvd_wake_driver(lane);
     if (refusals) pyhvd_board_call(board, board->rank, PYHVD_CALL_REFUSED);
+    return 1;
+}
+
+int pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now) {
+    if (!whole && !atomic_load_explicit(&lane->holding, memory_order_acquire)) return 1;
+    while (!try_flush(lane, now)) {
+        if (!whole || atomic_load_explicit(&lane->closed, memory_order_acquire)) return 0;
+        pyhvd_nap(LOCK_WAIT);
+    }
+    return 1;
 }
 
 int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit) {

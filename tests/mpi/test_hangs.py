@@ -58,6 +58,7 @@ def test_the_flags_reach_the_ranks_under_a_foreign_mpiexec(tmp_path: Path) -> No
 
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLDING = "ctypes.PyDLL(None).sleep(60)"
+KEEPING = f"hvd.context.current().lane.seize(); {STOPPED}"  # whoever posts on the lane waits for this rank
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,8 @@ HOLDING = "ctypes.PyDLL(None).sleep(60)"
         (0, "time.sleep(60)", "it is at script.py:5 in idle"),
         (2, "time.sleep(60)", "it is at script.py:5 in idle"),
         (2, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
+        (2, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
+        (0, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (2, HOLDING, "does not answer within 2 s, and its process sleeps: it is blocked, perhaps while it"),
         # Rank 0 itself says nothing: the others find out.
         (0, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -72,6 +73,15 @@ def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes])
 
 def test_one_that_computes(counter: subprocess.Popen[bytes]) -> None:
     assert becomes(lambda: of(counter), State.RUNNING)
+
+
+def test_one_that_only_looks_for_the_gil_does_not_compute() -> None:
+    # Two threads that wait for the GIL are runnable for a moment every 5 ms.
+    spin = "def spin():\n    while True: pass\n"
+    waiting = "for _ in 'ab': threading.Thread(target=spin, daemon=True).start()\n"
+    for process in child(f"import ctypes, threading\n{spin}{waiting}ctypes.PyDLL(None).sleep(60)"):
+        assert becomes(functools.partial(of, process), State.SLEEPING)
+        assert all(of(process) is State.SLEEPING for _ in range(100))
 
 
 def test_one_that_cannot_be_seen() -> None:
