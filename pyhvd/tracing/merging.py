@@ -7,6 +7,7 @@ same name, since a thread's spans must nest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from pyhvd.tracing.loading import RankTrace, Turn
 NEGOTIATE, QUEUE, RUN, WAIT, PACK, REDUCE, UNPACK, MOVE = range(8)
 TRACKS = ("negotiate", "queue", "run", "wait for a rank", "pack", "reduce", "unpack", "allocate, exchange")
 _LANES = 1000
+# Above all ranks: viewers take thread 0, and the one with its process's number, for one thread.
+_FIRST_THREAD = 1_000_000
 
 
 def track_of(phase: str) -> int:
@@ -33,10 +36,10 @@ def track_of(phase: str) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """One slice of the merged trace, in us."""
+    """One slice of the merged trace; whole ns, since what nests must still nest when it has been written."""
 
-    begin: float
-    end: float
+    begin: int
+    end: int
     name: str
     category: str
     args: Event
@@ -46,7 +49,7 @@ class Span:
 def lay_out(spans: list[Span]) -> list[Span]:
     """Give each span the first lane on which it nests with the spans before; return them by time."""
     spans.sort(key=lambda span: (span.begin, -span.end))
-    open_ends: list[list[float]] = []
+    open_ends: list[list[int]] = []
     for span in spans:
         for lane, ends in enumerate(open_ends):
             while ends and ends[-1] <= span.begin:
@@ -65,7 +68,7 @@ def merge(traces: Sequence[RankTrace]) -> Event:
     """Return the merged trace, as an object with ``traceEvents`` and ``metadata``."""
     origin = min((begin for trace in traces for begin in _begins(trace)), default=0.0)
     events: list[Event] = []
-    places: dict[tuple[int, int, int], tuple[float, float, int]] = {}
+    places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
     for trace in traces:
         _add_rank(events, trace, origin, places)
     events += _arrows(traces, origin, places)
@@ -99,6 +102,21 @@ def _begins(trace: RankTrace) -> Iterable[float]:
         yield phase.begin
 
 
+def _since(origin: float, time: float) -> int:
+    """Return the ns from an origin to a time, both in us."""
+    return round((time - origin) * 1000)
+
+
+def _thread(track: int, lane: int) -> int:
+    return _FIRST_THREAD + track * _LANES + lane
+
+
+def _us(ns: int) -> float:
+    """Return whole ns in us, so that a viewer that multiplies and cuts off (as Perfetto does) has the same ns."""
+    us = ns / 1000
+    return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
+
+
 def label(turn: Turn) -> str:
     """Return what a turn is shown as."""
     set_id, operation, name = turn.key
@@ -109,7 +127,7 @@ def _add_rank(
     events: list[Event],
     trace: RankTrace,
     origin: float,
-    places: dict[tuple[int, int, int], tuple[float, float, int]],
+    places: dict[tuple[int, int, int], tuple[int, int, int]],
 ) -> None:
     tracks: list[list[Span]] = [[] for _ in TRACKS]
     owners: list[tuple[int, int, Span]] = []
@@ -118,35 +136,38 @@ def _add_rank(
         if turn.error:
             args["error"] = turn.error
         name, operation = label(turn), turn.key[1]
+        ready, begun, ended = (_since(origin, time) for time in (turn.ready, turn.begun, turn.ended))
         if turn.submitted is not None:
-            begin = min(turn.submitted, turn.ready)
-            span = Span(begin, turn.ready, name, f"NEGOTIATE_{operation}", args)
+            span = Span(
+                min(_since(origin, turn.submitted), ready), ready, name, f"NEGOTIATE_{operation}", args
+            )
             tracks[NEGOTIATE].append(span)
             owners.append((number, NEGOTIATE, span))
-        if turn.begun > turn.ready:
-            tracks[QUEUE].append(Span(turn.ready, turn.begun, name, "QUEUE", args))
-        span = Span(turn.begun, turn.ended, name, operation, args)
+        if begun > ready:
+            tracks[QUEUE].append(Span(ready, begun, name, "QUEUE", args))
+        span = Span(begun, ended, name, operation, args)
         tracks[RUN].append(span)
         owners.append((number, RUN, span))
     for phase in trace.phases:
         args = {"batch": phase.batch} | ({"waited for rank": phase.rank} if phase.rank >= 0 else {})
         name = f"rank {phase.rank}" if phase.rank >= 0 else phase.name
-        tracks[track_of(phase.name)].append(Span(phase.begin, phase.end, name, phase.name, args))
+        begin, end = _since(origin, phase.begin), _since(origin, phase.end)
+        tracks[track_of(phase.name)].append(Span(begin, end, name, phase.name, args))
     rank = trace.rank
     events.append(_metadata("process_name", rank, 0, name=f"rank {rank} ({trace.host})"))
     events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
     for track, spans in enumerate(tracks):
         lanes = 1 + max((span.lane for span in lay_out(spans)), default=-1)
         for lane in range(lanes):
-            tid = track * _LANES + lane
+            tid = _thread(track, lane)
             events.append(_metadata("thread_name", rank, tid, name=TRACKS[track]))
             events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
         for span in spans:
-            event = _event(span.name, "X", span.begin - origin, rank, track * _LANES + span.lane)
-            event |= {"dur": round(span.end - span.begin, 3), "cat": span.category, "args": span.args}
+            event = _event(span.name, "X", span.begin, rank, _thread(track, span.lane))
+            event |= {"dur": _us(span.end - span.begin), "cat": span.category, "args": span.args}
             events.append(event)
     for number, track, span in owners:
-        places[rank, number, track] = (span.begin, span.end, track * _LANES + span.lane)
+        places[rank, number, track] = (span.begin, span.end, _thread(track, span.lane))
 
 
 def turns_together(traces: Sequence[RankTrace]) -> list[list[tuple[int, int, Turn]]]:
@@ -167,7 +188,7 @@ def last_to_submit(parts: Sequence[tuple[int, int, Turn]]) -> tuple[float, int, 
 def _arrows(
     traces: Sequence[RankTrace],
     origin: float,
-    places: dict[tuple[int, int, int], tuple[float, float, int]],
+    places: dict[tuple[int, int, int], tuple[int, int, int]],
 ) -> list[Event]:
     events: list[Event] = []
     for parts in turns_together(traces):
@@ -176,22 +197,20 @@ def _arrows(
             continue
         when, slowest, its_number = last
         begin, end, tid = places[slowest, its_number, NEGOTIATE]
-        start = min(max(when, begin), end)
+        start = min(max(_since(origin, when), begin), end)
         for rank, number, turn in parts:
             if rank == slowest:
                 continue
             arrow = {"cat": "last to submit", "id": len(events) // 2}
             to_begin, _, to_tid = places[rank, number, RUN]
-            events.append(_event(label(turn), "s", start - origin, slowest, tid) | arrow)
+            events.append(_event(label(turn), "s", start, slowest, tid) | arrow)
             # Clocks are not exact: an arrow never points backwards.
-            events.append(
-                _event(label(turn), "f", max(to_begin, start) - origin, rank, to_tid) | arrow | {"bp": "e"}
-            )
+            events.append(_event(label(turn), "f", max(to_begin, start), rank, to_tid) | arrow | {"bp": "e"})
     return events
 
 
-def _event(name: str, kind: str, ts: float, pid: int, tid: int) -> Event:
-    return {"name": name, "ph": kind, "ts": round(ts, 3), "pid": pid, "tid": tid}
+def _event(name: str, kind: str, ns: int, pid: int, tid: int) -> Event:
+    return {"name": name, "ph": kind, "ts": _us(ns), "pid": pid, "tid": tid}
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -32,6 +31,14 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def counter() -> Iterator[subprocess.Popen[bytes]]:
     yield from child("while True: pass")
+
+
+@pytest.fixture
+def waiter() -> Iterator[subprocess.Popen[bytes]]:
+    """Two threads that wait for the GIL: they are runnable for a moment every 5 ms."""
+    spin = "def spin():\n    while True: pass\n"
+    waiting = "for _ in 'ab': threading.Thread(target=spin, daemon=True).start()\n"
+    yield from child(f"import ctypes, threading\n{spin}{waiting}ctypes.PyDLL(None).sleep(60)")
 
 
 def of(process: subprocess.Popen[bytes]) -> State:
@@ -75,13 +82,9 @@ def test_one_that_computes(counter: subprocess.Popen[bytes]) -> None:
     assert becomes(lambda: of(counter), State.RUNNING)
 
 
-def test_one_that_only_looks_for_the_gil_does_not_compute() -> None:
-    # Two threads that wait for the GIL are runnable for a moment every 5 ms.
-    spin = "def spin():\n    while True: pass\n"
-    waiting = "for _ in 'ab': threading.Thread(target=spin, daemon=True).start()\n"
-    for process in child(f"import ctypes, threading\n{spin}{waiting}ctypes.PyDLL(None).sleep(60)"):
-        assert becomes(functools.partial(of, process), State.SLEEPING)
-        assert all(of(process) is State.SLEEPING for _ in range(100))
+def test_one_that_only_looks_for_the_gil_does_not_compute(waiter: subprocess.Popen[bytes]) -> None:
+    assert becomes(lambda: of(waiter), State.SLEEPING)
+    assert all(of(waiter) is State.SLEEPING for _ in range(100))
 
 
 def test_one_that_cannot_be_seen() -> None:

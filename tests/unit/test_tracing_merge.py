@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,38 @@ def test_spans_nest_or_go_to_another_lane() -> None:
         Span(10, 11, "d", "", {}),
     ]
     assert [(span.name, span.lane) for span in lay_out(spans)] == [("a", 0), ("b", 0), ("c", 1), ("d", 0)]
+
+
+def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
+    """Perfetto multiplies us by 1000 and cuts off; one ns too many, and it drops the span."""
+    ranks = _record(tmp_path / "t.json", turns=50)
+    for recording in ranks:
+        recording.close()
+    traces = load([str(tmp_path)])
+    for trace in traces:
+        trace.turns[:] = [  # as clocks come out: with fractions
+            replace(
+                turn,
+                ready=turn.ready + 0.0007 * turn.batch,
+                begun=turn.begun + 0.0004,
+                ended=turn.ended + 0.00049 * turn.batch,
+            )
+            for turn in trace.turns
+        ]
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in merge(traces)["traceEvents"]:
+        if event["ph"] == "X":
+            begin = int(event["ts"] * 1000)
+            spans = threads.setdefault((event["pid"], event["tid"]), [])
+            spans.append((begin, begin + int(event["dur"] * 1000)))
+    assert not any(tid in (0, pid) for pid, tid in threads)  # it takes these for one thread
+    for spans in threads.values():
+        open_ends: list[int] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
 
 
 def test_a_killed_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
