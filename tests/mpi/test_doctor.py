@@ -42,6 +42,15 @@ def test_facts_and_a_trial() -> None:
     assert ended.err == "", "progress is for terminals"
 
 
+def test_a_trial_leaves_the_job_s_files_and_ports_alone(tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("t.json", "log.csv")]
+    variables = dict(zip(("PYHVD_TIMELINE", "HOROVOD_AUTOTUNE_LOG"), files, strict=True))
+    ended = doctor("--json", env=variables)
+    assert ended.code == 0, ended.err
+    assert [rank["rank"] for rank in json.loads(ended.out)["trial"]["found"]["ranks"]] == [0, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_json() -> None:
     ended = doctor("--json", env={"PYHVD_FUSION_TRESHOLD": "1"})
     assert ended.code == 0, ended.err

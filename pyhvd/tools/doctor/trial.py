@@ -20,6 +20,7 @@ from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 _GRACE_S = 8.0
 _POLL_S = 0.1
 _TAIL_LINES = 6
+_NOT_FOR_A_TRIAL = ("TIMELINE", "METRICS_PORT", "AUTOTUNE", "AUTOTUNE_LOG")
 
 
 def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
@@ -43,7 +44,7 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
         with open(folder / "output", "w+b") as output:
             job = subprocess.Popen(
                 command,
-                env=alone(os.environ),
+                env=_surroundings(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -65,6 +66,15 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
             return Trial(ranks, seconds, error=text, stages=stages)
         found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
         return Trial(ranks, seconds, found)
+
+
+def _surroundings() -> dict[str, str]:
+    """Return the user's environment, without what would write files or open ports beside the user's job."""
+    kept = alone(os.environ)
+    for name in _NOT_FOR_A_TRIAL:
+        for prefix in ("PYHVD_", "HOROVOD_"):
+            kept.pop(prefix + name, None)
+    return kept
 
 
 def read_stages(folder: Path, ranks: int) -> dict[int, str]:
