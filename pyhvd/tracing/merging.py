@@ -112,7 +112,7 @@ def _thread(track: int, lane: int) -> int:
 
 
 def _us(ns: int) -> float:
-    """Return whole ns in us; a viewer that multiplies and cuts off, as Perfetto does, has the same ns again."""
+    """Return whole ns in us, from which a viewer that cuts off (Perfetto does) gets the same ns."""
     us = ns / 1000
     return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
 
