@@ -105,7 +105,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         hvd.join()
         hvd.stop_timeline()
 
-    run_ranks(2, verbs, knobs=DYNAMIC)
+    run_ranks(2, verbs, knobs={**DYNAMIC, "fast_lane": True})  # its data path names the rows
     rows = _rows(_events(tmp_path / "t.json"))
     for label, phases in {
         "allgather.gathered": {"ALLOCATE_OUTPUT", "SHM_ALLGATHER"},
@@ -315,7 +315,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_room")
 def test_what_has_no_room_is_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pyhvd"):
-        run_ranks(2, _steps, 50, knobs={"timeline": str(tmp_path)})
+        run_ranks(2, _steps, 50, knobs={"timeline": str(tmp_path), "fast_lane": True})
     for trace in load([str(tmp_path)]):
         assert trace.dropped > 0
         assert (
