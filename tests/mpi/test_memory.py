@@ -13,6 +13,8 @@ from pyhvd.arena import Arena
 from pyhvd.context import current
 from tests.mpi.harness import on_ranks
 
+WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without it there is no such memory
+
 
 def _bytes_used() -> int:
     """Return the bytes of shared memory behind all arenas."""
@@ -24,7 +26,7 @@ def _bytes_used() -> int:
     return used
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, env=WITH_LANE)
 def test_coming_and_going() -> None:
     hvd.init()
     want = sum(range(1, hvd.size() + 1))
@@ -61,7 +63,7 @@ def test_arrays_outlive_the_runtime_that_they_came_from() -> None:
             assert (array == hvd.size() - 1).all()
 
 
-@on_ranks(2)
+@on_ranks(2, env=WITH_LANE)
 def test_running_out() -> None:
     """A warning, once, that names the cause; and an ordinary array."""
 
