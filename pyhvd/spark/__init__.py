@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pyhvd.spark.api import run
 from pyhvd.spark.data.manifest import Column, Dataset
+from pyhvd.spark.data.partition import partition
 from pyhvd.spark.data.reading import Shard, shard
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.data.writing import prepare
@@ -30,6 +31,7 @@ __all__ = [
     "StartTimeoutError",
     "Store",
     "UnsupportedLauncherError",
+    "partition",
     "prepare",
     "run",
     "shard",
