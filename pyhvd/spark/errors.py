@@ -29,5 +29,9 @@ class JavaNotFoundError(SparkError):
     """There is no Java that Spark runs on."""
 
 
+class DataError(ValueError):
+    """Data cannot be used so; the text names the column, file or folder, and the remedy."""
+
+
 class UnsupportedLauncherError(ValueError):
     """pyhvd.spark.run has no such way to start ranks; the text says which to use."""

@@ -1,0 +1,159 @@
+"""A folder, on this machine's disks or wherever fsspec reaches: HDFS, S3, Google Storage, Azure, ...
+
+Owns what paths look like. Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from pyhvd.spark.data.needed import needed
+from pyhvd.spark.errors import DataError
+
+# Hadoop's names of file systems that have another name in fsspec.
+_SCHEMES = {"s3a": "s3", "s3n": "s3"}
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return a path as every process must see it: a URL that fsspec knows, or an absolute local path.
+
+    ``s3a:`` and ``s3n:`` become ``s3:``. ``dbfs:/x`` is ``/dbfs/x``, where Databricks mounts it, if that is
+    there.
+
+    Raises
+    ------
+    DataError
+        It is empty.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"path={text!r}: expected a folder, as a path or a URL")
+    scheme, colon, rest = text.partition(":")
+    if scheme == "dbfs" and colon and os.path.isdir("/dbfs"):
+        return posixpath.join("/dbfs", rest.lstrip("/"))
+    if scheme in ("file", "local") and colon:  # Hadoop writes file:/x
+        return os.path.abspath("/" + rest.lstrip("/"))
+    if "://" in text or "::" in text:
+        return _SCHEMES.get(scheme, scheme) + colon + rest.rstrip("/")
+    return os.path.abspath(os.path.expanduser(text))
+
+
+class Folder:
+    """Files of one folder, by names relative to it. It can be pickled; the connection is not.
+
+    Parameters
+    ----------
+    path : str or path
+        See :func:`absolute`.
+    options : mapping, optional
+        What the file system of fsspec takes: keys, endpoints. Never shown.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
+        self.path = absolute(path)
+        self._options = dict(options or {})
+        self._found: tuple[Any, str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Folder({self.path!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_found": None}
+
+    def at(self, name: str) -> str:
+        """Return the path of a file, as it is shown; of the folder itself for ``""``."""
+        return posixpath.join(self.path, name) if name else self.path
+
+    def local(self, name: str) -> str | None:
+        """Return the file's path on this machine's disks; None if it is elsewhere."""
+        return self.at(name) if os.path.isabs(self.path) else None
+
+    def open(self, name: str, mode: str = "rb") -> Any:
+        """Open a file; for writing, the folders above it are made."""
+        fs, path = self._resolve(name)
+        if "r" not in mode:
+            fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        return fs.open(path, mode)
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file.
+
+        Raises
+        ------
+        FileNotFoundError
+            There is none.
+        """
+        fs, path = self._resolve(name)
+        data: bytes = fs.cat_file(path)
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a whole file: who reads it meanwhile sees the old one or the new one.
+
+        It is written under another name and then moved. (A store of objects, as S3, copies it.)
+        """
+        fs, path = self._resolve(name)
+        fs.makedirs(posixpath.dirname(path), exist_ok=True)
+        local = self.local(name)
+        other = posixpath.join(posixpath.dirname(path), f".{posixpath.basename(path)}-{uuid.uuid4().hex}")
+        try:
+            fs.pipe_file(other, data)
+            if local is not None:
+                with open(other, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(other, local)
+            else:
+                fs.mv(other, path)
+        except BaseException:
+            if fs.exists(other):
+                fs.rm_file(other)
+            raise
+
+    def exists(self, name: str = "") -> bool:
+        """Return whether there is such a file, or folder."""
+        fs, path = self._resolve(name)
+        return bool(fs.exists(path))
+
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of what lies in the folder, or in one below it, in order."""
+        return sorted(name for name, _ in self._list(below))
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes in bytes of the files that lie in the folder; none if it is not there."""
+        return {name: entry["size"] for name, entry in self._list("") if entry["type"] == "file"}
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing if it is not there."""
+        fs, path = self._resolve(name)
+        try:
+            fs.rm(path, recursive=True)
+        except FileNotFoundError:
+            return
+
+    def _list(self, below: str) -> list[tuple[str, dict[str, Any]]]:
+        fs, path = self._resolve(below)
+        fs.invalidate_cache(path)  # other processes write too
+        try:
+            entries = fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        # Stores of objects list the marker of an empty folder too.
+        named = [(posixpath.basename(str(entry["name"]).rstrip("/")), entry) for entry in entries]
+        return [(name, entry) for name, entry in named if str(entry["name"]).rstrip("/") != path]
+
+    def _resolve(self, name: str) -> tuple[Any, str]:
+        if self._found is None:
+            self._found = self._connect()
+        fs, root = self._found
+        return fs, posixpath.join(root, name) if name else root
+
+    def _connect(self) -> tuple[Any, str]:
+        try:
+            fs, root = needed("fsspec.core").url_to_fs(self.path, **self._options)
+        except (ValueError, ImportError) as exc:
+            raise DataError(f"{self.path}: {exc}") from None
+        return fs, str(root).rstrip("/") or "/"

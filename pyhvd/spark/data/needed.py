@@ -1,0 +1,23 @@
+"""The libraries that only data need; without them, an error that names the extra."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from pyhvd.spark.errors import SparkError
+
+
+def needed(module: str) -> Any:
+    """Import and return a module of pyarrow or fsspec.
+
+    Raises
+    ------
+    SparkError
+        Its package is not installed here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        package = module.partition(".")[0]
+        raise SparkError(f'{package} cannot be imported ({exc}): pip install "pyhvd[spark]"') from None
