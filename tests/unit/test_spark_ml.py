@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from pyhvd.spark.errors import DataError, SparkError
 from pyhvd.spark.ml import settings
 from pyhvd.spark.ml.numpy_trainer import NumpyTrainer
 from pyhvd.spark.ml.prediction import as_trained, describe_outputs, spark_type, widened
-from pyhvd.spark.ml.training import picked
+from pyhvd.spark.ml.training import Batch, picked
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +82,11 @@ def test_right_arguments_pass() -> None:
         ({"model": None, "train_fn": 3}, "train_fn=3: expected a function of one argument"),
         ({"model": None, "train_fn": print, "optimizer": SGD()}, "optimizer goes with model"),
         ({"model": "net"}, "model=str: expected a torch.nn.Module, or an object with parameters"),
+        ({"model": SimpleNamespace(parameters={}, gradients=len, predict=len)}, "parameters is dict: .*not empty"),
+        (
+            {"model": SimpleNamespace(parameters={"n": np.ones(2, int)}, gradients=len, predict=len)},
+            r"parameters\['n'\] is int64: expected a numpy array of real numbers",
+        ),
         ({"loss": print}, r"loss goes with a torch module"),
         ({"optimizer": 0.1}, r"optimizer=0\.1: expected one with step\(parameters, gradients\)"),
     ],
@@ -131,6 +137,22 @@ def test_sgd_is_the_heavy_ball(gradients: Array, rate: float, momentum: float) -
 def test_sgd_refuses(arguments: tuple[float, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SGD(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "text"),
+    [
+        ({"a": np.zeros(2)}, r"'b' is \(\), its gradient missing"),
+        ({"a": np.zeros(2), "b": np.zeros(()), "c": np.zeros(1)}, r"'c' is no parameter, its gradient \(1,\)"),
+        ({"a": np.zeros((1, 2)), "b": np.zeros(())}, r"'a' is \(2,\), its gradient \(1, 2\)"),
+    ],
+)
+def test_gradients_must_fit_the_parameters(gradients: dict[str, Array], text: str) -> None:
+    model = SimpleNamespace(
+        parameters={"a": np.zeros(2), "b": np.zeros(())}, gradients=lambda x, y: (0.0, gradients), predict=len
+    )
+    with pytest.raises(ValueError, match=text):
+        NumpyTrainer(model, SGD(), {})._step(Batch(np.ones(1), np.ones(1), 1))
 
 
 def test_several_columns_are_a_tuple() -> None:

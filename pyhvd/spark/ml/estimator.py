@@ -6,6 +6,7 @@ Imported only where it is used, as it needs pyspark.
 from __future__ import annotations
 
 import logging
+import posixpath
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -17,6 +18,7 @@ from pyspark.ml.param import Param, Params
 from pyhvd.spark.api import run
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.data.writing import prepare
+from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
 from pyhvd.spark.ml.model import Description, Model
 from pyhvd.spark.ml.runs import Run
@@ -68,7 +70,8 @@ class Estimator(SparkEstimator):
     metrics : mapping of str to callable, optional
         From outputs and labels (numpy arrays) of some rows to a number; measured on the validation data.
     run_id : str, optional
-        Names the run in the store. One that has a checkpoint goes on from there. A new name by default.
+        Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it was.
+        A new name by default.
     shuffle : bool
         Another order of the rows in each epoch.
     seed : int
@@ -178,18 +181,25 @@ class Estimator(SparkEstimator):
         paths = [current.data_path("train"), current.data_path("validation")]
         try:
             for rows, path in zip(split(dataset, validation, values["seed"]), paths, strict=False):
-                prepare(
-                    rows,
-                    path,
-                    columns=list(dict.fromkeys([*values["feature_cols"], *values["label_cols"]])),
-                    shuffle=values["shuffle"],
-                    seed=values["seed"],
-                    overwrite=True,
-                    storage_options=current.store.storage_options,
-                )
+                self._prepare(values, rows, path)
             return self._train(values, current, paths[0], None if validation is None else paths[1])
         finally:
             current.remove_data()
+
+    @staticmethod
+    def _prepare(values: Mapping[str, Any], rows: DataFrame, path: str) -> None:
+        try:
+            prepare(
+                rows,
+                path,
+                columns=list(dict.fromkeys([*values["feature_cols"], *values["label_cols"]])),
+                shuffle=values["shuffle"],
+                seed=values["seed"],
+                overwrite=True,
+                storage_options=values["store"].storage_options,
+            )
+        except DataError as exc:
+            raise DataError(f"{posixpath.basename(path)} data: {exc}") from None
 
     def _values(self) -> dict[str, Any]:
         values = {param.name: self.getOrDefault(param) for param in self.params}

@@ -65,8 +65,8 @@ class Model(SparkModel):
     Attributes
     ----------
     history : list of dict
-        For each epoch the measures by their names: ``loss``, with validation ``val_loss`` and a ``val_`` value
-        for every metric; those of a train_fn are what it has given to ``end_epoch``.
+        For each epoch the measures by their names: ``loss``, with validation ``val_loss`` and a ``val_``
+        value for every metric; those of a train_fn are what it has given to ``end_epoch``.
     run_id : str
         The run that trained it.
     output_cols : Param

@@ -105,27 +105,29 @@ class NumpyTrainer:
                 total += self._step(batch) * batch.rows
                 rows += batch.rows
             measures = training.averages({"loss": total}, rows) | training.validate(self._measure)
-            training.end_epoch((self._model.parameters, self._optimizer), measures)
+            state = {"parameters": self._model.parameters, "optimizer": self._optimizer}
+            training.end_epoch(state, measures)
         return self._model.predict
 
     def _restore(self, training: Training) -> None:
-        if training.state is None:
+        state = training.state
+        if state is None:
             return
-        saved, self._optimizer = training.state
-        shapes = {name: np.shape(value) for name, value in self._model.parameters.items()}
-        if {name: np.shape(value) for name, value in saved.items()} != shapes:
+        fits = isinstance(state, dict) and state.keys() == {"parameters", "optimizer"}
+        if not fits or _shapes(state["parameters"]) != _shapes(self._model.parameters):
             raise DataError(
-                f"the checkpoint of {training.run} is of another model: its parameters have other names or"
-                " shapes; choose another run_id"
+                f"the checkpoint of {training.run} is of another model, which has parameters of other names or"
+                " shapes: choose another run_id"
             )
-        for name, value in saved.items():
+        self._optimizer = state["optimizer"]
+        for name, value in state["parameters"].items():
             self._model.parameters[name][...] = value
 
     def _step(self, batch: Batch) -> float:
         """Move the parameters; return the loss of this rank's rows."""
         parameters = self._model.parameters
         loss, gradients = self._model.gradients(batch.features, batch.labels)
-        _check_names(parameters, gradients)
+        _check_gradients(parameters, gradients)
         # Every rank's batch has as many rows: the mean of their means is that of the whole.
         handles = {
             name: hvd.allreduce_async(
@@ -145,11 +147,15 @@ class NumpyTrainer:
         )
 
 
-def _check_names(parameters: Arrays, gradients: Mapping[str, Array]) -> None:
-    if gradients.keys() != parameters.keys():
-        missing = ", ".join(map(repr, parameters.keys() - gradients.keys())) or "none"
-        more = ", ".join(map(repr, gradients.keys() - parameters.keys())) or "none"
-        raise ValueError(
-            f"model.gradients has to return one array per parameter: missing are {missing}, unknown are"
-            f" {more}"
-        )
+def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(value) for name, value in arrays.items()}
+
+
+def _check_gradients(parameters: Arrays, gradients: Mapping[str, Array]) -> None:
+    wanted, given = _shapes(parameters), _shapes(gradients)
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
+            raise ValueError(
+                f"model.gradients has to return an array of each parameter's name and shape: {name!r} is"
+                f" {wanted.get(name, 'no parameter')}, its gradient {given.get(name, 'missing')}"
+            )

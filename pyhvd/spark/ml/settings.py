@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.ml.fitting import TrainFn
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer
@@ -89,6 +91,7 @@ def trainer_of(values: Mapping[str, Any]) -> TrainFn:
             f"model={type(model).__name__}: expected a torch.nn.Module, or an object with parameters (a dict"
             " of arrays), gradients(features, labels) and predict(features); see pyhvd.spark.NumpyModel"
         )
+    _check_parameters(model.parameters)
     if loss is not None:
         raise ValueError("loss goes with a torch module: another model's gradients() has its loss in it")
     optimizer = SGD() if optimizer is None else optimizer
@@ -97,6 +100,15 @@ def trainer_of(values: Mapping[str, Any]) -> TrainFn:
             f"optimizer={optimizer!r}: expected one with step(parameters, gradients), e.g. SGD(0.1)"
         )
     return NumpyTrainer(model, optimizer, metrics)
+
+
+def _check_parameters(parameters: Any) -> None:
+    if not isinstance(parameters, dict) or not parameters:
+        raise TypeError(f"model.parameters is {type(parameters).__name__}: expected a dict of arrays, not empty")
+    for name, value in parameters.items():
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise TypeError(f"model.parameters[{name!r}] is {kind}: expected a numpy array of real numbers")
 
 
 def _check_columns(name: str, value: Any) -> None:

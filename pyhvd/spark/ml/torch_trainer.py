@@ -61,19 +61,23 @@ class TorchTrainer:
                 self._share_buffers()
                 self._module.eval()
                 measures = training.averages({"loss": total}, rows) | training.validate(self._measure)
-                training.end_epoch((self._module.state_dict(), optimizer.state_dict()), measures)
+                state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
+                training.end_epoch(state, measures)
         return TorchPredictor(self._module)
 
     def _restore(self, training: Training, optimizer: torch.optim.Optimizer) -> None:
-        if training.state is None:
+        state = training.state
+        if state is None:
             return
-        module_state, optimizer_state = training.state
+        if not isinstance(state, dict) or state.keys() != {"module", "optimizer"}:
+            raise DataError(f"the checkpoint of {training.run} is of no torch module: choose another run_id")
         try:
-            self._module.load_state_dict(module_state)
-            optimizer.load_state_dict(optimizer_state)
+            self._module.load_state_dict(state["module"])
+            optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError) as exc:
             raise DataError(
-                f"the checkpoint of {training.run} is of another module or optimizer; choose another run_id"
+                f"the checkpoint of {training.run} is of another module or optimizer ({exc}): choose another"
+                " run_id"
             ) from exc
 
     def _step(self, batch: Batch, optimizer: torch.optim.Optimizer, averages: _GradientAverages) -> float:
