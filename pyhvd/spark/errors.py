@@ -30,7 +30,7 @@ class JavaNotFoundError(SparkError):
 
 
 class DataError(ValueError):
-    """A DataFrame or a prepared dataset cannot be used so; the text names the column or file, and the remedy."""
+    """Data cannot be used so; the text names the column, file or folder, and the remedy."""
 
 
 class UnsupportedLauncherError(ValueError):

@@ -1,1 +1,1 @@
-"""Data for the ranks: a DataFrame as Parquet files, and each rank's share of them as batches of numpy arrays."""
+"""Data for the ranks: a DataFrame as Parquet files, and a rank's share of them as batches of arrays."""

@@ -119,7 +119,7 @@ class Folder:
         return bool(fs.exists(path))
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of what lies in the folder, or in one below it, in order; none if it is not there."""
+        """Return the names of what lies in the folder, or in one below it, in order."""
         return sorted(name for name, _ in self._list(below))
 
     def sizes(self) -> dict[str, int]:

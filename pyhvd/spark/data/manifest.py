@@ -28,7 +28,8 @@ class Column(msgspec.Struct, frozen=True):
     name : str
         Its name in the DataFrame.
     dtype : str
-        numpy's name of its dtype: ``"float32"``, ``"datetime64[us]"``; ``"object"`` for texts (str) and bytes.
+        numpy's name of its dtype: ``"float32"``, ``"datetime64[us]"``; ``"object"`` for texts (str) and
+        bytes.
     shape : tuple of int
         Of one row: ``()`` for a number, ``(64,)`` for a vector or list of 64.
     """

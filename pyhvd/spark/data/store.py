@@ -17,8 +17,8 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][\w.=-]*")
 class Store:
     """Data, checkpoints and logs of training jobs, below one folder; :meth:`create` makes one.
 
-    Paths are Horovod's: ``intermediate_train_data``, ``intermediate_val_data``, ``runs/<run id>/checkpoint`` and
-    ``runs/<run id>/logs``. A store can be pickled, so that ranks use it too.
+    Paths are Horovod's: ``intermediate_train_data``, ``intermediate_val_data``, ``runs/<run
+    id>/checkpoint`` and ``runs/<run id>/logs``. A store can be pickled, so that ranks use it too.
 
     Attributes
     ----------
@@ -44,7 +44,8 @@ class Store:
         Parameters
         ----------
         path : str or path
-            A local path, or any URL that fsspec knows: ``hdfs://name:8020/x``, ``s3://bucket/x``, ``dbfs:/x``,
+            A local path, or any URL that fsspec knows: ``hdfs://name:8020/x``, ``s3://bucket/x``,
+            ``dbfs:/x``,
             ... Driver and executors must all reach it.
         storage_options : mapping, optional
             What the file system takes, e.g. keys. It travels to the executors, and is never shown.

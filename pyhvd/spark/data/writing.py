@@ -1,15 +1,28 @@
-"""``prepare``: a DataFrame becomes Parquet files, written by its tasks, and a manifest, written by the driver."""
+"""``prepare``: a DataFrame becomes Parquet files, written by its tasks, and a manifest, by the driver."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from pyhvd.errors import describe_exception
+from pyhvd.spark.data import manifest
+from pyhvd.spark.data.columns import difference
+from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Dataset
+from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.part import PART_NAME, PartWriter, Written
+from pyhvd.spark.data.schema import select
+from pyhvd.spark.errors import DataError, SparkError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+_COMPRESSIONS = ("snappy", "zstd", "gzip", "lz4", "brotli", "none")
 
 
 def prepare(
@@ -27,12 +40,13 @@ def prepare(
 ) -> Dataset:
     """Write a DataFrame as Parquet files from which ranks read their shares with :func:`shard`.
 
-    The tasks of the DataFrame write the files, each a number of row groups; then the driver writes columns and row
-    counts beside them. Without that file there is no dataset: what a failed job leaves is no data.
+    The tasks of the DataFrame write the files, each a number of row groups; then the driver writes
+    columns and row counts beside them. Without that file there is no dataset: what a failed job leaves is
+    no data.
 
-    Columns may hold numbers, booleans, dates and timestamps, texts and bytes, vectors of Spark ML (sparse ones are
-    filled up), and lists, also nested, of numbers or booleans. Vectors and lists must be of one length in all rows.
-    There may be no nulls.
+    Columns may hold numbers, booleans, dates and timestamps, texts and bytes, vectors of Spark ML (sparse
+    ones are filled up), and lists, also nested, of numbers or booleans. Vectors and lists must be of one
+    length in all rows. There may be no nulls.
 
     Parameters
     ----------
@@ -44,8 +58,8 @@ def prepare(
     columns : sequence of str, optional
         The columns to write; all by default.
     shuffle : bool
-        Bring the rows into random order, so that every rank's share is a sample of all. Otherwise they stay in the
-        order of the partitions.
+        Bring the rows into random order, so that every rank's share is a sample of all. Otherwise they
+        stay in the order of the partitions.
     seed : int
         Of that order.
     num_files : int, optional
@@ -55,8 +69,8 @@ def prepare(
     compression : str
         Parquet's: ``"snappy"``, ``"zstd"``, ``"gzip"``, ``"lz4"``, ``"none"``.
     overwrite : bool
-        Take the place of a dataset that was prepared in this folder before. Its files are removed at the end, so
-        that `df` may read from them. A folder with any other files is refused.
+        Take the place of a dataset that was prepared in this folder before. Its files are removed at the
+        end, so that `df` may read from them. A folder with any other files is refused.
     storage_options : mapping, optional
         What the file system takes, e.g. keys. It travels to the executors, and is never shown.
 
@@ -68,8 +82,8 @@ def prepare(
     Raises
     ------
     DataError
-        The folder is not empty; a column holds what cannot become an array, a null, or lists of different lengths;
-        there are no rows; the executors have written where the driver does not look.
+        The folder is not empty; a column holds what cannot become an array, a null, or lists of different
+        lengths; there are no rows; the executors have written where the driver does not look.
     SparkError
         Spark ended the job, or a package is missing.
 
@@ -79,4 +93,96 @@ def prepare(
     >>> dataset.rows, dataset.columns[0]                            # doctest: +SKIP
     (1797, Column(name='pixels', dtype='float64', shape=(64,)))
     """
-    raise NotImplementedError
+    _check(num_files=num_files, rows_per_group=rows_per_group)
+    if compression not in _COMPRESSIONS:
+        raise ValueError(f"compression={compression!r}: expected one of {', '.join(_COMPRESSIONS)}")
+    folder = Folder(path, storage_options)
+    needed("pyarrow")
+    _refuse_others(folder, overwrite)
+    rows = _arrange(select(df, columns), shuffle, seed, num_files)
+    job = uuid.uuid4().hex[:12]
+    writer = PartWriter(folder, job, rows_per_group, compression)
+    kept: set[str] = set()
+    try:
+        dataset = _assemble(_write(rows, writer), folder)
+        folder.write(manifest.NAME, manifest.encode(dataset))
+        kept = {part.name for part in dataset.parts}
+    finally:
+        # What failed or superfluous attempts have left; and what was there before, once the new data are.
+        for name in folder.names():
+            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+                folder.remove(name)
+    return dataset
+
+
+def _check(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: expected a number of 1 at least")
+
+
+def _refuse_others(folder: Folder, overwrite: bool) -> None:
+    """Raise if there is anything in the folder that may not be removed."""
+    names = folder.names()
+    others = [name for name in names if name != manifest.NAME and not PART_NAME.fullmatch(name)]
+    if others:
+        raise DataError(
+            f"{folder.path} holds other files ({others[0]!r}): choose a folder that is new or empty"
+        )
+    if names and not overwrite:
+        what = "a prepared dataset" if manifest.NAME in names else "what an unfinished prepare has left"
+        raise DataError(f"{folder.path} holds {what}: choose another folder, or overwrite=True")
+
+
+def _arrange(df: DataFrame, shuffle: bool, seed: int, num_files: int | None) -> DataFrame:
+    if not shuffle:
+        return df if num_files is None else df.coalesce(num_files)
+    from pyspark.sql import functions
+
+    count = num_files or df.sparkSession.sparkContext.defaultParallelism
+    # Which file, and where in it, are two draws: one draw for both would put low numbers into one file.
+    return df.repartition(count, functions.rand(seed)).sortWithinPartitions(functions.rand(seed + 1))
+
+
+def _write(df: DataFrame, writer: PartWriter) -> list[Written]:
+    """Have the tasks write, and return what they tell, in the order of the partitions."""
+
+    def write(batches: Iterator[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        written = writer.write(context.partitionId(), batches)
+        yield needed("pyarrow").RecordBatch.from_pydict({"written": [msgspec.json.encode(written).decode()]})
+
+    try:
+        rows = df.mapInArrow(write, "written string").collect()
+    except Exception as exc:
+        said = describe_exception(exc).strip().splitlines()
+        reasons = [line.strip() for line in said if "Error: " in line or "Exception: " in line]
+        raise SparkError(f"Spark ended the job: {(reasons or said)[-1]}") from exc
+    return sorted(
+        (msgspec.json.decode(row[0], type=Written) for row in rows), key=lambda each: each.partition
+    )
+
+
+def _assemble(written: Sequence[Written], folder: Folder) -> Dataset:
+    for each in written:
+        if each.fault:
+            raise DataError(each.fault)
+    parts = [(each.part, each.columns) for each in written if each.part is not None]
+    if not parts:
+        raise DataError("the DataFrame has no rows")
+    columns = parts[0][1]
+    for _, others in parts:
+        if differs := difference(columns, others):
+            raise DataError(differs)
+    dataset = Dataset(columns, tuple(part for part, _ in parts))
+    there = folder.sizes()
+    missing = [part.name for part in dataset.parts if part.name not in there]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(parts)} files that the executors wrote are not in {folder.path} where"
+            " the driver looks: give a folder that driver and executors share"
+        )
+    return dataset

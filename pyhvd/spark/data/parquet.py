@@ -1,0 +1,92 @@
+"""The pieces of row groups that one rank reads, out of the Parquet files of a dataset."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from pyhvd.spark.data.columns import to_batch
+from pyhvd.spark.data.folder import Folder
+from pyhvd.spark.data.manifest import Column, Dataset
+from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.shares import Piece
+from pyhvd.spark.errors import DataError
+
+if TYPE_CHECKING:
+    from pyhvd.spark.data.columns import Batch
+
+
+class ParquetPieces:
+    """Reads pieces of a prepared dataset; a source for :class:`pyhvd.spark.data.reading.Shard`.
+
+    Parameters
+    ----------
+    folder : Folder
+        Where the files are.
+    dataset : Dataset
+        What is in them.
+    columns : sequence of Column
+        What of it is wanted.
+    pieces : sequence of Piece
+        The pieces, by the number of their row group in the whole dataset.
+    """
+
+    def __init__(
+        self, folder: Folder, dataset: Dataset, columns: Sequence[Column], pieces: Sequence[Piece]
+    ) -> None:
+        self.lengths = [piece.rows for piece in pieces]
+        self._folder = folder
+        self._dataset = dataset
+        self._columns = columns
+        self._pieces = pieces
+        self._first_groups = list(accumulate((len(part.groups) for part in dataset.parts), initial=0))
+        self._footers: dict[str, Any] = {}
+
+    def load(self, number: int) -> Batch:
+        """Return a piece as arrays.
+
+        Raises
+        ------
+        DataError
+            The file is gone, damaged, or another than the dataset's description says.
+        """
+        piece = self._pieces[number]
+        which = bisect_right(self._first_groups, piece.group) - 1
+        part = self._dataset.parts[which]
+        own = piece.group - self._first_groups[which]
+        pa = needed("pyarrow")
+        try:
+            table = self._read(part.name, own)
+        except (OSError, pa.ArrowException, IndexError) as exc:
+            raise DataError(
+                f"row group {own} of {self._folder.at(part.name)} cannot be read"
+                f" ({type(exc).__name__}: {exc}): prepare the data again"
+            ) from exc
+        batch = to_batch(table.slice(piece.begin, piece.rows))
+        for column in self._columns:
+            found = batch[column.name]
+            if (
+                table.num_rows != part.groups[own]
+                or found.dtype.name != column.dtype
+                or found.shape[1:] != column.shape
+            ):
+                raise DataError(
+                    f"row group {own} of {self._folder.at(part.name)} is not what the dataset's description"
+                    " says: prepare the data again"
+                )
+        return batch
+
+    def _read(self, name: str, group: int) -> Any:
+        parquet = needed("pyarrow.parquet")
+        names = [column.name for column in self._columns]
+        local = self._folder.local(name)
+        # A file on this machine needs no file object of Python's, which would ask for the GIL at every read.
+        with (
+            needed("pyarrow").OSFile(local) if local else self._folder.open(name) as file,
+            parquet.ParquetFile(file, metadata=self._footers.get(name), pre_buffer=True) as opened,
+        ):
+            self._footers[name] = opened.metadata
+            table = opened.read_row_group(group, columns=names)
+            return table.select(names)  # in this order, and no other column of which one is a prefix
