@@ -35,6 +35,9 @@ def check(values: Mapping[str, Any]) -> None:
         fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not fits and not (name == "num_proc" and value is None):
             raise ValueError(f"{name}={value!r}: expected a number, 1 at least")
+    seed = values["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={seed!r}: expected a number, 0 at least")
     _check_validation(values["validation"], [*values["feature_cols"], *values["label_cols"]])
     taken = [name for name in values["run_options"] if name in _OWN]
     if taken:
