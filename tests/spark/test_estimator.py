@@ -242,7 +242,8 @@ def test_it_is_an_estimator_of_spark_ml(spark: Any, make: Callable[..., Any], tm
 
 def test_a_saved_model_is_the_same(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     model = make(epochs=2, run_id="kept").fit(rows)
-    model.set(model.output_cols, ["guess"]).save(tmp_path / "own")
+    model.set(model.output_cols, ["guess"])
+    model.save(tmp_path / "own")
     expected = [row.y__output for row in make(run_id="kept", epochs=2).fit(rows).transform(rows).collect()]
     for path, name in ((tmp_path / "own", "guess"), (tmp_path / "runs/kept/model", "y__output")):
         loaded = pyhvd.spark.Model.load(path)
@@ -267,7 +268,8 @@ def test_transform_leaves_the_other_columns_as_they_are(
         "x",
         functions.col("x").alias("same"),
     ).repartition(3)
-    out = model.set(model.batch_size, 7).transform(wide)
+    model.set(model.batch_size, 7)
+    out = model.transform(wide)
     assert out.schema.fields[:-1] == wide.schema.fields
     found = {row.id: row for row in out.collect()}
     assert len(found) == ROWS

@@ -42,10 +42,10 @@ class Line:
 
 def values(**changed: Any) -> dict[str, Any]:
     """Return arguments of an Estimator that are all right but for the changed ones."""
-    right = {
+    right: dict[str, Any] = {
         "model": Line(), "train_fn": None, "store": Store.create("/tmp/store"), "feature_cols": ["x"],
         "label_cols": ["y"], "num_proc": None, "batch_size": 8, "epochs": 1, "validation": None, "loss": None,
-        "optimizer": None, "metrics": {}, "run_options": {}, "run_id": None,
+        "optimizer": None, "metrics": {}, "run_options": {}, "run_id": None, "seed": 0,
     }  # fmt: skip
     return right | changed
 
@@ -55,7 +55,8 @@ def test_right_arguments_pass() -> None:
     settings.check(values(validation=0.2, num_proc=4, feature_cols=("x", "z"), optimizer=SGD(0.1)))
     settings.check(values(validation="held", model=None, train_fn=print))
     assert isinstance(settings.trainer_of(values()), NumpyTrainer)
-    assert settings.trainer_of(values(model=None, train_fn=print)) is print
+    own: Any = print
+    assert settings.trainer_of(values(model=None, train_fn=own)) is own
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_right_arguments_pass() -> None:
         ({"label_cols": [3]}, "label_cols=.*names of columns"),
         ({"batch_size": 0}, "batch_size=0: expected a number, 1 at least"),
         ({"epochs": True}, "epochs=True: expected a number"),
+        ({"seed": -1}, "seed=-1: expected a number, 0 at least"),
         ({"num_proc": 1.5}, r"num_proc=1\.5: expected"),
         (
             {"validation": 1.0},
@@ -82,7 +84,10 @@ def test_right_arguments_pass() -> None:
         ({"model": None, "train_fn": 3}, "train_fn=3: expected a function of one argument"),
         ({"model": None, "train_fn": print, "optimizer": SGD()}, "optimizer goes with model"),
         ({"model": "net"}, "model=str: expected a torch.nn.Module, or an object with parameters"),
-        ({"model": SimpleNamespace(parameters={}, gradients=len, predict=len)}, "parameters is dict: .*not empty"),
+        (
+            {"model": SimpleNamespace(parameters={}, gradients=len, predict=len)},
+            "parameters is dict: .*not empty",
+        ),
         (
             {"model": SimpleNamespace(parameters={"n": np.ones(2, int)}, gradients=len, predict=len)},
             r"parameters\['n'\] is int64: expected a numpy array of real numbers",
@@ -143,7 +148,10 @@ def test_sgd_refuses(arguments: tuple[float, ...], text: str) -> None:
     ("gradients", "text"),
     [
         ({"a": np.zeros(2)}, r"'b' is \(\), its gradient missing"),
-        ({"a": np.zeros(2), "b": np.zeros(()), "c": np.zeros(1)}, r"'c' is no parameter, its gradient \(1,\)"),
+        (
+            {"a": np.zeros(2), "b": np.zeros(()), "c": np.zeros(1)},
+            r"'c' is no parameter, its gradient \(1,\)",
+        ),
         ({"a": np.zeros((1, 2)), "b": np.zeros(())}, r"'a' is \(2,\), its gradient \(1, 2\)"),
     ],
 )

@@ -70,8 +70,8 @@ class Estimator(SparkEstimator):
     metrics : mapping of str to callable, optional
         From outputs and labels (numpy arrays) of some rows to a number; measured on the validation data.
     run_id : str, optional
-        Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it was.
-        A new name by default.
+        Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it
+        was. A new name by default.
     shuffle : bool
         Another order of the rows in each epoch.
     seed : int

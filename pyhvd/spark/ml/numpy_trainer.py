@@ -116,8 +116,8 @@ class NumpyTrainer:
         fits = isinstance(state, dict) and state.keys() == {"parameters", "optimizer"}
         if not fits or _shapes(state["parameters"]) != _shapes(self._model.parameters):
             raise DataError(
-                f"the checkpoint of {training.run} is of another model, which has parameters of other names or"
-                " shapes: choose another run_id"
+                f"the checkpoint of {training.run} is of another model, which has parameters of other names"
+                " or shapes: choose another run_id"
             )
         self._optimizer = state["optimizer"]
         for name, value in state["parameters"].items():

@@ -107,7 +107,9 @@ def trainer_of(values: Mapping[str, Any]) -> TrainFn:
 
 def _check_parameters(parameters: Any) -> None:
     if not isinstance(parameters, dict) or not parameters:
-        raise TypeError(f"model.parameters is {type(parameters).__name__}: expected a dict of arrays, not empty")
+        raise TypeError(
+            f"model.parameters is {type(parameters).__name__}: expected a dict of arrays, not empty"
+        )
     for name, value in parameters.items():
         if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
             kind = getattr(value, "dtype", type(value).__name__)

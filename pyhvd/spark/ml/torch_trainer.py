@@ -193,7 +193,7 @@ def _tensors(module: torch.nn.Module, columns: Any) -> tuple[torch.Tensor, ...]:
     """Return columns as tensors; real numbers in the module's precision, as Spark's are float64."""
     dtype = next(module.parameters()).dtype
     given = columns if isinstance(columns, tuple) else (columns,)
-    tensors = [torch.from_numpy(np.require(column, requirements="CW")) for column in given]
+    tensors = [torch.from_numpy(np.require(column, requirements=["C", "W"])) for column in given]
     return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
 
 
