@@ -28,6 +28,11 @@ demo: .venv-demo/.done ## install pyhvd with MPICH into a fresh venv and train t
 	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
 	  .venv-demo/bin/pyhvdrun -np 4 examples/digits.py
 
+.PHONY: demo-spark
+demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip brings Spark and, where there is none, a Java
+	@echo "==> training examples/spark_digits.py on 4 ranks inside Spark; the network is kept in build/spark_digits"
+	@PYTHONSAFEPATH=1 .venv-demo-spark/bin/python examples/spark_digits.py --folder build/spark_digits
+
 # ---- tests
 
 .PHONY: test
@@ -92,7 +97,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-openmpi .venv-spark .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -133,7 +138,7 @@ spark: .venv-spark/.done
 
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)
-	$(call editable,[mpich$(comma)spark],test)
+	$(call editable,[mpich$(comma)spark],test --group examples)
 
 comma = ,
 
@@ -152,9 +157,18 @@ find = $(shell $(PYTHON) scripts/find_python.py 3.$(1))
 	$(call venv,$(call find,$*),unit tests under Python 3.$*)
 	$(call editable,,test)
 
+# $(call installed,EXTRAS): pyhvd as pip installs it for a user, and what the examples need.
+define installed
+@echo "==> building and installing pyhvd and what the example needs: about a minute the first time"
+@rm -rf build/lib*  # setuptools would pack what an older build left there
+@$(@D)/bin/python -m pip install --quiet ".[$(1)]" --group examples
+@touch $@
+endef
+
 .venv-demo/.done: pyproject.toml $(SOURCES)
 	$(call venv,$(PYTHON),pyhvd with MPICH as pip installs it for a user)
-	@echo "==> building and installing pyhvd and what the example needs: about a minute the first time"
-	@rm -rf build/lib*  # setuptools would pack what an older build left there
-	@$(@D)/bin/python -m pip install --quiet ".[mpich]" --group examples
-	@touch $@
+	$(call installed,mpich)
+
+.venv-demo-spark/.done: pyproject.toml $(SOURCES)
+	$(call venv,$(PYTHON),pyhvd with MPICH and Spark as pip installs it for a user)
+	$(call installed,mpich$(comma)spark)

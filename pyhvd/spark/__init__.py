@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.api import run
 from pyhvd.spark.data.manifest import Column, Dataset
+from pyhvd.spark.data.partition import partition
 from pyhvd.spark.data.reading import Shard, shard
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.data.writing import prepare
@@ -44,6 +45,7 @@ __all__ = [
     "Store",
     "Training",
     "UnsupportedLauncherError",
+    "partition",
     "prepare",
     "run",
     "shard",

@@ -6,10 +6,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.errors import ConfigError
 from pyhvd.net.connection import Address
+from pyhvd.spark.data.partition import deal
 from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.spark.job import CollectJob
@@ -17,6 +18,9 @@ from pyhvd.spark.network import listening_places
 from pyhvd.spark.output import Output
 from pyhvd.spark.secret import Secret
 from pyhvd.spark.task_service import TaskBody
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 _log = logging.getLogger("pyhvd")
 
@@ -43,6 +47,7 @@ def run(
     use_gloo: bool | None = None,
     extra_mpi_args: str | None = None,
     launcher: str = "pmi",
+    df: DataFrame | None = None,
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on every rank, each a process of its own beside a Spark task.
 
@@ -66,6 +71,9 @@ def run(
         The ranks' Python; that of the Spark executors by default.
     launcher : ``"pmi"``
         The driver speaks PMI-1 to the ranks, which MPICH and Intel MPI have.
+    df : pyspark.sql.DataFrame, optional
+        The ranks get its rows, dealt out in turn, by :func:`pyhvd.spark.partition`. It is evaluated once,
+        before the tasks start: `start_timeout` has to cover that too.
 
     Returns
     -------
@@ -80,7 +88,7 @@ def run(
     _refuse(use_gloo, use_mpi, extra_mpi_args, launcher)
     output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
     call = (fn, tuple(args), dict(kwargs))
-    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose)
+    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose, df)
 
 
 def _run(
@@ -92,9 +100,11 @@ def _run(
     executable: str | None,
     output: Output,
     verbose: int,
+    df: DataFrame | None,
 ) -> list[Any]:
     context = _active_context()
     size = _positive(context.defaultParallelism if num_proc is None else num_proc)
+    dealt = None if df is None else deal(df, size)
     import cloudpickle
 
     chosen = None if nics is None else sorted({nics} if isinstance(nics, str) else set(nics))
@@ -107,7 +117,7 @@ def _run(
     service = DriverService(spec, secret, [bind for bind, _ in places], output.write)
     addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
     try:
-        return [cloudpickle.loads(each) for each in _drive(context, service, size, addresses, secret)]
+        return [cloudpickle.loads(each) for each in _drive(context, service, size, addresses, secret, dealt)]
     finally:
         service.close()
         output.finish()
@@ -116,9 +126,14 @@ def _run(
 
 
 def _drive(
-    context: Any, service: DriverService, size: int, addresses: list[Address], secret: Secret
+    context: Any,
+    service: DriverService,
+    size: int,
+    addresses: list[Address],
+    secret: Secret,
+    df: DataFrame | None,
 ) -> list[bytes]:
-    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()))
+    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()), df)
     try:
         return service.run(job)
     except BaseException as exc:  # Ctrl-C too

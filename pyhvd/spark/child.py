@@ -67,6 +67,8 @@ class Child:
         Called with each line that the rank says to its PMI server.
     on_output : callable
         Called with 1 or 2 and what the rank has written there.
+    files : mapping of str to int
+        Descriptors that the rank inherits; variables of these names tell it their numbers.
 
     Attributes
     ----------
@@ -84,6 +86,7 @@ class Child:
         code: bytes,
         on_pmi: Callable[[str], None],
         on_output: Callable[[int, bytes], None],
+        files: Mapping[str, int],
     ) -> None:
         self.failure: Failed | None = None
         self.result: bytes | None = None
@@ -100,8 +103,9 @@ class Child:
         self._out, out = os.pipe()
         self._err, err = os.pipe()
         env = rank_environment(os.environ, start) | {"PMI_FD": str(pmi.fileno())}
+        env |= {name: str(number) for name, number in files.items()}
         command = [start.executable or sys.executable, "-m", "pyhvd.spark.rank_process"]
-        given = (life.fileno(), control.fileno(), pmi.fileno())
+        given = (life.fileno(), control.fileno(), pmi.fileno(), *files.values())
         try:
             self._process = subprocess.Popen(
                 [*command, str(life.fileno()), str(control.fileno())],

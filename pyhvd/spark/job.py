@@ -9,11 +9,13 @@ import threading
 from typing import TYPE_CHECKING
 
 from pyhvd.errors import describe_exception
+from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.errors import SparkError
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+    from pyspark.sql import DataFrame
 
 _numbers = itertools.count()
 
@@ -34,9 +36,18 @@ class CollectJob:
         What each of them does.
     barrier : bool
         Whether Spark starts either all tasks or none.
+    df : DataFrame, optional
+        The ranks get its partitions, one each; as many as tasks.
     """
 
-    def __init__(self, context: SparkContext, size: int, body: TaskBody, barrier: bool) -> None:
+    def __init__(
+        self,
+        context: SparkContext,
+        size: int,
+        body: TaskBody,
+        barrier: bool,
+        df: DataFrame | None = None,
+    ) -> None:
         from pyspark import InheritableThread
 
         self.group = f"pyhvd.spark.run.{next(_numbers)}"
@@ -44,6 +55,7 @@ class CollectJob:
         self._size = size
         self._body = body
         self._barrier = barrier
+        self._df = df
         self._results: list[tuple[int, bytes]] = []
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -92,13 +104,17 @@ class CollectJob:
     def _collect(self) -> None:
         try:
             self._context.setJobGroup(self.group, f"pyhvd.spark.run on {self._size} ranks", True)
-            data = self._context.parallelize(range(self._size), self._size)
-            tasks = (
-                data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
-            )
-            self._results = tasks.collect()
+            self._results = self._run_tasks()
         except BaseException as exc:
             self._error = exc
         finally:
             self._over.set()
             os.close(self._tell)
+
+    def _run_tasks(self) -> list[tuple[int, bytes]]:
+        if self._df is not None:
+            return collect_beside(self._df, self._body, self._barrier)
+        data = self._context.parallelize(range(self._size), self._size)
+        tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
+        results: list[tuple[int, bytes]] = tasks.collect()
+        return results

@@ -11,7 +11,8 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pyhvd.net.connection import Address, Connection, connect
@@ -68,16 +69,23 @@ class TaskBody:
 
     def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
         """Yield the rank and its pickled result; nothing if the driver has ended the job."""
+        (index,) = partition
+        result = self.run(index, {})
+        if result is not None:
+            yield result
+
+    def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
+        """Be task `index`; return the rank and its pickled result, None if the driver has ended the job.
+
+        The rank inherits the descriptors in `files`, and finds their numbers in variables of these names.
+        """
         from pyspark import TaskContext
 
-        (index,) = partition
         context = TaskContext.get()
         assert context is not None
         # A barrier stage is tried again as a whole; its tasks' attempts then begin at 0 again.
         attempt = 1000 * _stage_attempt(context) + context.attemptNumber()
-        result = run_task(self._addresses, self._secret, index, attempt)
-        if result is not None:
-            yield result
+        return run_task(self._addresses, self._secret, index, attempt, files)
 
 
 def _stage_attempt(context: Any) -> int:
@@ -86,9 +94,15 @@ def _stage_attempt(context: Any) -> int:
 
 
 def run_task(
-    addresses: Sequence[Address], secret: Secret, index: int, attempt: int
+    addresses: Sequence[Address],
+    secret: Secret,
+    index: int,
+    attempt: int,
+    files: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[int, bytes] | None:
     """Be task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+
+    The rank inherits the descriptors in `files`, and finds their numbers in variables of these names.
 
     Raises
     ------
@@ -97,7 +111,7 @@ def run_task(
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()))
+    task = _Task(connect(addresses, secret.reveal()), files)
     place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
         return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
@@ -108,7 +122,8 @@ def run_task(
 
 
 class _Task:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, files: Mapping[str, int]) -> None:
+        self._files = files
         self._driver = connection
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
@@ -183,7 +198,7 @@ class _Task:
         code = b"".join(self._code)
         self._code.clear()
         try:
-            self._child = Child(start, code, lambda line: self._say(Pmi(line)), self._pass_on)
+            self._child = Child(start, code, lambda line: self._say(Pmi(line)), self._pass_on, self._files)
         except OSError as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:

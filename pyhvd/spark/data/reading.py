@@ -30,7 +30,8 @@ class Source(Protocol):
 
 
 class Shard:
-    """One rank's share of some rows, as batches of numpy arrays; :func:`shard` makes one.
+    """One rank's share of some rows, as batches of numpy arrays; :func:`shard` and
+    :func:`partition` make one.
 
     Attributes
     ----------
@@ -204,8 +205,7 @@ def shard(
     ...     for batch in data.epoch(epoch):
     ...         step(batch["pixels"], batch["label"])
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected a number of rows, 1 at least")
+    check_batch_size(batch_size)
     rank, size = _place(rank, size)
     folder = Folder(path, storage_options)
     dataset = manifest.load(folder)
@@ -227,6 +227,12 @@ def shard(
         seed=seed,
         cache=cache,
     )
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError if there cannot be batches of so many rows."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected a number of rows, 1 at least")
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:

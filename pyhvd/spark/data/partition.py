@@ -1,0 +1,197 @@
+"""A rank's own partition of a DataFrame: from its Spark task to the rank, without files that others see.
+
+The task writes what it gets as an Arrow file that has no name (it was removed when it was made), and the
+rank inherits its descriptor and maps it: the rows may be more than fit in memory, and they go when the
+rank does.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from pyhvd.spark.data.columns import describe, to_batch
+from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.reading import Shard, check_batch_size
+from pyhvd.spark.data.schema import select
+from pyhvd.spark.errors import DataError
+from pyhvd.spark.task_service import TaskBody
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from pyhvd.spark.data.columns import Batch
+
+_VARIABLE = "PYHVD_SPARK_PARTITION"
+"""Says the rank which descriptor its partition is."""
+
+
+def deal(df: DataFrame, size: int) -> DataFrame:
+    """Return the rows of a DataFrame in one partition per rank, dealt out in turn.
+
+    Raises
+    ------
+    DataError
+        A column is of a type that no array has.
+    """
+    needed("pyarrow")
+    return select(df, None).repartition(size)
+
+
+def collect_beside(df: DataFrame, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
+    """Run a rank beside each partition; return what the tasks return: ranks, and their pickled results."""
+
+    def work(batches: Iterator[Any]) -> Iterator[Any]:
+        pa = needed("pyarrow")
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        with spill(batches) as file:
+            result = body.run(context.partitionId(), {_VARIABLE: file.fileno()})
+        if result is not None:
+            rank, pickled = result
+            columns = [pa.array([rank], pa.int32()), pa.array([pickled], pa.binary())]
+            yield pa.RecordBatch.from_arrays(columns, names=["rank", "result"])
+
+    rows = df.mapInArrow(work, "rank int, result binary", barrier=barrier).collect()
+    return [(row[0], bytes(row[1])) for row in rows]
+
+
+def spill(batches: Iterable[Any]) -> IO[bytes]:
+    """Write record batches of Arrow into a file without a name, where Spark puts what it spills."""
+    pa = needed("pyarrow")
+    places = [place for place in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if os.path.isdir(place)]
+    file = tempfile.TemporaryFile(dir=places[0] if places else None)  # noqa: SIM115 - the caller closes it
+    try:
+        writer = None
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(file, batch.schema)
+            if batch.num_rows:
+                writer.write_batch(batch)
+        if writer is not None:
+            writer.close()
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class SpilledPieces:
+    """The record batches of a rank's partition; a source for :class:`pyhvd.spark.data.reading.Shard`.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the file that :func:`spill` has written. It stays open.
+    columns : sequence of str, optional
+        The columns to read; all by default.
+    """
+
+    def __init__(self, descriptor: int, columns: Sequence[str] | None) -> None:
+        pa = needed("pyarrow")
+        self._names = columns
+        self._batches: list[Any] = []
+        if os.fstat(descriptor).st_size:
+            reader = pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{descriptor}"))
+            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self.lengths = [batch.num_rows for batch in self._batches]
+
+    def load(self, number: int) -> Batch:
+        """Return a record batch as arrays."""
+        table = needed("pyarrow").Table.from_batches([self._batches[number]])
+        missing = [name for name in self._names or [] if name not in table.column_names]
+        if missing:
+            raise DataError(
+                f"there is no column {', '.join(map(repr, missing))};"
+                f" there are {', '.join(table.column_names)}"
+            )
+        return to_batch(table if self._names is None else table.select(list(self._names)))
+
+
+def partition(
+    *,
+    batch_size: int = 32,
+    columns: Sequence[str] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    equal_steps: bool = True,
+) -> Shard:
+    """Return this rank's rows of the DataFrame that was given to :func:`pyhvd.spark.run`.
+
+    The rows of ``run(fn, df=df)`` are dealt out to the ranks in turn, about as many to each. Every rank
+    calls this, after :func:`pyhvd.init`: the ranks tell each other how many rows they have.
+
+    Parameters
+    ----------
+    batch_size : int
+        Rows per batch on this rank; the last of an epoch may have fewer.
+    columns : sequence of str, optional
+        The columns to read; all by default.
+    shuffle : bool
+        Another order in each epoch: of stretches of some 10,000 rows, and of the rows of each few stretches.
+    seed : int
+        Of these orders.
+    equal_steps : bool
+        Every rank uses as many rows as the rank that has the fewest, with `shuffle` others in each epoch.
+        With False all rows are used, ranks may have more steps than others, and they have to call
+        :func:`pyhvd.join` after each epoch.
+
+    Returns
+    -------
+    Shard
+        The rows.
+
+    Raises
+    ------
+    DataError
+        ``run`` was given no DataFrame; a rank has no rows; no such column; a column has nulls, or lists
+        of different lengths.
+
+    Examples
+    --------
+    >>> def train():
+    ...     hvd.init()
+    ...     for batch in pyhvd.spark.partition(batch_size=64).epoch(0):
+    ...         step(batch["pixels"], batch["label"])
+    >>> pyhvd.spark.run(train, df=df, num_proc=4)                   # doctest: +SKIP
+    """
+    check_batch_size(batch_size)
+    descriptor = os.environ.get(_VARIABLE)
+    if descriptor is None:
+        raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...), launcher='pmi'")
+    source = SpilledPieces(int(descriptor), columns)
+    counts = _counts(sum(source.lengths))
+    without = [str(rank) for rank, count in enumerate(counts) if not count]
+    if without:
+        raise DataError(
+            f"there are no rows for rank {', '.join(without)} of {len(counts)}"
+            f" (the DataFrame has {sum(counts)}): use fewer ranks"
+        )
+    from pyhvd import topology
+
+    rank = topology.rank()
+    return Shard(
+        source,
+        describe(source.load(0)),
+        rank=rank,
+        total_rows=sum(counts),
+        rows=min(counts) if equal_steps else counts[rank],
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        cache=False,
+    )
+
+
+def _counts(own: int) -> list[int]:
+    """Return the number of rows of every rank."""
+    import numpy as np
+
+    from pyhvd import collectives
+
+    counts = collectives.allgather(np.array([own]), name="pyhvd.spark.partition")
+    return [int(count) for count in counts]
