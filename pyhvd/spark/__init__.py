@@ -6,6 +6,8 @@ and, on the executors, pyhvd with MPICH: ``pip install "pyhvd[spark,mpich]"``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from pyhvd.spark.api import run
 from pyhvd.spark.data.manifest import Column, Dataset
 from pyhvd.spark.data.partition import partition
@@ -20,16 +22,28 @@ from pyhvd.spark.errors import (
     UnsupportedLauncherError,
 )
 from pyhvd.spark.java import use_java
+from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel
+from pyhvd.spark.ml.training import Batch, Training
+
+if TYPE_CHECKING:
+    from pyhvd.spark.ml.estimator import Estimator
+    from pyhvd.spark.ml.model import Model
 
 __all__ = [
+    "SGD",
+    "Batch",
     "Column",
     "DataError",
     "Dataset",
+    "Estimator",
     "JavaNotFoundError",
+    "Model",
+    "NumpyModel",
     "Shard",
     "SparkError",
     "StartTimeoutError",
     "Store",
+    "Training",
     "UnsupportedLauncherError",
     "partition",
     "prepare",
@@ -37,3 +51,17 @@ __all__ = [
     "shard",
     "use_java",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is made of Spark ML's classes when it is asked for: ranks and tasks do without pyspark."""
+    if name not in ("Estimator", "Model"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(f"pyhvd.spark.ml.{name.lower()}"), name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and exc.name.partition(".")[0] == "pyspark":
+            raise SparkError('pyspark is not installed: pip install "pyhvd[spark]"') from None
+        raise

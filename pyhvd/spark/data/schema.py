@@ -36,10 +36,17 @@ def select(df: DataFrame, names: Sequence[str] | None) -> DataFrame:
     twice += [name for name, count in Counter(chosen).items() if count > 1]
     if twice:
         raise DataError(f"column {twice[0]!r} is there twice: rename one, or leave it out")
-    return df.select([_column(name, fields[name].dataType) for name in chosen])
+    return df.select([expression(name, fields[name].dataType) for name in chosen])
 
 
-def _column(name: str, kind: Any) -> Column:
+def expression(name: str, kind: Any) -> Column:
+    """Return a column of this name and type; vectors of Spark ML as lists.
+
+    Raises
+    ------
+    DataError
+        It is of a type that no array has.
+    """
     from pyspark.sql import functions
 
     column = functions.col("`" + name.replace("`", "``") + "`")

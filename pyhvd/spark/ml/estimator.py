@@ -1,0 +1,271 @@
+"""``Estimator``: Spark ML's fit(df), by training on ranks inside the executors.
+
+Imported only where it is used, as it needs pyspark.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator as SparkEstimator
+from pyspark.ml.param import Param, Params
+
+from pyhvd.spark.api import run
+from pyhvd.spark.data.store import Store
+from pyhvd.spark.data.writing import prepare
+from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
+from pyhvd.spark.ml.model import Description, Model
+from pyhvd.spark.ml.runs import Run
+from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
+from pyhvd.spark.ml.training import Metric, Plan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_log = logging.getLogger("pyhvd")
+
+
+def _param(name: str, text: str) -> Param[Any]:
+    return Param(Params._dummy(), name, text)
+
+
+class Estimator(SparkEstimator):
+    """Trains on a DataFrame, data-parallel: one rank per Spark task, gradients averaged by pyhvd.
+
+    It takes part in Spark ML as any other: in a Pipeline, and, as every argument is a Param, in a
+    CrossValidator or by ``fit(df, {estimator.epochs: 3})``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or NumpyModel, optional
+        What is trained: a torch module, called with one tensor per feature column; or an object with
+        `parameters`, `gradients` and `predict`, see :class:`NumpyModel`. Either this or `train_fn`.
+    train_fn : callable, optional
+        A training loop of your own. Every rank calls it with a :class:`Training`; it returns a function from
+        features to outputs.
+    store : Store
+        Where the run's data, checkpoint and model are kept; driver and executors reach it.
+    feature_cols, label_cols : list of str
+        Numbers, vectors, and lists of one length. The model gets an array of shape ``(rows, ...)``, or a
+        tuple of them where there are several columns.
+    num_proc : int, optional
+        How many ranks; one per slot of the cluster by default.
+    batch_size : int
+        Rows per step and rank.
+    epochs : int
+        Passes over the data.
+    validation : float or str, optional
+        The fraction of rows to validate with, or the column that is true (or above 0) for them.
+    loss : callable, optional
+        For a torch module: from its output and the labels to the mean loss of the rows.
+    optimizer : optional
+        For a torch module a function from its parameters to a torch.optim.Optimizer; otherwise an object with
+        ``step(parameters, gradients)``, by default ``SGD()``.
+    metrics : mapping of str to callable, optional
+        From outputs and labels (numpy arrays) of some rows to a number; measured on the validation data.
+    run_id : str, optional
+        Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it
+        was. A new name by default.
+    shuffle : bool
+        Another order of the rows in each epoch.
+    seed : int
+        Of that order, and of what is drawn to split off the validation data.
+    cache : bool
+        Keep each rank's data in memory.
+    verbose : int
+        0: nothing is shown; 1: a line per epoch, and what the ranks print; 2: also where the ranks were.
+    run_options : mapping, optional
+        Further arguments of :func:`pyhvd.spark.run`: `env`, `start_timeout`, `nics`, ...
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument cannot be; :meth:`fit` checks them again.
+
+    Examples
+    --------
+    >>> estimator = pyhvd.spark.Estimator(                              # doctest: +SKIP
+    ...     model=torch.nn.Linear(64, 10),
+    ...     loss=torch.nn.functional.cross_entropy,
+    ...     optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    ...     store=pyhvd.spark.Store.create("/shared/digits"),
+    ...     feature_cols=["pixels"], label_cols=["digit"], epochs=10, validation=0.2, num_proc=4,
+    ... )
+    >>> model = estimator.fit(df)                                       # doctest: +SKIP
+    """
+
+    model = _param("model", "a torch module, or a NumpyModel")
+    train_fn = _param("train_fn", "a training loop: from a Training to a function that predicts")
+    store = _param("store", "where the run's data, checkpoint and model are kept")
+    feature_cols = _param("feature_cols", "columns that the model is given")
+    label_cols = _param("label_cols", "columns that it learns")
+    num_proc = _param("num_proc", "how many ranks; all slots of the cluster for None")
+    batch_size = _param("batch_size", "rows per step and rank")
+    epochs = _param("epochs", "passes over the data")
+    validation = _param("validation", "fraction of rows to validate with, or a column that is true for them")
+    loss = _param("loss", "of a torch module: from output and labels to the mean loss")
+    optimizer = _param(
+        "optimizer", "of a torch module: from parameters to an optimizer; else one with step()"
+    )
+    metrics = _param("metrics", "functions of outputs and labels, measured on the validation data")
+    run_id = _param("run_id", "names the run in the store; a new name for None")
+    shuffle = _param("shuffle", "another order of the rows in each epoch")
+    seed = _param("seed", "of the order, and of the split")
+    cache = _param("cache", "keep each rank's data in memory")
+    verbose = _param("verbose", "0: nothing is shown; 1: a line per epoch; 2: also where the ranks were")
+    run_options = _param("run_options", "further arguments of pyhvd.spark.run")
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        train_fn: TrainFn | None = None,
+        store: Store,
+        feature_cols: Sequence[str],
+        label_cols: Sequence[str],
+        num_proc: int | None = None,
+        batch_size: int = 32,
+        epochs: int = 1,
+        validation: float | str | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        optimizer: Any = None,
+        metrics: Mapping[str, Metric] | None = None,
+        run_id: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        cache: bool = False,
+        verbose: int = 1,
+        run_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = dict(locals())
+        super().__init__()
+        values = {param.name: given[param.name] for param in self.params}
+        values |= {"metrics": dict(metrics or {}), "run_options": dict(run_options or {})}
+        check(values)
+        for name, value in values.items():
+            # Not Params._set, which passes over None.
+            self.set(self.getParam(name), value)
+
+    def fit_on_prepared(self, train_path: str, validation_path: str | None = None) -> Model:
+        """Train on data that :func:`prepare` has written, which may serve many fits; otherwise as `fit`.
+
+        Parameters
+        ----------
+        train_path, validation_path : str
+            Folders, as given to :func:`prepare`; with the store's `storage_options`.
+
+        Raises
+        ------
+        DataError
+            There are no data, or a column is missing.
+        RankFailedError, StartTimeoutError, SparkError
+            As :func:`pyhvd.spark.run`.
+        """
+        values = self._values()
+        check_metrics(values, validation_path is not None)
+        if values["validation"] is not None:
+            raise ValueError("validation splits a DataFrame: with prepared data give validation_path instead")
+        return self._train(values, self._run(values), train_path, validation_path)
+
+    def _fit(self, dataset: DataFrame) -> Model:
+        values = self._values()
+        validation = values["validation"]
+        check_metrics(values, validation is not None)
+        current = self._run(values)
+        paths = [current.data_path("train"), current.data_path("validation")]
+        try:
+            for rows, path in zip(split(dataset, validation, values["seed"]), paths, strict=False):
+                self._prepare(values, rows, path)
+            return self._train(values, current, paths[0], None if validation is None else paths[1])
+        finally:
+            current.remove_data()
+
+    @staticmethod
+    def _prepare(values: Mapping[str, Any], rows: DataFrame, path: str) -> None:
+        try:
+            prepare(
+                rows,
+                path,
+                columns=list(dict.fromkeys([*values["feature_cols"], *values["label_cols"]])),
+                shuffle=values["shuffle"],
+                seed=values["seed"],
+                overwrite=True,
+                storage_options=values["store"].storage_options,
+            )
+        except DataError as exc:
+            raise DataError(f"{posixpath.basename(path)} data: {exc}") from None
+
+    def _values(self) -> dict[str, Any]:
+        values = {param.name: self.getOrDefault(param) for param in self.params}
+        check(values)
+        return values
+
+    @staticmethod
+    def _run(values: Mapping[str, Any]) -> Run:
+        name = values["run_id"] or f"run-{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:6]}"
+        return Run(values["store"], name)
+
+    def _train(self, values: Mapping[str, Any], current: Run, train: str, validation: str | None) -> Model:
+        dataset = current.store.get_parquet_dataset(train)
+        features = dataset.choose(values["feature_cols"])
+        dataset.choose(values["label_cols"])
+        names = ("feature_cols", "label_cols", "batch_size", "epochs", "shuffle", "seed", "cache")
+        plan = Plan(
+            current,
+            train,
+            validation,
+            verbose=bool(values["verbose"]),
+            **{name: values[name] for name in names},
+        )
+        results: list[Fitted | None] = run(
+            fit_on_rank,
+            (plan, trainer_of(values)),
+            num_proc=values["num_proc"],
+            verbose=values["verbose"],
+            **values["run_options"],
+        )
+        (fitted,) = (each for each in results if each is not None)
+        labels = values["label_cols"]
+        description = Description(
+            features,
+            fitted.outputs,
+            output_names(labels, len(fitted.outputs)),
+            values["batch_size"],
+            fitted.history,
+            current.id,
+        )
+        trained = Model(description, fitted.predict)
+        trained.save(current.model_path(), current.store.storage_options)
+        if values["verbose"]:
+            _log.info("the model of run %r is in %s", current.id, current.model_path())
+        return trained
+
+
+def split(df: DataFrame, validation: float | str | None, seed: int) -> list[DataFrame]:
+    """Return the rows to train on, and, if there is to be validation, those to validate with."""
+    if validation is None:
+        return [df]
+    if not isinstance(validation, str):
+        return list(df.randomSplit([1 - validation, validation], seed))
+    from pyspark.sql import functions
+
+    if validation not in df.columns:
+        raise ValueError(
+            f"validation={validation!r}: there is no such column; there are {', '.join(df.columns)}"
+        )
+    chosen = functions.col("`" + validation.replace("`", "``") + "`").cast("double") > 0
+    held = functions.coalesce(chosen, functions.lit(False))
+    return [df.where(~held), df.where(held)]
+
+
+def output_names(labels: Sequence[str], outputs: int) -> tuple[str, ...]:
+    """Return the names of the outputs' columns: by the labels, if there are as many."""
+    if outputs == len(labels):
+        return tuple(f"{label}__output" for label in labels)
+    return tuple(f"output_{number}" for number in range(outputs))

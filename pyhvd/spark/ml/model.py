@@ -1,0 +1,199 @@
+"""``Model``: what an Estimator's fit returns, a transformer of Spark ML.
+
+Imported only where it is used, as it needs pyspark.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import msgspec
+from pyspark.ml import Model as SparkModel
+from pyspark.ml.param import Param, Params, TypeConverters
+
+from pyhvd.spark.data.folder import Folder
+from pyhvd.spark.data.manifest import Column
+from pyhvd.spark.data.schema import expression
+from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.prediction import Predictor, spark_type
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_DESCRIPTION = "model.json"
+_PREDICT = "predict.pkl"
+_BATCH_SIZE = 1024
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a saved model says of itself.
+
+    Attributes
+    ----------
+    features : tuple of Column
+        What it was trained on.
+    outputs : tuple of Column
+        What it returns.
+    output_cols : tuple of str
+        The names of the outputs' columns.
+    batch_size : int
+        Rows for which it is called at once.
+    history : list of dict
+        The measures of each epoch.
+    run_id : str
+        The run that trained it.
+    version : int
+        Of the format.
+    """
+
+    features: tuple[Column, ...]
+    outputs: tuple[Column, ...]
+    output_cols: tuple[str, ...]
+    batch_size: int
+    history: list[dict[str, float]]
+    run_id: str
+    version: int = 1
+
+
+class Model(SparkModel):
+    """A trained model, which adds its outputs to a DataFrame; :meth:`Estimator.fit` returns it.
+
+    Attributes
+    ----------
+    history : list of dict
+        For each epoch the measures by their names: ``loss``, with validation ``val_loss`` and a ``val_``
+        value for every metric; those of a train_fn are what it has given to ``end_epoch``.
+    run_id : str
+        The run that trained it.
+    output_cols : Param
+        The names of the new columns, one per output; ``<label>__output`` by default (``output_0``, ... if
+        there are not as many labels as outputs).
+    batch_size : Param
+        Rows for which the model is called at once.
+
+    Examples
+    --------
+    >>> model = estimator.fit(train_df)                               # doctest: +SKIP
+    >>> model.history[-1]                                             # doctest: +SKIP
+    {'loss': 0.12, 'val_loss': 0.15, 'val_accuracy': 0.96}
+    >>> model.transform(test_df).select("label", "label__output")     # doctest: +SKIP
+    """
+
+    output_cols: Param[list[str]] = Param(
+        Params._dummy(),
+        "output_cols",
+        "names of the new columns, one per output",
+        TypeConverters.toListString,
+    )
+    batch_size: Param[int] = Param(
+        Params._dummy(), "batch_size", "rows for which the model is called at once", TypeConverters.toInt
+    )
+
+    def __init__(self, description: Description, predict: bytes) -> None:
+        super().__init__()
+        self._description = description
+        self._predict = predict
+        self.history = [dict(measures) for measures in description.history]
+        self.run_id = description.run_id
+        self._setDefault(output_cols=list(description.output_cols), batch_size=description.batch_size)
+
+    @property
+    def feature_cols(self) -> list[str]:
+        """The columns that :meth:`transform` reads."""
+        return [column.name for column in self._description.features]
+
+    def predictor(self) -> Callable[[Any], Any]:
+        """Return the function from features to outputs, to use it without Spark.
+
+        It takes an array of shape ``(rows, ...)``, or a tuple of arrays for several feature columns, and
+        returns the same. For a torch module it has an attribute `module`; for a numpy model it is the model's
+        method `predict`.
+        """
+        loaded: Callable[[Any], Any] = cloudpickle.loads(self._predict)
+        return loaded
+
+    def save(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        """Write the model into a folder, new or of an older model.
+
+        Parameters
+        ----------
+        path : str or path
+            A local path, or any URL that fsspec knows.
+        storage_options : mapping, optional
+            What the file system takes, e.g. keys.
+        """
+        description = msgspec.structs.replace(
+            self._description,
+            output_cols=tuple(self.getOrDefault(self.output_cols)),
+            batch_size=self.getOrDefault(self.batch_size),
+        )
+        folder = Folder(path, storage_options)
+        folder.write(_PREDICT, self._predict)
+        folder.write(_DESCRIPTION, msgspec.json.format(msgspec.json.encode(description), indent=1) + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Model:
+        """Return the model of a folder that :meth:`save` has written, as each fit does for its run.
+
+        The model's function is a pickle, and runs what it was made to: load only what you trust.
+
+        Raises
+        ------
+        DataError
+            There is no model, or it is damaged.
+        """
+        folder = Folder(path, storage_options)
+        try:
+            description = msgspec.json.decode(folder.read(_DESCRIPTION), type=Description)
+            predict = folder.read(_PREDICT)
+        except FileNotFoundError:
+            raise DataError(f"{folder.path} holds no model: Model.save writes one") from None
+        except msgspec.DecodeError as exc:
+            raise DataError(f"{folder.at(_DESCRIPTION)} is damaged: {exc}") from None
+        if description.version != 1:
+            raise DataError(f"{folder.path} holds a model of a newer pyhvd (format {description.version})")
+        return cls(description, predict)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        from pyspark.sql.types import StructField, StructType, _parse_datatype_string
+
+        outputs = self._outputs(dataset.columns)
+        kinds = {field.name: field.dataType for field in dataset.schema.fields}
+        features, vectors = [], []
+        for number, column in enumerate(self._description.features):
+            source = column.name
+            made = expression(source, kinds[source])
+            if type(kinds[source]).__name__ == "VectorUDT":
+                source = f"__pyhvd_feature_{number}"
+                vectors.append(made.alias(source))
+            features.append((source, column))
+        predict = Predictor(
+            self._predict, features, outputs, len(dataset.columns), self.getOrDefault(self.batch_size)
+        )
+        added = [StructField(each.name, _parse_datatype_string(spark_type(each))) for each in outputs]
+        schema = StructType([*dataset.schema.fields, *added])
+        return dataset.select("*", *vectors).mapInArrow(predict, schema)
+
+    def _outputs(self, columns: Sequence[str]) -> list[Column]:
+        """Return the outputs by the names of their columns."""
+        names = self.getOrDefault(self.output_cols)
+        described = self._description.outputs
+        if len(names) != len(described):
+            raise ValueError(f"output_cols={names!r}: the model has {len(described)} outputs")
+        missing = [name for name in self.feature_cols if name not in columns]
+        if missing:
+            raise DataError(
+                f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(columns)}"
+            )
+        taken = [name for name, count in Counter([*columns, *names]).items() if count > 1]
+        if taken:
+            raise DataError(
+                f"there would be two columns {taken[0]!r}: drop or rename one, or choose output_cols"
+            )
+        return [
+            msgspec.structs.replace(column, name=name) for name, column in zip(names, described, strict=True)
+        ]

@@ -1,0 +1,156 @@
+"""A trained model at work: record batches of Arrow in, the same with the model's outputs out.
+
+Runs in Spark's tasks, and, to learn what the outputs look like, once on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from pyhvd.spark.data.columns import to_array
+from pyhvd.spark.data.manifest import Column
+from pyhvd.spark.data.needed import needed
+from pyhvd.spark.errors import DataError
+
+Array = npt.NDArray[Any]
+
+# What Spark has no type for, as the next larger one that it has.
+_WIDER = {"float16": "float32", "uint8": "int16", "uint16": "int32", "uint32": "int64"}
+_SPARK_TYPES = {
+    "bool": "boolean", "int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint",
+    "float32": "float", "float64": "double",
+}  # fmt: skip
+
+
+class Predictor:
+    """Adds a model's outputs to record batches; a function for DataFrame.mapInArrow.
+
+    Parameters
+    ----------
+    predict : bytes
+        The pickled function from features to outputs; it is loaded once per task.
+    features : sequence of (str, Column)
+        For each feature: the column of the record batches that has it, and what the model was trained on.
+    outputs : sequence of Column
+        What the model's outputs are, by the names of the new columns.
+    kept : int
+        How many columns of the record batches go on; they are the first ones.
+    batch_size : int
+        Rows for which the model is called at once.
+    """
+
+    def __init__(
+        self,
+        predict: bytes,
+        features: Sequence[tuple[str, Column]],
+        outputs: Sequence[Column],
+        kept: int,
+        batch_size: int,
+    ) -> None:
+        self._predict = predict
+        self._features = list(features)
+        self._outputs = list(outputs)
+        self._kept = kept
+        self._batch_size = batch_size
+
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield every record batch with its outputs."""
+        pa = needed("pyarrow")
+        predict = cloudpickle.loads(self._predict)
+        names = [column.name for column in self._outputs]
+        for batch in batches:
+            for start in range(0, batch.num_rows, self._batch_size):
+                part = batch.slice(start, self._batch_size)
+                features = tuple(
+                    as_trained(to_array(part.column(source), column.name), column)
+                    for source, column in self._features
+                )
+                outputs = as_tuple(predict(features[0] if len(features) == 1 else features))
+                added = [
+                    to_arrow(self._as_described(output, column, part.num_rows))
+                    for output, column in zip(outputs, self._outputs, strict=True)
+                ]
+                kept = part.columns[: self._kept]
+                yield pa.RecordBatch.from_arrays(
+                    [*kept, *added], names=[*part.schema.names[: self._kept], *names]
+                )
+
+    def _as_described(self, output: Any, column: Column, rows: int) -> Array:
+        array = widened(np.asarray(output))
+        if array.shape != (rows, *column.shape):
+            raise DataError(
+                f"the model's output {column.name!r} has shape {array.shape} for {rows} rows, and had rows of"
+                f" shape {column.shape} after training"
+            )
+        return array.astype(column.dtype, copy=False)
+
+
+def as_trained(array: Array, column: Column) -> Array:
+    """Return a feature in the dtype that the model was trained on.
+
+    Raises
+    ------
+    DataError
+        Its rows have another shape, or its numbers are of another kind.
+    """
+    if array.shape[1:] != column.shape or not np.can_cast(array.dtype, column.dtype, "same_kind"):
+        raise DataError(
+            f"column {column.name!r} has rows of {array.dtype} and shape {array.shape[1:]}; the model was"
+            f" trained on {column.dtype} and shape {column.shape}"
+        )
+    return array.astype(column.dtype, copy=False)
+
+
+def describe_outputs(outputs: Any, rows: int) -> tuple[Column, ...]:
+    """Return what a model's outputs for some rows are, by the names ``"0"``, ``"1"``, ...
+
+    Raises
+    ------
+    DataError
+        There is not one number, or array of numbers, per row.
+    """
+    described = []
+    for number, output in enumerate(as_tuple(outputs)):
+        array = widened(np.asarray(output))
+        if array.shape[:1] != (rows,):
+            raise DataError(
+                f"the model's output {number} has shape {array.shape} for {rows} rows: the first dimension"
+                " has to be the rows"
+            )
+        if array.dtype.name not in _SPARK_TYPES:
+            known = ", ".join(_SPARK_TYPES)
+            raise DataError(f"the model's output {number} is {array.dtype}: Spark has a column for {known}")
+        described.append(Column(str(number), array.dtype.name, array.shape[1:]))
+    return tuple(described)
+
+
+def spark_type(column: Column) -> str:
+    """Return the type of the DataFrame's column: a number, or a flat list of numbers."""
+    name = _SPARK_TYPES[column.dtype]
+    return f"array<{name}>" if column.shape else name
+
+
+def to_arrow(array: Array) -> Any:
+    """Return rows as an Arrow array: of numbers, or of flat lists of numbers."""
+    pa = needed("pyarrow")
+    if array.ndim == 1:
+        return pa.array(array)
+    length = math.prod(array.shape[1:])
+    offsets = np.arange(len(array) + 1, dtype=np.int32) * length
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(array.reshape(-1)))
+
+
+def widened(array: Array) -> Array:
+    """Return the array in a dtype that Spark has, where there is one that holds all its values."""
+    return array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=False)
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    """Return what a model has returned as a tuple of outputs."""
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -1,0 +1,142 @@
+"""Checks of an Estimator's arguments, and the train_fn that they amount to; no pyspark in it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyhvd.spark.data.store import Store
+from pyhvd.spark.ml.fitting import TrainFn
+from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel, NumpyTrainer
+
+_OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Refuse values that no fit can work with.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The text names the argument and what it may be.
+    """
+    if not isinstance(values["store"], Store):
+        raise TypeError(f"store={values['store']!r}: expected a Store, pyhvd.spark.Store.create(path)")
+    if values["run_id"] is not None:
+        values["store"].get_run_path(values["run_id"])  # refuses what cannot name a folder
+    for name in ("feature_cols", "label_cols"):
+        _check_columns(name, values[name])
+    for name in ("batch_size", "epochs", "num_proc"):
+        value = values[name]
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not fits and not (name == "num_proc" and value is None):
+            raise ValueError(f"{name}={value!r}: expected a number, 1 at least")
+    seed = values["seed"]
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={seed!r}: expected a number, 0 at least")
+    _check_validation(values["validation"], [*values["feature_cols"], *values["label_cols"]])
+    taken = [name for name in values["run_options"] if name in _OWN]
+    if taken:
+        raise ValueError(
+            f"run_options: {taken[0]!r} is not for them; they are further arguments of pyhvd.spark.run"
+        )
+    trainer_of(values)
+
+
+def check_metrics(values: Mapping[str, Any], validating: bool) -> None:
+    """Refuse metrics without data to measure them on.
+
+    Raises
+    ------
+    ValueError
+        The text says what to give.
+    """
+    if values["metrics"] and not validating:
+        raise ValueError("metrics are measured on validation data, and there are none: give validation")
+
+
+def trainer_of(values: Mapping[str, Any]) -> TrainFn:
+    """Return what trains on a rank: the user's train_fn, or what fits the model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Model, loss and optimizer do not go together.
+    """
+    train_fn, model, metrics = values["train_fn"], values["model"], values["metrics"]
+    loss, optimizer = values["loss"], values["optimizer"]
+    if (train_fn is None) == (model is None):
+        raise ValueError("give either model or train_fn")
+    if train_fn is not None:
+        if not callable(train_fn):
+            raise TypeError(f"train_fn={train_fn!r}: expected a function of one argument, a Training")
+        given = [name for name in ("loss", "optimizer", "metrics") if values[name]]
+        if given:
+            raise ValueError(f"{given[0]} goes with model; a train_fn has its own")
+        chosen: TrainFn = train_fn
+        return chosen
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        if not callable(loss) or not callable(optimizer):
+            raise ValueError(
+                "a torch module needs loss, e.g. torch.nn.functional.cross_entropy, and optimizer, a function"
+                " of the parameters, e.g. functools.partial(torch.optim.SGD, lr=0.1)"
+            )
+        from pyhvd.spark.ml.torch_trainer import TorchTrainer
+
+        return TorchTrainer(model, loss, optimizer, metrics)
+    if not isinstance(model, NumpyModel):
+        raise TypeError(
+            f"model={type(model).__name__}: expected a torch.nn.Module, or an object with parameters (a dict"
+            " of arrays), gradients(features, labels) and predict(features); see pyhvd.spark.NumpyModel"
+        )
+    _check_parameters(model.parameters)
+    if loss is not None:
+        raise ValueError("loss goes with a torch module: another model's gradients() has its loss in it")
+    optimizer = SGD() if optimizer is None else optimizer
+    if not callable(getattr(optimizer, "step", None)):
+        raise TypeError(
+            f"optimizer={optimizer!r}: expected one with step(parameters, gradients), e.g. SGD(0.1)"
+        )
+    return NumpyTrainer(model, optimizer, metrics)
+
+
+def _check_parameters(parameters: Any) -> None:
+    if not isinstance(parameters, dict) or not parameters:
+        raise TypeError(
+            f"model.parameters is {type(parameters).__name__}: expected a dict of arrays, not empty"
+        )
+    for name, value in parameters.items():
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise TypeError(f"model.parameters[{name!r}] is {kind}: expected a numpy array of real numbers")
+
+
+def _check_columns(name: str, value: Any) -> None:
+    fits = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if not fits or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{name}={value!r}: expected a list of names of columns, one at least")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{name}={value!r}: a column is there twice")
+
+
+def _check_validation(value: Any, columns: Sequence[str]) -> None:
+    if value is None:
+        return
+    if isinstance(value, str):
+        if value in columns:
+            raise ValueError(f"validation={value!r} is a feature or a label: expected a column of its own")
+    elif (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < 1
+        or math.isnan(value)
+    ):
+        raise ValueError(
+            f"validation={value!r}: expected a fraction between 0 and 1, or the name of a column that is true"
+            " for rows to validate with"
+        )

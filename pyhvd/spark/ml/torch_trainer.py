@@ -1,0 +1,203 @@
+"""Training a torch module on the CPU: each gradient is averaged over the ranks while the next is computed.
+
+Imported only where a torch module is trained or predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import pyhvd as hvd
+from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics
+
+_DTYPES = (torch.float16, torch.float32, torch.float64)
+
+MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class TorchTrainer:
+    """A train_fn for a torch module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Called with one tensor per feature column.
+    loss : callable
+        From the module's output and the label column's tensor (a tuple of tensors where there are several)
+        to the mean loss of the rows, a tensor of one element.
+    optimizer : callable
+        From the module's parameters to a torch.optim.Optimizer.
+    metrics : mapping of str to Metric
+        Measured on the validation data after each epoch, on numpy arrays.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, loss: Loss, optimizer: MakeOptimizer, metrics: Mapping[str, Metric]
+    ) -> None:
+        check_module(module)
+        self._module = module
+        self._loss = loss
+        self._make_optimizer = optimizer
+        self._metrics = metrics
+
+    def __call__(self, training: Training) -> TorchPredictor:
+        """Train on this rank; return what predicts."""
+        torch.manual_seed(training.seed + hvd.rank())
+        optimizer = self._make_optimizer(self._module.parameters())
+        self._restore(training, optimizer)
+        with _GradientAverages(self._module) as averages:
+            for epoch in training.epochs():
+                self._module.train()
+                total, rows = 0.0, 0
+                for batch in training.batches(epoch):
+                    total += self._step(batch, optimizer, averages) * batch.rows
+                    rows += batch.rows
+                self._share_buffers()
+                self._module.eval()
+                measures = training.averages({"loss": total}, rows) | training.validate(self._measure)
+                state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
+                training.end_epoch(state, measures)
+        return TorchPredictor(self._module)
+
+    def _restore(self, training: Training, optimizer: torch.optim.Optimizer) -> None:
+        state = training.state
+        if state is None:
+            return
+        if not isinstance(state, dict) or state.keys() != {"module", "optimizer"}:
+            raise DataError(f"the checkpoint of {training.run} is of no torch module: choose another run_id")
+        try:
+            self._module.load_state_dict(state["module"])
+            optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as exc:
+            raise DataError(
+                f"the checkpoint of {training.run} is of another module or optimizer ({exc}): choose another"
+                " run_id"
+            ) from exc
+
+    def _step(self, batch: Batch, optimizer: torch.optim.Optimizer, averages: _GradientAverages) -> float:
+        """Move the parameters; return the loss of this rank's rows."""
+        optimizer.zero_grad()
+        loss = self._loss_of(self._module(*_tensors(self._module, batch.features)), batch)
+        torch.autograd.backward(loss)
+        averages.wait()
+        optimizer.step()
+        return float(loss.detach())
+
+    def _loss_of(self, output: Any, batch: Batch) -> torch.Tensor:
+        labels = _tensors(self._module, batch.labels)
+        return self._loss(output, labels[0] if len(labels) == 1 else labels)
+
+    def _share_buffers(self) -> None:
+        """Give every rank rank 0's buffers, such as the running means of a batch normalisation."""
+        handles = [
+            hvd.broadcast_async_(buffer.numpy(), 0, name=f"buffer.{name}")
+            for name, buffer in self._module.named_buffers()
+        ]
+        for handle in handles:
+            handle.result()
+
+    def _measure(self, batch: Batch) -> dict[str, float]:
+        with torch.no_grad():
+            output = self._module(*_tensors(self._module, batch.features))
+            loss = float(self._loss_of(output, batch))
+        return {"loss": loss} | apply_metrics(self._metrics, _arrays(output), batch.labels)
+
+
+class TorchPredictor:
+    """Predicts by a trained module: arrays in, arrays out.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        In evaluation mode from now on.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module.eval()
+
+    def __call__(self, features: Any) -> Any:
+        """Return the module's output for each row: an array, or a tuple of arrays."""
+        with torch.no_grad():
+            return _arrays(self.module(*_tensors(self.module, features)))
+
+
+class _GradientAverages:
+    """Starts averaging each gradient over the ranks when backward is done with it; waits for them all."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parameters = {
+            name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+        }
+        self._handles: dict[str, hvd.Handle] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _GradientAverages:
+        for name, parameter in self._parameters.items():
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(
+                    lambda ready, name=name: self._start(name, ready)
+                )
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def wait(self) -> None:
+        """Return when every gradient is the ranks' average; what this rank has not used counts as zeros."""
+        for name, parameter in self._parameters.items():
+            if name not in self._handles:
+                parameter.grad = torch.zeros_like(parameter)
+                self._start(name, parameter)
+        for handle in self._handles.values():
+            handle.result()
+        self._handles.clear()
+
+    def _start(self, name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._handles[name] = hvd.allreduce_async_(
+            parameter.grad.numpy(), name=f"gradient.{name}", op=hvd.Average
+        )
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Refuse a module that cannot be trained here.
+
+    Raises
+    ------
+    ValueError
+        It has nothing to train, or a parameter of another device or dtype; the text names it.
+    """
+    named = list(module.named_parameters())
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("the module has no parameter that requires a gradient: there is nothing to train")
+    for name, parameter in named:
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}: an Estimator trains torch modules on the CPU;"
+                " move it with module.cpu(), or train it by a train_fn"
+            )
+        if parameter.dtype not in _DTYPES:
+            known = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise ValueError(f"parameter {name!r} is {parameter.dtype}: an Estimator trains {known}")
+
+
+def _tensors(module: torch.nn.Module, columns: Any) -> tuple[torch.Tensor, ...]:
+    """Return columns as tensors; real numbers in the module's precision, as Spark's are float64."""
+    dtype = next(module.parameters()).dtype
+    given = columns if isinstance(columns, tuple) else (columns,)
+    tensors = [torch.from_numpy(np.require(column, requirements=["C", "W"])) for column in given]
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
+
+
+def _arrays(output: Any) -> Any:
+    if isinstance(output, (tuple, list)):
+        return tuple(each.numpy() for each in output)
+    return output.numpy()

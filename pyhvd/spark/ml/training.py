@@ -1,0 +1,215 @@
+"""One rank's side of a fit: its batches, its epochs, and what rank 0 keeps in the store.
+
+Knows nothing of models, nor of pyspark: ranks have no Spark session.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import pyhvd as hvd
+from pyhvd.spark.data.reading import Shard, shard
+from pyhvd.spark.ml.runs import Checkpoint, Run
+
+Array = npt.NDArray[Any]
+
+Metric = Callable[[Any, Any], float]
+"""From the outputs and the labels of some rows to a number, of which the mean over the rows is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every rank is told of a fit.
+
+    Attributes
+    ----------
+    run : Run
+        Where checkpoints go.
+    train_path, validation_path : str
+        Prepared datasets; no validation for None.
+    feature_cols, label_cols : sequence of str
+        Columns of both.
+    batch_size : int
+        Rows per step and rank.
+    epochs : int
+        How often the data are passed over, those of earlier fits of this run included.
+    shuffle, seed
+        Of the order of the rows in each epoch.
+    cache : bool
+        Keep the data in memory.
+    verbose : bool
+        Whether rank 0 prints a line per epoch.
+    """
+
+    run: Run
+    train_path: str
+    validation_path: str | None
+    feature_cols: Sequence[str]
+    label_cols: Sequence[str]
+    batch_size: int
+    epochs: int
+    shuffle: bool
+    seed: int
+    cache: bool
+    verbose: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some rows.
+
+    Attributes
+    ----------
+    features, labels : numpy.ndarray or tuple of numpy.ndarray
+        The column, of shape ``(rows, ...)``; a tuple of them where the Estimator was given several.
+    rows : int
+        How many, at least one.
+    """
+
+    features: Any
+    labels: Any
+    rows: int
+
+
+class Training:
+    """What a ``train_fn`` is given on every rank; :func:`pyhvd.init` has been called.
+
+    Attributes
+    ----------
+    run : str
+        Names the run, for messages.
+    seed : int
+        The Estimator's.
+    state : object
+        What the last checkpoint of this run has kept, the same on every rank; None in a new run.
+    history : list of dict
+        The measures of each epoch that has ended, of the epochs of earlier fits of this run first.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._train = self._open(plan.train_path, plan.shuffle, True)
+        self._validation = (
+            self._open(plan.validation_path, False, False) if plan.validation_path is not None else None
+        )
+        saved: Checkpoint | None = plan.run.checkpoint() if hvd.rank() == 0 else None
+        saved = hvd.broadcast_object(saved, name="checkpoint")
+        self.run = f"run {plan.run.id!r}"
+        self.seed = plan.seed
+        self.state = saved.state if saved else None
+        self.history: list[dict[str, float]] = saved.history if saved else []
+        self._since = time.monotonic()
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the numbers of the epochs still to be done, from 0; call :meth:`end_epoch` in each."""
+        for epoch in range(len(self.history), self._plan.epochs):
+            self._since = time.monotonic()
+            yield epoch
+            if len(self.history) != epoch + 1:
+                raise RuntimeError(
+                    f"train_fn has to call training.end_epoch once per epoch; epoch {epoch} did not"
+                )
+
+    def batches(self, epoch: int) -> Iterator[Batch]:
+        """Yield this rank's batches of an epoch; every rank has as many, of the same sizes."""
+        return map(self._batch, self._train.epoch(epoch))
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """Yield this rank's batches of the validation data, if there are any; ranks may have different
+        numbers of them.
+        """
+        if self._validation is not None:
+            yield from map(self._batch, self._validation.epoch())
+
+    def averages(self, sums: Mapping[str, float], rows: int) -> dict[str, float]:
+        """Return means over the rows of all ranks; every rank calls it.
+
+        Parameters
+        ----------
+        sums : mapping of str to float
+            Sums over this rank's rows.
+        rows : int
+            How many these are.
+        """
+        everything = hvd.allgather_object((dict(sums), rows), name="averages")
+        total = sum(count for _, count in everything)
+        names = dict.fromkeys(name for given, _ in everything for name in given)
+        return {name: sum(given.get(name, 0.0) for given, _ in everything) / total for name in names}
+
+    def validate(self, measure: Callable[[Batch], Mapping[str, float]]) -> dict[str, float]:
+        """Return means over the validation data of what `measure` returns, with ``val_`` before each name.
+
+        Every rank calls it; without validation data it returns nothing.
+
+        Parameters
+        ----------
+        measure : callable
+            From a batch to means over its rows, by their names.
+        """
+        if self._validation is None:
+            return {}
+        sums: dict[str, float] = {}
+        rows = 0
+        for batch in self.validation_batches():
+            rows += batch.rows
+            for name, value in measure(batch).items():
+                sums[f"val_{name}"] = sums.get(f"val_{name}", 0.0) + float(value) * batch.rows
+        return self.averages(sums, rows)
+
+    def end_epoch(self, state: Any, measures: Mapping[str, float]) -> None:
+        """Add to the history; on rank 0 also write a checkpoint. Every rank calls it once per epoch.
+
+        Parameters
+        ----------
+        state : object
+            What training needs to go on from here; cloudpickle can pickle it. Only rank 0's counts.
+        measures : mapping of str to float
+            Of this epoch, the same on every rank.
+        """
+        self.history.append({name: float(value) for name, value in measures.items()})
+        if hvd.rank() != 0:
+            return
+        self._plan.run.keep(Checkpoint(self.history, state))
+        if self._plan.verbose:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in self.history[-1].items())
+            took = time.monotonic() - self._since
+            print(f"epoch {len(self.history)} of {self._plan.epochs}  {shown}  {took:.1f} s", flush=True)
+
+    def sample(self) -> Batch:
+        """Return some of this rank's rows."""
+        return next(self.batches(0))
+
+    def _open(self, path: str, shuffle: bool, equal_steps: bool) -> Shard:
+        plan = self._plan
+        return shard(
+            path,
+            batch_size=plan.batch_size,
+            columns=list(dict.fromkeys([*plan.feature_cols, *plan.label_cols])),
+            shuffle=shuffle,
+            seed=plan.seed,
+            equal_steps=equal_steps,
+            cache=plan.cache,
+            storage_options=plan.run.store.storage_options,
+        )
+
+    def _batch(self, columns: Mapping[str, Array]) -> Batch:
+        features = picked(columns, self._plan.feature_cols)
+        return Batch(
+            features, picked(columns, self._plan.label_cols), len(columns[self._plan.feature_cols[0]])
+        )
+
+
+def picked(columns: Mapping[str, Array], names: Sequence[str]) -> Any:
+    """Return one array, or a tuple of arrays for several names."""
+    return columns[names[0]] if len(names) == 1 else tuple(columns[name] for name in names)
+
+
+def apply_metrics(metrics: Mapping[str, Metric], outputs: Any, labels: Any) -> dict[str, float]:
+    """Return each metric of some rows."""
+    return {name: float(np.asarray(metric(outputs, labels))) for name, metric in metrics.items()}

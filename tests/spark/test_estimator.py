@@ -1,0 +1,304 @@
+"""pyhvd.spark.Estimator and Model on a Spark cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import pyhvd as hvd
+import pyhvd.spark
+from pyhvd.spark import SGD, Store, Training
+from pyhvd.spark.errors import DataError
+
+Array = npt.NDArray[Any]
+
+ROWS = 240
+WEIGHTS = np.array([3.0, -2.0])
+BIAS = 0.5
+
+
+class Linear:
+    """Least squares: y = x w + b."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Array] = {"weights": np.zeros(2), "bias": np.zeros(1)}
+
+    def gradients(self, features: Array, labels: Array) -> tuple[float, Mapping[str, Array]]:
+        error = self.predict(features) - labels
+        rows = len(labels)
+        return float((error**2).mean()), {
+            "weights": 2 * features.T @ error / rows,
+            "bias": np.array([2 * error.sum() / rows]),
+        }
+
+    def predict(self, features: Array) -> Array:
+        return features @ self.parameters["weights"] + self.parameters["bias"]
+
+
+def descend(x: Array, y: Array, steps: int, rate: float, momentum: float) -> Linear:
+    """The oracle: descent on all rows at once, in one process."""
+    model, optimizer = Linear(), SGD(rate, momentum)
+    for _ in range(steps):
+        optimizer.step(model.parameters, dict(model.gradients(x, y)[1]))
+    return model
+
+
+def points(rows: int = ROWS) -> tuple[Array, Array]:
+    x = np.random.default_rng(7).normal(size=(rows, 2))
+    return x, x @ WEIGHTS + BIAS
+
+
+@pytest.fixture
+def rows(spark: Any) -> Any:
+    """A DataFrame: id, vector x, label y, held (true for every fourth row)."""
+    from pyspark.ml.linalg import Vectors
+
+    x, y = points()
+    data = [
+        (i, Vectors.dense(a.tolist()), float(b), i % 4 == 0)
+        for i, (a, b) in enumerate(zip(x, y, strict=True))
+    ]
+    return spark.createDataFrame(data, ["id", "x", "y", "held"])
+
+
+@pytest.fixture
+def make(mark: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
+    """Makes Estimators of Linear on 4 ranks, which take all rows in one step."""
+
+    def estimator(**changed: Any) -> Any:
+        arguments: dict[str, Any] = {
+            "model": Linear(),
+            "store": Store.create(tmp_path),
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "num_proc": 4,
+            "batch_size": ROWS,
+            "optimizer": SGD(0.1, 0.5),
+            "verbose": 0,
+            "run_options": {"env": mark, "start_timeout": 60},
+        }
+        return pyhvd.spark.Estimator(**arguments | changed)
+
+    return estimator
+
+
+def parameters(model: Any) -> dict[str, Array]:
+    found: dict[str, Array] = model.predictor().__self__.parameters
+    return found
+
+
+def test_four_ranks_train_as_one_process_does(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    model = make(epochs=5).fit(rows)
+    x, y = points()
+    expected = descend(x, y, 5, 0.1, 0.5)
+    for name, value in expected.parameters.items():
+        assert np.allclose(parameters(model)[name], value, rtol=1e-12, atol=0)
+    assert [set(each) for each in model.history] == [{"loss"}] * 5
+    assert model.history[0]["loss"] == pytest.approx(float((y**2).mean()), rel=1e-12)
+    got = {row.id: row.y__output for row in model.transform(rows).collect()}
+    assert np.allclose([got[i] for i in range(ROWS)], expected.predict(x), rtol=1e-12)
+    assert sorted(path.name for path in (tmp_path / "runs" / model.run_id).iterdir()) == [
+        "checkpoint",
+        "model",
+    ]
+
+
+def mean_error(outputs: Array, labels: Array) -> float:
+    return float(abs(outputs - labels).mean())
+
+
+def test_validation_by_fraction_and_by_column(rows: Any, make: Callable[..., Any]) -> None:
+    chosen = {"epochs": 30, "batch_size": 8, "metrics": {"error": mean_error}}
+    model = make(validation=0.25, **chosen).fit(rows)
+    assert set(model.history[-1]) == {"loss", "val_loss", "val_error"}
+    assert model.history[-1]["val_error"] < 0.01 < model.history[0]["val_error"]
+    assert np.allclose(parameters(model)["weights"], WEIGHTS, atol=0.01)
+
+    model = make(validation="held", **(chosen | {"epochs": 1, "batch_size": ROWS})).fit(rows)
+    x, y = points()
+    held = np.arange(ROWS) % 4 == 0
+    expected = descend(x[~held], y[~held], 1, 0.1, 0.5)
+    assert np.allclose(parameters(model)["weights"], expected.parameters["weights"], rtol=1e-12)
+    assert model.history[0]["val_error"] == pytest.approx(mean_error(expected.predict(x[held]), y[held]))
+
+
+def test_a_run_goes_on_where_it_has_ended(rows: Any, make: Callable[..., Any]) -> None:
+    first = make(epochs=2, run_id="long").fit(rows)
+    second = make(epochs=5, run_id="long").fit(rows)
+    assert second.history[:2] == first.history
+    assert len(second.history) == 5
+    expected = descend(*points(), 5, 0.1, 0.5)  # the momentum has been kept too
+    assert np.allclose(parameters(second)["weights"], expected.parameters["weights"], rtol=1e-12)
+    third = make(epochs=5, run_id="long").fit(rows)  # nothing is left to be done
+    assert third.history == second.history
+
+
+def test_the_checkpoint_of_another_model_is_refused(rows: Any, make: Callable[..., Any]) -> None:
+    make(run_id="once").fit(rows)
+    other = Linear()
+    other.parameters["more"] = np.zeros(3)
+    with pytest.raises(hvd.RankFailedError, match="the checkpoint of run 'once' is of another model"):
+        make(run_id="once", epochs=2, model=other).fit(rows)
+
+
+def own_loop(training: Training) -> Callable[[Any], Any]:
+    """A train_fn of two features and two labels: it counts rows, and keeps the sum of the labels."""
+    hvd.barrier()  # init() has been called
+    seen = training.state or 0.0
+    for epoch in training.epochs():
+        for batch in training.batches(epoch):
+            (x, number), (y, held) = batch.features, batch.labels
+            assert x.shape == (batch.rows, 2)
+            assert (number.dtype, y.dtype, held.dtype) == (np.int64, np.float64, np.bool_)
+            seen += float(hvd.allreduce(y.sum(), op=hvd.Sum, name="seen"))
+        training.end_epoch(seen, {"seen": seen})
+    return lambda features: (features[1] % 4 == 0, np.outer(features[1], [1, seen]))
+
+
+def test_a_loop_of_ones_own(rows: Any, make: Callable[..., Any]) -> None:
+    chosen = {"model": None, "optimizer": None, "train_fn": own_loop, "run_id": "own"}
+    columns = {"feature_cols": ["x", "id"], "label_cols": ["y", "held"]}
+    make(epochs=1, **chosen, **columns).fit(rows)
+    model = make(epochs=3, **chosen, **columns).fit(rows)
+    total = points()[1].sum()
+    assert [each["seen"] for each in model.history] == pytest.approx([total, 2 * total, 3 * total])
+    model.set(model.output_cols, ["quarter", "products"])
+    out = model.transform(rows.select("id", "x"))
+    assert out.dtypes[2:] == [("quarter", "boolean"), ("products", "array<double>")]
+    for row in out.collect():
+        assert row.quarter == (row.id % 4 == 0)
+        assert row.products == pytest.approx([row.id, row.id * 3 * total])
+
+
+def fails(training: Training) -> Callable[[Any], Any]:
+    if hvd.rank() == 2:
+        raise KeyError("no such layer")
+    hvd.barrier()
+    raise AssertionError
+
+
+def test_a_failing_loop_names_its_rank_and_leaves_no_data(
+    rows: Any, make: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(hvd.RankFailedError, match=r"rank 2 of 4 .* KeyError: 'no such layer'"):
+        make(model=None, optimizer=None, train_fn=fails).fit(rows)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert len(make().fit(rows).history) == 1
+
+
+def skips_the_end(training: Training) -> Callable[[Any], Any]:
+    for _ in training.epochs():
+        pass
+    return len
+
+
+def test_a_loop_that_ends_no_epoch(rows: Any, make: Callable[..., Any]) -> None:
+    with pytest.raises(
+        hvd.RankFailedError, match=r"call training\.end_epoch once per epoch; epoch 0 did not"
+    ):
+        make(model=None, optimizer=None, train_fn=skips_the_end).fit(rows)
+    with pytest.raises(hvd.RankFailedError, match=r"train_fn returned NoneType: .* a function"):
+        make(model=None, optimizer=None, train_fn=lambda training: None).fit(rows)
+
+
+def test_prepared_data_serve_many_fits(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("train", "held")]
+    for path, condition in zip(paths, ("not held", "held"), strict=True):
+        pyhvd.spark.prepare(rows.where(condition), path)
+    first, second = (make(epochs=n).fit_on_prepared(*paths) for n in (1, 2))
+    assert second.history[0] == pytest.approx(first.history[0])
+    assert set(second.history[1]) == {"loss", "val_loss"}
+    with pytest.raises(ValueError, match="give validation_path instead"):
+        make(validation=0.5).fit_on_prepared(*paths)
+    with pytest.raises(DataError, match="no column 'z'; there are id, x, y, held"):
+        make(feature_cols=["z"]).fit_on_prepared(paths[0])
+
+
+def test_it_is_an_estimator_of_spark_ml(spark: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    from pyspark.ml import Pipeline
+    from pyspark.ml.feature import VectorAssembler
+
+    x, y = points()
+    frame = spark.createDataFrame(
+        [(float(a), float(b), float(c)) for (a, b), c in zip(x, y, strict=True)], ["a", "b", "y"]
+    )
+    estimator = make(num_proc=2)
+    pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="x"), estimator])
+    fitted = pipeline.fit(frame, {estimator.epochs: 3})
+    expected = descend(x, y, 3, 0.1, 0.5)
+    out = fitted.transform(frame).collect()
+    assert [row.y__output for row in out] == pytest.approx(
+        [float(expected.predict(np.array([row.a, row.b]))[0]) for row in out]
+    )
+    assert "epochs: passes over the data" in estimator.explainParams()
+    with pytest.raises(ValueError, match="epochs=0"):
+        estimator.fit(frame, {estimator.epochs: 0})
+
+
+def test_a_saved_model_is_the_same(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
+    model = make(epochs=2, run_id="kept").fit(rows)
+    model.set(model.output_cols, ["guess"])
+    model.save(tmp_path / "own")
+    expected = [row.y__output for row in make(run_id="kept", epochs=2).fit(rows).transform(rows).collect()]
+    for path, name in ((tmp_path / "own", "guess"), (tmp_path / "runs/kept/model", "y__output")):
+        loaded = pyhvd.spark.Model.load(path)
+        assert loaded.history == model.history
+        assert loaded.run_id == "kept"
+        assert [row[name] for row in loaded.transform(rows).collect()] == expected
+    with pytest.raises(DataError, match=r"holds no model: Model.save writes one"):
+        pyhvd.spark.Model.load(tmp_path)
+
+
+def test_transform_leaves_the_other_columns_as_they_are(
+    spark: Any, rows: Any, make: Callable[..., Any]
+) -> None:
+    from pyspark.ml.linalg import Vectors
+    from pyspark.sql import functions
+
+    model = make(num_proc=2).fit(rows)
+    wide = rows.select(
+        "id",
+        functions.create_map(functions.lit("k"), "id").alias("map"),
+        functions.when(functions.col("id") > 3, functions.lit("text")).alias("text"),
+        "x",
+        functions.col("x").alias("same"),
+    ).repartition(3)
+    model.set(model.batch_size, 7)
+    out = model.transform(wide)
+    assert out.schema.fields[:-1] == wide.schema.fields
+    found = {row.id: row for row in out.collect()}
+    assert len(found) == ROWS
+    x, _ = points()
+    predict = model.predictor()
+    for i in (0, 4, ROWS - 1):
+        assert found[i].map == {"k": i}
+        assert found[i].text == ("text" if i > 3 else None)
+        assert found[i].same == Vectors.dense(x[i].tolist())
+        assert found[i].y__output == pytest.approx(float(predict(x[i : i + 1])[0]))
+    assert model.transform(wide.where("id < 0")).count() == 0
+
+    with pytest.raises(DataError, match="there is no column 'x'; there are id"):
+        model.transform(rows.select("id"))
+    with pytest.raises(DataError, match="two columns 'y__output'"):
+        model.transform(rows.withColumn("y__output", functions.lit(0)))
+    with pytest.raises(ValueError, match="the model has 1 outputs"):
+        model.copy({model.output_cols: ["a", "b"]}).transform(rows)
+    longer = spark.createDataFrame([(Vectors.dense(1.0, 2.0, 3.0),)], ["x"])
+    with pytest.raises(Exception, match=r"column 'x' has rows of float64 and shape \(3,\)"):
+        model.transform(longer).collect()
+
+
+def test_a_dataframe_that_cannot_be_used(rows: Any, make: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match="no column 'z'"):
+        make(feature_cols=["z"]).fit(rows)
+    with pytest.raises(DataError, match="validation data: the DataFrame has no rows"):
+        make(validation="empty").fit(rows.selectExpr("*", "false as empty"))
+    with pytest.raises(DataError, match="train data: column 'y' holds 1 nulls"):
+        make().fit(rows.selectExpr("x", "case when id > 0 then y end as y"))
+    with pytest.raises(ValueError, match="validation='nonesuch': there is no such column"):
+        make(validation="nonesuch").fit(rows)
