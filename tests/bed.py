@@ -1,9 +1,9 @@
-"""Hosts that are namespaces of this machine: joined by a network of their own, and free to crash, freeze or be cut off.
+"""Hosts that are namespaces of this machine: they have a network of their own, can crash, freeze and be cut off.
 
 A host has network, host name, IPC, process ids, /dev/shm and /etc/hosts of its own; files it shares with
-everybody. The head, where a job is started from, has them too, but for the process ids, so that what is started
-there can be signalled by who started it. Needs root, iproute2 and util-linux. No packet leaves the bed, and when
-the process that made it dies, the kernel ends all that runs on it.
+everybody. The head, where a job is started from, has them too, but for the process ids, so that who starts
+something there can signal it. Needs root, iproute2 and util-linux. No packet leaves the bed, and when the
+process that made it dies, the kernel ends all that runs on it.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Host:
 
     def start(self) -> None:
         """Make its namespaces."""
-        command = [*_MORTAL, "unshare", "--net", "--uts", "--ipc", "--mount", *self._options, "--", "bash", "-c"]
+        spaces = ["--net", "--uts", "--ipc", "--mount", *self._options]
+        first = ["bash", "-c", _FIRST_PROCESS, "bash", self.name, str(self._hosts)]
         self._unshare = subprocess.Popen(
-            [*command, _FIRST_PROCESS, "bash", self.name, str(self._hosts)],
+            [*_MORTAL, "unshare", *spaces, "--", *first],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -102,7 +103,12 @@ class Host:
     def do(self, *arguments: str, check: bool = True) -> None:
         """Run a command there that takes no time; what it says is in the error if it fails."""
         done = subprocess.run(
-            self.command(arguments), capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False
+            self.command(arguments),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
         if check and done.returncode:
             raise OSError(f"{' '.join(arguments)} on {self.name}: {done.stderr.strip()}")

@@ -62,7 +62,7 @@ def mark() -> Iterator[dict[str, str]]:
 
 
 def wait_until_gone(timeout: float) -> None:
-    """Return when no rank is left, nor anything that one has started, on any host; fail if there is after all."""
+    """Return when no rank is left on any host, nor anything that one has started; fail if it does not end."""
     until = time.monotonic() + timeout
     while (left := marked()) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What ranks do to fail, and what they do besides: called on the ranks, so that workers import this module."""
+"""What the ranks of these tests do, most of all to fail; imported on the ranks too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyhvd as hvd
+import pyhvd.spark
 
 BAD = 2
 """The rank that fails."""
@@ -95,6 +96,11 @@ def rank_number() -> int:
     """Return the rank."""
     hvd.init()
     return hvd.rank()
+
+
+def devices() -> list[str]:
+    """Return the devices of the rank."""
+    return pyhvd.spark.get_available_devices()
 
 
 def place() -> tuple[str, int, int, int, int, float]:

@@ -1,27 +1,26 @@
-"""A Spark session in a process of its own, on a host of its own where that is wanted: told what to run, it answers.
+"""A Spark session in a process of its own (tests.spark.session_process), as its tests see it.
 
-``python -m tests.spark.session DESCRIPTOR`` is that process. A process has one session at most, and what has
-network namespaces of its own must begin in them: so the tests only speak to it.
+A process has one session at most, and what is to be on a host of a bed must begin there: so tests only tell it
+what to run, and hear what came of that.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests.spark.cluster import LOOPBACK, Place, spark_environment
 
-_START_S = 90.0
+START_S = 90.0
+"""Seconds until a session has its slots."""
 SETTINGS = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
@@ -76,26 +75,38 @@ class SessionProcess:
         Where it runs.
     conf : mapping of str to str
         Settings of Spark.
+    env : mapping of str to str
+        Variables beside those that it has in any case.
     """
 
     def __init__(
-        self, master: str, log: Path, slots: int, place: Place = LOOPBACK, conf: Mapping[str, str] | None = None
+        self,
+        master: str,
+        log: Path,
+        slots: int,
+        place: Place = LOOPBACK,
+        conf: Mapping[str, str] = {},
+        env: Mapping[str, str] = {},
     ) -> None:
         self._connection, theirs = Pipe()
         self._log = log
         address = {"spark.driver.host": place.address, "spark.driver.bindAddress": place.address}
         with log.open("wb") as file, theirs:
             self._process = subprocess.Popen(
-                place.command([sys.executable, "-m", __name__, str(theirs.fileno())]),
-                env=spark_environment() | {"SPARK_LOCAL_IP": place.address},
+                place.command([sys.executable, "-m", "tests.spark.session_process", str(theirs.fileno())]),
+                env=spark_environment() | {"SPARK_LOCAL_IP": place.address, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._connection.send((master, slots, SETTINGS | address | dict(conf or {})))
-        self._hear(_START_S)
+        try:
+            self._connection.send((master, slots, SETTINGS | address | dict(conf)))
+            self._hear(START_S)
+        except BaseException:
+            self.kill()
+            raise
 
     def begin(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Have it call pyhvd.spark.run."""
@@ -142,49 +153,3 @@ class SessionProcess:
             reason = f"ended with {self._process.wait(10)}"
         said = self._log.read_text(errors="replace")[-6000:]
         raise AssertionError(f"the process of the Spark session {reason}; its log:\n{said}")
-
-
-def _answer(function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Answer:
-    import pyhvd.spark
-
-    answer, out = Answer(), io.StringIO()
-    try:
-        answer.results = pyhvd.spark.run(function, args, stdout=out, **options)
-    except BaseException as exc:
-        answer.error, answer.text = type(exc).__name__, str(exc)
-        answer.cause = str(exc.__cause__)
-        answer.missing = getattr(exc, "missing", [])
-    answer.when = time.monotonic()
-    answer.output = out.getvalue()
-    return answer
-
-
-def main(descriptor: int) -> None:
-    """Make the session that is asked for, then run what is asked for, until nobody asks any more."""
-    import faulthandler
-
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-    from pyspark.sql import SparkSession
-
-    connection: Connection[Any, Any] = Connection(descriptor)
-    master, slots, conf = connection.recv()
-    builder = SparkSession.builder.master(master).appName("pyhvd tests")
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    until = time.monotonic() + _START_S
-    while session.sparkContext.defaultParallelism < slots and time.monotonic() < until:
-        time.sleep(0.1)
-    connection.send(session.sparkContext.defaultParallelism)
-    while True:
-        try:
-            asked = connection.recv()
-        except EOFError:
-            break
-        connection.send(_answer(*asked))
-    session.stop()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

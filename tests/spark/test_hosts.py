@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +15,9 @@ from tests.spark.cluster import Cluster, Place
 from tests.spark.conftest import wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, SILENT_S, SOON_S, fail, one_error, place, rank_number, wait
 from tests.spark.session import Answer, SessionProcess
+
+# Starting the cluster is counted in, or a host and what Spark runs on it.
+pytestmark = pytest.mark.timeout(240)
 
 _NAMES = ("east", "west")
 # Who hears nothing of the driver any more gives it so long to come back.
@@ -81,11 +82,14 @@ def test_ranks_of_two_hosts_are_one_world(site: Site, mark: dict[str, str]) -> N
     assert sorted(set(hosts)) == sorted(_NAMES), answer
     assert hosts[0] == hosts[1]
     assert hosts[2] == hosts[3]
-    assert [rest for _, *rest in answer.results] == [[0, 2, 0, 2, 6], [1, 2, 0, 2, 6], [0, 2, 1, 2, 6], [1, 2, 1, 2, 6]]
+    numbers = [rest for _, *rest in answer.results]
+    assert numbers == [[0, 2, 0, 2, 6], [1, 2, 0, 2, 6], [0, 2, 1, 2, 6], [1, 2, 1, 2, 6]]
 
 
 @pytest.mark.parametrize("how", list(ONE_ERROR))
-def test_one_error_and_the_session_goes_on(site: Site, mark: dict[str, str], tmp_path: Path, how: str) -> None:
+def test_one_error_and_the_session_goes_on(
+    site: Site, mark: dict[str, str], tmp_path: Path, how: str
+) -> None:
     when = tmp_path / "when"
     answer = site.session.run(fail, how, str(when), num_proc=4, env=mark)
     took = answer.when - float(when.read_text())
@@ -115,7 +119,8 @@ class Lost:
         took = answer.when - self.when
         print(f"{took:.2f} s")
         assert answer.error == "RankFailedError", answer
-        assert re.search(rf"rank [23] of 4 on host {self.host.name} \(Spark task \d\) {text}", answer.text), answer
+        text = rf"rank [23] of 4 on host {self.host.name} \(Spark task \d\) {text}"
+        assert re.search(text, answer.text), answer
         assert took < within
 
 
