@@ -24,6 +24,7 @@ from pyhvd.spark.errors import (
 from pyhvd.spark.java import use_java
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel
 from pyhvd.spark.ml.training import Batch, Training
+from pyhvd.spark.task import get_available_devices
 
 if TYPE_CHECKING:
     from pyhvd.spark.ml.estimator import Estimator
@@ -45,6 +46,7 @@ __all__ = [
     "Store",
     "Training",
     "UnsupportedLauncherError",
+    "get_available_devices",
     "partition",
     "prepare",
     "run",

@@ -12,8 +12,10 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from pyhvd.net.connection import Address, Connection, connect
 from pyhvd.net.session import ChannelError
@@ -36,6 +38,7 @@ from pyhvd.spark.messages import (
     encode,
 )
 from pyhvd.spark.secret import Secret
+from pyhvd.spark.task import encode_resources
 
 BEAT_S = 1.0
 # A driver whose machine is gone says nothing any more. One that was suspended should find its ranks again.
@@ -50,6 +53,22 @@ class TaskStoppedError(RuntimeError):
 
 class _Dismissed(Exception):
     """The driver has ended the job, and needs no result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a task gives its rank, beside what the driver does.
+
+    Attributes
+    ----------
+    files : mapping of str to int
+        Descriptors that the rank inherits; it finds their numbers in variables of these names.
+    env : mapping of str to str
+        Variables.
+    """
+
+    files: Mapping[str, int] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class TaskBody:
@@ -85,7 +104,9 @@ class TaskBody:
         assert context is not None
         # A barrier stage is tried again as a whole; its tasks' attempts then begin at 0 again.
         attempt = 1000 * _stage_attempt(context) + context.attemptNumber()
-        return run_task(self._addresses, self._secret, index, attempt, files)
+        resources = {name: list(given.addresses) for name, given in context.resources().items()}
+        given = Given(files, encode_resources(resources))
+        return run_task(self._addresses, self._secret, index, attempt, given)
 
 
 def _stage_attempt(context: Any) -> int:
@@ -98,11 +119,20 @@ def run_task(
     secret: Secret,
     index: int,
     attempt: int,
-    files: Mapping[str, int] = MappingProxyType({}),
+    given: Given | None = None,
 ) -> tuple[int, bytes] | None:
     """Be task `index` of the job; return its rank and the pickled result, None if the driver wants none.
 
-    The rank inherits the descriptors in `files`, and finds their numbers in variables of these names.
+    Parameters
+    ----------
+    addresses : sequence of (str, int)
+        Where the driver listens.
+    secret : Secret
+        The job's key.
+    index, attempt : int
+        Which task this is, and which attempt at it.
+    given : Given, optional
+        What this task gives its rank.
 
     Raises
     ------
@@ -111,7 +141,7 @@ def run_task(
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()), files)
+    task = _Task(connect(addresses, secret.reveal()), given or Given())
     place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
         return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
@@ -122,9 +152,9 @@ def run_task(
 
 
 class _Task:
-    def __init__(self, connection: Connection, files: Mapping[str, int]) -> None:
-        self._files = files
+    def __init__(self, connection: Connection, given: Given) -> None:
         self._driver = connection
+        self._given = given
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
         self._child: Child | None = None
@@ -195,10 +225,13 @@ class _Task:
         if self._child is not None:
             raise ChannelError("the driver started this task's rank twice")
         self._rank = start.rank
+        start = msgspec.structs.replace(start, env={**start.env, **self._given.env})
         code = b"".join(self._code)
         self._code.clear()
         try:
-            self._child = Child(start, code, lambda line: self._say(Pmi(line)), self._pass_on, self._files)
+            self._child = Child(
+                start, code, lambda line: self._say(Pmi(line)), self._pass_on, self._given.files
+            )
         except OSError as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:
