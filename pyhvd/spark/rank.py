@@ -19,7 +19,7 @@ from pyhvd.errors import describe_exception, describe_traceback
 from pyhvd.run.foreign import watch_mpi_import
 from pyhvd.run.report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
 from pyhvd.run.tuning import set_defaults
-from pyhvd.run.world import Place, find_place
+from pyhvd.run.world import OPENMPI, Place, find_place
 from pyhvd.spark.messages import Failed, encode
 
 LENGTH = struct.Struct("!Q")
@@ -103,6 +103,12 @@ def _ignore(text: str) -> None:
 def _describe_foreign(place: Place) -> str:
     from pyhvd.run.mpi_flavour import find_library
 
+    if place.launcher == OPENMPI:
+        return (
+            f"mpi4py is built on {find_library().name}, but the driver's mpiexec is Open MPI's: the"
+            f" {place.size} ranks would each be alone in a world of size 1; install Open MPI for them:"
+            ' pip install "pyhvd[openmpi]"'
+        )
     return (
         f"mpi4py is built on {find_library().name}, which does not speak PMI-1: the {place.size} ranks would"
         ' each be alone in a world of size 1; install MPICH for them: pip install "pyhvd[mpich]"'
