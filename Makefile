@@ -54,6 +54,10 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 test-spark: spark ## pyhvd.spark.run on a Spark cluster of its own; minutes, and not part of `make test`
 	@$(SUITE) spark
 
+.PHONY: test-spark-openmpi
+test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
+	@$(SUITE) spark-openmpi
+
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
 	@if [ -e .venv-py313/.done ]; then $(SUITE) py313; fi
@@ -92,7 +96,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-spark-openmpi .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -134,6 +138,10 @@ spark: .venv-spark/.done
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)
 	$(call editable,[mpich$(comma)spark],test)
+
+.venv-spark-openmpi/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests inside Spark under Open MPI)
+	$(call editable,[openmpi$(comma)spark],test)
 
 comma = ,
 

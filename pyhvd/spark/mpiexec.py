@@ -183,6 +183,7 @@ class MpiexecWiring:
         self._secret = secret
         self._executable = executable
         self._addresses: list[Address] = []
+        self._told = ""
         self._process: Kept | None = None
         self._groups: dict[str, list[Task]] = {}
         self._agents: dict[int, Peer] = {}  # by the task that runs the daemon

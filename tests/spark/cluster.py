@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from pyhvd.run.mpi_flavour import find_library
+from pyhvd.run.world import OPENMPI
 from pyhvd.spark import use_java
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
 CORES = 2
 WORKERS = ("a", "b")
+# What the cluster and the driver start has it in its environment.
+MARK = ("PYHVD_TEST_CLUSTER", str(uuid.uuid4()))
 
 
 @contextmanager
@@ -29,6 +34,7 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
     assert spec.origin is not None
     home = Path(spec.origin).parent
     env = os.environ | {
+        MARK[0]: MARK[1],
         "SPARK_HOME": str(home),
         "JAVA_HOME": use_java(),
         "SPARK_DAEMON_MEMORY": "256m",
@@ -46,7 +52,7 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
         for name, log in zip(WORKERS, logs, strict=True):
             size = ("--cores", str(CORES), "--memory", "1g", "--work-dir", str(folder / name))
             own = env | {"PYHVD_SPARK_HOST_SALT": name}
-            stack.enter_context(_daemon(home, "worker.Worker", (*place, *size, url), own, log))
+            stack.enter_context(_daemon(home, "worker.Worker", (*place, *size, url), own, log, _host(name)))
         for log in logs:
             _wait_for(log, r"(Successfully registered with master)")
         yield url
@@ -54,9 +60,14 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _daemon(
-    home: Path, name: str, arguments: tuple[str, ...], env: Mapping[str, str], log: Path
+    home: Path,
+    name: str,
+    arguments: tuple[str, ...],
+    env: Mapping[str, str],
+    log: Path,
+    before: tuple[str, ...] = (),
 ) -> Iterator[None]:
-    command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *arguments]
+    command = [*before, str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *arguments]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -75,6 +86,13 @@ def _daemon(
             except subprocess.TimeoutExpired:
                 continue
             break
+
+
+def _host(name: str) -> tuple[str, ...]:
+    """What gives a worker a host name of its own, which Open MPI tells hosts apart by; it takes root."""
+    if find_library().family != OPENMPI:
+        return ()
+    return ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"worker-{name}")
 
 
 def _wait_for(log: Path, pattern: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.spark.cluster import ROOT, standalone_cluster
+from tests.spark.cluster import MARK, ROOT, standalone_cluster
 
 _MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
 # Killed ranks are gone by then, even on a busy machine.
@@ -34,6 +34,7 @@ def spark(cluster: str) -> Iterator[Any]:
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ[MARK[0]] = MARK[1]
     settings = {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
