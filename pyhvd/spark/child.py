@@ -19,7 +19,7 @@ from pyhvd.run.supervisor import describe_signal
 from pyhvd.spark.kept import Kept
 from pyhvd.spark.messages import Failed, Start, decode_from_task
 from pyhvd.spark.pmi import MAX_LINE
-from pyhvd.spark.rank import FAILURE, LENGTH, RESULT
+from pyhvd.spark.rank import ENTERS, FAILURE, LENGTH, RESULT
 
 _CHUNK = 1 << 16
 
@@ -62,6 +62,8 @@ class Child:
         The pickled function, args and kwargs.
     on_pmi : callable
         Called with each line that the rank says to its PMI server.
+    on_enter : callable
+        Called when the rank is about to call MPI_Init.
     on_output : callable
         Called with 1 or 2 and what the rank has written there.
 
@@ -78,11 +80,13 @@ class Child:
         start: Start,
         code: bytes,
         on_pmi: Callable[[str], None],
+        on_enter: Callable[[], None],
         on_output: Callable[[int, bytes], None],
     ) -> None:
         self.failure: Failed | None = None
         self.result: bytes | None = None
         self._on_pmi = on_pmi
+        self._on_enter = on_enter
         self._to_rank = memoryview(LENGTH.pack(len(code)) + code)
         self._answer = bytearray()
         self._pmi_line = b""
@@ -166,7 +170,11 @@ class Child:
         if len(self._answer) < head + length:
             return
         payload = bytes(self._answer[head : head + length])
-        if kind == RESULT:
+        del self._answer[: head + length]
+        if kind == ENTERS:
+            self._on_enter()
+            self._take_answer()
+        elif kind == RESULT:
             self.result = payload
         elif kind == FAILURE:
             failed = decode_from_task(payload)

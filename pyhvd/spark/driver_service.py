@@ -23,6 +23,7 @@ from pyhvd.spark.messages import (
     DaemonEnded,
     DaemonOutput,
     Ended,
+    Enters,
     Failed,
     FromDriver,
     FromTask,
@@ -246,6 +247,8 @@ class DriverService:
             self._show(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             self._wiring.hear_pmi(peer.rank, message.line)
+        elif isinstance(message, Enters):
+            self._wiring.enter(peer.rank)
         elif isinstance(message, Failed):
             record = Record(peer.rank, message.kind, message.code, _phrase(message), message.when)
             self._verdict.add(record, time.monotonic(), message.traceback)

@@ -92,6 +92,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: the rank has ended well, and the result goes through Spark."""
 
 
+class Enters(msgspec.Struct, frozen=True, tag=True):
+    """Task to driver: the rank is about to call MPI_Init, and to wait for the others there."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Either way: I am alive. Said each second."""
 
@@ -191,7 +195,9 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-FromTask = Register | Pmi | Output | Failed | Ended | Beat | Launch | StandIn | DaemonOutput | DaemonEnded
+FromTask = (
+    Register | Pmi | Output | Enters | Failed | Ended | Beat | Launch | StandIn | DaemonOutput | DaemonEnded
+)
 FromDriver = Code | Start | Pmi | Beat | Stop | Exit | StartDaemon | EndDaemon
 
 _encoder = msgspec.msgpack.Encoder()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from pyhvd.net.connection import Address
 from pyhvd.run.mpi_flavour import find_library, find_mpiexec
-from pyhvd.run.report import LOST
+from pyhvd.run.report import LOST, SIGNAL
 from pyhvd.run.supervisor import describe_signal
 from pyhvd.run.world import MPICH, OPENMPI
 from pyhvd.spark.credentials import to_environment
@@ -267,6 +267,17 @@ class MpiexecWiring:
         else:
             self._stand_ins[rank][0].send(Pmi(line + "\n"))
 
+    def enter(self, rank: int) -> None:
+        """A rank is about to wait for the others in MPI_Init; with PMI-1 its lines say it."""
+        if self.speaks_pmi(rank):
+            return
+        try:
+            if self._barrier.enter(rank):
+                for each in self._stand_ins:
+                    self._barrier.release(each)
+        except PmiError as exc:
+            self._office.blame(rank, f"cannot go on: {exc}", 1)
+
     def hear(self, peer: Peer, message: FromTask) -> None:
         """An agent, a stand-in, or a task whose daemon it is, has said something."""
         if isinstance(message, Launch):
@@ -276,9 +287,7 @@ class MpiexecWiring:
         elif isinstance(message, DaemonOutput):
             self._note_output(2, message.data)
         elif isinstance(message, DaemonEnded) and peer.task is not None:
-            agent = self._agents.pop(peer.task.index, None)
-            if agent is not None:
-                agent.send(Exit(message.code if message.code >= 0 else 128 - message.code))
+            self._note_daemon_end(peer.task, message.code)
         elif isinstance(message, Pmi):
             for rank, (stand_in, _) in self._stand_ins.items():
                 if stand_in is peer:
@@ -350,24 +359,37 @@ class MpiexecWiring:
         else:
             self._stand_ins[said.rank] = (peer, said)
 
+    def _note_daemon_end(self, task: Task, code: int) -> None:
+        """A daemon has ended; mpiexec learns of it by the agent that stands for it."""
+        shell = code if code >= 0 else 128 - code
+        if shell > 128 and not self._is_over:
+            how = describe_signal(shell - 128)
+            self._office.blame(-1, f"mpiexec's daemon on host {task.host} {how}", 1, SIGNAL)
+        agent = self._agents.pop(task.index, None)
+        if agent is not None:
+            agent.send(Exit(shell))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether what runs here is to end anyway."""
+        return self._stopped or 0 < len(self._stand_ins) == len(self._left)
+
     def _note_output(self, stream: int, data: bytes) -> None:  # noqa: ARG002
         self._said = (self._said + data.decode(errors="replace"))[-_SAID:]
 
     def _note_end(self) -> None:
         """mpiexec has ended; not too early, if all ranks have."""
         assert self._process is not None
-        if self._stopped or (self._stand_ins and len(self._left) == len(self._stand_ins)):
+        if self._is_over:
             return
         code = self._process.code
-        how = (
-            "and its keeper were killed"
-            if code is None
-            else describe_signal(-code)
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if code is None or code < 0:
+            how = "and its keeper were killed" if code is None else describe_signal(-code)
+            self._office.blame(-1, f"{self._mpiexec.path} {how}", 1, SIGNAL)
+            return
         # When it has ended the job for what a rank has done, the rank's task says so too.
-        self._office.blame(-1, f"{self._mpiexec.path} {how} before the ranks{self._quote()}", 1, LOST)
+        text = f"{self._mpiexec.path} ended with exit code {code} before the ranks{self._quote()}"
+        self._office.blame(-1, text, 1, LOST)
 
     def _quote(self) -> str:
         said = self._said.strip()

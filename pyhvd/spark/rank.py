@@ -1,7 +1,8 @@
 """The rank proper: gets the function from its task, runs it, and says what came of it.
 
-On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes one
-answer: its kind, its length, and the pickled result or a :class:`~pyhvd.spark.messages.Failed`.
+On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes, when
+the rank is about to call MPI_Init, a note without a payload; and then one answer: the pickled result or a
+:class:`~pyhvd.spark.messages.Failed`. Each has its kind and its length in front.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pyhvd.spark.messages import Failed, encode
 LENGTH = struct.Struct("!Q")
 RESULT = b"R"
 FAILURE = b"F"
+ENTERS = b"E"
 
 
 def run_rank(control: socket.socket) -> int:
@@ -35,7 +37,7 @@ def run_rank(control: socket.socket) -> int:
     set_defaults(place, os.environ)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    watch_mpi_import(place, _ignore, _describe_foreign)
+    watch_mpi_import(place, _ignore, _describe_foreign, lambda: _send(control, ENTERS, b""))
     import cloudpickle
 
     try:

@@ -81,7 +81,9 @@ class Relay:
     def run(self) -> int:
         """Return the exit code; 1 when the driver is gone."""
         while self._driver.open:
-            sources = [self._driver, *([self._daemon] if self._daemon is not None else [])]
+            sources: list[Connection | socket.socket] = [self._driver]
+            if self._daemon is not None:
+                sources.append(self._daemon)
             ready, _, _ = select.select(sources, [self._driver] if self._driver.wants_write else [], [])
             self._driver.pump_out()
             if self._daemon in ready:

@@ -28,6 +28,7 @@ from pyhvd.spark.messages import (
     DaemonOutput,
     EndDaemon,
     Ended,
+    Enters,
     Failed,
     FromTask,
     Output,
@@ -201,7 +202,13 @@ class _Task:
         code = b"".join(self._code)
         self._code.clear()
         try:
-            self._child = Child(start, code, lambda line: self._say(Pmi(line)), self._pass_on)
+            self._child = Child(
+                start,
+                code,
+                on_pmi=lambda line: self._say(Pmi(line)),
+                on_enter=lambda: self._say(Enters()),
+                on_output=self._pass_on,
+            )
         except OSError as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:

@@ -51,6 +51,9 @@ class Wiring(Protocol):
     def hear_pmi(self, rank: int, line: str) -> None:
         """A rank has said a line of PMI-1."""
 
+    def enter(self, rank: int) -> None:
+        """A rank is about to call MPI_Init."""
+
     def hear(self, peer: Peer, message: FromTask) -> None:
         """Somebody has said what is about the wiring alone."""
 
@@ -103,6 +106,9 @@ class PmiWiring:
         else:
             for who, answer in answers:
                 self._office.tell_rank(who, Pmi(answer))
+
+    def enter(self, rank: int) -> None:
+        """See :class:`Wiring`; its lines of PMI-1 say it too."""
 
     def hear(self, peer: Peer, message: FromTask) -> None:
         """See :class:`Wiring`; there is nothing more."""

@@ -171,8 +171,7 @@ def _only_rank_0() -> None:
 
 
 def test_a_rank_that_never_starts_pyhvd() -> None:
-    text = r"every rank must call pyhvd\.init" if is_mpich() else r"did not call \"init\" before exiting"
-    with pytest.raises((hvd.RankFailedError, SparkError), match=text):
+    with pytest.raises(hvd.RankFailedError, match=r"every rank must call pyhvd\.init"):
         run(_only_rank_0, 2)
 
 
@@ -182,23 +181,28 @@ def test_a_python_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "victim", [r"\S*/(mpiexec|prterun) ", r"\S*/(prted|hydra_pmi_proxy) ", r"\S+ -m pyhvd\.spark\.stand_in"]
+    ("victim", "text"),
+    [
+        (r"\S*/(mpiexec|prterun) ", r"mpiexec was killed by SIGKILL"),
+        (r"\S*/(prted|hydra_pmi_proxy) ", r"mpiexec's daemon on host \S+ was killed by SIGKILL"),
+        # mpiexec ends the job, and MPI perhaps a rank.
+        (r"\S+ -m pyhvd\.spark\.stand_in", r"mpiexec ended with exit code|rank \d of 2"),
+    ],
 )
-def test_a_part_of_the_launcher_is_killed(victim: str, tmp_path: Path) -> None:
+def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path) -> None:
     when = tmp_path / "when"
 
     def function() -> None:
         hvd.init()
         if hvd.rank() == 0:
-            when.write_text(str(time.time()))
             found = [pid for pid, line in _marked().items() if re.match(victim, line)]
+            when.write_text(str(time.time()))
             os.kill(found[0], signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises((SparkError, hvd.RankFailedError)) as caught:
+    with pytest.raises((SparkError, hvd.RankFailedError), match=text):
         run(function, 2)
-    assert time.time() - float(when.read_text()) < _SOON_S + 2
-    print(caught.value)
+    assert time.time() - float(when.read_text()) < _SOON_S
 
 
 def test_a_start_that_takes_too_long(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyhvd.net.session import ChannelError
-from pyhvd.run.report import EXIT
+from pyhvd.run.report import EXIT, SIGNAL
 from pyhvd.run.world import MPICH, OPENMPI
 from pyhvd.spark import agent, stand_in
 from pyhvd.spark.credentials import call_driver, to_environment
@@ -167,8 +167,8 @@ def test_seats_in_any_order(hosts: list[str]) -> None:
         assert (seat.local_rank, seat.local_size) == (alike.index(seat), len(alike))
         assert seat.cross_size == len(across)
     for local_rank in {seat.local_rank for seat in seats}:
-        across = [seat.cross_rank for seat in seats if seat.local_rank == local_rank]
-        assert sorted(across) == list(range(len(across)))
+        numbers = [seat.cross_rank for seat in seats if seat.local_rank == local_rank]
+        assert sorted(numbers) == list(range(len(numbers)))
 
 
 def test_a_barrier_that_cannot_fill() -> None:
@@ -251,20 +251,33 @@ def test_ranks_are_seated_as_mpiexec_says(wiring: MpiexecWiring, office: Recorde
         (2, 2, "first"),
     ]
     assert wiring.variables(1) == {"R": "1"}
-    assert office.told == office.blamed == []
+    assert office.told == []
+    assert office.blamed == []
 
 
 def test_the_first_task_of_a_host_runs_its_daemon(wiring: MpiexecWiring, office: Recorder) -> None:
     wiring.hear(office.peer("agent"), Launch("hbb", "proxy 1"))
     wiring.hear(office.peer("again"), Launch("hbb", "proxy 1"))
     wiring.hear(office.peer("stranger"), Launch("elsewhere", "proxy 2"))
-    wiring.hear(office.peer("task 1", GROUPS[1][0]), DaemonEnded(-15))
+    wiring.hear(office.peer("task 1", GROUPS[1][0]), DaemonEnded(3))
     assert office.told == [
         ("task 1", StartDaemon("hbb", "proxy 1", "/")),
         ("again", Exit(1)),
         ("stranger", Exit(1)),
-        ("agent", Exit(143)),
+        ("agent", Exit(3)),
     ]
+    assert office.blamed == []
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_daemon_that_is_killed_is_the_cause(wiring: MpiexecWiring, office: Recorder, code: int) -> None:
+    wiring.hear(office.peer("agent"), Launch("hbb", "proxy 1"))
+    office.told.clear()
+    wiring.hear(office.peer("task 1", GROUPS[1][0]), DaemonEnded(code))
+    assert office.told == [("agent", Exit(137))]
+    ((rank, text, _, kind),) = office.blamed
+    assert (rank, kind) == (-1, SIGNAL)
+    assert text.startswith("mpiexec's daemon on host second was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("said", [(3, "haa", 0), (-1, "haa", 0), (0, "haa", 0), (1, "haa", 0)])
@@ -275,7 +288,8 @@ def test_a_seat_that_is_taken_or_none(
     rank, host, local_rank = said
     wiring.hear(office.peer("second"), StandIn(host, rank, local_rank, {}, True))
     assert office.told == [("second", Exit(1))]
-    assert wiring.seats() == office.blamed == []
+    assert wiring.seats() == []
+    assert office.blamed == []
 
 
 def test_more_ranks_on_a_host_than_tasks(wiring: MpiexecWiring, office: Recorder) -> None:
@@ -311,6 +325,32 @@ def test_a_rank_that_ends_while_others_wait_for_it(wiring: MpiexecWiring, office
     ((rank, text, _, _),) = office.blamed
     assert rank == 1
     assert "every rank must call pyhvd.init()" in text
+
+
+@pytest.mark.parametrize("first", ["enter", "leave"])
+def test_a_rank_that_takes_no_part_in_mpi_without_pmi(office: Recorder, first: str) -> None:
+    wiring = MpiexecWiring(Mpiexec("/bin/true", OPENMPI), [], Secret())
+    wiring.begin(office, GROUPS[1:])
+    for rank in range(2):
+        wiring._stand_ins[rank] = (office.peer(f"stand-in {rank}"), StandIn("hbb", rank, rank, {}, False))
+    wiring._barrier = Barrier(2)
+    try:
+        for what in ("enter", "leave") if first == "enter" else ("leave", "enter"):
+            wiring.enter(0) if what == "enter" else wiring.leave(1)
+    finally:
+        wiring.close()
+    ((_, text, _, _),) = office.blamed
+    assert "rank 1 has ended without taking part in MPI, but rank 0 waits for it" in text
+
+
+def test_ranks_that_leave_after_all_have_entered(office: Recorder, wiring: MpiexecWiring) -> None:
+    for rank, host, local_rank in ((0, "haa", 0), (1, "hbb", 0), (2, "haa", 1)):
+        wiring.hear(office.peer(f"stand-in {rank}"), StandIn(host, rank, local_rank, {}, False))
+    for rank in range(3):
+        wiring.enter(rank)
+    for rank in range(3):
+        wiring.leave(rank)
+    assert office.blamed == []
 
 
 def test_stand_ins_end_as_their_ranks_do_and_daemons_are_helped(
