@@ -63,6 +63,10 @@ test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes, and 
 test-spark35: spark35 ## its main path on Spark 3.5
 	@$(SUITE) spark35
 
+.PHONY: test-spark-openmpi
+test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
+	@$(SUITE) spark-openmpi
+
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
 	@if [ -e .venv-py313/.done ]; then $(SUITE) py313; fi
@@ -101,7 +105,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-openmpi .venv-spark .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -148,6 +152,10 @@ spark35: .venv-spark35/.done
 .venv-spark35/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark 3.5)
 	$(call editable,[mpich$(comma)spark],test --group spark35)
+
+.venv-spark-openmpi/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests inside Spark under Open MPI)
+	$(call editable,[openmpi$(comma)spark],test)
 
 comma = ,
 

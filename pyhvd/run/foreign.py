@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def watch_mpi_import(
-    place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str] | None = None
+    place: Place,
+    doubt: Callable[[str], None],
+    describe: Callable[[Place], str] | None = None,
+    enter: Callable[[], None] | None = None,
 ) -> None:
     """Check the size of the world right after the script's first ``from mpi4py import MPI``.
 
@@ -36,18 +39,27 @@ def watch_mpi_import(
         Called with what to say should MPI_Init end the process, and with nothing when it has not.
     describe : callable, optional
         What to say of ranks that do not find each other; :func:`describe_foreign` by default.
+    enter : callable, optional
+        Called when the import begins, which calls MPI_Init, which waits for the other ranks.
     """
     if place.size > 1:
-        sys.meta_path.insert(0, _Watch(place, doubt, describe or describe_foreign))
+        sys.meta_path.insert(0, _Watch(place, doubt, describe or describe_foreign, enter or (lambda: None)))
 
 
 class _Watch:
     """A finder for one module, which it has the other finders find. (importlib.abc costs 7 ms to import.)"""
 
-    def __init__(self, place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        doubt: Callable[[str], None],
+        describe: Callable[[Place], str],
+        enter: Callable[[], None],
+    ) -> None:
         self._place = place
         self._doubt = doubt
         self._describe = describe
+        self._enter = enter
 
     def find_spec(
         self,
@@ -58,6 +70,7 @@ class _Watch:
         if fullname != "mpi4py.MPI":
             return None
         sys.meta_path.remove(self)
+        self._enter()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = cast(

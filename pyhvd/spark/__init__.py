@@ -1,7 +1,8 @@
 """Training inside Spark's executors: ``pyhvd.spark.run(train, num_proc=4)``.
 
 Every rank is a process of its own beside a Spark task; the driver makes them one MPI world. Needs pyspark
-and, on the executors, pyhvd with MPICH: ``pip install "pyhvd[spark,mpich]"``.
+and, on the executors, pyhvd with MPICH: ``pip install "pyhvd[spark,mpich]"``; or, with the launcher
+``"mpiexec"``, Open MPI on all.
 """
 
 from __future__ import annotations

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.errors import ConfigError
 from pyhvd.net.connection import Address
+from pyhvd.run.mpi_flavour import LaunchError
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.spark.job import CollectJob
+from pyhvd.spark.mpiexec import MpiexecWiring, find
 from pyhvd.spark.network import listening_places
 from pyhvd.spark.output import Output
 from pyhvd.spark.secret import Secret
@@ -69,8 +72,11 @@ def run(
         The driver's network interfaces for the tasks; the first is also MPI's on every host.
     executable : str, optional
         The ranks' Python; that of the Spark executors by default.
-    launcher : ``"pmi"``
-        The driver speaks PMI-1 to the ranks, which MPICH and Intel MPI have.
+    extra_mpi_args : str, optional
+        Arguments for mpiexec, as in a shell: ``"--mca btl_tcp_if_include eth1"``.
+    launcher : ``"pmi"`` or ``"mpiexec"``
+        ``"pmi"``: the driver speaks PMI-1 to the ranks, which MPICH and Intel MPI have. ``"mpiexec"``: the
+        driver's mpiexec starts its daemons beside the tasks, which Open MPI needs.
     df : pyspark.sql.DataFrame, optional
         The ranks get its rows, dealt out in turn, by :func:`pyhvd.spark.partition`. It is evaluated once,
         before the tasks start: `start_timeout` has to cover that too.
@@ -85,10 +91,11 @@ def run(
     RankFailedError, StartTimeoutError, SparkError
         A rank failed (its traceback is the ``__cause__``); tasks did not come; Spark ended the job.
     """
-    _refuse(use_gloo, use_mpi, extra_mpi_args, launcher)
+    arguments = _mpiexec_arguments(extra_mpi_args, launcher)
+    _refuse(use_gloo, use_mpi)
     output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
     call = (fn, tuple(args), dict(kwargs))
-    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose, df)
+    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose, df, arguments)
 
 
 def _run(
@@ -101,6 +108,7 @@ def _run(
     output: Output,
     verbose: int,
     df: DataFrame | None,
+    mpiexec_arguments: list[str] | None,
 ) -> list[Any]:
     context = _active_context()
     size = _positive(context.defaultParallelism if num_proc is None else num_proc)
@@ -114,8 +122,12 @@ def _run(
     host = conf.get("spark.driver.host") or "127.0.0.1"
     places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
     secret = Secret()
-    service = DriverService(spec, secret, [bind for bind, _ in places], output.write)
+    wiring = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
+    service = DriverService(spec, secret, [bind for bind, _ in places], output.write, wiring)
     addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
+    if wiring is not None:
+        here = [(bind, port) for (bind, _), port in zip(places, service.ports, strict=True)]
+        wiring.call_at(here, places[0][1])
     try:
         return [cloudpickle.loads(each) for each in _drive(context, service, size, addresses, secret, dealt)]
     finally:
@@ -149,24 +161,37 @@ def _drive(
         job.close()
 
 
-def _refuse(use_gloo: bool | None, use_mpi: bool | None, extra_mpi_args: str | None, launcher: str) -> None:
+def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_gloo:
         raise ValueError(
             "use_gloo=True: pyhvd has no gloo, as it reduces by MPI and shared memory; leave it out"
         )
     if use_mpi is False:
         raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
-    if launcher == "mpiexec":
-        raise UnsupportedLauncherError(
-            "launcher='mpiexec' is not there yet: use launcher='pmi', with MPICH or Intel MPI on the"
-            ' executors (pip install "pyhvd[mpich]")'
-        )
-    if launcher != "pmi":
-        raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi'")
-    if extra_mpi_args:
+
+
+def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
+    """Return the user's arguments for mpiexec; None if there is to be none."""
+    if launcher not in ("pmi", "mpiexec"):
+        raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
+    if launcher == "pmi" and extra_mpi_args:
         raise ValueError(
-            "extra_mpi_args are for an mpiexec, and launcher='pmi' needs none: set MPI's variables with env"
+            "extra_mpi_args are for an mpiexec, and launcher='pmi' needs none: set MPI's variables with env,"
+            " or use launcher='mpiexec'"
         )
+    if launcher == "pmi":
+        return None
+    try:
+        return shlex.split(extra_mpi_args or "")
+    except ValueError as exc:
+        raise ValueError(f"extra_mpi_args={extra_mpi_args!r}: {exc}") from None
+
+
+def _mpiexec(arguments: list[str], secret: Secret, executable: str | None) -> MpiexecWiring:
+    try:
+        return MpiexecWiring(find(), arguments, secret, executable)
+    except LaunchError as exc:
+        raise SparkError(f"launcher='mpiexec' needs one on the driver: {exc}") from None
 
 
 def _active_context() -> Any:
@@ -216,6 +241,8 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
         # By these MPICH goes between hosts, as it was built.
         chosen.setdefault("UCX_NET_DEVICES", nic)
         chosen.setdefault("FI_TCP_IFACE", nic)
+        # By this Open MPI.
+        chosen.setdefault("OMPI_MCA_btl_tcp_if_include", nic)
     return chosen
 
 

@@ -2,13 +2,14 @@
 
 The thread that calls :meth:`DriverService.run` does it all; it waits for the results anyway. Who is connected
 is :mod:`pyhvd.spark.switchboard`'s business, which rank a task becomes :mod:`pyhvd.spark.placement`'s, how
-ranks find each other :mod:`pyhvd.spark.pmi`'s, what the cause of a failure is :mod:`pyhvd.spark.verdict`'s.
+ranks find each other :mod:`pyhvd.spark.wiring`'s, what caused a failure :mod:`pyhvd.spark.verdict`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import selectors
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +20,27 @@ from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.messages import (
     Beat,
     Code,
+    DaemonEnded,
+    DaemonOutput,
     Ended,
+    Enters,
     Failed,
     FromDriver,
     FromTask,
+    Launch,
     Output,
     Pmi,
     Register,
+    StandIn,
     Start,
     Stop,
     parts,
 )
-from pyhvd.spark.placement import Registry, Seat, Task, assign
-from pyhvd.spark.pmi import Abort, PmiError, PmiServer
+from pyhvd.spark.placement import Registry, Seat, Task
 from pyhvd.spark.secret import Secret
 from pyhvd.spark.switchboard import Peer, Switchboard
 from pyhvd.spark.verdict import Verdict
+from pyhvd.spark.wiring import PmiWiring, Wiring
 
 # When the Spark job has failed, its ranks have so long to say why.
 _LAST_WORDS_S = 1.0
@@ -92,16 +98,24 @@ class DriverService:
         Addresses to listen on.
     show : callable
         Called with rank, 1 or 2, and what the rank has written there.
+    wiring : Wiring, optional
+        How the ranks find each other; by PMI-1, of which the driver is the server.
     """
 
     def __init__(
-        self, spec: JobSpec, secret: Secret, hosts: Sequence[str], show: Callable[[int, int, bytes], None]
+        self,
+        spec: JobSpec,
+        secret: Secret,
+        hosts: Sequence[str],
+        show: Callable[[int, int, bytes], None],
+        wiring: Wiring | None = None,
     ) -> None:
         self._spec = spec
         self._show = show
         self._registry = Registry(spec.size)
         self._verdict = Verdict()
-        self._pmi: PmiServer | None = None
+        self._wiring: Wiring = wiring or PmiWiring()
+        self._wired = False
         self._by_rank: dict[int, Peer] = {}
         self.seats: list[Seat] = []
         self._over: str | None = None
@@ -111,6 +125,11 @@ class DriverService:
     def ports(self) -> list[int]:
         """The port of each address."""
         return self._board.ports
+
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """See :class:`~pyhvd.spark.wiring.Office`."""
+        return self._board.selector
 
     def run(self, job: SparkJob) -> list[bytes]:
         """Return the pickled results in rank order.
@@ -130,6 +149,7 @@ class DriverService:
         while True:
             self._board.turn()
             now = time.monotonic()
+            self._wiring.check(now)
             if now >= self._verdict.settled_at:
                 raise self._verdict.error(self.seats)
             if not self.seats:
@@ -152,12 +172,14 @@ class DriverService:
             peer.feed = iter(())
             if peer.connection.authenticated and peer.connection.open:
                 peer.send(Stop(reason, quietly=True))
+        self._wiring.stop()
         until = time.monotonic() + timeout
         while self._board.peers and time.monotonic() < until:
             self._board.turn()
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on everybody, and leave nothing running here."""
+        self._wiring.close()
         self._board.close()
 
     def _sort(self, results: list[tuple[int, bytes]]) -> list[bytes]:
@@ -166,8 +188,16 @@ class DriverService:
 
     def _start_or_time_out(self, now: float, until: float) -> None:
         missing = self._registry.missing
-        if not missing:
-            self._start()
+        if not missing and not self._wired:
+            self._wired = True
+            self._wiring.begin(self, self._registry.groups())
+        if self._wired and (seats := self._wiring.seats()):
+            self._start(seats)
+        elif now > until and self._wired:
+            raise StartTimeoutError(
+                f"all {self._spec.size} Spark tasks have started, but not all ranks within"
+                f" {self._spec.start_timeout:g} s: {self._wiring.waits_for()}"
+            )
         elif now > until:
             size, indices = self._spec.size, ", ".join(map(str, missing))
             raise StartTimeoutError(
@@ -178,16 +208,14 @@ class DriverService:
                 missing,
             )
 
-    def _start(self) -> None:
-        groups = self._registry.groups()
-        self.seats = assign(groups)
-        self._pmi = PmiServer([len(group) for group in groups])
+    def _start(self, seats: list[Seat]) -> None:
+        self.seats = seats
         code = parts(self._spec.code)
-        seats = {seat.index: seat for seat in self.seats}
+        by_index = {seat.index: seat for seat in seats}
         for peer in self._board.peers:
             if peer.task is None:
                 continue
-            seat = seats[peer.task.index]
+            seat = by_index[peer.task.index]
             peer.rank = seat.rank
             self._by_rank[seat.rank] = peer
             peer.feed = self._opening(seat, code)
@@ -202,32 +230,38 @@ class DriverService:
             local_size=seat.local_size,
             cross_rank=seat.cross_rank,
             cross_size=seat.cross_size,
-            env=dict(self._spec.env),
+            env={**self._spec.env, **self._wiring.variables(seat.rank)},
             executable=self._spec.executable,
+            pmi=self._wiring.speaks_pmi(seat.rank),
         )
 
     def _handle(self, peer: Peer, message: FromTask) -> None:
         if isinstance(message, Register):
             self._register(peer, message)
+        elif isinstance(message, Launch | StandIn | DaemonOutput | DaemonEnded) or peer.task is None:
+            if self._over is None:
+                self._wiring.hear(peer, message)
         elif peer.rank < 0 or isinstance(message, Beat):
             return
         elif isinstance(message, Output):
             self._show(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
-            self._serve_pmi(peer.rank, message.line)
+            self._wiring.hear_pmi(peer.rank, message.line)
+        elif isinstance(message, Enters):
+            self._wiring.enter(peer.rank)
         elif isinstance(message, Failed):
             record = Record(peer.rank, message.kind, message.code, _phrase(message), message.when)
             self._verdict.add(record, time.monotonic(), message.traceback)
         elif isinstance(message, Ended):
             peer.ended = True
-            self._leave_pmi(peer.rank)
+            self._wiring.leave(peer.rank)
 
     def _register(self, peer: Peer, said: Register) -> None:
         task = Task(said.index, said.attempt, said.host_hash, said.host, said.pid)
         if self._over is not None:  # Spark has filled a slot that the end of the job had made free
             peer.send(Stop(self._over, quietly=True))
             return
-        if self.seats:
+        if self._wired:
             peer.send(Stop("its ranks have started; none can be replaced"))
             return
         if not self._registry.add(task):
@@ -239,32 +273,26 @@ class DriverService:
                 other.send(Stop("a newer attempt of this task has come"))
         peer.task = task
 
-    def _serve_pmi(self, rank: int, line: str) -> None:
-        assert self._pmi is not None
-        try:
-            answers = self._pmi.handle(rank, line)
-        except Abort as abort:
-            self._blame(rank, f"called MPI_Abort with code {abort.code}", abort.code)
-        except PmiError as exc:
-            self._blame(rank, f"cannot go on: {exc}", 1)
-        else:
-            for who, answer in answers:
-                self._by_rank[who].send(Pmi(answer))
+    def tell_rank(self, rank: int, message: FromDriver) -> None:
+        """See :class:`~pyhvd.spark.wiring.Office`."""
+        self._by_rank[rank].send(message)
 
-    def _leave_pmi(self, rank: int) -> None:
-        assert self._pmi is not None
-        try:
-            self._pmi.leave(rank)
-        except PmiError as exc:
-            self._blame(rank, f"left the others alone: {exc}", 1)
+    def tell_task(self, index: int, message: FromDriver) -> None:
+        """See :class:`~pyhvd.spark.wiring.Office`."""
+        for peer in self._board.peers:
+            if peer.task is not None and peer.task.index == index:
+                peer.send(message)
 
-    def _blame(self, rank: int, text: str, code: int) -> None:
-        self._verdict.add(Record(rank, EXIT, code, text), time.monotonic())
+    def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
+        """See :class:`~pyhvd.spark.wiring.Office`."""
+        self._verdict.add(Record(rank, kind, code, text), time.monotonic())
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
         """A task is gone that had more to say, perhaps."""
         assert peer.task is not None
-        if peer.rank < 0:
+        if peer.rank < 0 and self._wired:
+            self.blame(-1, f"Spark task {peer.task.index} on host {peer.task.host} {why}", 1, LOST)
+        elif peer.rank < 0:
             self._registry.remove(peer.task)
         elif not peer.ended and not self._verdict.has(peer.rank):
             self._verdict.add(Record(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)

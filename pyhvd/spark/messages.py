@@ -26,7 +26,13 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: become this rank. The parts of the code come before it."""
+    """Driver to task: become this rank. The parts of the code come before it.
+
+    Attributes
+    ----------
+    pmi : bool
+        Whether the rank speaks PMI-1, to its task.
+    """
 
     rank: int
     size: int
@@ -36,6 +42,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     cross_size: int
     env: dict[str, str]
     executable: str | None = None
+    pmi: bool = True
 
 
 class Code(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +52,7 @@ class Code(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pmi(msgspec.Struct, frozen=True, tag=True):
-    """A line of PMI-1, from the task's rank or to it."""
+    """A line of PMI-1, from the task's rank or to it; with a stand-in, from mpiexec's daemon or to it."""
 
     line: str
 
@@ -85,6 +92,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: the rank has ended well, and the result goes through Spark."""
 
 
+class Enters(msgspec.Struct, frozen=True, tag=True):
+    """Task to driver: the rank is about to call MPI_Init, and to wait for the others there."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Either way: I am alive. Said each second."""
 
@@ -104,8 +115,90 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     quietly: bool = False
 
 
-FromTask = Register | Pmi | Output | Failed | Ended | Beat
-FromDriver = Code | Start | Pmi | Beat | Stop
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """Launch agent to driver, first: mpiexec wants this shell command on this host.
+
+    Attributes
+    ----------
+    host : str
+        As mpiexec knows it.
+    command : str
+        mpiexec's daemon and its arguments.
+    """
+
+    host: str
+    command: str
+
+
+class StandIn(msgspec.Struct, frozen=True, tag=True):
+    """Stand-in to driver, first: mpiexec's daemon has started me as this rank.
+
+    Attributes
+    ----------
+    host : str
+        As mpiexec knows it.
+    rank, local_rank : int
+        As mpiexec numbers them.
+    env : mapping of str to str
+        What mpiexec wants to have in the rank's environment.
+    pmi : bool
+        Whether the rank will speak PMI-1.
+    """
+
+    host: str
+    rank: int
+    local_rank: int
+    env: dict[str, str]
+    pmi: bool
+
+
+class Exit(msgspec.Struct, frozen=True, tag=True):
+    """Driver to launch agent or stand-in: what you stand for has ended, with this code; so should you."""
+
+    code: int
+
+
+class StartDaemon(msgspec.Struct, frozen=True, tag=True):
+    """Driver to the first task of a host: run mpiexec's daemon.
+
+    Attributes
+    ----------
+    host : str
+        As mpiexec knows it.
+    command : str
+        For the shell.
+    prefix : str
+        Where the driver's MPI is installed, whose paths are in the command.
+    executable : str or None
+        The ranks' Python, beside which this host's MPI may be.
+    """
+
+    host: str
+    command: str
+    prefix: str
+    executable: str | None = None
+
+
+class EndDaemon(msgspec.Struct, frozen=True, tag=True):
+    """Driver to task: all ranks have ended, but not mpiexec's daemon, which should have by itself."""
+
+
+class DaemonOutput(msgspec.Struct, frozen=True, tag=True):
+    """Task to driver: what mpiexec's daemon wrote."""
+
+    data: bytes
+
+
+class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
+    """Task to driver: mpiexec's daemon has ended, with this code; negative for a signal."""
+
+    code: int
+
+
+FromTask = (
+    Register | Pmi | Output | Enters | Failed | Ended | Beat | Launch | StandIn | DaemonOutput | DaemonEnded
+)
+FromDriver = Code | Start | Pmi | Beat | Stop | Exit | StartDaemon | EndDaemon
 
 _encoder = msgspec.msgpack.Encoder()
 _from_task = msgspec.msgpack.Decoder(FromTask)

@@ -6,6 +6,7 @@ comes first, so that rank 0 is on it; on each host they follow the tasks' indice
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -90,20 +91,28 @@ class Registry:
 
 def assign(groups: Iterable[Iterable[Task]]) -> list[Seat]:
     """Return the seats of all ranks, in rank order."""
-    hosts = [list(group) for group in groups]
+    return seats_of(task for group in groups for task in group)
+
+
+def seats_of(tasks: Iterable[Task]) -> list[Seat]:
+    """Return the seats of ranks whose tasks are given in rank order; hosts are numbered as they come."""
+    ranks = list(tasks)
+    sizes = Counter(task.host_hash for task in ranks)
+    there: Counter[str] = Counter()
     seats: list[Seat] = []
-    for number, tasks in enumerate(hosts):
-        for local_rank, task in enumerate(tasks):
-            peers = [other for other, group in enumerate(hosts) if len(group) > local_rank]
-            seats.append(
-                Seat(
-                    rank=len(seats),
-                    index=task.index,
-                    host=task.host,
-                    local_rank=local_rank,
-                    local_size=len(tasks),
-                    cross_rank=peers.index(number),
-                    cross_size=len(peers),
-                )
+    for rank, task in enumerate(ranks):
+        local_rank = there[task.host_hash]
+        there[task.host_hash] += 1
+        peers = [host for host, count in sizes.items() if count > local_rank]
+        seats.append(
+            Seat(
+                rank=rank,
+                index=task.index,
+                host=task.host,
+                local_rank=local_rank,
+                local_size=sizes[task.host_hash],
+                cross_rank=peers.index(task.host_hash),
+                cross_size=len(peers),
             )
+        )
     return seats

@@ -9,7 +9,7 @@ Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extrem
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_LINE = 1024
@@ -73,6 +73,50 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
     return text
 
 
+class Barrier:
+    """Who waits in PMI's barrier, and who can no longer enter it.
+
+    Parameters
+    ----------
+    size : int
+        How many ranks must enter.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._inside: set[int] = set()
+        self._gone: set[int] = set()
+
+    def enter(self, rank: int) -> bool:
+        """Note that a rank waits; return whether all do. PmiError if some never will."""
+        self._inside.add(rank)
+        if len(self._inside) == self._size:
+            return True
+        self._check()
+        return False
+
+    def release(self, rank: int) -> None:
+        """Note that a rank waits no longer."""
+        self._inside.discard(rank)
+
+    def note_end(self, rank: int) -> None:
+        """Note that a rank will not enter any more."""
+        self._gone.add(rank)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank's process has ended; PmiError if others wait for it."""
+        self._gone.add(rank)
+        self._check()
+
+    def _check(self) -> None:
+        if self._inside and self._gone:
+            waiting, gone = (", ".join(map(str, sorted(group))) for group in (self._inside, self._gone))
+            raise PmiError(
+                f"rank {gone} has ended without taking part in MPI, but rank {waiting} waits for it in"
+                " MPI_Init or MPI_Finalize: every rank must call pyhvd.init(), or none"
+            )
+
+
 class PmiServer:
     """What the ranks of one world have put, and who waits in the barrier.
 
@@ -94,8 +138,7 @@ class PmiServer:
         # MPICH names its shared memory after it: worlds that run at the same time need names of their own.
         self.name = f"pyhvd-{secrets.token_hex(8)}"
         self._values = {"PMI_process_mapping": process_mapping(ranks_per_host)}
-        self._inside: set[int] = set()
-        self._gone: set[int] = set()
+        self._barrier = Barrier(self.size)
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
         """Return the answers to a rank's line: (rank, line) each, lines with their ends.
@@ -107,14 +150,13 @@ class PmiServer:
         PmiError
             The line is none of PMI-1's, or the rank entered a barrier that another rank can no longer enter.
         """
-        words = dict(_word(word) for word in line.split())
+        words = parse(line)
         command = words.get("cmd", "")
         if command == "barrier_in":
             return self._enter(rank)
-        if command == "abort":
-            raise Abort(rank, _number(words.get("exitcode", "1")))
+        check_abort(rank, words)
         if command == "finalize":
-            self._gone.add(rank)
+            self._barrier.note_end(rank)
         answer = self._answer(command, words)
         if answer is None:
             raise PmiError(f"rank {rank} asked its launcher for {command!r}, which PMI-1 here does not have")
@@ -128,24 +170,14 @@ class PmiServer:
         PmiError
             Other ranks wait for it.
         """
-        self._gone.add(rank)
-        self._check_barrier()
+        self._barrier.leave(rank)
 
     def _enter(self, rank: int) -> list[tuple[int, str]]:
-        self._inside.add(rank)
-        if len(self._inside) < self.size:
-            self._check_barrier()
+        if not self._barrier.enter(rank):
             return []
-        self._inside.clear()
+        for each in range(self.size):
+            self._barrier.release(each)
         return [(each, "cmd=barrier_out\n") for each in range(self.size)]
-
-    def _check_barrier(self) -> None:
-        if self._inside and self._gone:
-            waiting, gone = (", ".join(map(str, sorted(group))) for group in (self._inside, self._gone))
-            raise PmiError(
-                f"rank {gone} has ended without taking part in MPI, but rank {waiting} waits for it in"
-                " MPI_Init or MPI_Finalize: every rank must call pyhvd.init(), or none"
-            )
 
     def _answer(self, command: str, words: dict[str, str]) -> str | None:
         if command == "put":
@@ -174,6 +206,17 @@ class PmiServer:
         if self._values.setdefault(key, value) != value:
             return f"cmd=put_result rc=-1 msg=duplicate_key_{key}"
         return "cmd=put_result rc=0 msg=success"
+
+
+def parse(line: str) -> dict[str, str]:
+    """Return the words of a line; what it asks for is that of "cmd"."""
+    return dict(_word(word) for word in line.split())
+
+
+def check_abort(rank: int, words: Mapping[str, str]) -> None:
+    """Raise Abort if the rank has called MPI_Abort."""
+    if words.get("cmd") == "abort":
+        raise Abort(rank, _number(words.get("exitcode", "1")))
 
 
 def _word(word: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """The rank proper: gets the function from its task, runs it, and says what came of it.
 
-On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes one
-answer: its kind, its length, and the pickled result or a :class:`~pyhvd.spark.messages.Failed`.
+On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes, when
+the rank is about to call MPI_Init, a note without a payload; and then one answer: the pickled result or a
+:class:`~pyhvd.spark.messages.Failed`. Each has its kind and its length in front.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from pyhvd.errors import describe_exception, describe_traceback
 from pyhvd.run.foreign import watch_mpi_import
 from pyhvd.run.report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
 from pyhvd.run.tuning import set_defaults
-from pyhvd.run.world import Place, find_place
+from pyhvd.run.world import OPENMPI, Place, find_place
 from pyhvd.spark.messages import Failed, encode
 
 LENGTH = struct.Struct("!Q")
 RESULT = b"R"
 FAILURE = b"F"
+ENTERS = b"E"
 
 
 def run_rank(control: socket.socket) -> int:
@@ -35,7 +37,7 @@ def run_rank(control: socket.socket) -> int:
     set_defaults(place, os.environ)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    watch_mpi_import(place, _ignore, _describe_foreign)
+    watch_mpi_import(place, _ignore, _describe_foreign, lambda: _send(control, ENTERS, b""))
     import cloudpickle
 
     try:
@@ -103,6 +105,12 @@ def _ignore(text: str) -> None:
 def _describe_foreign(place: Place) -> str:
     from pyhvd.run.mpi_flavour import find_library
 
+    if place.launcher == OPENMPI:
+        return (
+            f"mpi4py is built on {find_library().name}, but the driver's mpiexec is Open MPI's: the"
+            f" {place.size} ranks would each be alone in a world of size 1; install Open MPI for them:"
+            ' pip install "pyhvd[openmpi]"'
+        )
     return (
         f"mpi4py is built on {find_library().name}, which does not speak PMI-1: the {place.size} ranks would"
         ' each be alone in a world of size 1; install MPICH for them: pip install "pyhvd[mpich]"'

@@ -103,6 +103,11 @@ class Switchboard:
         """The port of each address."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
+    @property
+    def selector(self) -> selectors.BaseSelector:
+        """Whatever is registered here is called in each turn: the key's data, with nothing."""
+        return self._selector
+
     def wake_for(self, source: _Readable) -> None:
         """Have turns end when something is readable that is no connection."""
         self._selector.register(source, selectors.EVENT_READ, lambda: None)

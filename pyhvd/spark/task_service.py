@@ -21,18 +21,24 @@ from pyhvd.net.connection import Address, Connection, connect
 from pyhvd.net.session import ChannelError
 from pyhvd.run.report import EXIT
 from pyhvd.spark.child import Child
+from pyhvd.spark.daemon import Daemon, DaemonError
 from pyhvd.spark.hosthash import host_hash
 from pyhvd.spark.messages import (
     PART,
     Beat,
     Code,
+    DaemonEnded,
+    DaemonOutput,
+    EndDaemon,
     Ended,
+    Enters,
     Failed,
     FromTask,
     Output,
     Pmi,
     Register,
     Start,
+    StartDaemon,
     Stop,
     decode_from_driver,
     encode,
@@ -141,7 +147,7 @@ def run_task(
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()), given or Given())
+    task = _Task(connect(addresses, secret.reveal()), addresses, secret, given or Given())
     place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
         return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
@@ -152,13 +158,19 @@ def run_task(
 
 
 class _Task:
-    def __init__(self, connection: Connection, given: Given) -> None:
+    def __init__(
+        self, connection: Connection, addresses: Sequence[Address], secret: Secret, given: Given
+    ) -> None:
         self._driver = connection
+        self._addresses = addresses
+        self._secret = secret
         self._given = given
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
         self._child: Child | None = None
+        self._daemon: Daemon | None = None
         self._rank = -1
+        self._said_end = False
         self._failed_at = 0.0
         self._next_beat = 0.0
         self._patience = time.monotonic()  # the driver's silence counts from here at the earliest
@@ -172,15 +184,20 @@ class _Task:
             if child is not None and child.failure is not None:
                 self._fail(child.failure)
             elif child is not None and child.ended and child.result is not None:
-                self._say(Ended())
-                self._driver.drain(_VERDICT_S)
-                return self._rank, child.result
+                if not self._said_end:
+                    self._said_end = True
+                    self._say(Ended())
+                if self._daemon is None or self._daemon.ended:  # it serves other ranks too
+                    self._driver.drain(_VERDICT_S)
+                    return self._rank, child.result
             if self._failed_at and time.monotonic() > self._failed_at + _VERDICT_S:
                 raise TaskStoppedError(f"rank {self._rank} failed")
 
     def close(self) -> None:
         if self._child is not None:
             self._child.close()
+        if self._daemon is not None:
+            self._daemon.close()
         self._selector.close()
         self._driver.close()
 
@@ -218,6 +235,10 @@ class _Task:
                 self._child.answer_pmi(message.line)
             elif isinstance(message, Start):
                 self._begin(message)
+            elif isinstance(message, StartDaemon):
+                self._start_daemon(message)
+            elif isinstance(message, EndDaemon) and self._daemon is not None:
+                self._daemon.let_go()
         if not self._driver.open:
             raise TaskStoppedError("the driver is gone")
 
@@ -230,12 +251,34 @@ class _Task:
         self._code.clear()
         try:
             self._child = Child(
-                start, code, lambda line: self._say(Pmi(line)), self._pass_on, self._given.files
+                start,
+                code,
+                on_pmi=lambda line: self._say(Pmi(line)),
+                on_enter=lambda: self._say(Enters()),
+                on_output=self._pass_on,
+                files=self._given.files,
             )
         except OSError as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:
             self._child.register(self._selector)
+
+    def _start_daemon(self, wanted: StartDaemon) -> None:
+        if self._daemon is not None:
+            raise ChannelError("the driver started mpiexec's daemon twice")
+        try:
+            self._daemon = Daemon(
+                wanted,
+                self._addresses,
+                self._secret,
+                lambda data: self._say(DaemonOutput(data)),
+                lambda code: self._say(DaemonEnded(code)),
+            )
+        except (DaemonError, OSError) as exc:
+            self._say(DaemonOutput(f"{exc}\n".encode()))
+            self._say(DaemonEnded(127))
+        else:
+            self._daemon.register(self._selector)
 
     def _fail(self, failure: Failed) -> None:
         """Tell the driver, once; its answer is the end of the job."""

@@ -9,17 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyhvd.run.mpi_flavour import find_library
+from pyhvd.run.world import OPENMPI
 from pyhvd.spark import use_java
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
 CORES = 2
 WORKERS = ("a", "b")
+# What the cluster and the driver start has it in its environment.
+MARK = ("PYHVD_TEST_CLUSTER", str(uuid.uuid4()))
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Cluster:
         self._stack.enter_context(
             _daemon(
                 place.command([*command, *listening, *arguments]),
-                spark_environment() | {"SPARK_LOCAL_IP": place.address} | own | env,
+                {**spark_environment(), "SPARK_LOCAL_IP": place.address, **own, **env},
                 log,
             )
         )
@@ -100,7 +105,10 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
     """Yield the URL of a master with two workers of two cores, which count as hosts of their own."""
     cluster = Cluster(folder, LOOPBACK)
     try:
-        logs = [cluster.start_worker(name, LOOPBACK, {"PYHVD_SPARK_HOST_SALT": name}) for name in WORKERS]
+        logs = [
+            cluster.start_worker(name, Place(LOOPBACK.address, _named(name)), {"PYHVD_SPARK_HOST_SALT": name})
+            for name in WORKERS
+        ]
         for log in logs:
             cluster.wait_for_worker(log)
         yield cluster.url
@@ -111,6 +119,7 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
 def spark_environment() -> dict[str, str]:
     """Return the environment in which all of Spark finds Java, this Python, and the tree that is tested."""
     return os.environ | {
+        MARK[0]: MARK[1],
         "SPARK_HOME": str(_home()),
         "JAVA_HOME": use_java(),
         "PYSPARK_PYTHON": sys.executable,
@@ -146,6 +155,14 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
                 continue
             break
         process.poll()
+
+
+def _named(name: str) -> Callable[[Sequence[str]], list[str]]:
+    """Return what gives a worker a host name of its own, by which Open MPI tells hosts; needs root."""
+    if find_library().family != OPENMPI:
+        return list
+    rename = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"worker-{name}")
+    return lambda command: [*rename, *command]
 
 
 def _wait_for(log: Path, pattern: str) -> str:

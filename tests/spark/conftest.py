@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.spark.cluster import ROOT, standalone_cluster
+from tests.spark.cluster import MARK, ROOT, standalone_cluster
 from tests.spark.session import SETTINGS
 
 _MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
@@ -36,6 +38,7 @@ def spark(cluster: str) -> Iterator[Any]:
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ[MARK[0]] = MARK[1]
     address = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     builder = SparkSession.builder.master(cluster).appName("pyhvd tests")
     for name, value in (SETTINGS | address).items():
@@ -89,3 +92,11 @@ def marked() -> dict[int, str]:
         except OSError:  # it has just ended, or is another user's
             continue
     return found
+
+
+def interrupt_when_running(folder: Path, done: threading.Event) -> None:
+    """Interrupt this process's main thread once both ranks are in :func:`tests.spark.failing.wait`."""
+    while not done.wait(0.1):
+        if len(list(folder.glob("rank-?"))) == 2:
+            _thread.interrupt_main()
+            return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import pyhvd as hvd
 import pyhvd.spark
-from tests.spark.conftest import marked, wait_for_ranks, wait_until_gone
+from tests.spark.conftest import interrupt_when_running, marked, wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, abort, fail, one_error, only_rank_0, rank_number, wait
 from tests.spark.session import SessionProcess
 
@@ -45,13 +44,6 @@ def test_a_rank_that_never_starts_pyhvd(spark: Any, mark: dict[str, str]) -> Non
 def test_a_python_that_is_not_there(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError, match=r"could not be started: .*nonesuch"):
         pyhvd.spark.run(rank_number, num_proc=2, env=mark, executable="/nonesuch/python")
-
-
-def interrupt_when_running(folder: Path, done: threading.Event) -> None:
-    while not done.wait(0.1):
-        if len(list(folder.glob("rank-?"))) == 2:
-            _thread.interrupt_main()
-            return
 
 
 def test_ctrl_c(spark: Any, mark: dict[str, str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, Record
 from pyhvd.spark import java
-from pyhvd.spark.api import _refuse, _start_timeout
+from pyhvd.spark.api import _mpiexec_arguments, _refuse, _start_timeout
 from pyhvd.spark.errors import JavaNotFoundError, UnsupportedLauncherError
 from pyhvd.spark.output import Output
 from pyhvd.spark.placement import Registry, Task, assign
@@ -113,13 +113,21 @@ def test_start_timeout_comes_from_argument_then_environment() -> None:
 
 def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
     with pytest.raises(ValueError, match="pyhvd has no gloo"):
-        _refuse(True, None, None, "pmi")
+        _refuse(True, None)
     with pytest.raises(ValueError, match="use_mpi=False"):
-        _refuse(None, False, None, "pmi")
+        _refuse(None, False)
     with pytest.raises(ValueError, match="extra_mpi_args"):
-        _refuse(None, True, "-x A", "pmi")
-    with pytest.raises(UnsupportedLauncherError, match="use launcher='pmi'"):
-        _refuse(None, None, None, "mpiexec")
+        _mpiexec_arguments("-x A", "pmi")
+    with pytest.raises(ValueError, match="No closing quotation"):
+        _mpiexec_arguments("-x 'A", "mpiexec")
+    with pytest.raises(UnsupportedLauncherError, match="use 'pmi' or 'mpiexec'"):
+        _mpiexec_arguments(None, "srun")
+
+
+def test_arguments_for_mpiexec_are_those_of_a_shell() -> None:
+    assert _mpiexec_arguments("-x 'A=b c'", "mpiexec") == ["-x", "A=b c"]
+    assert _mpiexec_arguments(None, "mpiexec") == []
+    assert _mpiexec_arguments("", "pmi") is None
 
 
 def fake_java(folder: Path, version: str, modules: str) -> Path:

@@ -7,9 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -18,95 +16,14 @@ from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
 from pyhvd.spark.child import rank_environment
-from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.hosthash import host_hash
-from pyhvd.spark.messages import Register, Start, Stop, decode_from_driver, encode
+from pyhvd.spark.messages import Start, Stop, decode_from_driver
 from pyhvd.spark.secret import Secret
 from pyhvd.spark.switchboard import SILENT_S
-from pyhvd.spark.task_service import run_task
+from tests.spark_services import PATIENCE_S, Bench, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
-_PATIENCE_S = 60.0
-
-
-class Threads:
-    """Stands for the job in Spark: a thread per task."""
-
-    def __init__(self, tasks: list[Callable[[], tuple[int, bytes] | None]]) -> None:
-        self._told, self._tell = os.pipe()
-        self._left = len(tasks)
-        self._lock = threading.Lock()
-        self._results: list[tuple[int, bytes]] = []
-        self.errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._run, args=(task,)) for task in tasks]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, task: Callable[[], tuple[int, bytes] | None]) -> None:
-        try:
-            result = task()
-            if result is not None:
-                self._results.append(result)
-        except Exception as exc:
-            self.errors.append(exc)
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                os.close(self._tell)
-
-    def fileno(self) -> int:
-        return self._told
-
-    @property
-    def done(self) -> bool:
-        return not self._left
-
-    def results(self) -> list[tuple[int, bytes]]:
-        if self.errors:
-            raise SparkError(f"Spark ended the job: {self.errors[0]}")
-        return self._results
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join(_PATIENCE_S)
-        assert not any(thread.is_alive() for thread in self._threads)
-        os.close(self._told)
-
-
-Show = Callable[[int, int, bytes], None]
-
-
-class Bench:
-    """A driver service and its secret."""
-
-    def __init__(self, function: Callable[..., Any], size: int, show: Show, **spec: Any) -> None:
-        self.secret = Secret()
-        call = cloudpickle.dumps((function, (), {}))
-        self.service = DriverService(JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], show)
-        self.addresses = [("127.0.0.1", self.service.ports[0])]
-
-    def task(self, index: int, attempt: int = 0) -> Callable[[], tuple[int, bytes] | None]:
-        return lambda: run_task(self.addresses, self.secret, index, attempt)
-
-    def run(self, *tasks: Callable[[], Any]) -> list[Any]:
-        job = Threads(list(tasks))
-        try:
-            return [cloudpickle.loads(result) for result in self.service.run(job)]
-        finally:
-            self.service.stop("the test is over", 10)
-            self.service.close()
-            job.close()
-
-    def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
-        """Be a task that says nothing more by itself."""
-        connection = connect(self.addresses, self.secret.reveal(), _PATIENCE_S)
-        connection.send(encode(Register(index, attempt, host, host, 0)))
-        return connection
-
-
-def _drop(rank: int, stream: int, data: bytes) -> None:
-    pass
 
 
 def rank() -> int:
@@ -114,7 +31,7 @@ def rank() -> int:
 
 
 def test_results_in_rank_order_whatever_the_tasks_order() -> None:
-    bench = Bench(rank, 3, _drop)
+    bench = Bench(rank, 3, drop)
     assert bench.run(bench.task(2), bench.task(0), bench.task(1)) == [0, 1, 2]
 
 
@@ -132,7 +49,7 @@ def _raise() -> None:
 
 
 def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
-    bench = Bench(_raise, 2, _drop)
+    bench = Bench(_raise, 2, drop)
     with pytest.raises(
         RankFailedError, match=r"rank 1 of 2 on host .* failed: LookupError: not here"
     ) as caught:
@@ -144,7 +61,7 @@ def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
 
 
 def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
-    bench = Bench(rank, 2, _drop)
+    bench = Bench(rank, 2, drop)
     stopped: list[str] = []
 
     def old_attempt() -> None:
@@ -153,7 +70,7 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
         stopped.append(wait_for_stop(connection).reason)
 
     def new_attempt() -> tuple[int, bytes] | None:
-        registered.wait(_PATIENCE_S)
+        registered.wait(PATIENCE_S)
         time.sleep(0.1)
         return bench.task(0, attempt=1)()
 
@@ -168,7 +85,7 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
 
 
 def wait_for_stop(connection: Connection) -> Stop:
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + PATIENCE_S
     while connection.open and time.monotonic() < until:
         for record in connection.pump_in():
             message = decode_from_driver(record)
@@ -180,7 +97,7 @@ def wait_for_stop(connection: Connection) -> Stop:
 
 
 def test_a_task_that_falls_silent_is_missed() -> None:
-    bench = Bench(lambda: time.sleep(1000), 2, _drop)
+    bench = Bench(lambda: time.sleep(1000), 2, drop)
     kept: list[Connection] = []
     text = rf"rank 1 of 2 on host b \(Spark task 1\) has been silent for {SILENT_S:g} s"
     begin = time.monotonic()
@@ -191,7 +108,7 @@ def test_a_task_that_falls_silent_is_missed() -> None:
 
 
 def test_tasks_that_do_not_come_are_named() -> None:
-    bench = Bench(rank, 4, _drop, start_timeout=0.5)
+    bench = Bench(rank, 4, drop, start_timeout=0.5)
     text = r"2 of 4 Spark tasks have not started within 0.5 s: index 1, 3\. .*PYHVD_SPARK_START_TIMEOUT"
     with pytest.raises(StartTimeoutError, match=text) as caught:
         bench.run(bench.task(0), bench.task(2))
@@ -199,7 +116,7 @@ def test_tasks_that_do_not_come_are_named() -> None:
 
 
 def test_strangers_are_refused_and_disturb_nobody() -> None:
-    bench = Bench(rank, 1, _drop)
+    bench = Bench(rank, 1, drop)
 
     def stranger() -> tuple[int, bytes] | None:
         with pytest.raises(ChannelError, match="no connection"):
@@ -212,14 +129,14 @@ def test_strangers_are_refused_and_disturb_nobody() -> None:
 
 
 def test_a_task_without_a_driver_ends() -> None:
-    bench = Bench(rank, 1, _drop)
+    bench = Bench(rank, 1, drop)
     bench.service.close()
     with pytest.raises(ChannelError, match="no connection within"):
         bench.task(0)()
 
 
 def test_the_spark_job_may_end_for_its_own_reasons() -> None:
-    bench = Bench(rank, 2, _drop)
+    bench = Bench(rank, 2, drop)
 
     def fail() -> None:
         raise OSError("disk full")
@@ -239,11 +156,11 @@ def test_what_a_rank_has_started_goes_with_it(tmp_path: Path) -> None:
             file.write(str(child.pid))
         raise RuntimeError("now")
 
-    bench = Bench(start_and_fail, 1, _drop)
+    bench = Bench(start_and_fail, 1, drop)
     with pytest.raises(RankFailedError, match="RuntimeError: now"):
         bench.run(bench.task(0))
     pid = int(pid_file.read_text())
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + PATIENCE_S
     while _runs(pid) and time.monotonic() < until:
         time.sleep(0.02)
     assert not _runs(pid)

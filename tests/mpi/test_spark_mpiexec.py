@@ -1,0 +1,266 @@
+"""launcher="mpiexec" with real daemons and ranks, under either MPI; Spark is threads and processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import pyhvd as hvd
+from pyhvd.run.mpi_flavour import find_library
+from pyhvd.run.world import MPICH
+from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.mpiexec import MpiexecWiring, find
+from pyhvd.spark.secret import Secret
+from tests.spark_services import PATIENCE_S, Bench, Result, drop
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
+# From the failure to the error, with what a busy machine adds to the second that it should take.
+_SOON_S = 4.0
+# All that a test starts has it in its environment.
+_MARK = "PYHVD_TEST_MARK"
+
+
+@functools.cache
+def is_mpich() -> bool:
+    return find_library().family == MPICH
+
+
+def make(function: Callable[..., Any], size: int, extra: str = "", mpiexec: Any = None, **spec: Any) -> Bench:
+    secret = Secret()
+    wiring = MpiexecWiring(mpiexec or find(), shlex.split(extra), secret, spec.get("executable"))
+    bench = Bench(function, size, drop, secret, wiring, **spec)
+    wiring.call_at(bench.addresses, "127.0.0.1")
+    return bench
+
+
+def run(function: Callable[..., Any], size: int, extra: str = "", **spec: Any) -> list[Any]:
+    bench = make(function, size, extra, **spec)
+    return bench.run(*(bench.task(index) for index in range(size)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither ranks nor mpiexec, its daemons, agents and stand-ins."""
+    monkeypatch.setenv(_MARK, f"mpiexec-{uuid.uuid4()}")
+    yield
+    until = time.monotonic() + PATIENCE_S
+    while (left := _marked()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == {}
+
+
+def _marked() -> dict[int, str]:
+    """The processes of this test: their ids and command lines."""
+    mark = f"{_MARK}={os.environ[_MARK]}".encode()
+    found = {}
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and mark in (process / "environ").read_bytes():
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+def add_up() -> tuple[int, int, int, float]:
+    import numpy as np
+
+    hvd.init()
+    total = hvd.allreduce(np.full(3, float(hvd.rank())), op=hvd.Sum)
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), float(total[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_world(size: int) -> None:
+    assert run(add_up, size) == [(rank, rank, size, size * (size - 1) / 2) for rank in range(size)]
+
+
+def test_ranks_without_mpi() -> None:
+    assert run(lambda: 7, 2) == [7, 7]
+
+
+def test_arguments_reach_mpiexec() -> None:
+    extra = "-genv MODE train" if is_mpich() else "-x MODE=train"
+    assert run(lambda: os.environ["MODE"], 2, extra) == ["train", "train"]
+
+
+def test_environment_of_the_ranks() -> None:
+    def look() -> tuple[str, bool, bool]:
+        key = any("PYHVD_SPARK_KEY" in name for name in os.environ)
+        return os.environ["MODE"], key, "PMI_FD" in os.environ
+
+    assert run(look, 1, env={"MODE": "train"}) == [("train", False, is_mpich())]
+
+
+def test_an_argument_that_mpiexec_does_not_know() -> None:
+    with pytest.raises(
+        SparkError, match=r"mpiexec ended with exit code \d+ before the ranks; it said:\n(?s:.)*nonesuch"
+    ):
+        run(add_up, 2, "--nonesuch-option")
+
+
+def _fail(how: str) -> Callable[[], None]:
+    def function() -> None:
+        import numpy as np
+
+        hvd.init()
+        hvd.allreduce(np.ones(1))
+        if hvd.rank() == 1:
+            subprocess.Popen(["sleep", "1000"])
+            if how == "raise":
+                raise KeyError("no such column")
+            if how == "exit":
+                sys.exit(3)
+            if how == "leave":
+                os._exit(0)
+            os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+        hvd.allreduce(np.ones(1))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", r"failed: KeyError: 'no such column'"),
+        ("exit", r"called sys.exit\(3\) and returned nothing"),
+        ("leave", r"ended with exit code 0 before the function returned"),
+        ("kill", r"was killed by SIGKILL"),
+        ("keeper", r"and its keeper were killed"),
+    ],
+)
+def test_a_rank_that_fails(how: str, text: str) -> None:
+    with pytest.raises(
+        hvd.RankFailedError, match=rf"rank 1 of 2 on host \S+ \(Spark task 1\) {text}"
+    ) as caught:
+        run(_fail(how), 2)
+    assert caught.value.rank == 1
+    if how == "raise":
+        assert 'raise KeyError("no such column")' in str(caught.value.__cause__)
+
+
+def test_mpi_abort() -> None:
+    def abort() -> None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_rank() == 1:
+            MPI.COMM_WORLD.Abort(9)
+        MPI.COMM_WORLD.Barrier()
+
+    text = "called MPI_Abort with code 9" if is_mpich() else "ended with exit code 9 before"
+    with pytest.raises(hvd.RankFailedError, match=f"rank 1 of 2 .* {text}"):
+        run(abort, 2)
+
+
+def _only_rank_0() -> None:
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "0":
+        hvd.init()
+
+
+def test_a_rank_that_never_starts_pyhvd() -> None:
+    with pytest.raises(hvd.RankFailedError, match=r"every rank must call pyhvd\.init"):
+        run(_only_rank_0, 2)
+
+
+def test_a_python_that_is_not_there() -> None:
+    with pytest.raises(hvd.RankFailedError, match=r"could not be started: .*nonesuch"):
+        run(add_up, 2, executable="/nonesuch/python")
+
+
+@pytest.mark.parametrize(
+    ("victim", "text"),
+    [
+        (r"\S*/(mpiexec|prterun) ", r"mpiexec was killed by SIGKILL"),
+        (r"\S*/(prted|hydra_pmi_proxy) ", r"mpiexec's daemon on host \S+ was killed by SIGKILL"),
+        # mpiexec ends the job, and MPI perhaps a rank.
+        (r"\S+ -m pyhvd\.spark\.stand_in", r"mpiexec ended with exit code|rank \d of 2"),
+    ],
+)
+def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path) -> None:
+    when = tmp_path / "when"
+
+    def function() -> None:
+        hvd.init()
+        if hvd.rank() == 0:
+            found = [pid for pid, line in _marked().items() if re.match(victim, line)]
+            when.write_text(str(time.time()))
+            os.kill(found[0], signal.SIGKILL)
+        time.sleep(1000)
+
+    with pytest.raises((SparkError, hvd.RankFailedError), match=text):
+        run(function, 2)
+    assert time.time() - float(when.read_text()) < _SOON_S
+
+
+def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
+    from pyhvd.spark.mpiexec import Mpiexec
+
+    program = tmp_path / "mpiexec"
+    program.write_text("#!/bin/sh\necho thinking; exec sleep 1000\n")
+    program.chmod(0o755)
+    slow = Mpiexec(str(program), find().family)
+    with pytest.raises(
+        StartTimeoutError, match=r"all 2 Spark tasks .* within 1 s: (?s:.)*it said:\nthinking"
+    ):
+        run(add_up, 2, mpiexec=slow, start_timeout=1)
+
+
+_TASK = """
+import sys
+import cloudpickle
+from pyhvd.spark.task_service import run_task
+sys.stdout.buffer.write(cloudpickle.dumps(run_task(*cloudpickle.load(sys.stdin.buffer))))
+"""
+
+
+def _can_name_hosts() -> bool:
+    return subprocess.run(["unshare", "--uts", "true"], capture_output=True, check=False).returncode == 0
+
+
+def _on_host(bench: Bench, name: str, index: int) -> Callable[[], Result]:
+    """A task in a process of its own, on a host of that name."""
+
+    def task() -> Result:
+        command = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            name,
+            sys.executable,
+            "-c",
+            _TASK,
+        ]
+        given = cloudpickle.dumps((bench.addresses, bench.secret, index, 0))
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=PATIENCE_S, check=True)
+        result: Result = cloudpickle.loads(done.stdout)
+        return result
+
+    return task
+
+
+@pytest.mark.parametrize(("extra", "order"), [("", [0, 2, 1]), ("by node", [0, 1, 2])])
+def test_two_hosts(extra: str, order: list[int]) -> None:
+    if not _can_name_hosts():
+        pytest.skip("unshare --uts is not allowed here")
+    if extra:
+        extra = "-ppn 1" if is_mpich() else "--map-by node"
+    bench = make(add_up, 3, extra)
+    results = bench.run(*(_on_host(bench, f"host-{'aba'[index]}", index) for index in range(3)))
+    seats = bench.service.seats
+    assert [seat.index for seat in seats] == order
+    assert results == [(seat.rank, seat.local_rank, seat.local_size, 3.0) for seat in seats]

@@ -1,0 +1,105 @@
+"""The driver's and the tasks' services in one process: ranks are real, Spark is threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from pyhvd.net.connection import Connection, connect
+from pyhvd.spark.driver_service import DriverService, JobSpec
+from pyhvd.spark.errors import SparkError
+from pyhvd.spark.messages import Register, encode
+from pyhvd.spark.secret import Secret
+from pyhvd.spark.task_service import run_task
+
+PATIENCE_S = 60.0
+Show = Callable[[int, int, bytes], None]
+Result = tuple[int, bytes] | None
+
+
+class Threads:
+    """Stands for the job in Spark: a thread per task."""
+
+    def __init__(self, tasks: list[Callable[[], Result]]) -> None:
+        self._told, self._tell = os.pipe()
+        self._left = len(tasks)
+        self._lock = threading.Lock()
+        self._results: list[tuple[int, bytes]] = []
+        self.errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._run, args=(task,)) for task in tasks]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, task: Callable[[], Result]) -> None:
+        try:
+            result = task()
+            if result is not None:
+                self._results.append(result)
+        except Exception as exc:
+            self.errors.append(exc)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                os.close(self._tell)
+
+    def fileno(self) -> int:
+        return self._told
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def results(self) -> list[tuple[int, bytes]]:
+        if self.errors:
+            raise SparkError(f"Spark ended the job: {self.errors[0]}")
+        return self._results
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        assert not any(thread.is_alive() for thread in self._threads)
+        os.close(self._told)
+
+
+class Bench:
+    """A driver service and its secret."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        show: Show,
+        secret: Secret | None = None,
+        wiring: Any = None,
+        **spec: Any,
+    ) -> None:
+        self.secret = secret or Secret()
+        call = cloudpickle.dumps((function, (), {}))
+        self.service = DriverService(JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], show, wiring)
+        self.addresses = [("127.0.0.1", self.service.ports[0])]
+
+    def task(self, index: int, attempt: int = 0) -> Callable[[], Result]:
+        return lambda: run_task(self.addresses, self.secret, index, attempt)
+
+    def run(self, *tasks: Callable[[], Any]) -> list[Any]:
+        job = Threads(list(tasks))
+        try:
+            return [cloudpickle.loads(result) for result in self.service.run(job)]
+        finally:
+            self.service.stop("the test is over", 10)
+            self.service.close()
+            job.close()
+
+    def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
+        """Be a task that says nothing more by itself."""
+        connection = connect(self.addresses, self.secret.reveal(), PATIENCE_S)
+        connection.send(encode(Register(index, attempt, host, host, 0)))
+        return connection
+
+
+def drop(rank: int, stream: int, data: bytes) -> None:
+    """Show nothing."""
