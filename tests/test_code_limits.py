@@ -33,8 +33,6 @@ def _long_functions(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             length = node.end_lineno - node.lineno + 1
-            if ast.get_docstring(node, clean=False) is not None:  # the longer, the better
-                length -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             if length > LONGEST_FUNCTION:
                 yield f"{node.name}, line {node.lineno}: {length} lines"
 

@@ -69,17 +69,15 @@ def run(
     verbose : int
         0: stdout is not shown; 2: say where the ranks are.
     nics : iterable of str, optional
-        The driver's network interfaces for the tasks; the first is also MPI's on every host.
+        The driver's network interfaces for the tasks; the first is MPI's on every host.
     executable : str, optional
         The ranks' Python; that of the Spark executors by default.
     extra_mpi_args : str, optional
         Arguments for mpiexec, as in a shell: ``"--mca btl_tcp_if_include eth1"``.
     launcher : ``"pmi"`` or ``"mpiexec"``
-        ``"pmi"``: the driver speaks PMI-1 to the ranks, which MPICH and Intel MPI have. ``"mpiexec"``: the
-        driver's mpiexec starts its daemons beside the tasks, which Open MPI needs.
+        The driver speaks PMI-1 to MPICH's and Intel MPI's ranks, or uses an mpiexec, as Open MPI needs it.
     df : pyspark.sql.DataFrame, optional
-        The ranks get its rows, dealt out in turn, by :func:`pyhvd.spark.partition`. It is evaluated once,
-        before the tasks start: `start_timeout` has to cover that too.
+        Its rows are dealt out to the ranks, within `start_timeout`; see :func:`pyhvd.spark.partition`.
 
     Returns
     -------
