@@ -23,7 +23,7 @@ from benchmarks.spark import (
 )
 from benchmarks.spark_ranks import ALL, CALLED, FIRST, INIT
 
-_COLD = "the same, first in a session"
+_COLD = "run() to the first collective, in a new session"
 # Ways take turns by so many steps, as those of one way need the slots at a time.
 _TURN = 3
 
