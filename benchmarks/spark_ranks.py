@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float32]
 
-CALLED, INIT, FIRST, ALL = (
-    "run() until the function is called",
-    "import and init()",
-    "first allreduce",
-    "run() to the first collective",
+# Phases of the start.
+ALL, CALLED, INIT, FIRST = (
+    "pyhvd",
+    "... until the function is called",
+    "... import and init()",
+    "... first allreduce",
 )
 WARM_UPS = 3
 _PERIOD = 7
@@ -38,7 +39,7 @@ def first_collective(began: float) -> dict[str, float]:
     done = time.time()
     if float(total[0]) != hvd.size():
         raise ValueError(f"the first allreduce of ones over {hvd.size()} ranks is {float(total[0])}")
-    return {CALLED: called - began, INIT: ready - called, FIRST: done - ready, ALL: done - began}
+    return {ALL: done - began, CALLED: called - began, INIT: ready - called, FIRST: done - ready}
 
 
 def average_by_pyhvd(nbytes: int, steps: int) -> list[float]:

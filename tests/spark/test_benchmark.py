@@ -28,12 +28,13 @@ def test_question(tmp_path: Path) -> None:
     (run,) = json.loads(path.read_text())["runs"]
     assert "pyspark" in run["machine"]["versions"]
     assert any(note.startswith("Spark ") for note in run["notes"])
-    start, *phases, cold, step = run["outcomes"]
-    assert [each["name"] for each in start["figures"]] == ["pyhvd", "an empty barrier job of Spark's"]
-    assert len(cold["figures"][0]["samples"]) == 1
+    start, step = run["outcomes"]
+    whole, *phases, empty = start["figures"]
+    assert (whole["name"], empty["name"]) == ("pyhvd", "an empty barrier job of Spark's")
     # The slowest rank's phases each: no less, together, than the slowest rank's whole.
-    whole = np.array(start["figures"][0]["samples"])
-    assert np.all(whole <= sum(np.array(each["figures"][0]["samples"]) for each in phases) + 1e-4)
+    parts = np.array([each["samples"] for each in phases])
+    assert parts.shape == (3, 2)
+    assert np.all(whole["samples"] <= parts.sum(axis=0) + 1e-4)
     assert {each["name"]: len(each["samples"]) for each in step["figures"]} == {
         "pyhvd": 2,
         "pyhvd, over TCP as between hosts": 2,
