@@ -51,8 +51,12 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
 .PHONY: test-spark
-test-spark: spark ## pyhvd.spark.run on a Spark cluster of its own; minutes, and not part of `make test`
+test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes, and not part of `make test`
 	@$(SUITE) spark
+
+.PHONY: test-spark35
+test-spark35: spark35 ## its main path on Spark 3.5
+	@$(SUITE) spark35
 
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
@@ -96,7 +100,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-docs .venv-openmpi .venv-spark .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -118,10 +122,11 @@ define editable
 @touch $@
 endef
 
-.PHONY: dev openmpi spark py313 py314t
+.PHONY: dev openmpi spark spark35 py313 py314t
 dev: .venv/.done ## make the development venv, .venv, and build the extension
 openmpi: .venv-openmpi/.done
 spark: .venv-spark/.done
+spark35: .venv-spark35/.done
 
 .venv/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),development and MPICH)
@@ -138,6 +143,10 @@ spark: .venv-spark/.done
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)
 	$(call editable,[mpich$(comma)spark],test --group examples)
+
+.venv-spark35/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests inside Spark 3.5)
+	$(call editable,[mpich$(comma)spark],test --group spark35)
 
 comma = ,
 

@@ -30,7 +30,7 @@ from benchmarks.spark_ranks import (
     check_average,
     first_collective,
 )
-from tests.spark.cluster import ROOT, standalone_cluster
+from tests.spark.cluster import ROOT, WORKERS, standalone_cluster
 
 PYHVD, TCP, TREE, EMPTY = (
     "pyhvd",
@@ -40,7 +40,7 @@ PYHVD, TCP, TREE, EMPTY = (
 )
 # MPICH then takes each rank for a host of its own, and its UCX goes by sockets: no shared memory anywhere.
 _AS_HOSTS = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
-_EXECUTORS = 2
+_EXECUTORS = len(WORKERS)
 _SLOTS_S = 120.0
 
 
@@ -52,7 +52,7 @@ def spark_context(ranks: int) -> Iterator[Any]:
     cores = -(-ranks // _EXECUTORS)
     with (
         tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        standalone_cluster(Path(folder), salts=[""] * _EXECUTORS, cores=cores, memory="2g") as url,
+        standalone_cluster(Path(folder), cores=cores, memory="2g", hosts=False) as url,
     ):
         context = _session(url).sparkContext
         context.setLogLevel("FATAL")  # what fails comes as an exception too

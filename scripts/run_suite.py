@@ -39,12 +39,13 @@ PARTS = {
     "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
     "spark": Part(".venv-spark", ("tests/spark",)),
+    "spark35": Part(".venv-spark35", ("tests/spark/test_run.py",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
     "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
 }
 
-# Takes minutes, and over a gigabyte of memory for Spark's Java processes.
-ON_DEMAND = ("spark",)
+# These take minutes, and over a gigabyte of memory for Spark's Java processes.
+ON_DEMAND = ("spark", "spark35")
 
 
 @dataclass
@@ -111,7 +112,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but spark"
+        "parts",
+        nargs="*",
+        choices=[*PARTS, []],
+        metavar="PART",
+        help=f"default: all but {' and '.join(ON_DEMAND)}",
     )
     parser.add_argument("--limit", type=float, default=1500, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")

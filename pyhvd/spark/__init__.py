@@ -9,12 +9,14 @@ from __future__ import annotations
 from pyhvd.spark.api import run
 from pyhvd.spark.errors import JavaNotFoundError, SparkError, StartTimeoutError, UnsupportedLauncherError
 from pyhvd.spark.java import use_java
+from pyhvd.spark.task import get_available_devices
 
 __all__ = [
     "JavaNotFoundError",
     "SparkError",
     "StartTimeoutError",
     "UnsupportedLauncherError",
+    "get_available_devices",
     "run",
     "use_java",
 ]

@@ -11,8 +11,10 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from pyhvd.net.connection import Address, Connection, connect
 from pyhvd.net.session import ChannelError
@@ -35,6 +37,7 @@ from pyhvd.spark.messages import (
     encode,
 )
 from pyhvd.spark.secret import Secret
+from pyhvd.spark.task import encode_resources
 
 BEAT_S = 1.0
 # A driver whose machine is gone says nothing any more. One that was suspended should find its ranks again.
@@ -75,7 +78,8 @@ class TaskBody:
         assert context is not None
         # A barrier stage is tried again as a whole; its tasks' attempts then begin at 0 again.
         attempt = 1000 * _stage_attempt(context) + context.attemptNumber()
-        result = run_task(self._addresses, self._secret, index, attempt)
+        resources = {name: list(given.addresses) for name, given in context.resources().items()}
+        result = run_task(self._addresses, self._secret, index, attempt, resources)
         if result is not None:
             yield result
 
@@ -86,9 +90,24 @@ def _stage_attempt(context: Any) -> int:
 
 
 def run_task(
-    addresses: Sequence[Address], secret: Secret, index: int, attempt: int
+    addresses: Sequence[Address],
+    secret: Secret,
+    index: int,
+    attempt: int,
+    resources: Mapping[str, Sequence[str]] = {},
 ) -> tuple[int, bytes] | None:
     """Be task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+
+    Parameters
+    ----------
+    addresses : sequence of (str, int)
+        Where the driver listens.
+    secret : Secret
+        The job's key.
+    index, attempt : int
+        Which task this is, and which attempt at it.
+    resources : mapping of str to sequence of str
+        The addresses that Spark has assigned to the task, by the resource's name.
 
     Raises
     ------
@@ -97,7 +116,7 @@ def run_task(
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()))
+    task = _Task(connect(addresses, secret.reveal()), encode_resources(resources))
     place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
         return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
@@ -108,8 +127,9 @@ def run_task(
 
 
 class _Task:
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, env: Mapping[str, str]) -> None:
         self._driver = connection
+        self._env = env
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
         self._child: Child | None = None
@@ -180,6 +200,7 @@ class _Task:
         if self._child is not None:
             raise ChannelError("the driver started this task's rank twice")
         self._rank = start.rank
+        start = msgspec.structs.replace(start, env={**start.env, **self._env})
         code = b"".join(self._code)
         self._code.clear()
         try:

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pyhvd.spark import use_java
@@ -21,44 +22,120 @@ CORES = 2
 WORKERS = ("a", "b")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a daemon runs.
+
+    Attributes
+    ----------
+    address : str
+        It listens there.
+    command : callable
+        Makes of a command line one that runs it there.
+    """
+
+    address: str
+    command: Callable[[Sequence[str]], list[str]] = list
+
+
+LOOPBACK = Place("127.0.0.1")
+
+
+class Cluster:
+    """A master, and the workers that are started.
+
+    Parameters
+    ----------
+    folder : Path
+        For logs and whatever Spark writes.
+    head : Place
+        The master's.
+    """
+
+    def __init__(self, folder: Path, head: Place) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._workers = 0
+        log = folder / "master.log"
+        try:
+            self._start("master.Master", head, (), log, {})
+            self.url = _wait_for(log, r"Starting Spark master at (\S+)")
+        except BaseException:
+            self.close()
+            raise
+
+    def start_worker(
+        self, name: str, place: Place, env: Mapping[str, str], cores: int = CORES, memory: str = "1g"
+    ) -> Path:
+        """Start a worker; return its log, which :meth:`wait_for_worker` reads."""
+        self._workers += 1
+        log = self._folder / f"worker-{self._workers}-{name}.log"
+        size = ("--cores", str(cores), "--memory", memory, "--work-dir", str(self._folder / name))
+        self._start("worker.Worker", place, (*size, self.url), log, env)
+        return log
+
+    def wait_for_worker(self, log: Path) -> None:
+        """Return when the master knows the worker."""
+        _wait_for(log, r"(Successfully registered with master)")
+
+    def close(self) -> None:
+        """End all."""
+        self._stack.close()
+
+    def _start(
+        self, name: str, place: Place, arguments: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> None:
+        listening = ("--host", place.address, "--port", "0", "--webui-port", "0")
+        own = {"SPARK_DAEMON_MEMORY": "256m", "SPARK_LOCAL_DIRS": str(self._folder / "local")}
+        command = [str(_home() / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
+        self._stack.enter_context(
+            _daemon(
+                place.command([*command, *listening, *arguments]),
+                spark_environment() | {"SPARK_LOCAL_IP": place.address} | own | env,
+                log,
+            )
+        )
+
+
 @contextmanager
 def standalone_cluster(
-    folder: Path, salts: Sequence[str] = WORKERS, cores: int = CORES, memory: str = "1g"
+    folder: Path, cores: int = CORES, memory: str = "1g", hosts: bool = True
 ) -> Iterator[str]:
-    """Yield the URL of a master with a worker per salt; those of different salts count as different hosts."""
-    spec = importlib.util.find_spec("pyspark")
-    assert spec is not None
-    assert spec.origin is not None
-    home = Path(spec.origin).parent
-    env = os.environ | {
-        "SPARK_HOME": str(home),
+    """Yield the URL of a master with two workers on loopback; they count as two hosts, or as one."""
+    cluster = Cluster(folder, LOOPBACK)
+    try:
+        logs = [
+            cluster.start_worker(
+                name, LOOPBACK, {"PYHVD_SPARK_HOST_SALT": name if hosts else ""}, cores, memory
+            )
+            for name in WORKERS
+        ]
+        for log in logs:
+            cluster.wait_for_worker(log)
+        yield cluster.url
+    finally:
+        cluster.close()
+
+
+def spark_environment() -> dict[str, str]:
+    """Return the environment in which all of Spark finds Java, this Python, and the tree that is tested."""
+    return os.environ | {
+        "SPARK_HOME": str(_home()),
         "JAVA_HOME": use_java(),
-        "SPARK_DAEMON_MEMORY": "256m",
-        "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_LOCAL_DIRS": str(folder / "local"),
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
     }
-    with ExitStack() as stack:
-        place = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
-        log = folder / "master.log"
-        stack.enter_context(_daemon(home, "master.Master", place, env, log))
-        url = _wait_for(log, r"Starting Spark master at (\S+)")
-        logs = [folder / f"worker-{number}.log" for number in range(len(salts))]
-        for salt, log in zip(salts, logs, strict=True):
-            size = ("--cores", str(cores), "--memory", memory, "--work-dir", str(log.with_suffix("")))
-            own = env | {"PYHVD_SPARK_HOST_SALT": salt}
-            stack.enter_context(_daemon(home, "worker.Worker", (*place, *size, url), own, log))
-        for log in logs:
-            _wait_for(log, r"(Successfully registered with master)")
-        yield url
+
+
+def _home() -> Path:
+    spec = importlib.util.find_spec("pyspark")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 @contextmanager
-def _daemon(
-    home: Path, name: str, arguments: tuple[str, ...], env: Mapping[str, str], log: Path
-) -> Iterator[None]:
-    command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *arguments]
+def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -77,6 +154,7 @@ def _daemon(
             except subprocess.TimeoutExpired:
                 continue
             break
+        process.poll()
 
 
 def _wait_for(log: Path, pattern: str) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.spark.cluster import ROOT, standalone_cluster
+from tests.spark.session import SETTINGS
 
 _MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
 # Killed ranks are gone by then, even on a busy machine.
 _GONE_S = 15.0
+_START_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +36,9 @@ def spark(cluster: str) -> Iterator[Any]:
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = str(ROOT)
-    settings = {
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.memory": "512m",
-        "spark.executor.memory": "512m",
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-    }
+    address = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     builder = SparkSession.builder.master(cluster).appName("pyhvd tests")
-    for name, value in settings.items():
+    for name, value in (SETTINGS | address).items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     _wait_for_slots(session)
@@ -63,10 +58,23 @@ def mark() -> Iterator[dict[str, str]]:
     """Variables for the ranks of a test, by which they and what they start are found; none may be left."""
     name, value = _MARK.split("=")
     yield {name: value}
-    until = time.monotonic() + _GONE_S
+    wait_until_gone(_GONE_S)
+
+
+def wait_until_gone(timeout: float) -> None:
+    """Return when no rank is left on any host, nor anything that one has started; fail if it does not end."""
+    until = time.monotonic() + timeout
     while (left := marked()) and time.monotonic() < until:
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert left == {}
+
+
+def wait_for_ranks(folder: Path, size: int) -> None:
+    """Return when that many ranks are in :func:`tests.spark.failing.wait`."""
+    until = time.monotonic() + _START_S
+    while len(there := list(folder.glob("rank-?"))) < size:
+        assert time.monotonic() < until, there
+        time.sleep(0.05)
 
 
 def marked() -> dict[int, str]:
