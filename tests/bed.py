@@ -1,4 +1,4 @@
-"""Hosts that are namespaces of this machine: they have a network of their own, can crash, freeze and be cut off.
+"""Hosts made of namespaces: they have a network of their own, and can crash, freeze and be cut off.
 
 A host has network, host name, IPC, process ids, /dev/shm and /etc/hosts of its own; files it shares with
 everybody. The head, where a job is started from, has them too, but for the process ids, so that who starts

@@ -17,7 +17,7 @@ _BY_LOCAL_RANK = ("PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOC
 def get_available_devices() -> list[str]:
     """Return the GPUs that Spark has assigned to the task of this rank of :func:`pyhvd.spark.run`.
 
-    Spark assigns GPUs where ``spark.task.resource.gpu.amount`` asks for them. No other task has the same ones.
+    Spark assigns GPUs where ``spark.task.resource.gpu.amount`` asks for them. No other task has them.
 
     Returns
     -------

@@ -16,8 +16,8 @@ from tests.spark.cluster import ROOT, standalone_cluster
 from tests.spark.session import SETTINGS
 
 _MARK = f"PYHVD_TEST_MARK=rank-of-{uuid.uuid4()}"
-# Killed ranks are gone by then, even on a busy machine.
-_GONE_S = 15.0
+GONE_S = 15.0
+"""A frozen Python worker is killed by Spark within 2 s, its rank with it; the rest is for a busy machine."""
 _START_S = 60.0
 
 
@@ -58,10 +58,10 @@ def mark() -> Iterator[dict[str, str]]:
     """Variables for the ranks of a test, by which they and what they start are found; none may be left."""
     name, value = _MARK.split("=")
     yield {name: value}
-    wait_until_gone(_GONE_S)
+    wait_until_gone()
 
 
-def wait_until_gone(timeout: float) -> None:
+def wait_until_gone(timeout: float = GONE_S) -> None:
     """Return when no rank is left on any host, nor anything that one has started; fail if it does not end."""
     until = time.monotonic() + timeout
     while (left := marked()) and time.monotonic() < until:

@@ -1,7 +1,7 @@
 """A Spark session in a process of its own (tests.spark.session_process), as its tests see it.
 
-A process has one session at most, and what is to be on a host of a bed must begin there: so tests only tell it
-what to run, and hear what came of that.
+A process has one session at most, and what is to be on a host of a bed must begin there: so tests only tell
+it what to run, and hear what came of that.
 """
 
 from __future__ import annotations

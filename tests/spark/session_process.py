@@ -1,4 +1,4 @@
-"""``python -m tests.spark.session_process DESCRIPTOR``: a Spark session that runs what it is told by a test."""
+"""``python -m tests.spark.session_process DESCRIPTOR``: a Spark session that runs what a test asks for."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 import pyhvd as hvd
 import pyhvd.spark
 from tests.spark.conftest import marked, wait_for_ranks, wait_until_gone
-from tests.spark.failing import ONE_ERROR, SOON_S, abort, fail, one_error, only_rank_0, rank_number, wait
+from tests.spark.failing import ONE_ERROR, abort, fail, one_error, only_rank_0, rank_number, wait
 from tests.spark.session import SessionProcess
 
 
@@ -74,6 +74,6 @@ def test_no_rank_outlives_a_driver_that_is_killed(mark: dict[str, str], cluster:
         wait_for_ranks(tmp_path, 2)
         assert sum("rank_process" in line for line in marked().values()) == 4  # two ranks, two keepers
         session.kill()
-        wait_until_gone(SOON_S)
+        wait_until_gone()
     finally:
         session.kill()

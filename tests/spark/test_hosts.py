@@ -12,7 +12,7 @@ import pytest
 
 from tests.bed import Bed, Host, bed, why_not
 from tests.spark.cluster import Cluster, Place
-from tests.spark.conftest import wait_for_ranks, wait_until_gone
+from tests.spark.conftest import GONE_S, wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, SILENT_S, SOON_S, fail, one_error, place, rank_number, wait
 from tests.spark.session import Answer, SessionProcess
 
@@ -99,7 +99,7 @@ def test_one_error_and_the_session_goes_on(
     if how == "raise":
         assert 'raise KeyError("no such column")' in answer.cause
     assert took < ONE_ERROR[how][1]
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     check_that_it_goes_on(site, mark)
 
 
@@ -132,7 +132,7 @@ def test_a_host_crashes(site: Site, mark: dict[str, str], tmp_path: Path) -> Non
     lost = Lost(site, mark, tmp_path)
     lost.host.crash()
     lost.answer(_GONE, SOON_S)
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     check_that_it_goes_on(site, mark, size=2)  # on the other host
     site.restart(lost.host)
     check_that_it_goes_on(site, mark)
@@ -142,7 +142,7 @@ def test_a_host_loses_its_power(site: Site, mark: dict[str, str], tmp_path: Path
     lost = Lost(site, mark, tmp_path)
     site.bed.power_off(lost.host)
     lost.answer(_SILENT, SILENT_S)
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     check_that_it_goes_on(site, mark, size=2)
     site.restart(lost.host)
     check_that_it_goes_on(site, mark)
@@ -157,7 +157,7 @@ def test_a_host_freezes(site: Site, mark: dict[str, str], tmp_path: Path) -> Non
     finally:
         lost.host.thaw()
     # A frozen process cannot end itself; it has to as soon as it can.
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     check_that_it_goes_on(site, mark)
 
 
@@ -167,7 +167,7 @@ def test_a_host_is_cut_off(site: Site, mark: dict[str, str], tmp_path: Path) -> 
     try:
         lost.answer(_SILENT, SILENT_S)
         check_that_it_goes_on(site, mark, size=2)
-        wait_until_gone(lost.when + _DRIVER_SILENT_S + SILENT_S - time.monotonic())  # still cut off
+        wait_until_gone(_DRIVER_SILENT_S + GONE_S)  # still cut off
     finally:
         site.bed.rejoin(lost.host)
     check_that_it_goes_on(site, mark)
@@ -187,26 +187,26 @@ def test_ctrl_c(site: Site, mark: dict[str, str], tmp_path: Path) -> None:
     answer: Answer = site.session.end(60)
     assert answer.error == "KeyboardInterrupt", answer
     assert answer.when - lost.when < SOON_S
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     check_that_it_goes_on(site, mark)
 
 
 def test_the_driver_is_killed(site: Site, mark: dict[str, str], tmp_path: Path) -> None:
     Lost(site, mark, tmp_path)
     site.session.kill()
-    wait_until_gone(SOON_S)
+    wait_until_gone()
     site.new_session()
     check_that_it_goes_on(site, mark)
 
 
 def test_the_host_of_the_driver_loses_its_power(site: Site, mark: dict[str, str], tmp_path: Path) -> None:
-    """What it leaves behind ends by itself, though nothing tells it so."""
-    lost = Lost(site, mark, tmp_path)
+    """What it leaves behind ends by itself, though nothing tells it to."""
+    Lost(site, mark, tmp_path)
     for host in site.bed.hosts.values():
         site.bed.cut_off(host)
     try:
         site.session.kill()
-        wait_until_gone(lost.when + _DRIVER_SILENT_S + SILENT_S - time.monotonic())
+        wait_until_gone(_DRIVER_SILENT_S + GONE_S)
     finally:
         for host in site.bed.hosts.values():
             site.bed.rejoin(host)
