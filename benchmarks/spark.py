@@ -41,7 +41,7 @@ PYHVD, TCP, TREE, EMPTY = (
 # MPICH then takes each rank for a host of its own, and its UCX goes by sockets: no shared memory anywhere.
 _AS_HOSTS = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 _EXECUTORS = len(WORKERS)
-_SLOTS_S = 120.0
+_EXECUTORS_S = 120.0
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def spark_context(ranks: int) -> Iterator[Any]:
         context = _session(url).sparkContext
         context.setLogLevel("FATAL")  # what fails comes as an exception too
         try:
-            _wait_for_slots(context, cores * _EXECUTORS)
+            _wait_for_executors(context)
             yield context
         finally:
             context.stop()
@@ -81,11 +81,12 @@ def _session(url: str) -> Any:
     return builder.getOrCreate()
 
 
-def _wait_for_slots(context: Any, slots: int) -> None:
-    until = time.monotonic() + _SLOTS_S
-    while context.defaultParallelism < slots:
+def _wait_for_executors(context: Any) -> None:
+    """Wait until all have come: a barrier job that begins before is looked at again only after 15 s."""
+    until = time.monotonic() + _EXECUTORS_S
+    while context._jsc.sc().getExecutorMemoryStatus().size() <= _EXECUTORS:  # the driver is among them
         if time.monotonic() > until:
-            raise SystemExit(f"Spark has not started {slots} slots within {_SLOTS_S:g} s")
+            raise SystemExit(f"Spark has not started {_EXECUTORS} executors within {_EXECUTORS_S:g} s")
         time.sleep(0.1)
 
 

@@ -78,7 +78,7 @@ QUESTION = Question(
     repeats=12,
     probe=measure,
     targets=(
-        Target("run() to the first collective, warm", START, ALL, (), 3.0, 1.0, fewer=True, ranks=()),
+        Target("run() to the first collective", START, ALL, (), 3.0, 1.0, fewer=True, ranks=()),
         Target(
             f"{show_bytes(_LARGE)} against treeAggregate",
             label(_LARGE),

@@ -91,7 +91,7 @@ class Cluster:
         self._stack.enter_context(
             _daemon(
                 place.command([*command, *listening, *arguments]),
-                spark_environment() | {"SPARK_LOCAL_IP": place.address} | own | env,
+                spark_environment() | {"SPARK_LOCAL_IP": place.address} | own | dict(env),
                 log,
             )
         )
