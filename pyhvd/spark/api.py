@@ -89,14 +89,16 @@ def run(
     RankFailedError, StartTimeoutError, SparkError
         A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
     """
-    arguments = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
+    extra = _mpiexec_arguments(extra_mpi_args, launcher)
+    _refuse(use_gloo, use_mpi)
     output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
-    call = fn, tuple(args), dict(kwargs)
-    return _run(call, num_proc, start_timeout, env, nics, executable, output, verbose, df, arguments)
+    return _run(
+        (fn, args, kwargs), num_proc, start_timeout, env, nics, executable, output, verbose, df, extra
+    )
 
 
 def _run(
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
     num_proc: int | None,
     start_timeout: float | None,
     env: Mapping[str, str] | None,
@@ -114,7 +116,9 @@ def _run(
 
     chosen = None if nics is None else sorted({nics} if isinstance(nics, str) else set(nics))
     timeout = _start_timeout(start_timeout, os.environ)
-    spec = JobSpec(size, cloudpickle.dumps(call), _rank_env(env, chosen), executable, timeout)
+    fn, args, kwargs = call
+    code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    spec = JobSpec(size, code, _rank_env(env, chosen), executable, timeout)
     conf = context.getConf()
     host = conf.get("spark.driver.host") or "127.0.0.1"
     places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
@@ -158,10 +162,7 @@ def _drive(
         job.close()
 
 
-def _mpiexec_arguments(
-    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None, use_mpi: bool | None
-) -> list[str] | None:
-    """Return the user's arguments for mpiexec; None if there is to be none. Refuses what there is not."""
+def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_gloo:
         raise ValueError(
             "use_gloo=True: pyhvd has no gloo, as it reduces by MPI and shared memory; leave it out"
@@ -169,6 +170,9 @@ def _mpiexec_arguments(
     if use_mpi is False:
         raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
 
+
+def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
+    """Return the user's arguments for mpiexec; None if there is to be none."""
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     if launcher == "pmi" and extra_mpi_args:
