@@ -91,10 +91,8 @@ def run(
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher)
     _refuse(use_gloo, use_mpi)
-    output = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
-    return _run(
-        (fn, args, kwargs), num_proc, start_timeout, env, nics, executable, output, verbose, df, extra
-    )
+    shown = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
+    return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
 def _run(
