@@ -21,6 +21,9 @@ else:
 
 __all__ = ["make", "rows"]  # fixtures
 
+# Four ranks import torch for every fit, and the first test starts the cluster.
+pytestmark = pytest.mark.timeout(280)
+
 
 def mean_square(output: Any, labels: Any) -> Any:
     return ((output[:, 0] - labels) ** 2).mean()
