@@ -89,8 +89,7 @@ def run(
     RankFailedError, StartTimeoutError, SparkError
         A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
     """
-    extra = _mpiexec_arguments(extra_mpi_args, launcher)
-    _refuse(use_gloo, use_mpi)
+    extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
@@ -169,8 +168,11 @@ def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
         raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
 
 
-def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
-    """Return the user's arguments for mpiexec; None if there is to be none."""
+def _mpiexec_arguments(
+    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
+) -> list[str] | None:
+    """Return the user's arguments for mpiexec; None if there is to be none. Refuse ways that there are not."""
+    _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     if launcher == "pmi" and extra_mpi_args:
