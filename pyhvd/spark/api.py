@@ -171,7 +171,7 @@ def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
 def _mpiexec_arguments(
     extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
 ) -> list[str] | None:
-    """Return the user's arguments for mpiexec; None if there is to be none. Refuse ways that there are not."""
+    """Return the user's arguments for mpiexec; None if there is to be none."""
     _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
