@@ -1,14 +1,14 @@
 """What pyhvd asks of a GPU and of the library that drives it, and what a device backend must do.
 
-Owns: the :class:`Device` protocol, implemented by :mod:`pyhvd.devices.cupy_device` and, on host memory, by the
-tests; :class:`DeviceView`, an array on a device as the data path sees it; the :class:`DeviceBackend` protocol.
-Knows nothing of ranks' agreement.
+Owns: the protocols :class:`Device` and :class:`Packer`, which exist for CUDA and, on host memory, in the
+tests; :class:`ArrayLibrary`, whose arrays they are; :class:`DeviceView`, an array on a device as the data
+path sees it; :class:`DeviceBackend`. Knows nothing of ranks' agreement.
 
 The rules of time, on which all that is asynchronous here rests:
 
 - Whatever a :class:`Device` is told to do with a stream is put into that stream's queue; the call returns at
-  once. The work of one stream runs in its order; that of two streams in any order, unless one of them waits for
-  an event of the other.
+  once. The work of one stream runs in its order; that of two streams in any order, unless one of them waits
+  for an event of the other.
 - :meth:`Device.synchronize` alone blocks the calling thread, until one event has passed. Nothing waits for a
   whole device or a whole stream.
 - Memory that queued work uses must stay alive, and must not be given to anybody else, until an event that was
@@ -72,7 +72,7 @@ class Device(Protocol):
         """While entered, what the calling thread does is done to this device."""
 
     def make_stream(self) -> Stream:
-        """Return a new stream, which lives as long as this object and does not wait for the default stream."""
+        """Return a new stream, which lives as long as this object; it does not wait for the default one."""
 
     def current_stream(self) -> Stream:
         """Return the stream on which the calling thread's work on CuPy arrays is queued."""
@@ -112,6 +112,10 @@ class Device(Protocol):
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between two addresses, each on this device or in page-locked host memory."""
+
+
+class Packer(Protocol):
+    """Moves many tensors by one kernel; its calls only queue work, as a :class:`Device`'s do."""
 
     def pack(
         self,
@@ -162,6 +166,25 @@ class Device(Protocol):
         """Queue one kernel that does the reverse of :meth:`pack`; a target of 0 is left out."""
 
 
+class ArrayLibrary(Protocol):
+    """Whose arrays are taken, and handed back."""
+
+    def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
+        """Return new memory for a result, allocated for the stream ``view.stream``; from any thread.
+
+        Its ``ready`` is recorded behind whatever that stream had to do with the memory before.
+        """
+
+    def receive(self, view: DeviceView, arrived: Event) -> Any:
+        """Return an array of the library, for work that the calling thread queues from now on.
+
+        The stream on which such work is queued waits for ``arrived``; the thread does not.
+        """
+
+    def copy_home(self, view: DeviceView, stream: Stream) -> None:
+        """Queue the copy from a contiguous array back into the caller's own (``view.home``)."""
+
+
 @dataclass(slots=True, eq=False)
 class DeviceView:
     """A contiguous array on a device, as the data path sees it.
@@ -176,6 +199,8 @@ class DeviceView:
         Its row of the dtype table.
     on : Device
         Where it is.
+    library : ArrayLibrary
+        Whose array it is.
     stream : Stream
         The caller's: what was queued there before the submission has to be done first.
     owner : object
@@ -190,6 +215,7 @@ class DeviceView:
     shape: tuple[int, ...]
     info: DtypeInfo
     on: Device
+    library: ArrayLibrary
     stream: Stream
     owner: Any
     ready: Event = None
@@ -225,10 +251,10 @@ DeviceViews = Sequence[DeviceView | None]
 class DeviceBackend(Protocol):
     """Runs agreed collectives on device memory, for one process set.
 
-    Ranks are set ranks. Every method queues its work on ``stream``, behind what is there, and returns when the
-    host's part is done; the caller sees to it that the stream has waited for the inputs, and records an event
-    behind. Methods are called in the same order on every rank; None stands for a rank that has joined (where a target is given as a
-    span, such a rank has one too).
+    Ranks are set ranks. Every method queues its work on ``stream``, behind what is there, and returns when
+    the host's part is done; the caller sees to it that the stream has waited for the inputs, and records an
+    event behind. Methods are called in the same order on every rank. None stands for a rank that has joined;
+    where memory is given as a span, such a rank has some too. Adasum is not among them: it goes by the host.
 
     Attributes
     ----------
@@ -254,17 +280,6 @@ class DeviceBackend(Protocol):
         postscale: float,
     ) -> None:
         """Reduce tensors that ride together."""
-
-    def adasum(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors by Adasum, each by itself."""
 
     def reducescatter(
         self,
