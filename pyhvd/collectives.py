@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyhvd.arrays import Array, view, view_for_writing
-from pyhvd.call import Call, OwnName, check_rows, check_splits, refusing, target_like
+from pyhvd.arrays import Array
+from pyhvd.call import Call, OwnName, check_rows, check_splits, refusing
 from pyhvd.compression import Compression, Compressor, compress_all, compress_one, decompress_all
+from pyhvd.devices.libraries import adopt, adopt_for_writing, target_like
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
@@ -301,7 +302,7 @@ def grouped_reducescatter(
 def _allgather(tensors: Any, grouped: bool, name: str | None, process_set: ProcessSet) -> Handle:
     with Call(RequestType.ALLGATHER, name, process_set, grouped=grouped) as call:
         for tensor in call.members(tensors):
-            source = view(tensor)
+            source = adopt(tensor)
             check_rows(source.shape, call.size)
             call.add(source, None)
         return call.submit()
@@ -346,7 +347,7 @@ def _broadcast(
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
-        source = view_for_writing(tensor) if inplace else view(tensor)
+        source = adopt_for_writing(tensor) if inplace else adopt(tensor)
         call.add(source, source if inplace else target_like(source, source.shape), root=root)
         return call.submit([tensor] if inplace else None)
 
@@ -402,10 +403,10 @@ def alltoall_async(
 ) -> Handle:
     """Start an alltoall; its result is always the pair (output, received splits); see :func:`alltoall`."""
     with Call(RequestType.ALLTOALL, name, process_set) as call:
-        source = view(tensor)
+        source = adopt(tensor)
         rows = check_splits(splits, source.shape, call.size)
         if source.shape[0] > sum(rows):
-            source = view(source.array[: sum(rows)])
+            source = source.first_rows(sum(rows))
         call.add(source, None, splits=tuple(rows))
         return call.submit()
 

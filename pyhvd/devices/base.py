@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from pyhvd.arrays import Bytes
@@ -36,8 +36,13 @@ Event = Any
 class Memory(Protocol):
     """Memory on a device; given back when nothing refers to it."""
 
-    ptr: int
-    nbytes: int
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
 
 
 class Span(NamedTuple):
@@ -109,6 +114,9 @@ class Device(Protocol):
         MemoryError
             There is not so much to be had.
         """
+
+    def packer(self) -> Packer | None:
+        """Return what moves many tensors by one kernel; None where there is nothing of the kind."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between two addresses, each on this device or in page-locked host memory."""
@@ -238,6 +246,10 @@ class DeviceView:
         for extent in self.shape:
             nbytes *= extent
         return nbytes
+
+    def first_rows(self, rows: int) -> DeviceView:
+        """Return a view of the first rows of dimension 0."""
+        return replace(self, shape=(rows, *self.shape[1:]))
 
     @property
     def span(self) -> Span:

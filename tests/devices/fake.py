@@ -1,10 +1,10 @@
 """A device made of host memory, whose streams are as late, and as disorderly, as streams may be.
 
-Work that is queued runs when somebody synchronizes with it, or earlier, by the draw of a seeded generator: every
-call may first run some of what any stream has queued, and a synchronization runs no more than it must, or more.
-So whoever forgets to wait for an event reads what is not there yet, under some seed. Memory is scribbled over in
-the order of the stream that it was allocated for as soon as nothing refers to it, as a pool would give it to the
-next one: whoever lets go of memory too early finds that.
+Work that is queued runs when somebody synchronizes with it, or earlier, by the draw of a seeded generator:
+after every call some of what any stream has queued may run, or nothing. So whoever forgets to wait for an
+event reads what is not there yet, under some seed. Memory is scribbled over, in the order of the stream that it
+was allocated for, as soon as nothing refers to it, as a pool would give it to the next one: whoever lets go of
+memory too early finds that.
 
 The contents of a :class:`FakeArray` are only to be looked at by :meth:`FakeArray.get`, which waits.
 """
@@ -87,6 +87,7 @@ class FakeDevice:
         self._kept: list[Bytes] = []  # addresses stay good: a fault is a wrong number, and no crash
         self.allocated = 0
         self.limit = 1 << 62
+        self.packs = True
         self.synchronized = 0
 
     # -- Device --------------------------------------------------------------------------------------
@@ -146,6 +147,9 @@ class FakeDevice:
         memory = np.full(nbytes, SCRIBBLE, np.uint8)
         self._kept.append(memory)
         return memory
+
+    def packer(self) -> FakeDevice | None:
+        return self if self.packs else None
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         def run() -> None:
@@ -268,8 +272,9 @@ def dtype_of(code: Code) -> npt.DTypeLike:
 
 def elements(ptr: int, count: int, code: Code) -> Array:
     """Return the memory at an address as an array."""
-    raw = (ctypes.c_uint8 * (count * BY_CODE[code].itemsize)).from_address(ptr)
-    return np.frombuffer(raw, dtype_of(code))
+    raw: Any = (ctypes.c_uint8 * (count * BY_CODE[code].itemsize)).from_address(ptr)
+    array: Array = np.frombuffer(raw, dtype_of(code))
+    return array
 
 
 def scaled(values: Array, factor: float, code: Code) -> Array:
@@ -316,7 +321,7 @@ class FakeArray:
         self.strides = strides
 
     def _numpy(self) -> Array:
-        raw = (ctypes.c_uint8 * self.memory.nbytes).from_address(self.memory.ptr)
+        raw: Any = (ctypes.c_uint8 * self.memory.nbytes).from_address(self.memory.ptr)
         first = self.ptr - self.memory.ptr
         return np.ndarray(self.shape, self.dtype, raw, first, self.strides)
 
