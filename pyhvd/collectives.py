@@ -1,7 +1,13 @@
 """The verbs. Each validates, wraps, submits and returns a Handle; the same names and meaning as Horovod's.
 
 All take host arrays (see :mod:`pyhvd.arrays`) of any dtype in :mod:`pyhvd.dtypes` and return numpy arrays;
-out of place they never alter their input, in place (trailing underscore) they return the very object given.
+or arrays on a GPU (see :mod:`pyhvd.devices.libraries`), and return arrays of the same library, there. Out of
+place they never alter their input, in place (trailing underscore) they return the very object given.
+
+With an array on a GPU, pyhvd's own stream waits for what the array's stream has to do first, and the stream
+that is current where the result is asked for waits for the result; no thread waits for either. A handle has
+ended when all is queued on the device.
+
 Every rank of the process set must submit the same name; unnamed tensors are matched by the order of calls.
 
 A call that this rank refuses (wrong splits, unsupported dtype, ...) raises here at once, and makes the same

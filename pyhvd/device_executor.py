@@ -161,15 +161,15 @@ class DeviceExecutor:
     # -- where, and by which way ---------------------------------------------------------------------
 
     def _settle(self, entries: Entries) -> Station:
-        """Return this rank's device and stream: that of its arrays; if it has joined, one that it has."""
+        """Return this rank's device and stream: that of its arrays, or any if it has joined."""
         device = next((view.on for view in _distinct(entries)), None)
         if self._station is not None and device in (None, self._station.device):
             return self._station
         if self._station is not None and not isinstance(self._station.device, HostDevice):
             raise TransportError(
-                f"rank {self._rank} has joined, and taken part with {self._station.device.name}, before it"
-                f" has submitted an array, on {device.name if device else ''}: let each rank use the device of"
-                " its local rank, or submit an array before it joins"
+                f"rank {self._rank} had joined, and taken part with {self._station.device.name}, before it"
+                f" submitted an array on {device.name if device else ''}: let each rank use the device of its"
+                " local rank, or submit an array before it joins"
             )
         chosen = device or self._own_device()
         self._station = Station(chosen, chosen.make_stream(), chosen.packer())

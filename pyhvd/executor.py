@@ -442,6 +442,8 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
     error: HorovodInternalError
     if type(exc).__module__.startswith("mpi4py"):
         error = TransportError(f"MPI reported: {exc}")
+    elif type(exc).__module__.startswith("cupy"):
+        error = TransportError(f"CUDA reported: {exc}")
     else:
         error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
     error.__cause__ = exc

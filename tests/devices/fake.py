@@ -2,9 +2,9 @@
 
 Work that is queued runs when somebody synchronizes with it, or earlier, by the draw of a seeded generator:
 after every call some of what any stream has queued may run, or nothing. So whoever forgets to wait for an
-event reads what is not there yet, under some seed. Memory is scribbled over, in the order of the stream that it
-was allocated for, as soon as nothing refers to it, as a pool would give it to the next one: whoever lets go of
-memory too early finds that.
+event reads what is not there yet, under some seed. Memory is scribbled over, in the order of the stream that
+it was allocated for, as soon as nothing refers to it, as a pool would give it to the next one: whoever lets
+go of memory too early finds that.
 
 The contents of a :class:`FakeArray` are only to be looked at by :meth:`FakeArray.get`, which waits.
 """
@@ -343,6 +343,18 @@ class FakeArray:
         self.device.record(event, self.device.current_stream())
         self.device.synchronize(event)
         return found[0]
+
+    def astype(self, dtype: npt.DTypeLike) -> FakeArray:
+        """Return a copy of another dtype."""
+        nbytes = int(np.prod(self.shape)) * np.dtype(dtype).itemsize
+        stream = self.device.current_stream()
+        result = FakeArray(self.device, self.device.allocate(nbytes, stream), self.shape, dtype)
+
+        def run() -> None:
+            result._numpy()[...] = self._numpy().astype(dtype)
+
+        self.device.call(run, stream)
+        return result
 
     def every_other(self) -> FakeArray:
         """Return a view of every other element of dimension 0."""

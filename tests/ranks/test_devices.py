@@ -117,8 +117,8 @@ def test_the_same_bits_as_from_host_memory(size: int, seed: int) -> None:
     def body(device: FakeDevice) -> None:
         draw = np.random.default_rng(hvd.rank() + 100 * seed)
         values = draw.standard_normal(777).astype(np.float32)
-        for op, scales in ((hvd.Average, (1.0, 1.0)), (hvd.Sum, (0.3, 7.0)), (hvd.Adasum, (0.5, 1.0))):
-            how = {"op": op, "prescale_factor": scales[0], "postscale_factor": scales[1]}
+        for op, before, after in ((hvd.Average, 1.0, 1.0), (hvd.Sum, 0.3, 7.0), (hvd.Adasum, 0.5, 1.0)):
+            how: dict[str, Any] = {"op": op, "prescale_factor": before, "postscale_factor": after}
             on_host = hvd.allreduce(values, name=f"host {op}", **how)
             on_device = hvd.allreduce(fake_array(device, values), name=f"device {op}", **how)
             same(on_device.get(), on_host)
@@ -165,9 +165,7 @@ def test_reducescatter(size: int, seed: int) -> None:
         arrays = [fake_array(device, each[r]) for each in parts]
         outputs = hvd.grouped_reducescatter(arrays, name="r", op=hvd.Average)
         for output, each, shape in zip(outputs, parts, shapes, strict=True):
-            counts = rows(shape[0], size)
-            first = sum(counts[:r])
-            same(output.get(), reduced(hvd.Average, each)[first : first + counts[r]])
+            same(output.get(), reduced(hvd.Average, each)[rows(shape[0], size, r)])
 
     on_devices(size, body, seed)
 
@@ -197,6 +195,19 @@ def test_arrays_that_are_not_contiguous(size: int, seed: int) -> None:
         assert hvd.allreduce_(view, op=hvd.Sum, name="y") is view
         same(view.get(), want)
         same(whole.get()[1::2], parts[hvd.rank()][1::2])
+
+    on_devices(size, body, seed)
+
+
+@each_way
+def test_compressed(size: int, seed: int) -> None:
+    values = np.arange(100, dtype=np.float32) / 4
+
+    def body(device: FakeDevice) -> None:
+        array = fake_array(device, values)
+        result = hvd.allreduce(array, name="x", op=hvd.Sum, compression=hvd.Compression.fp16)
+        assert isinstance(result, FakeArray)
+        same(result.get(), values * np.float32(size))
 
     on_devices(size, body, seed)
 
@@ -283,7 +294,10 @@ def test_ranks_that_have_joined(size: int, seed: int) -> None:
                 same(output.get(), reduced(hvd.Sum, others))
             same(hvd.broadcast(arrays[0], 0, name="b").get(), parts[0])
             same(hvd.allgather(arrays[0], name="c").get(), np.concatenate(others))
-            assert hvd.reducescatter(arrays[0], name="d", op=hvd.Sum).shape[0] == rows(300, size)[r]
+            same(
+                hvd.reducescatter(arrays[0], name="d", op=hvd.Sum).get(),
+                reduced(hvd.Sum, others)[rows(300, size, r)],
+            )
             hvd.allreduce(arrays[0], name="e", op=hvd.Adasum)
         last = hvd.join()
         same(hvd.allreduce(fake_array(device, parts[r]), op=hvd.Sum, name="z").get(), reduced(hvd.Sum, parts))
@@ -437,7 +451,7 @@ def test_a_device_that_fails_ends_the_job() -> None:
 
         array = fake_array(device, np.ones(1000))
         if hvd.rank() == 0:
-            device.copy = copy  # type: ignore[method-assign]
+            device.copy = copy  # type: ignore[assignment]
         hvd.allreduce(array, name="x")
 
     with pytest.raises(RanksFailed) as caught:
