@@ -6,6 +6,7 @@ neither gets CuPy's, which speak both protocols.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -62,7 +63,8 @@ class ForeignLibrary(CupyLibrary):
         device = cuda_device(index)
         # Version 3: 1 and 2 are CUDA's names for its two default streams; None: there is nothing to wait for.
         stream = interface.get("stream") or device.current_stream()
-        memory = cupy.cuda.UnownedMemory(ptr, 0, tensor, index)
+        nbytes = _extent(shape, strides, dtype.itemsize)
+        memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
         array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
         return self._seen(array, device, int(stream))
 
@@ -99,6 +101,15 @@ class _Namesake:
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy."""
         self._foreign.copy_home(view, stream)
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> int:
+    """Return how many bytes an array reaches over."""
+    if 0 in shape:
+        return 0
+    if strides is None:
+        return math.prod(shape) * itemsize
+    return itemsize + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
 
 
 def _is_immutable(tensor: Any) -> bool:

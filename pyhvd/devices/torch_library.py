@@ -9,7 +9,7 @@ import torch
 
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
-from pyhvd.dtypes import named
+from pyhvd.dtypes import DtypeInfo, named
 
 
 class TorchLibrary:
@@ -30,11 +30,11 @@ class TorchLibrary:
         info = named(str(tensor.dtype).removeprefix("torch."))
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg().contiguous()
-        home = None if plain.data_ptr() == mine.data_ptr() and plain.is_set_to(mine) else mine
+        home = None if plain.data_ptr() == mine.data_ptr() else mine
         stream = torch.cuda.current_stream(tensor.device).cuda_stream
         return self._seen(plain, tensor.device.index, info, stream, home)
 
-    def _seen(self, owner: Any, index: int, info: Any, stream: Stream, home: Any = None) -> DeviceView:
+    def _seen(self, owner: Any, index: int, info: DtypeInfo, stream: Stream, home: Any = None) -> DeviceView:
         device = cuda_device(index)
         ready = device.make_event()
         device.record(ready, stream)

@@ -77,10 +77,12 @@ class FakeDevice:
     """
 
     def __init__(self, index: int = 0, seed: int = 0, identity: str = "") -> None:
-        self.index = index
+        self.index = self.id = index
         self.name = f"cuda:{index}"
         self._identity = identity or f"fake {index}"
         self._draw = random.Random(seed)
+        self._eagerness = self._draw.choice((0, 0, 1, 4))
+        self._rank: dict[Stream, float] = {}
         self._streams: dict[Stream, deque[Work]] = {0: deque()}
         self._lock = threading.RLock()
         self._here = threading.local()
@@ -244,15 +246,21 @@ class FakeDevice:
 
     def _stir(self) -> None:
         """Run some of what is queued, or nothing."""
-        for _ in range(self._draw.choice((0, 0, 0, 1, 2, 7))):
+        for _ in range(self._draw.randint(0, self._eagerness)):
             self._step()
 
     def _step(self) -> bool:
-        """Run one piece of work, of any stream that does not have to wait; return whether there was one."""
-        ready = [queue for queue in self._streams.values() if self._may_run(queue)]
+        """Run one piece of work, of a stream that does not have to wait; return whether there was one.
+
+        Some streams are preferred to others for a while, so that these fall far behind.
+        """
+        ready = [stream for stream, queue in self._streams.items() if self._may_run(queue)]
         if not ready:
             return False
-        work = self._draw.choice(ready).popleft()
+        if self._draw.random() < 1 / 16:
+            self._rank.clear()
+        first = max(ready, key=lambda stream: self._rank.setdefault(stream, self._draw.random()))
+        work = self._streams[first].popleft()
         if not isinstance(work, Wait):
             work()
         return True
