@@ -440,10 +440,8 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
     if isinstance(exc, HorovodInternalError):
         return exc
     error: HorovodInternalError
-    if type(exc).__module__.startswith("mpi4py"):
-        error = TransportError(f"MPI reported: {exc}")
-    elif type(exc).__module__.startswith("cupy"):
-        error = TransportError(f"CUDA reported: {exc}")
+    if library := _reporter_of(exc):
+        error = TransportError(f"{library} reported: {exc}")
     else:
         error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
     error.__cause__ = exc
@@ -452,6 +450,16 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
 
 def _wrapped(exc: BaseException, response: Response) -> HorovodInternalError:
     what = f"{verb(response.request.type)} {response.request.name!r}"
-    error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+    error: HorovodInternalError
+    if library := _reporter_of(exc):
+        error = TransportError(f"{what}: {library} reported: {exc}")
+    else:
+        error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error
+
+
+def _reporter_of(exc: BaseException) -> str:
+    """Return which library an exception is the word of, if it is one that moves data."""
+    root = type(exc).__module__.partition(".")[0]
+    return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

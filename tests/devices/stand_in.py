@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -35,8 +36,28 @@ class Unowned:
 
 def make_cupy(device: FakeDevice) -> types.ModuleType:
     """Return a module ``cupy`` whose one device, of index 0, is the fake one."""
-    events: dict[int, FakeEvent] = {}
-    numbers = itertools.count(1)
+    cupy: Any = types.ModuleType("cupy")
+    array = _ndarray(device)
+
+    def ascontiguousarray(given: Any) -> Any:
+        made = array(given.shape, given.dtype)
+        made[...] = given
+        return made
+
+    vars(cupy).update(
+        cuda=_cuda(device),
+        ndarray=array,
+        dtype=np.dtype,
+        empty=array,
+        ascontiguousarray=ascontiguousarray,
+        from_dlpack=lambda given: given.__dlpack__(stream=device.current_stream()),
+    )
+    module: types.ModuleType = cupy
+    return module
+
+
+def _ndarray(device: FakeDevice) -> Any:
+    """Return the type of CuPy's arrays."""
 
     class Ndarray(FakeArray):
         """An array of CuPy."""
@@ -67,6 +88,16 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
             shape = (-(-self.shape[0] // 2), *self.shape[1:])
             return Ndarray(shape, self.dtype, self.data, (2 * steps[0], *steps[1:]))
 
+    Ndarray.__module__ = "cupy"
+    return Ndarray
+
+
+def _cuda(device: FakeDevice) -> types.ModuleType:
+    """Return a module ``cupy.cuda``."""
+    cuda: Any = types.ModuleType("cupy.cuda")
+    events: dict[int, FakeEvent] = {}
+    numbers = itertools.count(1)
+
     class Event:
         """CuPy's event."""
 
@@ -79,6 +110,29 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
         def __del__(self) -> None:
             del events[self.ptr]
 
+    @contextlib.contextmanager
+    def acting(index: int = 0) -> Iterator[None]:
+        assert index == 0
+        yield
+
+    vars(cuda).update(
+        runtime=_runtime(device, events),
+        Event=Event,
+        Device=acting,
+        get_current_stream=lambda index=-1: types.SimpleNamespace(ptr=device.current_stream()),
+        alloc=lambda nbytes: Pointer(device.allocate(nbytes, device.current_stream()), 0),
+        alloc_pinned_memory=device.allocate_pinned,
+        UnownedMemory=Unowned,
+        MemoryPointer=Pointer,
+        **_streams(device),
+    )
+    module: types.ModuleType = cuda
+    return module
+
+
+def _streams(device: FakeDevice) -> dict[str, Any]:
+    entered = threading.local()
+
     class Stream:
         """CuPy's stream."""
 
@@ -87,13 +141,13 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
         def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
             self.ptr = 0 if null else device.make_stream()
 
-        def __enter__(self) -> Stream:
-            self._entered = device.using(self.ptr)
-            self._entered.__enter__()
-            return self
+        def __enter__(self) -> None:
+            # The default stream is one object for all threads, and each may be in it.
+            entered.stack = [*getattr(entered, "stack", ()), device.using(self.ptr)]
+            entered.stack[-1].__enter__()
 
         def __exit__(self, *error: Any) -> None:
-            self._entered.__exit__(*error)
+            entered.stack.pop().__exit__(*error)
 
     class ExternalStream(Stream):
         """CuPy's stream of somebody else's."""
@@ -102,21 +156,15 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
             assert ptr
             self.ptr = ptr
 
-    @contextlib.contextmanager
-    def acting(index: int = 0) -> Iterator[None]:
-        assert index == 0
-        yield
+    Stream.null = Stream(null=True)
+    return {"Stream": Stream, "ExternalStream": ExternalStream}
 
-    def ascontiguousarray(array: Ndarray) -> Ndarray:
-        made = Ndarray(array.shape, array.dtype)
-        made[...] = array
-        return made
 
+def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
     class CUDARuntimeError(RuntimeError):
         """CuPy's error."""
 
-    Stream.null = Stream(null=True)
-    runtime = types.SimpleNamespace(
+    return types.SimpleNamespace(
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,
         eventRecord=lambda event, stream: device.record(events[event], stream),
@@ -128,28 +176,3 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
         getDeviceCount=lambda: 1,
         pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
     )
-    cuda: Any = types.ModuleType("cupy.cuda")
-    vars(cuda).update(
-        runtime=runtime,
-        Event=Event,
-        Stream=Stream,
-        ExternalStream=ExternalStream,
-        Device=acting,
-        get_current_stream=lambda index=-1: types.SimpleNamespace(ptr=device.current_stream()),
-        alloc=lambda nbytes: Pointer(device.allocate(nbytes, device.current_stream()), 0),
-        alloc_pinned_memory=lambda nbytes: device.allocate_pinned(nbytes),
-        UnownedMemory=Unowned,
-        MemoryPointer=Pointer,
-    )
-    cupy: Any = types.ModuleType("cupy")
-    Ndarray.__module__ = "cupy"
-    vars(cupy).update(
-        cuda=cuda,
-        ndarray=Ndarray,
-        dtype=np.dtype,
-        empty=Ndarray,
-        ascontiguousarray=ascontiguousarray,
-        from_dlpack=lambda array: array.__dlpack__(stream=device.current_stream()),
-    )
-    module: types.ModuleType = cupy
-    return module

@@ -356,7 +356,7 @@ def test_host_on_one_rank_and_device_on_another() -> None:
         array: Any = np.ones(3) if hvd.rank() == 0 else fake_array(device, np.ones(3))
         with pytest.raises(hvd.MismatchError) as caught:
             hvd.allreduce(array, name="x")
-        assert str(caught.value) == (
+        assert str(caught.value).startswith(
             "Mismatched devices of allreduce 'x': rank 0: cpu; rank 1: cuda:0."
             " Every rank must submit the same under one name."
         )
@@ -447,14 +447,13 @@ def test_dtypes_that_cannot_travel() -> None:
 def test_a_device_that_fails_ends_the_job() -> None:
     def body(device: FakeDevice) -> None:
         def copy(*args: object) -> None:
-            raise RuntimeError("the device has fallen off the bus")
+            raise type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy.cuda"})("it fell off the bus")
 
         array = fake_array(device, np.ones(1000))
-        if hvd.rank() == 0:
-            device.copy = copy  # type: ignore[assignment]
-        hvd.allreduce(array, name="x")
+        device.copy = copy  # type: ignore[assignment]
+        with pytest.raises(hvd.TransportError, match="allreduce 'x': CUDA reported: it fell off the bus"):
+            hvd.allreduce(array, name="x")
+        with pytest.raises(hvd.TransportError, match="CUDA reported: it fell off the bus"):
+            hvd.allreduce(array, name="y")
 
-    with pytest.raises(RanksFailed) as caught:
-        on_devices(2, body)
-    assert set(caught.value.errors) == {0, 1}
-    assert "fallen off the bus" in str(caught.value.errors[0])
+    on_devices(1, body)
