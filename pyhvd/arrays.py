@@ -1,9 +1,10 @@
-"""The one normaliser: any host array -> :class:`TensorView` (address, shape, dtype, device).
+"""The one normaliser of host arrays: any of them -> :class:`TensorView` (address, shape, dtype).
 
 Owns: what may be sent and what not. A contiguous, native numpy array is the fast path and is never copied;
 a non-contiguous one is copied (and copied back by in-place operations). Anything that numpy can view
 without a copy (``__array_interface__``, DLPack on the host) is viewed. Object, string and wrong-endian
-arrays are refused by name. Knows nothing of ranks or of names.
+arrays are refused by name. Knows nothing of ranks or of names, nor of arrays on devices
+(:mod:`pyhvd.devices.libraries`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class TensorView:
     def bytes(self) -> Bytes:
         """The memory as flat bytes (a view)."""
         return flat_bytes(self.array)
+
+    def first_rows(self, rows: int) -> TensorView:
+        """Return a view of the first rows of dimension 0."""
+        return TensorView(self.array[:rows], self.info)
 
     def copy_home(self) -> None:
         """Copy the contents back into the caller's non-contiguous array."""
@@ -135,9 +140,6 @@ def _as_numpy(tensor: Any) -> Array:
         return np.asarray(tensor)
     if isinstance(tensor, _SCALARS):
         return np.asarray(tensor)
-    if hasattr(tensor, "__cuda_array_interface__") and not hasattr(tensor, "__array_interface__"):
-        kind = f"{type(tensor).__module__}.{type(tensor).__name__}"
-        raise TypeError(f"{kind} lives on a GPU: this version of pyhvd takes host arrays")
     if hasattr(tensor, "__array_interface__"):
         return np.asarray(tensor)
     if hasattr(tensor, "__dlpack__"):

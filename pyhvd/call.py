@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pyhvd import context
-from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
+from pyhvd.devices.arrivals import taken
+from pyhvd.devices.base import DeviceView
+from pyhvd.devices.libraries import View
 from pyhvd.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -24,7 +26,7 @@ from pyhvd.errors import (
     describe_traceback,
 )
 from pyhvd.handles import Handle, QueuedHandle
-from pyhvd.messages import GLOBAL_SET, UNNAMED, Request, RequestType
+from pyhvd.messages import GLOBAL_SET, HOST, UNNAMED, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
 from pyhvd.stacks import calling_site
@@ -81,7 +83,7 @@ class Call:
         self.kind = kind
         self._grouped = grouped
         self._group_size = 0
-        self._parts: list[tuple[Request, TensorView | None, TensorView | None, tuple[int, ...]]] = []
+        self._parts: list[tuple[Request, View | None, View | None, tuple[int, ...]]] = []
 
     def members(self, tensors: Any) -> Sequence[Any]:
         """Return the call's tensors: the one, or those of a group."""
@@ -94,8 +96,8 @@ class Call:
 
     def add(
         self,
-        source: TensorView | None,
-        target: TensorView | None,
+        source: View | None,
+        target: View | None,
         *,
         op: int = -1,
         prescale: float = 1.0,
@@ -105,7 +107,15 @@ class Call:
         ranks: tuple[int, ...] = (),
         window: bool = False,
     ) -> None:
-        """Add one tensor to what is submitted."""
+        """Add one tensor to what is submitted.
+
+        Raises
+        ------
+        ValueError
+            It is on another device than this rank's tensors before.
+        """
+        if isinstance(source, DeviceView):
+            self.context.settle_on(source.on)
         name = self.name
         if self._grouped:
             name = f"{name}_{len(self._parts) + 1}of{self._group_size}"
@@ -118,7 +128,7 @@ class Call:
             prescale,
             postscale,
             root,
-            "cpu" if source is None else source.device,
+            HOST if source is None else source.device,
             self.name if self._grouped else "",
             self._group_size,
             ranks,
@@ -175,9 +185,22 @@ class Call:
         return handle
 
     def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+        """Return what makes the call's result of those of its tensors."""
+        if any(isinstance(source, DeviceView) for _, source, _, _ in self._parts):
+            return self._result_on_device(inplace)
         if self._grouped:
             return list if inplace is None else lambda _: list(inplace)
         return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
+
+    def _result_on_device(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+        """Do so where results may be under way: the caller's stream waits for them, in place too."""
+
+        def result(outputs: list[Any]) -> Any:
+            arrays = [taken(output) for output in outputs]
+            arrays = arrays if inplace is None else list(inplace)
+            return arrays if self._grouped else arrays[0]
+
+        return result
 
     def _refusal(self, text: str, traceback: str = "") -> Request:
         group = self.name if self._grouped else ""
@@ -236,11 +259,6 @@ def refusing(
     except Exception:
         with Call(kind, name, process_set, grouped=grouped):
             raise
-
-
-def target_like(source: TensorView, shape: tuple[int, ...]) -> TensorView:
-    """Return new memory for a result of the source's dtype."""
-    return TensorView(np.empty(shape, source.array.dtype), source.info)
 
 
 def check_rows(shape: tuple[int, ...], size: int) -> list[int]:

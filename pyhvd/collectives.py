@@ -1,7 +1,13 @@
 """The verbs. Each validates, wraps, submits and returns a Handle; the same names and meaning as Horovod's.
 
 All take host arrays (see :mod:`pyhvd.arrays`) of any dtype in :mod:`pyhvd.dtypes` and return numpy arrays;
-out of place they never alter their input, in place (trailing underscore) they return the very object given.
+or arrays on a GPU (see :mod:`pyhvd.devices.libraries`), and return arrays of the same library, there. Out of
+place they never alter their input, in place (trailing underscore) they return the very object given.
+
+With an array on a GPU, pyhvd's own stream waits for what the array's stream has to do first, and the stream
+that is current where the result is asked for waits for the result; no thread waits for either. A handle has
+ended when all is queued on the device.
+
 Every rank of the process set must submit the same name; unnamed tensors are matched by the order of calls.
 
 A call that this rank refuses (wrong splits, unsupported dtype, ...) raises here at once, and makes the same
@@ -13,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyhvd.arrays import Array, view, view_for_writing
-from pyhvd.call import Call, OwnName, check_rows, check_splits, refusing, target_like
+from pyhvd.arrays import Array
+from pyhvd.call import Call, OwnName, check_rows, check_splits, refusing
 from pyhvd.compression import Compression, Compressor, compress_all, compress_one, decompress_all
+from pyhvd.devices.libraries import adopt, adopt_for_writing, target_like
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
@@ -301,7 +308,7 @@ def grouped_reducescatter(
 def _allgather(tensors: Any, grouped: bool, name: str | None, process_set: ProcessSet) -> Handle:
     with Call(RequestType.ALLGATHER, name, process_set, grouped=grouped) as call:
         for tensor in call.members(tensors):
-            source = view(tensor)
+            source = adopt(tensor)
             check_rows(source.shape, call.size)
             call.add(source, None)
         return call.submit()
@@ -346,7 +353,7 @@ def _broadcast(
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
-        source = view_for_writing(tensor) if inplace else view(tensor)
+        source = adopt_for_writing(tensor) if inplace else adopt(tensor)
         call.add(source, source if inplace else target_like(source, source.shape), root=root)
         return call.submit([tensor] if inplace else None)
 
@@ -402,10 +409,10 @@ def alltoall_async(
 ) -> Handle:
     """Start an alltoall; its result is always the pair (output, received splits); see :func:`alltoall`."""
     with Call(RequestType.ALLTOALL, name, process_set) as call:
-        source = view(tensor)
+        source = adopt(tensor)
         rows = check_splits(splits, source.shape, call.size)
         if source.shape[0] > sum(rows):
-            source = view(source.array[: sum(rows)])
+            source = source.first_rows(sum(rows))
         call.add(source, None, splits=tuple(rows))
         return call.submit()
 

@@ -45,7 +45,9 @@ class FP16Compressor(Compressor):
         if not isinstance(dtype, np.dtype) or dtype.kind != "f" or dtype == np.float16:
             return tensor, None
         with np.errstate(over="ignore"):
-            return np.asarray(tensor).astype(np.float16), dtype
+            # Of whatever library: an array on a device stays there.
+            array = tensor if hasattr(tensor, "astype") else np.asarray(tensor)
+            return array.astype(np.float16), dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:

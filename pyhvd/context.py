@@ -29,6 +29,7 @@ from pyhvd.autotune import LARGEST_CHUNK
 from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.config import SHARED, Config
+from pyhvd.devices.base import Device
 from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
 from pyhvd.exposition import Endpoint
 from pyhvd.hangs import Whereabouts
@@ -122,6 +123,7 @@ class Context:
         self._lock = threading.Lock()
         self.hooks = Instruments()
         self.warned_of_memory = False
+        self._device: Device | None = None
         places = [hello.place for hello in heard]
         self.runtime = self._make_runtime(sets, places, autotune_log)
         self.joined = False
@@ -203,6 +205,22 @@ class Context:
         with self._lock:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
             return f"{prefix}.{next(counter)}"
+
+    def settle_on(self, device: Device) -> None:
+        """Let this rank's arrays be on a device: the first one that comes in, for as long as pyhvd is up.
+
+        Raises
+        ------
+        ValueError
+            It was another one before.
+        """
+        with self._lock:
+            settled = self._device = self._device or device
+        if settled is not device:
+            raise ValueError(
+                f"this array is on {device.name}, but this rank's arrays have been on {settled.name}:"
+                " a rank uses one device, so move the array there, or start a rank for each device"
+            )
 
     @property
     def joined(self) -> bool:

@@ -118,10 +118,7 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
         return known
     row = _BY_NAME.get(dtype.name)
     if row is None or dtype.names is not None or dtype.subdtype is not None:
-        raise UnsupportedDtypeError(
-            f"dtype {dtype.name!r} cannot be reduced or sent: pyhvd takes {', '.join(_BY_NAME)}"
-            " (for Python objects use broadcast_object or allgather_object)"
-        )
+        raise _unsupported(dtype.name)
     if not dtype.isnative:
         raise UnsupportedDtypeError(
             f"dtype {dtype.str!r} is not in this machine's byte order: convert it first with"
@@ -129,3 +126,24 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
         )
     _known[dtype] = row
     return row
+
+
+def named(name: str) -> DtypeInfo:
+    """Return the table's row for a dtype of any library, by its name.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        There is none.
+    """
+    row = _BY_NAME.get(name)
+    if row is None:
+        raise _unsupported(name)
+    return row
+
+
+def _unsupported(name: str) -> UnsupportedDtypeError:
+    return UnsupportedDtypeError(
+        f"dtype {name!r} cannot be reduced or sent: pyhvd takes {', '.join(_BY_NAME)}"
+        " (for Python objects use broadcast_object or allgather_object)"
+    )

@@ -6,11 +6,9 @@ about. A rank that has joined has no entries, and takes part with neutral elemen
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,9 @@ from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.host import rows_of
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.checking import Checker
-from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp
+from pyhvd.device_executor import DeviceExecutor
+from pyhvd.devices.libraries import View
+from pyhvd.dtypes import BY_CODE, DtypeInfo
 from pyhvd.errors import (
     CorruptionError,
     HorovodInternalError,
@@ -35,13 +35,14 @@ from pyhvd.errors import (
 )
 from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
-from pyhvd.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Request, RequestType, Response
+from pyhvd.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
 from pyhvd.meter import MPI, WINDOW, Meter
+from pyhvd.outputs import Entries, allocate
 from pyhvd.processes import Place
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.validation import describe_ranks, verb
+from pyhvd.terms import kernel_terms
+from pyhvd.validation import verb
 
-Entries = list[TensorEntry | None]
 Views = Sequence[TensorView | None]
 
 
@@ -118,6 +119,9 @@ class Executor:
         # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
         self.running: Entries = []
         self.ended = 0
+        self._devices = DeviceExecutor(
+            rank, places, backends, sets, hooks, self._run_on_host, checked=checker is not None
+        )
         if lane is not None:
             for set_id, backend in backends.items():
                 lane.open_set(set_id, backend)
@@ -162,7 +166,10 @@ class Executor:
         self._count(first, [entry for entry in entries if entry is not None], ready)
         self.running = entries
         try:
-            self._run[first.request.type](batch, entries)
+            if first.request.device == HOST:
+                self._run_on_host(batch, entries)
+            else:
+                self._devices.run(batch, entries)
             self._meter.carried_out(ready)
         except BaseException as exc:
             # What was taken out of the queue is nobody else's to answer.
@@ -173,6 +180,14 @@ class Executor:
         finally:
             self.running = []
             self.ended += 1
+
+    def _run_on_host(self, batch: list[Response], entries: Entries) -> None:
+        self._run[batch[0].request.type](batch, entries)
+
+    def look(self, now: float) -> float | None:
+        """Before a sleep: return when (monotonic s) hooks, or what devices have done, are to be looked at."""
+        times = [self._hooks.look(now), self._devices.look(now)]
+        return min((time for time in times if time is not None), default=None)
 
     def resize(self, pieces: Pieces) -> None:
         """Cut what comes next, in every set, into other pieces."""
@@ -190,6 +205,7 @@ class Executor:
 
     def close(self) -> None:
         """Give up the backends, in the order of their sets; collective."""
+        self._devices.close()
         for set_id in sorted(self._backends):
             self._backends.pop(set_id).close()
 
@@ -276,19 +292,20 @@ class Executor:
     def _alltoall(self, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
         backend = self._backends[response.process_set]
-        if entry is None or entry.source is None:
+        source = _sources(entries)[0]
+        if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
             received = backend.swap_counts(entry.splits)
-        outputs = self._allocate(backend, batch, entries, [(sum(received), *entry.source.shape[1:])])
+        outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
-        row = math.prod(entry.source.shape[1:]) * entry.source.info.itemsize
+        row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
         with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
-            backend.alltoall(entry.source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
+            backend.alltoall(source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
         if self._checker is not None and self._checker.results:
-            sent, arrived = _blocks(entry.source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
+            sent, arrived = _blocks(source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
             members = self._sets[response.process_set]
             if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
                 entry.done(None, error)
@@ -299,46 +316,29 @@ class Executor:
     def _allocate(
         self, backend: Backend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
     ) -> list[Array] | None:
-        """Allocate outputs; where one rank cannot, all ranks fail these tensors and go on."""
-        outputs: list[Array] = []
-        failure: MemoryError | ValueError | None = None
+        def make(response: Response, entry: TensorEntry | None, shape: tuple[int, ...]) -> Array:
+            return np.empty(shape, _dtype(BY_CODE[response.request.dtype], entry))
+
         with self._hooks.phase("ALLOCATE_OUTPUT"):
-            try:
-                for response, entry, shape in zip(batch, entries, shapes, strict=True):
-                    dtype = _dtype(BY_CODE[response.request.dtype], entry)
-                    outputs.append(np.empty(shape, dtype))
-            except (MemoryError, ValueError) as exc:
-                failure = exc
-            failed = backend.agree(failure is None) if backend.size > 1 else [0] * (failure is not None)
-        if not failed:
-            return outputs
-        members = self._sets[batch[0].process_set]
-        ranks = describe_ranks([members[i] for i in failed])
-        for response, entry, shape in zip(batch, entries, shapes, strict=True):
-            if entry is not None:
-                what = f"{verb(response.request.type)} {response.request.name!r}"
-                text = f"{what}: no memory for its output of shape {shape} on {ranks}"
-                error = RankFailedError(text, members[failed[0]])
-                error.__cause__ = failure
-                entry.done(None, error)
-        return None
+            return allocate(backend, batch, entries, shapes, make, self._sets[batch[0].process_set])
 
     # -- broadcast -------------------------------------------------------------------------------------
 
     def _broadcast(self, batch: list[Response], entries: Entries) -> None:
-        (response,), (entry,) = batch, entries
+        (response,) = batch
         request = response.request
         root = self._sets[response.process_set].index(request.root)
         backend = self._backends[response.process_set]
-        if entry is None or entry.target is None or entry.source is None:
+        source, target = _sources(entries)[0], _targets(entries)[0]
+        if source is None or target is None:
             nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
             backend.broadcast(np.empty(nbytes, np.uint8), root)
             self._compare(batch, [None])
             return
-        if backend.rank == root and entry.source is not entry.target:
-            entry.target.bytes[:] = entry.source.bytes
+        if backend.rank == root and source is not target:
+            target.bytes[:] = source.bytes
         with self._hooks.phase(f"{backend.carrier}_BCAST"):
-            backend.broadcast(entry.target.bytes, root)
+            backend.broadcast(target.bytes, root)
         self._deliver_targets(batch, entries)
 
     # -- checks, and handing results back ----------------------------------------------------------------
@@ -362,20 +362,20 @@ class Executor:
     ) -> None:
         """Hand targets back, once they have passed the checks; ``results`` is compared in their stead."""
         errors: Sequence[CorruptionError | None] = [None] * len(batch)
+        targets = _targets(entries)
         if self._checker is not None:
-            targets = _targets(entries)
             self._checker.look_at_results(batch, targets, self._backends[batch[0].process_set].fabric)
             own = [target.bytes if target is not None else None for target in targets]
             errors = self._compare(batch, own if results is None else results)
-        for entry, error in zip(entries, errors, strict=True):
-            if entry is None or entry.target is None:
+        for entry, target, error in zip(entries, targets, errors, strict=True):
+            if entry is None or target is None:
                 continue
             try:
-                entry.target.copy_home()
+                target.copy_home()
             except ValueError as exc:  # the caller's array has become read-only meanwhile
                 entry.done(None, exc)
                 continue
-            entry.done(None if error else entry.target.array, error)
+            entry.done(None if error else target.array, error)
 
     # -- no tensors ------------------------------------------------------------------------------------
 
@@ -403,39 +403,23 @@ class Executor:
             )
             entry.done(None, ShutDownError(text))
         if removed in self._backends:
+            self._devices.close_set(removed)
             self._backends.pop(removed).close()
         self._tell_value(batch, entries)
 
 
-def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
-
-    Ranks that have joined count in the divisor.
-    """
-    if request.op != ReduceOp.AVERAGE:
-        return ReduceOp(request.op), request.postscale
-    return ReduceOp.SUM, _quotient(request.postscale, size, request.dtype in INTEGERS)
-
-
-@functools.lru_cache(maxsize=256)
-def _quotient(postscale: float, size: int, exact: bool) -> float:
-    """Return postscale / size; with ``exact`` never nearer to zero than it is.
-
-    Integers are cut off after the multiplication: a factor of 1/49 that was rounded down would make the
-    average of 49 ones a 0.
-    """
-    factor = postscale / size
-    if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):
-        return math.nextafter(factor, math.copysign(math.inf, factor))
-    return factor
-
-
 def _sources(entries: Entries) -> list[TensorView | None]:
-    return [entry.source if entry is not None else None for entry in entries]
+    return [_on_host(entry.source) if entry is not None else None for entry in entries]
 
 
 def _targets(entries: Entries) -> list[TensorView | None]:
-    return [entry.target if entry is not None else None for entry in entries]
+    return [_on_host(entry.target) if entry is not None else None for entry in entries]
+
+
+def _on_host(view: View | None) -> TensorView | None:
+    """Return a view, of which agreement has it that it is in host memory."""
+    assert view is None or isinstance(view, TensorView)
+    return view
 
 
 def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
@@ -446,8 +430,8 @@ def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
 
 def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
     """Return the dtype of an output; a joined rank's own is thrown away, so plain bytes of that size do."""
-    if entry is not None and entry.source is not None:
-        return entry.source.array.dtype
+    if entry is not None and (source := _on_host(entry.source)) is not None:
+        return source.array.dtype
     return np.dtype((np.void, info.itemsize))
 
 
@@ -456,8 +440,8 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
     if isinstance(exc, HorovodInternalError):
         return exc
     error: HorovodInternalError
-    if type(exc).__module__.startswith("mpi4py"):
-        error = TransportError(f"MPI reported: {exc}")
+    if library := _reporter_of(exc):
+        error = TransportError(f"{library} reported: {exc}")
     else:
         error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
     error.__cause__ = exc
@@ -466,6 +450,16 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
 
 def _wrapped(exc: BaseException, response: Response) -> HorovodInternalError:
     what = f"{verb(response.request.type)} {response.request.name!r}"
-    error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+    error: HorovodInternalError
+    if library := _reporter_of(exc):
+        error = TransportError(f"{what}: {library} reported: {exc}")
+    else:
+        error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
     error.__cause__ = exc
     return error
+
+
+def _reporter_of(exc: BaseException) -> str:
+    """Return which library an exception is the word of, if it is one that moves data."""
+    root = type(exc).__module__.partition(".")[0]
+    return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

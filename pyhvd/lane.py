@@ -24,6 +24,7 @@ from pyhvd.controller import Worker
 from pyhvd.dtypes import ReduceOp, lookup
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.messages import (
+    HOST,
     Request,
     RequestType,
     Response,
@@ -198,7 +199,8 @@ class FastLane:
                 continue
             own = self._worker.own(set_id, slot)
             # A list may give a small cache's slot away more than once: the last one counts.
-            if own.type == RequestType.ALLREDUCE and own.name == response.request.name:
+            on_host = own.device == HOST
+            if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 op, postscale = self._terms(own, len(self._worker.sets[set_id]))
                 self.lane.install(set_id, slot, own, number, op, postscale, response.direct)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pyhvd.cache import Slot, SlotTable
-from pyhvd.messages import RequestType, iter_bits
+from pyhvd.messages import HOST, RequestType, iter_bits
 
 
 class Board(Protocol):
@@ -80,7 +80,7 @@ class Loans:
             return
         for slot in iter_bits(answered):
             meant = self._cache[slot]
-            plain = meant.requests[0].type == RequestType.ALLREDUCE and meant.requests[0].device == "cpu"
+            plain = meant.requests[0].type == RequestType.ALLREDUCE and meant.requests[0].device == HOST
             if plain and slot < self._board.slots and is_free(meant, slot):
                 self._board.lend(self._set_id, slot, meant.since)
                 self._lent |= 1 << slot

@@ -24,6 +24,9 @@ UNNAMED = "noname"
 
 JOIN_NAME = f"join.{UNNAMED}"
 
+HOST = "cpu"
+"""The device of what lies in host memory, and of what has no tensor."""
+
 
 class RequestType(enum.IntEnum):
     """Kind of a request; 0-7 are Horovod's codes."""
@@ -92,7 +95,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = -1
-    device: str = "cpu"
+    device: str = HOST
     group: str = ""
     group_size: int = 0
     ranks: tuple[int, ...] = ()

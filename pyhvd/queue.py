@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
-from pyhvd.arrays import TensorView
+from pyhvd.devices.libraries import View
 from pyhvd.errors import DuplicateNameError
 from pyhvd.messages import Request, RequestType
 from pyhvd.stacks import describe_site
@@ -39,9 +39,9 @@ class TensorEntry:
         Id of the process set.
     request : Request
         What the other ranks are told.
-    source : TensorView or None
+    source : TensorView, DeviceView or None
         The input; None for join, barrier and process-set changes.
-    target : TensorView or None
+    target : TensorView, DeviceView or None
         Where the result goes, if its shape is known beforehand; may be ``source`` itself.
     done : callable
         ``done(result, error)``: called exactly once.
@@ -55,8 +55,8 @@ class TensorEntry:
 
     process_set: int
     request: Request
-    source: TensorView | None
-    target: TensorView | None
+    source: View | None
+    target: View | None
     done: Callable[[Any, BaseException | None], None]
     splits: tuple[int, ...] = ()
     told: int = 0

@@ -10,9 +10,10 @@ from typing import Any
 
 from pyhvd._lane import meet, start
 from pyhvd.arena import Arena
-from pyhvd.arrays import TensorView, view, view_for_writing
-from pyhvd.call import Call, check_rows, target_like
+from pyhvd.arrays import TensorView
+from pyhvd.call import Call, check_rows
 from pyhvd.context import current_slot, process_slot
+from pyhvd.devices.libraries import View, adopt, adopt_for_writing, target_like
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
 from pyhvd.messages import RequestType
@@ -57,7 +58,7 @@ def reduce_tensors(
         if reduction.op is ReduceOp.ADASUM:
             call.kind = RequestType.ADASUM
         for tensor in members:
-            source = view_for_writing(tensor) if inplace else view(tensor)
+            source = adopt_for_writing(tensor) if inplace else adopt(tensor)
             reduction.check(source.info)
             if kind is RequestType.REDUCESCATTER:
                 rows = check_rows(source.shape, call.size)[call.rank]
@@ -75,8 +76,10 @@ def reduce_tensors(
         return call.submit(list(members) if inplace else None)
 
 
-def _needs_no_copy(call: Call, kind: RequestType, tensor: TensorView, reduction: Reduction) -> bool:
+def _needs_no_copy(call: Call, kind: RequestType, tensor: View, reduction: Reduction) -> bool:
     """Return whether every rank of the node can reduce a tensor where it lies."""
+    if not isinstance(tensor, TensorView):
+        return False
     arena = call.context.arena
     in_arena = isinstance(arena, Arena) and tensor.home is None and arena.holds(tensor.ptr)
     return in_arena and kind is RequestType.ALLREDUCE and reduction.prescale == 1.0

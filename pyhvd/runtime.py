@@ -36,7 +36,7 @@ from pyhvd.errors import (
     describe_exception,
     describe_traceback,
 )
-from pyhvd.executor import Executor, error_of_thread, exception_of, kernel_terms
+from pyhvd.executor import Executor, error_of_thread, exception_of
 from pyhvd.farewell import GOODBYE, Farewell
 from pyhvd.fusion import plan
 from pyhvd.hangs import Whereabouts, make_reporter, take_aside
@@ -61,6 +61,7 @@ from pyhvd.meter import Meter
 from pyhvd.onlooker import Onlooker, give_up_time, make_watch
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.stall import ANSWER_SECONDS
+from pyhvd.terms import kernel_terms
 from pyhvd.timeline import Recorder
 from pyhvd.tuner import Tuner, tuning_of
 
@@ -413,7 +414,7 @@ class Runtime:
         now = time.monotonic()
         look = self._inspect(now)
         retry = now + 1e-3 if self._outgoing is not None else None
-        drain = self._hooks.look(now)
+        drain = self._executor.look(now)
         times = [t for t in (due, look, retry, drain) if t is not None]
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:

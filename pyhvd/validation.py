@@ -60,6 +60,11 @@ def _op(request: Request) -> str:
     return ReduceOp(request.op).name.capitalize() if request.op >= 0 else "none"
 
 
+def kind_of_device(device: str) -> str:
+    """Return what of a device's name must be the same on every rank: not its number."""
+    return device.partition(":")[0]
+
+
 def _group(request: Request) -> str:
     return f"one of {request.group_size} in {request.group!r}" if request.group else "not grouped"
 
@@ -80,7 +85,7 @@ _SCALES: tuple[Check, ...] = (
 )
 _LAST: tuple[Check, ...] = (
     ("root ranks", lambda r: r.root, lambda r: str(r.root)),
-    ("devices", lambda r: r.device, lambda r: r.device),
+    ("devices", lambda r: kind_of_device(r.device), lambda r: r.device),
     ("grouping", lambda r: (r.group, r.group_size), _group),
     ("process sets", lambda r: r.ranks, lambda r: str(list(r.ranks))),
 )

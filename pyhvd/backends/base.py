@@ -92,6 +92,7 @@ class Backend(Protocol):
     size: int
     fabric: Fabric
     carrier: str
+    pieces: Pieces
 
     def allreduce(
         self,

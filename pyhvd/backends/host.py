@@ -78,7 +78,7 @@ class HostBackend:
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
-        self._staging_size = pieces.staging_size
+        self.pieces = pieces
         self._buffers: dict[str, Bytes] = {}
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class HostBackend:
     ) -> None:
         """Reduce tensors that ride together; see :class:`~pyhvd.backends.base.Backend`."""
         item = info.itemsize
-        for window in windows(counts, max(self._staging_size // item, 1)):
+        for window in windows(counts, max(self.pieces.staging_size // item, 1)):
             nbytes = item * sum(count for _, _, count in window)
             tensor, first, _ = window[0]
             source, target = sources[tensor], targets[tensor]
@@ -147,7 +147,7 @@ class HostBackend:
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
         largest = [max(part) for part in parts]
-        for window in windows(largest, max(self._staging_size // item // self.size, 1)):
+        for window in windows(largest, max(self.pieces.staging_size // item // self.size, 1)):
             for_rank: list[Window] = [
                 [(i, starts[i][r] + k, max(min(n, parts[i][r] - k), 0)) for i, k, n in window]
                 for r in range(self.size)
@@ -191,7 +191,7 @@ class HostBackend:
         self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
     ) -> None:
         """Concatenate; see :class:`~pyhvd.backends.base.Backend`."""
-        small = [i for i, each in enumerate(counts) if sum(each) * 2 < self._staging_size]
+        small = [i for i, each in enumerate(counts) if sum(each) * 2 < self.pieces.staging_size]
         if len(small) > 1:
             self._allgather_packed(sources, targets, counts, small)
         else:
@@ -249,7 +249,7 @@ class HostBackend:
 
     def resize(self, pieces: Pieces) -> None:
         """Walk what comes next in windows of another size."""
-        self._staging_size = pieces.staging_size
+        self.pieces = pieces
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false."""

@@ -1,0 +1,131 @@
+"""CUDA devices, driven by CuPy. Imported when the first array on a GPU comes in."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from pyhvd.arrays import Bytes
+from pyhvd.devices.base import Event, Memory, Packer, Stream
+
+_NOT_READY = 600  # cudaErrorNotReady
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    ptr: int
+    nbytes: int
+    holder: Any
+
+
+class CupyDevice:
+    """A CUDA device; implements :class:`pyhvd.devices.base.Device`.
+
+    Parameters
+    ----------
+    index : int
+        Its CUDA ordinal in this process.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"cuda:{index}"
+        self._streams: list[Any] = []
+
+    def identity(self) -> str:
+        """Return the PCI bus id: instances of a partitioned GPU count as the same device."""
+        return str(runtime.deviceGetPCIBusId(self.index))
+
+    def acting(self) -> AbstractContextManager[None]:
+        """Make this the thread's current device, for a while."""
+        here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
+        return here
+
+    def make_stream(self) -> Stream:
+        """Return a new stream."""
+        with self.acting():
+            stream = cupy.cuda.Stream(non_blocking=True)
+        self._streams.append(stream)
+        return int(stream.ptr)
+
+    def current_stream(self) -> Stream:
+        """Return CuPy's current stream of the calling thread."""
+        return int(cupy.cuda.get_current_stream(self.index).ptr)
+
+    def make_event(self) -> Event:
+        """Return a new event; a thread that waits for it sleeps."""
+        with self.acting():
+            return cupy.cuda.Event(block=True, disable_timing=True)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Record an event."""
+        runtime.eventRecord(event.ptr, stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let a stream wait for an event."""
+        runtime.streamWaitEvent(stream, event.ptr)
+
+    def has_passed(self, event: Event) -> bool:
+        """Return whether an event has passed."""
+        status = runtime.eventQuery(event.ptr)
+        if status not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+    def synchronize(self, event: Event) -> None:
+        """Wait for an event."""
+        runtime.eventSynchronize(event.ptr)
+
+    def allocate(self, nbytes: int, stream: Stream) -> Memory:
+        """Return memory of CuPy's pool."""
+        with self.acting(), on_stream(stream, self.index):
+            pointer = cupy.cuda.alloc(nbytes)
+        return _Memory(int(pointer.ptr), nbytes, pointer)
+
+    def allocate_pinned(self, nbytes: int) -> Bytes:
+        """Return page-locked memory of CuPy's pool."""
+        with self.acting():
+            return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def packer(self) -> Packer | None:
+        """Return None: tensors are copied one by one."""
+        return None
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Queue a copy; where the two addresses are, CUDA knows."""
+        if nbytes:
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+
+
+def on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
+    """Return what makes a stream CuPy's current one, for a while."""
+    chosen: AbstractContextManager[Any] = (
+        cupy.cuda.ExternalStream(stream, index) if stream else cupy.cuda.Stream.null
+    )
+    return chosen
+
+
+_devices: dict[int, CupyDevice] = {}
+_lock = threading.Lock()
+
+
+def cuda_device(index: int) -> CupyDevice:
+    """Return the object for a CUDA device: the same one for every array on it."""
+    with _lock:
+        if index not in _devices:
+            _devices[index] = CupyDevice(index)
+        return _devices[index]
+
+
+def count_devices() -> int:
+    """Return how many CUDA devices this process sees; 0 if there is no driver."""
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0

@@ -1,0 +1,58 @@
+"""CuPy's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from pyhvd.devices.base import Device, DeviceView, Event, Stream
+from pyhvd.devices.cupy_device import cuda_device, on_stream
+from pyhvd.dtypes import lookup
+
+
+class CupyLibrary:
+    """Takes and gives ``cupy.ndarray``; see :class:`pyhvd.devices.libraries.Adopter`.
+
+    The caller's stream is CuPy's current one of the calling thread, on the array's device.
+    """
+
+    def takes(self, tensor: Any) -> bool:
+        """Return whether it is an array, as everything else of CuPy's is not."""
+        return isinstance(tensor, cupy.ndarray)
+
+    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:  # noqa: ARG002 - all of them can be written
+        """Return a view."""
+        device = cuda_device(tensor.device.id)
+        return self._seen(tensor, device, device.current_stream())
+
+    def _seen(self, tensor: Any, device: Device, stream: Stream) -> DeviceView:
+        """Return the view of an array whose contents are there when a stream has come to it."""
+        info = lookup(tensor.dtype)
+        owner, home = tensor, None
+        if not tensor.flags.c_contiguous:
+            with device.acting(), on_stream(stream, device.index):
+                owner, home = cupy.ascontiguousarray(tensor), tensor
+        ready = device.make_event()
+        device.record(ready, stream)
+        return DeviceView(int(owner.data.ptr), owner.shape, info, device, self, stream, owner, ready, home)
+
+    def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
+        """Return new memory of CuPy's pool."""
+        device = view.on
+        with device.acting(), on_stream(view.stream, device.index):
+            owner = cupy.empty(shape, view.owner.dtype)
+        return self._seen(owner, device, view.stream)
+
+    def receive(self, view: DeviceView, arrived: Event) -> Any:
+        """Let CuPy's current stream wait, and return the array."""
+        view.on.wait(view.on.current_stream(), arrived)
+        return view.owner
+
+    def copy_home(self, view: DeviceView, stream: Stream) -> None:
+        """Queue the copy."""
+        with view.on.acting(), on_stream(stream, view.on.index):
+            view.home[...] = view.owner
+
+
+library = CupyLibrary()

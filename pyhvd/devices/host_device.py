@@ -1,0 +1,74 @@
+"""Host memory that plays a device, for a rank that has joined and has none: it gives nothing of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+
+from pyhvd.arrays import Bytes, address
+from pyhvd.devices.base import Event, Memory, Packer, Stream
+
+
+class _HostMemory:
+    def __init__(self, nbytes: int) -> None:
+        self._memory = np.empty(nbytes, np.uint8)
+        self.ptr = address(self._memory)
+        self.nbytes = nbytes
+
+
+class HostDevice:
+    """Implements :class:`pyhvd.devices.base.Device`; everything is done at once, and nothing waits."""
+
+    index = -1
+    name = "cpu"
+
+    def identity(self) -> str:
+        """Return nothing: it is no device."""
+        return ""
+
+    def acting(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def make_stream(self) -> Stream:
+        """Return the one stream."""
+        return 0
+
+    def current_stream(self) -> Stream:
+        """Return the one stream."""
+        return 0
+
+    def make_event(self) -> Event:
+        """Return a moment that has passed."""
+        return None
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Do nothing."""
+
+    def has_passed(self, event: Event) -> bool:  # noqa: ARG002 - the protocol's
+        """Return True."""
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        """Do nothing."""
+
+    def allocate(self, nbytes: int, stream: Stream) -> Memory:  # noqa: ARG002 - the protocol's
+        """Return memory."""
+        return _HostMemory(nbytes)
+
+    def allocate_pinned(self, nbytes: int) -> Bytes:
+        """Return memory."""
+        return np.empty(nbytes, np.uint8)
+
+    def packer(self) -> Packer | None:
+        """Return None."""
+        return None
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:  # noqa: ARG002
+        """Copy."""
+        ctypes.memmove(target, source, nbytes)

@@ -1,0 +1,178 @@
+"""A module that stands in for CuPy, as far as pyhvd uses it, over the device of :mod:`tests.devices.fake`.
+
+It lets :mod:`pyhvd.devices.cupy_device` and the libraries over it run without a GPU. What CuPy itself does is
+not tested by it: its names and signatures were taken from CuPy 14.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.devices.fake import FakeArray, FakeDevice, FakeEvent
+
+
+class Pointer:
+    """An address, and what keeps it alive: CuPy's MemoryPointer."""
+
+    def __init__(self, memory: Any, offset: int) -> None:
+        self.memory = memory
+        self.ptr = memory.ptr + offset
+
+
+class Unowned:
+    """Memory of somebody else's: CuPy's UnownedMemory."""
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.ptr, self.nbytes, self.owner = ptr, size, owner
+
+
+def make_cupy(device: FakeDevice) -> types.ModuleType:
+    """Return a module ``cupy`` whose one device, of index 0, is the fake one."""
+    cupy: Any = types.ModuleType("cupy")
+    array = _ndarray(device)
+
+    def ascontiguousarray(given: Any) -> Any:
+        made = array(given.shape, given.dtype)
+        made[...] = given
+        return made
+
+    vars(cupy).update(
+        cuda=_cuda(device),
+        ndarray=array,
+        dtype=np.dtype,
+        empty=array,
+        ascontiguousarray=ascontiguousarray,
+        from_dlpack=lambda given: given.__dlpack__(stream=device.current_stream()),
+    )
+    module: types.ModuleType = cupy
+    return module
+
+
+def _ndarray(device: FakeDevice) -> Any:
+    """Return the type of CuPy's arrays."""
+
+    class Ndarray(FakeArray):
+        """An array of CuPy."""
+
+        def __init__(
+            self,
+            shape: tuple[int, ...],
+            dtype: npt.DTypeLike = float,
+            memptr: Pointer | None = None,
+            strides: tuple[int, ...] | None = None,
+        ) -> None:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            if memptr is None:
+                memptr = Pointer(device.allocate(nbytes, device.current_stream()), 0)
+            super().__init__(device, memptr.memory, shape, dtype, strides)
+            self.data = memptr
+
+        @property
+        def flags(self) -> Any:
+            return types.SimpleNamespace(c_contiguous=self._numpy().flags.c_contiguous)
+
+        def __setitem__(self, where: Any, values: Ndarray) -> None:
+            device.call(lambda: self._numpy().__setitem__(where, values._numpy()), device.current_stream())
+
+        def strided(self) -> Ndarray:
+            """Return a view of every other element of dimension 0."""
+            steps = np.empty(self.shape, self.dtype).strides
+            shape = (-(-self.shape[0] // 2), *self.shape[1:])
+            return Ndarray(shape, self.dtype, self.data, (2 * steps[0], *steps[1:]))
+
+    Ndarray.__module__ = "cupy"
+    return Ndarray
+
+
+def _cuda(device: FakeDevice) -> types.ModuleType:
+    """Return a module ``cupy.cuda``."""
+    cuda: Any = types.ModuleType("cupy.cuda")
+    events: dict[int, FakeEvent] = {}
+    numbers = itertools.count(1)
+
+    class Event:
+        """CuPy's event."""
+
+        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            assert block
+            assert disable_timing
+            self.ptr = next(numbers)
+            events[self.ptr] = FakeEvent()
+
+        def __del__(self) -> None:
+            del events[self.ptr]
+
+    @contextlib.contextmanager
+    def acting(index: int = 0) -> Iterator[None]:
+        assert index == 0
+        yield
+
+    vars(cuda).update(
+        runtime=_runtime(device, events),
+        Event=Event,
+        Device=acting,
+        get_current_stream=lambda index=-1: types.SimpleNamespace(ptr=device.current_stream()),
+        alloc=lambda nbytes: Pointer(device.allocate(nbytes, device.current_stream()), 0),
+        alloc_pinned_memory=device.allocate_pinned,
+        UnownedMemory=Unowned,
+        MemoryPointer=Pointer,
+        **_streams(device),
+    )
+    module: types.ModuleType = cuda
+    return module
+
+
+def _streams(device: FakeDevice) -> dict[str, Any]:
+    entered = threading.local()
+
+    class Stream:
+        """CuPy's stream."""
+
+        null: Any = None
+
+        def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+            self.ptr = 0 if null else device.make_stream()
+
+        def __enter__(self) -> None:
+            # The default stream is one object for all threads, and each may be in it.
+            entered.stack = [*getattr(entered, "stack", ()), device.using(self.ptr)]
+            entered.stack[-1].__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            entered.stack.pop().__exit__(*error)
+
+    class ExternalStream(Stream):
+        """CuPy's stream of somebody else's."""
+
+        def __init__(self, ptr: int, device_id: int = -1) -> None:
+            assert ptr
+            self.ptr = ptr
+
+    Stream.null = Stream(null=True)
+    return {"Stream": Stream, "ExternalStream": ExternalStream}
+
+
+def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
+    class CUDARuntimeError(RuntimeError):
+        """CuPy's error."""
+
+    return types.SimpleNamespace(
+        memcpyDefault=4,
+        CUDARuntimeError=CUDARuntimeError,
+        eventRecord=lambda event, stream: device.record(events[event], stream),
+        streamWaitEvent=lambda stream, event: device.wait(stream, events[event]),
+        eventQuery=lambda event: 0 if device.has_passed(events[event]) else 600,
+        eventSynchronize=lambda event: device.synchronize(events[event]),
+        memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
+        deviceGetPCIBusId=lambda index: "0000:01:00.0",
+        getDeviceCount=lambda: 1,
+        pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
+    )
