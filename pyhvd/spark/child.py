@@ -223,7 +223,8 @@ class Child:
         if code < 0:
             return Failed(SIGNAL, describe_signal(-code), "", now, 128 - code)
         if code and self.result is None:
-            return Failed(EXIT, f"ended with exit code {code} before the function returned", "", now, code)
+            text = f"ended with exit code {code} before the function returned"
+            return Failed(EXIT, text, "", now, code, silent=True)
         if code:
             return Failed(EXIT, f"ended with exit code {code} after the function returned", "", now, code)
         if self.result is None:

@@ -250,11 +250,18 @@ class DriverService:
         elif isinstance(message, Enters):
             self._wiring.enter(peer.rank)
         elif isinstance(message, Failed):
-            record = Record(peer.rank, message.kind, message.code, _phrase(message), message.when)
-            self._verdict.add(record, time.monotonic(), message.traceback)
+            self._note_failure(peer.rank, message)
         elif isinstance(message, Ended):
             peer.ended = True
             self._wiring.leave(peer.rank)
+
+    def _note_failure(self, rank: int, failed: Failed) -> None:
+        if failed.silent and self._wiring.ends_ranks:
+            # By the driver's own clock, as with tasks that are lost: what came first explains the others.
+            self.blame(rank, _phrase(failed), failed.code, LOST)
+            return
+        record = Record(rank, failed.kind, failed.code, _phrase(failed), failed.when)
+        self._verdict.add(record, time.monotonic(), failed.traceback)
 
     def _register(self, peer: Peer, said: Register) -> None:
         task = Task(said.index, said.attempt, said.host_hash, said.host, said.pid)

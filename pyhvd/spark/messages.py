@@ -79,6 +79,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         time.time() of the failure.
     code : int
         The rank's exit code.
+    silent : bool
+        Whether the rank said nothing: its MPI may have ended it for what has become of another rank.
     """
 
     kind: str
@@ -86,6 +88,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     traceback: str
     when: float
     code: int = 1
+    silent: bool = False
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -193,6 +193,11 @@ class MpiexecWiring:
         self._tidy_at = math.inf
         self._stopped = False
 
+    @property
+    def ends_ranks(self) -> bool:
+        """Open MPI's ranks end by themselves when their daemon or another rank is gone."""
+        return self._mpiexec.family == OPENMPI
+
     def call_at(self, addresses: Iterable[Address], told: str) -> None:
         """Say where the driver listens for agents, and what executors know it by."""
         self._addresses = list(addresses)

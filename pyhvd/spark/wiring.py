@@ -31,7 +31,17 @@ class Office(Protocol):
 
 
 class Wiring(Protocol):
-    """A way in which ranks find each other."""
+    """A way in which ranks find each other.
+
+    Attributes
+    ----------
+    ends_ranks : bool
+        Whether MPI ends ranks without a word when it has lost others.
+    """
+
+    @property
+    def ends_ranks(self) -> bool:
+        """See above."""
 
     def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
         """All tasks have come: those of each host, in the order of :meth:`Registry.groups`."""
@@ -72,6 +82,8 @@ class Wiring(Protocol):
 
 class PmiWiring:
     """The driver itself is the server of PMI-1; nothing is started anywhere but the ranks."""
+
+    ends_ranks = False
 
     def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
         """See :class:`Wiring`."""

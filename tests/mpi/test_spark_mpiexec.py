@@ -264,3 +264,23 @@ def test_two_hosts(extra: str, order: list[int]) -> None:
     seats = bench.service.seats
     assert [seat.index for seat in seats] == order
     assert results == [(seat.rank, seat.local_rank, seat.local_size, 3.0) for seat in seats]
+
+
+def test_a_task_that_is_killed_is_the_cause_whatever_mpi_makes_of_it() -> None:
+    if not _can_name_hosts():
+        pytest.skip("unshare --uts is not allowed here")
+
+    def function() -> None:
+        import numpy as np
+
+        hvd.init()
+        hvd.allreduce(np.ones(1))
+        if hvd.rank() == 2:
+            keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            time.sleep(1000)
+        hvd.allreduce(np.ones(1))
+
+    bench = make(function, 3)
+    with pytest.raises(hvd.RankFailedError, match=r"rank 2 of 3 on host host-b .* its Spark task is gone"):
+        bench.run(*(_on_host(bench, f"host-{'aab'[index]}", index) for index in range(3)))
