@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "model.json"
 _PREDICT = "predict.pkl"
-_BATCH_SIZE = 1024
 
 
 class Description(msgspec.Struct, frozen=True):
