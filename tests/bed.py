@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -221,8 +222,6 @@ class Bed:
 @contextmanager
 def bed(names: Sequence[str], folder: Path | None = None) -> Iterator[Bed]:
     """Yield hosts of these names; none is left afterwards, nor anything that ran on them."""
-    import tempfile
-
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = Bed(names, place / "hosts")

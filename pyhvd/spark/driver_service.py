@@ -166,7 +166,7 @@ class DriverService:
                     raise
 
     def stop(self, reason: str, timeout: float) -> None:
-        """Have all tasks kill their ranks; return when all have, or after `timeout` seconds."""
+        """Have all tasks kill their ranks; return when all have that can be heard, or after `timeout` seconds."""
         self._over = reason
         for peer in self._board.peers:
             peer.feed = iter(())
@@ -174,7 +174,7 @@ class DriverService:
                 peer.send(Stop(reason, quietly=True))
         self._wiring.stop()
         until = time.monotonic() + timeout
-        while self._board.peers and time.monotonic() < until:
+        while any(map(self._board.hears, self._board.peers)) and time.monotonic() < until:
             self._board.turn()
 
     def close(self) -> None:

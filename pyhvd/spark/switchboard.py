@@ -22,6 +22,8 @@ from pyhvd.spark.secret import Secret
 _BEAT_S = 1.0
 # A task that has missed as many beats is frozen, cut off, or without power.
 SILENT_S = 5.0
+# One that has missed as many will hardly answer.
+_LATE_S = 2.5
 _TICK_S = 0.25
 # So many that have not shown who they are may hang on beside the job's own tasks.
 _STRANGERS = 64
@@ -133,6 +135,10 @@ class Switchboard:
             if beat and peer.task is not None:
                 peer.send(Beat())
             self._check(peer, now)
+
+    def hears(self, peer: Peer) -> bool:
+        """Whether a peer has spoken of late: of a host that is gone, all tasks fall silent at about one time."""
+        return time.monotonic() <= max(peer.connection.heard, self._patience) + _LATE_S
 
     def close(self) -> None:
         """Hang up on everybody."""

@@ -107,6 +107,16 @@ def test_a_task_that_falls_silent_is_missed() -> None:
     kept[0].close()
 
 
+def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
+    bench = Bench(rank, 2, _drop, start_timeout=3)
+    kept: list[Connection] = []
+    begin = time.monotonic()
+    with pytest.raises(StartTimeoutError):
+        bench.run(lambda: kept.append(bench.register(1)))
+    assert time.monotonic() - begin < SILENT_S
+    kept[0].close()
+
+
 def test_tasks_that_do_not_come_are_named() -> None:
     bench = Bench(rank, 4, drop, start_timeout=0.5)
     text = r"2 of 4 Spark tasks have not started within 0.5 s: index 1, 3\. .*PYHVD_SPARK_START_TIMEOUT"
