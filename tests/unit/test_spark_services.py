@@ -108,7 +108,7 @@ def test_a_task_that_falls_silent_is_missed() -> None:
 
 
 def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
-    bench = Bench(rank, 2, _drop, start_timeout=3)
+    bench = Bench(rank, 2, drop, start_timeout=3)
     kept: list[Connection] = []
     begin = time.monotonic()
     with pytest.raises(StartTimeoutError):
