@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,9 +147,16 @@ def _home() -> Path:
 
 @contextmanager
 def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
+    # Whatever kills the tests: util-linux has the kernel end what they have started.
+    with_us = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            [*with_us, *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     try:
         yield
