@@ -258,24 +258,18 @@ class MpiexecWiring:
 
     def hear_pmi(self, rank: int, line: str) -> None:
         """Pass on to mpiexec's daemon what a rank says to it."""
-        words = parse(line)
         try:
-            check_abort(rank, words)
-            if words.get("cmd") == "barrier_in":
-                self._barrier.enter(rank)
-            elif words.get("cmd") == "finalize":
-                self._barrier.note_end(rank)
+            check_abort(rank, parse(line))
         except Abort as abort:
             blame_abort(self._office, abort)
-        except PmiError as exc:
-            self._office.blame(rank, f"cannot go on: {exc}", 1)
         else:
             self._stand_ins[rank][0].send(Pmi(line + "\n"))
 
     def enter(self, rank: int) -> None:
-        """A rank is about to wait for the others in MPI_Init; with PMI-1 its lines say it."""
-        if self.speaks_pmi(rank):
-            return
+        """A rank is about to wait for the others in MPI_Init.
+
+        Its lines of PMI-1 do not tell: Hydra leaves a rank without an answer when another has ended.
+        """
         try:
             if self._barrier.enter(rank):
                 for each in self._stand_ins:
@@ -296,8 +290,6 @@ class MpiexecWiring:
         elif isinstance(message, Pmi):
             for rank, (stand_in, _) in self._stand_ins.items():
                 if stand_in is peer:
-                    if parse(message.line).get("cmd") == "barrier_out":
-                        self._barrier.release(rank)
                     self._office.tell_rank(rank, message)
 
     def leave(self, rank: int) -> None:

@@ -320,7 +320,7 @@ def test_an_abort_is_its_ranks_own_failure(wiring: MpiexecWiring, office: Record
 
 def test_a_rank_that_ends_while_others_wait_for_it(wiring: MpiexecWiring, office: Recorder) -> None:
     seat_all(wiring, office)
-    wiring.hear_pmi(0, "cmd=barrier_in")
+    wiring.enter(0)
     wiring.leave(1)
     ((rank, text, _, _),) = office.blamed
     assert rank == 1
