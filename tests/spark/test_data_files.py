@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +21,7 @@ from pyhvd.spark.data.columns import describe, to_batch  # noqa: E402
 from pyhvd.spark.data.folder import Folder  # noqa: E402
 from pyhvd.spark.data.manifest import Dataset  # noqa: E402
 from pyhvd.spark.data.part import PART_NAME, PartWriter  # noqa: E402
+from pyhvd.spark.data.partition import SpilledPieces, spill  # noqa: E402
 from pyhvd.spark.errors import DataError, SparkError  # noqa: E402
 
 
@@ -241,7 +244,7 @@ def test_a_name_node_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
             host, _, port = path.removeprefix("hdfs://").partition("/")[0].partition(":")
             return {"host": host, "port": int(port)}
 
-    monkeypatch.setitem(fsspec.registry.target, "hdfs", Hadoop)
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hdfs", Hadoop)
     place = Folder("hdfs://name:8020/data/digits", {"user": "me"})
     write(place, [table(0, 4)])
     assert Hadoop.told == {"host": "name", "port": 8020, "user": "me"}
@@ -249,6 +252,23 @@ def test_a_name_node_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pyhvd.spark.shard("hdfs://name:8020/data/digits", 0, 1, storage_options={"user": "me"})
     assert data.read()["row"].tolist() == [0, 1, 2, 3]
     place.remove("")
+
+
+def test_a_spilled_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nonesuch")
+    with spill(table(0, 20).to_batches(max_chunksize=7)) as file:
+        assert os.readlink(f"/proc/self/fd/{file.fileno()}").startswith(str(tmp_path))
+        assert os.listdir(tmp_path) == []
+        source = SpilledPieces(file.fileno(), ["row", "pair"])
+        assert source.lengths == [7, 7, 6]
+        assert source.load(1)["row"].tolist() == list(range(7, 14))
+        assert list(source.load(2)) == ["row", "pair"]
+        with pytest.raises(DataError, match=r"no column 'x'; there are row, pair, image\.grey, text"):
+            SpilledPieces(file.fileno(), ["x"]).load(0)
+    with spill([]) as file:
+        assert SpilledPieces(file.fileno(), None).lengths == []
+    with spill(table(0, 0).to_batches()) as file:
+        assert SpilledPieces(file.fileno(), None).lengths == []
 
 
 def test_store(tmp_path: Path) -> None:

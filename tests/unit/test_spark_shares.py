@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import absolute
 from pyhvd.spark.data.manifest import Column, Dataset, Part
-from pyhvd.spark.data.reading import Shard, shard
+from pyhvd.spark.data.reading import Plan, Shard, shard
 from pyhvd.spark.data.shares import MIXED, draw, pieces, stretch, windows
 from pyhvd.spark.errors import DataError
 
@@ -39,17 +39,8 @@ class Rows:
         return {"row": rows, "pair": np.stack([rows, -rows], axis=1)}
 
     def shard(self, rank: int, total: int, rows: int, batch_size: int, shuffle: bool, **more: bool) -> Shard:
-        return Shard(
-            self,
-            self.columns,
-            rank=rank,
-            total_rows=total,
-            rows=rows,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=3,
-            cache=more.get("cache", False),
-        )
+        plan = Plan(batch_size, shuffle, 3, more.get("cache", False))
+        return Shard(self, self.columns, rank=rank, total_rows=total, rows=rows, plan=plan)
 
 
 @given(GROUPS, st.integers(1, 9))

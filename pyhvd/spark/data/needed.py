@@ -9,7 +9,7 @@ from pyhvd.spark.errors import SparkError
 
 
 def needed(module: str) -> Any:
-    """Import and return a module of pyarrow or fsspec.
+    """Import and return a module of a package that the extra `spark` brings.
 
     Raises
     ------

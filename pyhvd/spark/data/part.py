@@ -62,14 +62,14 @@ class PartWriter:
     """
 
     def __init__(self, folder: Folder, job: str, rows_per_group: int | None, compression: str) -> None:
-        self._folder = folder
-        self._job = job
+        self.folder = folder
+        self.job = job
         self._rows_per_group = rows_per_group
         self._compression = compression
 
     def write(self, partition: int, batches: Iterable[Any]) -> Written:
         """Write record batches of Arrow into a file of a new name."""
-        name = f"part-{partition:05d}-{self._job}-{uuid.uuid4().hex[:8]}.parquet"
+        name = f"part-{partition:05d}-{self.job}-{uuid.uuid4().hex[:8]}.parquet"
         groups = self._groups(batches)
         first = next(groups, None)
         if first is None:
@@ -77,10 +77,10 @@ class PartWriter:
         try:
             columns, counts = self._write_groups(name, first, groups)
         except DataError as exc:
-            self._folder.remove(name)
+            self.folder.remove(name)
             return Written(partition, fault=str(exc))
         except BaseException:
-            self._folder.remove(name)
+            self.folder.remove(name)
             raise
         return Written(partition, Part(name, tuple(counts)), columns)
 
@@ -91,7 +91,7 @@ class PartWriter:
         counts = [first.num_rows]
         parquet = needed("pyarrow.parquet")
         with (
-            self._folder.open(name, "wb") as file,
+            self.folder.open(name, "wb") as file,
             parquet.ParquetWriter(file, first.schema, compression=self._compression) as writer,
         ):
             writer.write_table(first, row_group_size=first.num_rows)

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.needed import needed
-from pyhvd.spark.data.reading import Shard, check_batch_size
+from pyhvd.spark.data.reading import Plan, Shard
 from pyhvd.spark.data.schema import select
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.task_service import TaskBody
@@ -36,7 +36,8 @@ def deal(df: DataFrame, size: int) -> DataFrame:
     DataError
         A column is of a type that no array has.
     """
-    needed("pyarrow")
+    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
+        needed(module)
     return select(df, None).repartition(size)
 
 
@@ -140,11 +141,6 @@ def partition(
         With False all rows are used, ranks may have more steps than others, and they have to call
         :func:`pyhvd.join` after each epoch.
 
-    Returns
-    -------
-    Shard
-        The rows.
-
     Raises
     ------
     DataError
@@ -159,11 +155,17 @@ def partition(
     ...         step(batch["pixels"], batch["label"])
     >>> pyhvd.spark.run(train, df=df, num_proc=4)                   # doctest: +SKIP
     """
-    check_batch_size(batch_size)
+    plan = Plan(batch_size, shuffle, seed)
     descriptor = os.environ.get(_VARIABLE)
     if descriptor is None:
         raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...), launcher='pmi'")
-    source = SpilledPieces(int(descriptor), columns)
+    return _share(SpilledPieces(int(descriptor), columns), equal_steps, plan)
+
+
+def _share(source: SpilledPieces, equal_steps: bool, plan: Plan) -> Shard:
+    from pyhvd import topology
+
+    rank = topology.rank()
     counts = _counts(sum(source.lengths))
     without = [str(rank) for rank, count in enumerate(counts) if not count]
     if without:
@@ -171,20 +173,9 @@ def partition(
             f"there are no rows for rank {', '.join(without)} of {len(counts)}"
             f" (the DataFrame has {sum(counts)}): use fewer ranks"
         )
-    from pyhvd import topology
-
-    rank = topology.rank()
-    return Shard(
-        source,
-        describe(source.load(0)),
-        rank=rank,
-        total_rows=sum(counts),
-        rows=min(counts) if equal_steps else counts[rank],
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        cache=False,
-    )
+    rows = min(counts) if equal_steps else counts[rank]
+    columns = describe(source.load(0))
+    return Shard(source, columns, rank=rank, total_rows=sum(counts), rows=rows, plan=plan)
 
 
 def _counts(own: int) -> list[int]:

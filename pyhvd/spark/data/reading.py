@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyhvd.spark.data import manifest
@@ -27,6 +28,20 @@ class Source(Protocol):
 
     def load(self, number: int) -> Batch:
         """Return a piece as arrays, which nobody writes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a shard makes batches of its rows: the arguments of :func:`shard` of these names."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: expected a number of rows, 1 at least")
 
 
 class Shard:
@@ -53,21 +68,16 @@ class Shard:
         rank: int,
         total_rows: int,
         rows: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        cache: bool,
+        plan: Plan,
     ) -> None:
         self.columns = {column.name: column for column in columns}
         self.rows = rows
         self.total_rows = total_rows
-        self.steps = -(-rows // batch_size)
+        self.steps = -(-rows // plan.batch_size)
         self._source = source
         self._rank = rank
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._cache: dict[int, Batch] | None = {} if cache else None
+        self._plan = plan
+        self._cache: dict[int, Batch] | None = {} if plan.cache else None
 
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch: dicts of column name to array, of up to `batch_size` rows.
@@ -87,7 +97,7 @@ class Shard:
         """
         import numpy as np
 
-        size, left = self._batch_size, self.rows
+        size, left = self._plan.batch_size, self.rows
         held: Batch = {}
         for fresh in self._windows(number):
             held = {
@@ -109,7 +119,7 @@ class Shard:
 
     def _windows(self, epoch: int) -> Iterator[Batch]:
         """Yield the rows of a few pieces at a time, mixed if so wanted, while the next ones are read."""
-        generator = draw(self._seed, epoch, self._rank) if self._shuffle else None
+        generator = draw(self._plan.seed, epoch, self._rank) if self._plan.shuffle else None
         order = windows(len(self._source.lengths), generator)
         if not order:
             return
@@ -186,17 +196,10 @@ def shard(
     storage_options : mapping, optional
         As for :func:`prepare`.
 
-    Returns
-    -------
-    Shard
-        The share.
-
     Raises
     ------
     DataError
         There is no prepared dataset, or it is damaged; no such column; fewer rows than ranks.
-    ValueError
-        `rank`, `size` or `batch_size` are out of range.
 
     Examples
     --------
@@ -205,34 +208,24 @@ def shard(
     ...     for batch in data.epoch(epoch):
     ...         step(batch["pixels"], batch["label"])
     """
-    check_batch_size(batch_size)
-    rank, size = _place(rank, size)
-    folder = Folder(path, storage_options)
+    plan = Plan(batch_size, shuffle, seed, cache)
+    return _open(Folder(path, storage_options), *_place(rank, size), columns, equal_steps, plan)
+
+
+def _open(
+    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, equal_steps: bool, plan: Plan
+) -> Shard:
     dataset = manifest.load(folder)
     chosen = dataset.choose(columns)
-    begin, end = stretch(dataset.rows, rank, size)
     if equal_steps and dataset.rows < size:
         raise DataError(
             f"{folder.path} has {dataset.rows} rows for {size} ranks: use fewer ranks, or equal_steps=False"
         )
+    begin, end = stretch(dataset.rows, rank, size)
     groups = [rows for part in dataset.parts for rows in part.groups]
-    return Shard(
-        ParquetPieces(folder, dataset, chosen, pieces(groups, begin, end)),
-        chosen,
-        rank=rank,
-        total_rows=dataset.rows,
-        rows=dataset.rows // size if equal_steps else end - begin,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        cache=cache,
-    )
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Raise ValueError if there cannot be batches of so many rows."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected a number of rows, 1 at least")
+    source = ParquetPieces(folder, dataset, chosen, pieces(groups, begin, end))
+    rows = dataset.rows // size if equal_steps else end - begin
+    return Shard(source, chosen, rank=rank, total_rows=dataset.rows, rows=rows, plan=plan)
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:

@@ -40,77 +40,61 @@ def prepare(
 ) -> Dataset:
     """Write a DataFrame as Parquet files from which ranks read their shares with :func:`shard`.
 
-    The tasks of the DataFrame write the files, each a number of row groups; then the driver writes
-    columns and row counts beside them. Without that file there is no dataset: what a failed job leaves is
-    no data.
-
-    Columns may hold numbers, booleans, dates and timestamps, texts and bytes, vectors of Spark ML (sparse
-    ones are filled up), and lists, also nested, of numbers or booleans. Vectors and lists must be of one
-    length in all rows. There may be no nulls.
+    Columns may hold numbers, booleans, dates, timestamps, texts, bytes, vectors of Spark ML, and lists, which
+    must be of one length; and no nulls. There is a dataset when all is written, and not before.
 
     Parameters
     ----------
     df : pyspark.sql.DataFrame
         The rows. It is evaluated once.
     path : str or path
-        The folder, new or empty: a local path, or any URL that fsspec knows (``hdfs://name:8020/x``,
+        A folder that is new or empty: a local path, or any URL that fsspec knows (``hdfs://name:8020/x``,
         ``s3://bucket/x``, ...). Driver and executors must all reach it.
     columns : sequence of str, optional
         The columns to write; all by default.
-    shuffle : bool
-        Bring the rows into random order, so that every rank's share is a sample of all. Otherwise they
-        stay in the order of the partitions.
-    seed : int
-        Of that order.
-    num_files : int, optional
-        How many files at most: one per slot of the cluster by default; without `shuffle` one per partition.
-    rows_per_group : int, optional
-        Rows per row group at most; by default as many as take 16 MiB as arrays.
+    shuffle, seed : bool, int
+        Bring the rows into random order, so that every rank's share is a sample of all.
+    num_files, rows_per_group : int, optional
+        Files, and rows in each of their row groups, at most. One file per slot of the cluster (without
+        `shuffle` per partition), and row groups of 16 MiB, by default.
     compression : str
-        Parquet's: ``"snappy"``, ``"zstd"``, ``"gzip"``, ``"lz4"``, ``"none"``.
+        Parquet's: ``"snappy"``, ``"zstd"``, ``"gzip"``, ``"lz4"``, ``"brotli"``, ``"none"``.
     overwrite : bool
-        Take the place of a dataset that was prepared in this folder before. Its files are removed at the
-        end, so that `df` may read from them. A folder with any other files is refused.
+        Take the place of a dataset; `df` may read from it. A folder with any other files is refused.
     storage_options : mapping, optional
         What the file system takes, e.g. keys. It travels to the executors, and is never shown.
-
-    Returns
-    -------
-    Dataset
-        Columns and row counts.
 
     Raises
     ------
     DataError
-        The folder is not empty; a column holds what cannot become an array, a null, or lists of different
-        lengths; there are no rows; the executors have written where the driver does not look.
+        The folder is not empty; a column cannot become an array; there are no rows; the executors have
+        written where the driver does not look.
     SparkError
         Spark ended the job, or a package is missing.
-
-    Examples
-    --------
-    >>> dataset = pyhvd.spark.prepare(df, "/shared/digits")         # doctest: +SKIP
-    >>> dataset.rows, dataset.columns[0]                            # doctest: +SKIP
-    (1797, Column(name='pixels', dtype='float64', shape=(64,)))
     """
     _check(num_files=num_files, rows_per_group=rows_per_group)
     if compression not in _COMPRESSIONS:
         raise ValueError(f"compression={compression!r}: expected one of {', '.join(_COMPRESSIONS)}")
+    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
+        needed(module)
     folder = Folder(path, storage_options)
-    needed("pyarrow")
     _refuse_others(folder, overwrite)
     rows = _arrange(select(df, columns), shuffle, seed, num_files)
-    job = uuid.uuid4().hex[:12]
-    writer = PartWriter(folder, job, rows_per_group, compression)
+    return _carry_out(rows, PartWriter(folder, uuid.uuid4().hex[:12], rows_per_group, compression))
+
+
+def _carry_out(df: DataFrame, writer: PartWriter) -> Dataset:
+    """Write files and manifest; leave no file that the manifest does not name."""
+    folder = writer.folder
     kept: set[str] = set()
     try:
-        dataset = _assemble(_write(rows, writer), folder)
+        dataset = _assemble(_write(df, writer), folder)
         folder.write(manifest.NAME, manifest.encode(dataset))
         kept = {part.name for part in dataset.parts}
     finally:
         # What failed or superfluous attempts have left; and what was there before, once the new data are.
         for name in folder.names():
-            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{writer.job}-" in name):
                 folder.remove(name)
     return dataset
 
