@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from pathlib import Path
 
 _NETWORK = "10.99.0"
 _LENGTH = 24
-# Dies with who has started it, which killing nsenter alone would not bring about.
+_THAW_S = 5.0
+# Dies with who has started it: nsenter with the tests, and what runs on the host with nsenter.
 _MORTAL = ("setpriv", "--pdeathsig", "KILL", "--")
 _TOOLS = ("ip", "nsenter", "setpriv", "unshare", "bash")
 
@@ -98,7 +100,7 @@ class Host:
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Return the command line that runs another one on this host."""
         spaces = ["--net", "--uts", "--ipc", "--mount"] + (["--pid"] if "--fork" in self._options else [])
-        return ["nsenter", f"--target={self._first}", *spaces, "--", *_MORTAL, *arguments]
+        return [*_MORTAL, "nsenter", f"--target={self._first}", *spaces, "--", *_MORTAL, *arguments]
 
     def do(self, *arguments: str, check: bool = True) -> None:
         """Run a command there that takes no time; what it says is in the error if it fails."""
@@ -137,19 +139,32 @@ class Host:
 
     def thaw(self) -> None:
         """Take back :meth:`freeze`."""
-        _signal_all(self.processes(), signal.SIGCONT)
+        until = time.monotonic() + _THAW_S
+        # Again, as nsenter stops itself for as long as it sees what it has started stand still.
+        while stopped := [process for process in self.processes() if _is_stopped(process)]:
+            if time.monotonic() > until:
+                raise OSError(f"processes {stopped} on {self.name} stand still")
+            _signal_all(stopped, signal.SIGCONT)
+            time.sleep(0.01)
 
     def crash(self) -> None:
         """End all that runs there; the kernel closes its connections, so that the others hear of it."""
         if self._unshare is None:
             return
         if self._space:
-            _signal_all([self._first, *self.processes()], signal.SIGKILL)
-        self._unshare.kill()
+            _signal_all(self.processes(), signal.SIGKILL)
+        self._unshare.kill()  # its child goes with it
         self._unshare.wait()
         assert self._unshare.stdout is not None
         self._unshare.stdout.close()
         self._unshare, self._space = None, 0
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def _signal_all(processes: set[int] | list[int], number: signal.Signals) -> None:

@@ -166,7 +166,7 @@ class DriverService:
                     raise
 
     def stop(self, reason: str, timeout: float) -> None:
-        """Have all tasks kill their ranks; return when all have that can be heard, or after `timeout` seconds."""
+        """Have all tasks kill their ranks; return when all that speak have, `timeout` s at most."""
         self._over = reason
         for peer in self._board.peers:
             peer.feed = iter(())

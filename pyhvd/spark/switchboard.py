@@ -137,7 +137,7 @@ class Switchboard:
             self._check(peer, now)
 
     def hears(self, peer: Peer) -> bool:
-        """Whether a peer has spoken of late: of a host that is gone, all tasks fall silent at about one time."""
+        """Whether a peer has spoken of late; the tasks of a host that is gone fall silent together."""
         return time.monotonic() <= max(peer.connection.heard, self._patience) + _LATE_S
 
     def close(self) -> None:

@@ -92,12 +92,16 @@ class Cluster:
         self, name: str, place: Place, arguments: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> None:
         listening = ("--host", place.address, "--port", "0", "--webui-port", "0")
-        own = {"SPARK_DAEMON_MEMORY": "256m", "SPARK_LOCAL_DIRS": str(self._folder / "local")}
+        own = {
+            "SPARK_LOCAL_IP": place.address,
+            "SPARK_LOCAL_DIRS": str(self._folder / "local"),
+            "SPARK_DAEMON_MEMORY": "256m",
+        }
         command = [str(_home() / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
         self._stack.enter_context(
             _daemon(
                 place.command([*command, *listening, *arguments]),
-                {**spark_environment(), "SPARK_LOCAL_IP": place.address, **own, **env},
+                {**spark_environment(), **own, **env},
                 log,
             )
         )

@@ -24,7 +24,7 @@ START_S = 90.0
 SETTINGS = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
-    # Spark looks so often whether there are slots for a job in barrier mode; an executor that was lost comes back.
+    # How often Spark looks for the slots of a job in barrier mode, say until a lost executor is back.
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
