@@ -176,6 +176,8 @@ def start_spark(options: argparse.Namespace) -> SparkSession:
 
 def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float:
     """Prepare, train, transform; return the share of held-out digits whose label is found."""
+    from pyspark.sql import functions
+
     store = pyhvd.spark.Store.create(folder)
     training, held_out = load(spark, options.seed)
     dataset = pyhvd.spark.prepare(
@@ -193,13 +195,9 @@ def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float
         f" loss {losses[0]:.4f} -> {losses[-1]:.4f}, saved in {model_path(store)}",
         flush=True,
     )
-    predicted = transform(held_out, store).selectExpr("label", "int(prediction = label) as found")
-    digits = (
-        predicted.groupBy("label")
-        .agg({"*": "count", "found": "sum"})
-        .toDF("label", "images", "found")
-        .cache()
-    )
+    predicted = transform(held_out, store)
+    hits = functions.sum((predicted["prediction"] == predicted["label"]).cast("int"))
+    digits = predicted.groupBy("label").agg(functions.count("*").alias("images"), hits.alias("found")).cache()
     digits.orderBy("label").show()
     images, found = (int(number) for number in digits.selectExpr("sum(images)", "sum(found)").first())
     print(f"held-out accuracy {found / images:.1%} ({images} images)", flush=True)
