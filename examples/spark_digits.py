@@ -168,12 +168,16 @@ def start_spark(options: argparse.Namespace) -> SparkSession:
     builder = SparkSession.builder.appName("digits").master(options.master or f"local[{options.num_proc}]")
     if options.master is None:
         builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.ui.enabled", "false")
-    session: SparkSession = builder.config("spark.log.level", "ERROR").getOrCreate()
+    on_terminal = str(sys.stderr.isatty()).lower()
+    builder = builder.config("spark.log.level", "ERROR").config("spark.ui.showConsoleProgress", on_terminal)
+    session: SparkSession = builder.getOrCreate()
     return session
 
 
 def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float:
     """Prepare, train, transform; return the share of held-out digits whose label is found."""
+    from pyspark.sql import functions
+
     store = pyhvd.spark.Store.create(folder)
     training, held_out = load(spark, options.seed)
     dataset = pyhvd.spark.prepare(
@@ -191,11 +195,13 @@ def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float
         f" loss {losses[0]:.4f} -> {losses[-1]:.4f}, saved in {model_path(store)}",
         flush=True,
     )
-    predicted = transform(held_out, store).cache()
-    predicted.select("label", "prediction").show(5)
-    hits, total = int(predicted.where("prediction = label").count()), int(predicted.count())
-    print(f"held-out accuracy {hits / total:.1%} ({total} images)", flush=True)
-    return hits / total
+    predicted = transform(held_out, store)
+    hits = functions.sum((predicted["prediction"] == predicted["label"]).cast("int"))
+    digits = predicted.groupBy("label").agg(functions.count("*").alias("images"), hits.alias("found")).cache()
+    digits.orderBy("label").show()
+    images, found = (int(number) for number in digits.selectExpr("sum(images)", "sum(found)").first())
+    print(f"held-out accuracy {found / images:.1%} ({images} images)", flush=True)
+    return found / images
 
 
 def parse() -> argparse.Namespace:

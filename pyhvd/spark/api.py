@@ -13,6 +13,7 @@ from pyhvd.errors import ConfigError
 from pyhvd.net.connection import Address
 from pyhvd.run.mpi_flavour import LaunchError
 from pyhvd.spark.data.partition import deal
+from pyhvd.spark.data.schema import Selection
 from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.spark.job import CollectJob
@@ -141,9 +142,9 @@ def _drive(
     size: int,
     addresses: list[Address],
     secret: Secret,
-    df: DataFrame | None,
+    rows: Selection | None,
 ) -> list[bytes]:
-    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()), df)
+    job = CollectJob(context, size, TaskBody(addresses, secret), _use_barrier(context.getConf()), rows)
     try:
         return service.run(job)
     except BaseException as exc:  # Ctrl-C too

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from pyhvd.errors import describe_exception
 from pyhvd.spark.data.partition import collect_beside
+from pyhvd.spark.data.schema import Selection
 from pyhvd.spark.errors import SparkError
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
-    from pyspark.sql import DataFrame
 
 _numbers = itertools.count()
 
@@ -36,7 +36,7 @@ class CollectJob:
         What each of them does.
     barrier : bool
         Whether Spark starts either all tasks or none.
-    df : DataFrame, optional
+    rows : Selection, optional
         The ranks get its partitions, one each; as many as tasks.
     """
 
@@ -46,7 +46,7 @@ class CollectJob:
         size: int,
         body: TaskBody,
         barrier: bool,
-        df: DataFrame | None = None,
+        rows: Selection | None = None,
     ) -> None:
         from pyspark import InheritableThread
 
@@ -55,7 +55,7 @@ class CollectJob:
         self._size = size
         self._body = body
         self._barrier = barrier
-        self._df = df
+        self._rows = rows
         self._results: list[tuple[int, bytes]] = []
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -112,8 +112,8 @@ class CollectJob:
             os.close(self._tell)
 
     def _run_tasks(self) -> list[tuple[int, bytes]]:
-        if self._df is not None:
-            return collect_beside(self._df, self._body, self._barrier)
+        if self._rows is not None:
+            return collect_beside(self._rows, self._body, self._barrier)
         data = self._context.parallelize(range(self._size), self._size)
         tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
         results: list[tuple[int, bytes]] = tasks.collect()

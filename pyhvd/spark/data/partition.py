@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.needed import needed
 from pyhvd.spark.data.reading import Plan, Shard
-from pyhvd.spark.data.schema import select
+from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.task_service import TaskBody
 
@@ -28,7 +29,7 @@ _VARIABLE = "PYHVD_SPARK_PARTITION"
 """Says the rank which descriptor its partition is."""
 
 
-def deal(df: DataFrame, size: int) -> DataFrame:
+def deal(df: DataFrame, size: int) -> Selection:
     """Return the rows of a DataFrame in one partition per rank, dealt out in turn.
 
     Raises
@@ -36,15 +37,14 @@ def deal(df: DataFrame, size: int) -> DataFrame:
     DataError
         A column is of a type that no array has.
     """
-    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
-        needed(module)
-    return select(df, None).repartition(size)
+    rows = select(df, None)
+    return replace(rows, df=rows.df.repartition(size))
 
 
-def collect_beside(df: DataFrame, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
+def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
     """Run a rank beside each partition; return what the tasks return: ranks, and their pickled results."""
 
-    def work(batches: Iterator[Any]) -> Iterator[Any]:
+    def work(batches: Iterable[Any]) -> Iterator[Any]:
         pa = needed("pyarrow")
         from pyspark import TaskContext
 
@@ -57,8 +57,8 @@ def collect_beside(df: DataFrame, body: TaskBody, barrier: bool) -> list[tuple[i
             columns = [pa.array([rank], pa.int32()), pa.array([pickled], pa.binary())]
             yield pa.RecordBatch.from_arrays(columns, names=["rank", "result"])
 
-    rows = df.mapInArrow(work, "rank int, result binary", barrier=barrier).collect()
-    return [(row[0], bytes(row[1])) for row in rows]
+    told = rows.collect(work, "rank int, result binary", barrier)
+    return [(row[0], bytes(row[1])) for row in told]
 
 
 def spill(batches: Iterable[Any]) -> IO[bytes]:

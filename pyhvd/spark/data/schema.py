@@ -1,11 +1,13 @@
-"""Which columns of a DataFrame can become arrays, said before any work is done."""
+"""Which columns of a DataFrame can become arrays, said before any work is done; and how tasks get them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pyhvd.spark.data.needed import needed
 from pyhvd.spark.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,14 +19,47 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def select(df: DataFrame, names: Sequence[str] | None) -> DataFrame:
+@dataclass(frozen=True)
+class Selection:
+    """Columns of a DataFrame for tasks that take record batches of Arrow.
+
+    Attributes
+    ----------
+    df : DataFrame
+        The columns, by names of this module's own: mapInArrow does not find a name that has a dot.
+    names : list of str
+        The names that they had.
+    """
+
+    df: DataFrame
+    names: list[str]
+
+    def collect(
+        self, work: Callable[[Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
+    ) -> list[Any]:
+        """Have each partition's task call `work` with its record batches; return the rows that it yields."""
+        names = self.names
+
+        def renamed(batches: Iterator[Any]) -> Iterator[Any]:
+            make = needed("pyarrow").RecordBatch.from_arrays
+            return work(make(batch.columns, names=names) for batch in batches)
+
+        rows: list[Any] = self.df.mapInArrow(renamed, schema, barrier=barrier).collect()
+        return rows
+
+
+def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     """Return these columns of a DataFrame, vectors of Spark ML as lists; all columns for None.
 
     Raises
     ------
     DataError
         A column is not there, is there twice, or is of a type that no array has.
+    SparkError
+        A package is missing.
     """
+    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
+        needed(module)
     if isinstance(names, str):
         raise DataError(f"columns={names!r}: expected a list of names")
     fields = {field.name: field for field in df.schema.fields}
@@ -36,11 +71,12 @@ def select(df: DataFrame, names: Sequence[str] | None) -> DataFrame:
     twice += [name for name, count in Counter(chosen).items() if count > 1]
     if twice:
         raise DataError(f"column {twice[0]!r} is there twice: rename one, or leave it out")
-    return df.select([expression(name, fields[name].dataType) for name in chosen])
+    columns = [expression(name, fields[name].dataType) for name in chosen]
+    return Selection(df.select([column.alias(f"c{n}") for n, column in enumerate(columns)]), chosen)
 
 
 def expression(name: str, kind: Any) -> Column:
-    """Return a column of this name and type; vectors of Spark ML as lists.
+    """Return what is in a column of this type; vectors of Spark ML as lists.
 
     Raises
     ------
@@ -53,7 +89,7 @@ def expression(name: str, kind: Any) -> Column:
     if type(kind).__name__ == "VectorUDT":
         from pyspark.ml.functions import vector_to_array
 
-        return vector_to_array(column).alias(name)
+        return vector_to_array(column)
     inner = kind
     while inner.typeName() == "array":
         inner = inner.elementType

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Dataset
 from pyhvd.spark.data.needed import needed
 from pyhvd.spark.data.part import PART_NAME, PartWriter, Written
-from pyhvd.spark.data.schema import select
+from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.errors import DataError, SparkError
 
 if TYPE_CHECKING:
@@ -75,20 +76,18 @@ def prepare(
     _check(num_files=num_files, rows_per_group=rows_per_group)
     if compression not in _COMPRESSIONS:
         raise ValueError(f"compression={compression!r}: expected one of {', '.join(_COMPRESSIONS)}")
-    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
-        needed(module)
     folder = Folder(path, storage_options)
     _refuse_others(folder, overwrite)
     rows = _arrange(select(df, columns), shuffle, seed, num_files)
     return _carry_out(rows, PartWriter(folder, uuid.uuid4().hex[:12], rows_per_group, compression))
 
 
-def _carry_out(df: DataFrame, writer: PartWriter) -> Dataset:
+def _carry_out(rows: Selection, writer: PartWriter) -> Dataset:
     """Write files and manifest; leave no file that the manifest does not name."""
     folder = writer.folder
     kept: set[str] = set()
     try:
-        dataset = _assemble(_write(df, writer), folder)
+        dataset = _assemble(_write(rows, writer), folder)
         folder.write(manifest.NAME, manifest.encode(dataset))
         kept = {part.name for part in dataset.parts}
     finally:
@@ -118,20 +117,23 @@ def _refuse_others(folder: Folder, overwrite: bool) -> None:
         raise DataError(f"{folder.path} holds {what}: choose another folder, or overwrite=True")
 
 
-def _arrange(df: DataFrame, shuffle: bool, seed: int, num_files: int | None) -> DataFrame:
-    if not shuffle:
-        return df if num_files is None else df.coalesce(num_files)
-    from pyspark.sql import functions
+def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -> Selection:
+    df = rows.df
+    if shuffle:
+        from pyspark.sql import functions
 
-    count = num_files or df.sparkSession.sparkContext.defaultParallelism
-    # Which file, and where in it, are two draws: one draw for both would put low numbers into one file.
-    return df.repartition(count, functions.rand(seed)).sortWithinPartitions(functions.rand(seed + 1))
+        count = num_files or df.sparkSession.sparkContext.defaultParallelism
+        # Which file, and where in it, are two draws: one draw for both would put low numbers into one file.
+        df = df.repartition(count, functions.rand(seed)).sortWithinPartitions(functions.rand(seed + 1))
+    elif num_files is not None:
+        df = df.coalesce(num_files)
+    return replace(rows, df=df)
 
 
-def _write(df: DataFrame, writer: PartWriter) -> list[Written]:
+def _write(rows: Selection, writer: PartWriter) -> list[Written]:
     """Have the tasks write, and return what they tell, in the order of the partitions."""
 
-    def write(batches: Iterator[Any]) -> Iterator[Any]:
+    def write(batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -140,13 +142,13 @@ def _write(df: DataFrame, writer: PartWriter) -> list[Written]:
         yield needed("pyarrow").RecordBatch.from_pydict({"written": [msgspec.json.encode(written).decode()]})
 
     try:
-        rows = df.mapInArrow(write, "written string").collect()
+        told = rows.collect(write, "written string")
     except Exception as exc:
         said = describe_exception(exc).strip().splitlines()
         reasons = [line.strip() for line in said if "Error: " in line or "Exception: " in line]
         raise SparkError(f"Spark ended the job: {(reasons or said)[-1]}") from exc
     return sorted(
-        (msgspec.json.decode(row[0], type=Written) for row in rows), key=lambda each: each.partition
+        (msgspec.json.decode(row[0], type=Written) for row in told), key=lambda each: each.partition
     )
 
 
