@@ -150,12 +150,17 @@ def test_a_stand_in_without_mpiexec() -> None:
 
 
 def test_the_environment_that_a_process_was_started_with() -> None:
-    process = subprocess.Popen(["/bin/sleep", "1000"], env={"A": "b=c", "EMPTY": ""})
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(["/bin/cat"], env={"A": "b=c", "EMPTY": ""}, bufsize=0, **pipes)
     try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"\n")
+        assert process.stdout.readline() == b"\n"  # until it runs, the kernel may still be about to set it up
         assert stand_in.read_environment(process.pid) == {"A": "b=c", "EMPTY": ""}
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
