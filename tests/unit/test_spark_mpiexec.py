@@ -150,14 +150,15 @@ def test_a_stand_in_without_mpiexec() -> None:
 
 
 def test_the_environment_that_a_process_was_started_with() -> None:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(["/bin/cat"], env={"A": "b=c", "EMPTY": ""}, bufsize=0, **pipes)
+    environ = {"A": "b=c", "EMPTY": ""}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["/bin/cat"], env=environ, bufsize=0, stdin=pipe, stdout=pipe)
     try:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"\n")
         assert process.stdout.readline() == b"\n"  # until it runs, the kernel may still be about to set it up
-        assert stand_in.read_environment(process.pid) == {"A": "b=c", "EMPTY": ""}
+        assert stand_in.read_environment(process.pid) == environ
     finally:
         process.kill()
         process.communicate()
