@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from pyhvd import supervision
-from pyhvd.errors import describe_exception, describe_traceback
+from pyhvd.errors import TransportError, describe_exception, describe_traceback
 from pyhvd.run.foreign import watch_mpi_import
 from pyhvd.run.report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
 from pyhvd.run.tuning import set_defaults
@@ -60,7 +60,8 @@ def describe_failure(exc: BaseException, when: float) -> Failed:
         return Failed(EXIT, f"called sys.exit({number}) and returned nothing{said}", "", when, number & 0xFF)
     if isinstance(exc, KeyboardInterrupt):
         return Failed(INTERRUPT, "was interrupted", "", when, 130)
-    kind = SECONDARY if is_secondary(exc) else EXCEPTION
+    # What MPI reports is most often that it has lost another rank.
+    kind = SECONDARY if is_secondary(exc) or isinstance(exc, TransportError) else EXCEPTION
     # The frame of run_rank is not the user's.
     return Failed(kind, describe_exception(exc), describe_traceback(exc, skip=1), when)
 

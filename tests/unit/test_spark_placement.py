@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyhvd.errors import ConfigError, RankFailedError
-from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, Record
+from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
 from pyhvd.spark import java
 from pyhvd.spark.api import _mpiexec_arguments, _refuse, _start_timeout
 from pyhvd.spark.errors import JavaNotFoundError, UnsupportedLauncherError
@@ -77,6 +77,33 @@ def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
     assert isinstance(error, RankFailedError)
     assert str(error) == "rank 1 of 3 on host a (Spark task 1) failed: ValueError: x"
     assert str(error.__cause__) == "on rank 1:\n  | Traceback ..."
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        (SIGNAL, 139, "was killed by SIGSEGV"),
+        (SECONDARY, 1, "failed: TransportError: MPI reported: connection reset"),
+    ],
+)
+def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, text: str) -> None:
+    seats = assign(registry_of(["a", "a", "b"]).groups())
+    verdict = Verdict()
+    verdict.add(Record(0, kind, code, text, 10.0), now=100.0)
+    assert verdict.settled_at > 100.0  # the loss may be seen later than what follows from it
+    verdict.add(Record(1, LOST, 1, "is lost", 10.1), now=100.1)
+    assert str(verdict.error(seats)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
+    verdict.add(Record(2, LOST, 1, "is lost", 10.2), now=100.2)
+    assert str(verdict.error(seats)) == "rank 2 of 3 on host b (Spark task 2) is lost"
+
+
+def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
+    verdict = Verdict()
+    verdict.add(Record(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
+    assert verdict.settled_at == 100.0
+    verdict.add(Record(2, LOST, 1, "is lost", 9.9), now=100.0)
+    seats = assign(registry_of(["a", "a", "b"]).groups())
+    assert str(verdict.error(seats)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
 
 
 def test_output_is_shown_by_whole_lines() -> None:
