@@ -1,8 +1,8 @@
 """What goes wrong in a job, and which of it is the cause. Pure: times are told to it.
 
 A rank's own error, exit or death explains all the rest, and settles the matter at once. What may follow from
-another failure (an error that names another rank, a task that is gone, a crash, as MPI itself crashes at times
-when it loses a host) waits a moment for a better reason.
+another failure (an error that names another rank, a task that is gone, a crash, as MPI itself crashes at
+times when it loses a host) waits a moment for a better reason.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Verdict:
         if cause.kind == SECONDARY or _is_crash(cause):
             # On the same host it may be the other way round: that the crash has taken the task along.
             here = _host(places, cause.rank)
-            lost = [record for record in records if record.kind == LOST and _host(places, record.rank) != here]
-            cause = root_cause(lost) or cause
+            lost = (record for record in records if record.kind == LOST)
+            cause = root_cause(each for each in lost if _host(places, each.rank) != here) or cause
         return cause
 
 
