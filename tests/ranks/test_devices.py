@@ -13,7 +13,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.devices import libraries
-from pyhvd.testing import RanksFailed, run_ranks
+from pyhvd.testing import run_ranks
 from tests.conformance.oracle import inputs, reduced, rows, same
 from tests.devices.fake import FakeArray, FakeDevice, FakeLibrary, fake_array
 
@@ -447,7 +447,9 @@ def test_dtypes_that_cannot_travel() -> None:
 def test_a_device_that_fails_ends_the_job() -> None:
     def body(device: FakeDevice) -> None:
         def copy(*args: object) -> None:
-            raise type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy.cuda"})("it fell off the bus")
+            raise type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy.cuda"})(
+                "it fell off the bus"
+            )
 
         array = fake_array(device, np.ones(1000))
         device.copy = copy  # type: ignore[assignment]
