@@ -214,6 +214,8 @@ class Context:
         ValueError
             It was another one before.
         """
+        if self._device is device:
+            return
         with self._lock:
             settled = self._device = self._device or device
         if settled is not device:

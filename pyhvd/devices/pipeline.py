@@ -114,11 +114,11 @@ class Pipeline:
         device = self._device
         before = device.make_event()
         device.record(before, self._stream)
-        device.wait(self._down.stream, before)
-        device.wait(self._up.stream, before)
+        device.wait(self._down.stream, before)  # what goes up comes behind what has come down
         yield
-        for event in self._up.events:
-            device.wait(self._stream, event)
+        after = device.make_event()
+        device.record(after, self._up.stream)
+        device.wait(self._stream, after)
 
     def _fetch(self, number: int, step: Step) -> None:
         slot = address(self._down.slot(number, step.down_bytes))

@@ -82,6 +82,12 @@ def _ndarray(device: FakeDevice) -> Any:
         def __setitem__(self, where: Any, values: Ndarray) -> None:
             device.call(lambda: self._numpy().__setitem__(where, values._numpy()), device.current_stream())
 
+        def __dlpack__(self, stream: int) -> Ndarray:
+            event = device.make_event()
+            device.record(event, device.current_stream())
+            device.wait(stream, event)
+            return self
+
         def strided(self) -> Ndarray:
             """Return a view of every other element of dimension 0."""
             steps = np.empty(self.shape, self.dtype).strides

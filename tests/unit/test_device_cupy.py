@@ -79,11 +79,11 @@ class Capsule:
 
 
 class Namespace:
-    """The library of :class:`Capsule`."""
+    """The library of :class:`Capsule`, which computes on the default stream."""
 
     @staticmethod
     def from_dlpack(array: Any) -> tuple[str, Any]:
-        return "theirs", array
+        return "theirs", array.__dlpack__(stream=0)
 
 
 def on_ranks(body: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     view = adopt_for_writing(array)
     assert isinstance(view, DeviceView)
     assert view.shape == (6,)
-    device.synchronize(view.ready)
+    view.on.synchronize(view.ready)
     assert view.owner.get().tolist() == [0, 2, 4, 6, 8, 10]
     assert view.home is not None
 

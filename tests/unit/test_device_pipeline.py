@@ -86,13 +86,11 @@ def _goes_wrong(what: str, number: int) -> bool:
     return False
 
 
-# Of a transfer of three pieces: the waits for the input, of the way down and of the way up, and behind each
-# slot of the way up. The synchronizations: with what has come down for each piece, and with what went up from
-# the slot of the first piece before the third takes it.
+# Of a transfer of three pieces. The waits: of the communication stream for the input, of the way down for
+# that stream, of that stream for the way up, and of the caller's. The synchronizations: with what has come
+# down for each piece; and with what went up from the slot of the first piece, before the third takes it.
 @pytest.mark.parametrize(
-    ("what", "number"),
-    [("wait", 0), ("wait", 1), ("wait", 3), ("wait", 4), ("wait", 5)]
-    + [("synchronize", n) for n in (0, 2, 4, 5)],
+    ("what", "number"), [("wait", n) for n in range(4)] + [("synchronize", n) for n in (0, 2, 4, 5)]
 )
 def test_no_wait_may_be_forgotten(what: str, number: int) -> None:
     assert _goes_wrong(what, number)
