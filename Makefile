@@ -67,6 +67,10 @@ test-spark35: spark35 ## its main path on Spark 3.5
 test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
 	@$(SUITE) spark-openmpi
 
+.PHONY: gpu-check
+gpu-check: .venv-gpu/.done ## tests/gpu and the rates of the kernels, on this machine's GPU, into benchmarks/results/gpu.json
+	.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
+
 .PHONY: test-py313
 test-py313: py313 ## the unit part under Python 3.13, where there is one
 	@if [ -e .venv-py313/.done ]; then $(SUITE) py313; fi
@@ -109,7 +113,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -148,6 +152,12 @@ spark35: .venv-spark35/.done
 .venv-docs/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),the site)
 	$(call editable,,docs)
+
+# make gpu-check CUDA=12: where the driver is older.
+CUDA ?= 13
+.venv-gpu/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),tests on a GPU)
+	$(call editable,[mpich$(comma)cuda$(CUDA)],test)
 
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)

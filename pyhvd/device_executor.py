@@ -22,6 +22,7 @@ import numpy as np
 
 from pyhvd.arrays import TensorView, address, flat_bytes
 from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.nccl_start import NcclCarrier
 from pyhvd.backends.staged import StagedBackend
 from pyhvd.devices.arrivals import Arrival, Keeper
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
@@ -60,7 +61,8 @@ class Carrier(Protocol):
         """Return a process set's backend; collective over the set."""
 
 
-CARRIERS: list[Carrier] = []
+CARRIERS: list[Carrier] = [NcclCarrier()]
+"""The best one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,21 @@ class DeviceExecutor:
                 carry_out(self._backend(batch[0].process_set, station), batch, entries)
 
     def look(self, now: float) -> float | None:
-        """Let go of memory that the device uses no longer; return when (monotonic s) to look again."""
-        return now + SWEEP_SECONDS if self._keeper.sweep() else None
+        """Let go of memory that the device uses no longer; return when (monotonic s) to look again.
+
+        Raises
+        ------
+        TransportError
+            What is under way has failed.
+        """
+        if not self._keeper.sweep():
+            return None
+        self._check()
+        return now + SWEEP_SECONDS
+
+    def _check(self) -> None:
+        for backend in self._opened.values():
+            backend.check()
 
     def close_set(self, set_id: int) -> None:
         """Give up a process set's backend; collective over the set."""
@@ -154,9 +169,14 @@ class DeviceExecutor:
 
     def close(self) -> None:
         """Give up the backends, in the order of their sets, when the device has done its work; collective."""
-        self._keeper.settle()
+        self._keeper.settle(self._check)
         for set_id in sorted(self._opened):
             self.close_set(set_id)
+
+    def abort(self, why: str) -> None:
+        """Let the device wait for no other rank any longer: some rank has failed. Not collective."""
+        for backend in self._opened.values():
+            backend.abort(why)
 
     # -- where, and by which way ---------------------------------------------------------------------
 

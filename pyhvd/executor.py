@@ -203,8 +203,14 @@ class Executor:
         told = [entry.told for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
-    def close(self) -> None:
+    def abort(self, why: str) -> None:
+        """Let devices wait for no other rank any longer; not collective."""
+        self._devices.abort(why)
+
+    def close(self, stop: ErrorInfo) -> None:
         """Give up the backends, in the order of their sets; collective."""
+        if stop.kind != ErrorKind.SHUT_DOWN:
+            self.abort(stop.message)
         self._devices.close()
         for set_id in sorted(self._backends):
             self._backends.pop(set_id).close()

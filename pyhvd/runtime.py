@@ -256,7 +256,7 @@ class Runtime:
             self._farewell.say()
             # A rank whose engine has broken does not come to measure its clock.
             self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
-            self._executor.close()
+            self._executor.close(stop)
             self._control.close()
         except BaseException as exc:
             self._break(exc)
@@ -474,10 +474,10 @@ class Runtime:
             _log.error("shutting down did not end well: %s", exc)
             return
         error = error_of_thread(exc)
-        traceback = None if exc is self._verdict else exc
-        _log.error("rank %d: %s", self._control.rank, error, exc_info=traceback)
         rank = self._control.rank
+        _log.error("rank %d: %s", rank, error, exc_info=None if exc is self._verdict else exc)
         text = f"rank {rank} failed: {describe_exception(exc)}"
+        self._executor.abort(text)
         info = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))
         with contextlib.suppress(Exception):
             if self._coordinator is not None:

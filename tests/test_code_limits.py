@@ -26,7 +26,7 @@ def _name(path: Path) -> str:
 
 
 PYTHON = _sources(".py")
-ALL = _sources(".py", ".pyx", ".pxi", ".pxd", ".pyi", ".c", ".h")
+ALL = _sources(".py", ".pyx", ".pxi", ".pxd", ".pyi", ".c", ".cu", ".h")
 
 
 def _long_functions(path: Path) -> Iterator[str]:

@@ -50,6 +50,12 @@ class StagedBackend:
         self._pipeline = Pipeline(device, stream)
         self._buffer: Memory | None = None
 
+    def check(self) -> None:
+        """Do nothing: what is queued are copies, which wait for no other rank."""
+
+    def abort(self, why: str) -> None:
+        """Do nothing, for the same reason."""
+
     def close(self) -> None:
         """Give up the fusion buffer."""
         self._buffer = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from pyhvd.devices.base import Device, DeviceView, Event
@@ -38,6 +40,9 @@ def taken(result: Any) -> Any:
     return result
 
 
+_LOOK_S = 1e-3
+
+
 class Keeper:
     """Keeps alive what queued work uses, until an event behind it has passed.
 
@@ -58,9 +63,8 @@ class Keeper:
             self._kept.popleft()
         return bool(self._kept)
 
-    def settle(self) -> None:
-        """Wait for the device, and let go of everything."""
-        while self._kept:
-            device, event, _ = self._kept[-1]
-            device.synchronize(event)
-            self._kept.clear()
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait for the device, and let go of everything; ``check`` raises if that is in vain."""
+        while self.sweep():
+            check()
+            time.sleep(_LOOK_S)

@@ -318,5 +318,17 @@ class DeviceBackend(Protocol):
     ) -> None:
         """Exchange blocks of uneven size, which lie one behind the other; counts in bytes."""
 
+    def check(self) -> None:
+        """Look whether anything that is queued has failed; not collective.
+
+        Raises
+        ------
+        TransportError
+            It has. What is queued has been ended, so that its events pass.
+        """
+
+    def abort(self, why: str) -> None:
+        """End what is queued, so that its events pass; whatever comes fails. Not collective."""
+
     def close(self) -> None:
-        """Give up what the backend holds; collective."""
+        """Give up what the backend holds; collective. What was queued has passed."""

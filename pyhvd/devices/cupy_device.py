@@ -13,6 +13,8 @@ from cupy.cuda import runtime
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
+from pyhvd.devices.cupy_kernels import compile_kernels
+from pyhvd.devices.packing import KernelPacker
 
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -94,8 +96,12 @@ class CupyDevice:
             return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def packer(self) -> Packer | None:
-        """Return None: tensors are copied one by one."""
-        return None
+        """Return what packs by pyhvd's own kernels; None where NVRTC, which compiles them, is not found."""
+        try:
+            cupy.cuda.nvrtc.getVersion()
+        except (ImportError, RuntimeError):
+            return None
+        return KernelPacker(self, compile_kernels)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy; where the two addresses are, CUDA knows."""

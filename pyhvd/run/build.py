@@ -124,7 +124,16 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_OF_A_JOB)}
 
 
-def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], cuda: bool, verbose: bool) -> str:
+def find_nccl() -> Importable:
+    """Ask CuPy for NCCL, in a process of its own."""
+    code = "from pyhvd.topology import nccl_built; print(nccl_built())"
+    out, err, returned = _ask([sys.executable, "-W", "ignore", "-c", code], _IMPORT_S)
+    version = _last_line(out)
+    works = returned == 0 and version != "0"
+    return Importable("NCCL", works, version if works else _last_line(err) or "CuPy finds none")
+
+
+def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Importable, verbose: bool) -> str:
     """Return Horovod's three lists, and what MPI says.
 
     Parameters
@@ -133,18 +142,16 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], cuda: bool, 
         What MPI says of itself.
     frameworks : sequence of Importable
         Which of the array libraries there are.
-    cuda : bool
-        Whether pyhvd carries CUDA arrays.
+    nccl : Importable
+        Whether CuPy finds NCCL.
     verbose : bool
         Also say why.
     """
     rows = []
     for each in frameworks:
         works, why = each.works, each.reason
-        if each.name == "cupy" and not cuda:
-            works, why = False, "this version of pyhvd carries no CUDA arrays"
-        elif each.name == "torch" and works:
-            why += ": CPU tensors, which numpy views without a copy"
+        if each.name == "torch" and works:
+            why += ": CPU tensors, and by CuPy CUDA tensors, neither with a copy"
         rows.append((each.name, works, why))
     carries = not mpi.error and mpi.threads in ("MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
     via = mpi.error or f"{mpi.library}, by way of mpi4py {mpi.mpi4py}"
@@ -153,7 +160,8 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], cuda: bool, 
         "Available Frameworks": rows,
         "Available Controllers": [("MPI", carries, via), ("Gloo", False, none)],
         "Available Tensor Operations": [
-            *((name, False, none) for name in ("NCCL", "DDL", "CCL")),
+            (nccl.name, nccl.works, nccl.reason),
+            *((name, False, none) for name in ("DDL", "CCL")),
             ("MPI", carries, via),
             ("Gloo", False, none),
             ("shared memory", carries, "pyhvd's own, for ranks on one node"),
@@ -180,10 +188,8 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], cuda: bool, 
 
 def check_build(verbose: bool) -> int:
     """Print what there is; return 0, as Horovod does."""
-    from pyhvd.topology import cuda_built
-
     frameworks = [try_import(name) for name in FRAMEWORKS]
-    print(describe_build(probe_mpi(), frameworks, cuda_built(), verbose))
+    print(describe_build(probe_mpi(), frameworks, find_nccl(), verbose))
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import threading
 import types
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyhvd.devices.tiles import THREADS
 from tests.devices.fake import FakeArray, FakeDevice, FakeEvent
+from tests.devices.kernels_on_cpu import SOURCE, compiler_of
 
 
 class Pointer:
@@ -50,6 +53,7 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
         dtype=np.dtype,
         empty=array,
         ascontiguousarray=ascontiguousarray,
+        RawModule=_raw_module(device),
         from_dlpack=lambda given: given.__dlpack__(stream=device.current_stream()),
     )
     module: types.ModuleType = cupy
@@ -98,6 +102,34 @@ def _ndarray(device: FakeDevice) -> Any:
     return Ndarray
 
 
+def _nvrtc_version() -> tuple[int, int]:
+    if shutil.which("g++") is None:
+        raise RuntimeError("NVRTC, for which g++ stands here, is not found")
+    return 13, 0
+
+
+def _raw_module(device: FakeDevice) -> Any:
+    """Return the type of CuPy's modules of CUDA source; it knows the kernels of ``fusion.cu`` alone."""
+
+    class RawModule:
+        """CuPy's module of kernels."""
+
+        def __init__(self, *, code: str, options: tuple[str, ...]) -> None:
+            assert code == SOURCE.read_text()
+            assert options[0] == "--std=c++14"
+            types_of = dict(option.removeprefix("-DPYHVD_").split("=") for option in options[1:])
+            self._launch = compiler_of(device)(types_of["TENSOR"], types_of["WIRE"])
+
+        def get_function(self, name: str) -> Any:
+            def call(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+                assert block == (THREADS,)
+                self._launch(name, grid[0], arguments, device.current_stream())
+
+            return call
+
+    return RawModule
+
+
 def _cuda(device: FakeDevice) -> types.ModuleType:
     """Return a module ``cupy.cuda``."""
     cuda: Any = types.ModuleType("cupy.cuda")
@@ -130,6 +162,7 @@ def _cuda(device: FakeDevice) -> types.ModuleType:
         alloc_pinned_memory=device.allocate_pinned,
         UnownedMemory=Unowned,
         MemoryPointer=Pointer,
+        nvrtc=types.SimpleNamespace(getVersion=_nvrtc_version),
         **_streams(device),
     )
     module: types.ModuleType = cuda

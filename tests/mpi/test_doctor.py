@@ -216,4 +216,5 @@ def test_check_build(flag: str) -> None:
 def test_check_build_verbose_says_why() -> None:
     ended = pyhvdrun("--check-build", "--verbose")
     assert ended.code == 0, ended.err
-    assert "[ ] NCCL  (pyhvd has none: MPI carries everything)" in ended.out
+    assert "[ ] NCCL  (CuPy finds none)" in ended.out
+    assert "[ ] DDL  (pyhvd has none: MPI carries everything)" in ended.out

@@ -10,6 +10,7 @@ import msgspec
 from pyhvd.run.build import MpiFacts
 from pyhvd.tools.doctor.advice import Case, Finding, examine
 from pyhvd.tools.doctor.facts import Cores, Facts, Limits, Memory, Shared
+from pyhvd.tools.doctor.gpus import CudaDevice, CudaFacts
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial, TrialFacts
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -35,6 +36,7 @@ GOOD = Facts(
     packages={"rich": "15.0", "torch": ""},
     limits=Limits(4096, None),
 )
+CUDA = CudaFacts("14.2.0", "13.0", "13.0", "13.0", "2.32.3", [CudaDevice("H200", 140 * GIB, "9.0")] * 2)
 FOUND = TrialFacts(
     ranks=[RankFacts(0, "node1", 11, CORES), RankFacts(1, "node1", 12, CORES)],
     ring=RingFacts([1, 65536], []),

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.backends.nccl_start import NcclCarrier
 from pyhvd.devices import libraries
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.libraries import adopt, adopt_for_writing, target_like
+from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, fake_array
+from tests.devices.kernels_on_cpu import needs_compiler
 from tests.devices.stand_in import make_cupy
 
-OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_library", "foreign_library")]
+OURS = [
+    f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_kernels", "cupy_library", "foreign_library")
+]
 SEEDS = range(5)
 
 
@@ -109,6 +114,48 @@ def test_cupy_in_cupy_out(device: FakeDevice) -> None:
             assert [part.get().sum() for part in group] == [6, 100]
 
     on_ranks(body)
+
+
+@needs_compiler
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_what_rides_together_is_packed_by_our_kernels(device: FakeDevice, factor: float) -> None:
+    counts = (3, 1000, 0, 70)
+
+    def body() -> None:
+        arrays = [cupy_array(np.arange(n, dtype=np.float32)) for n in counts]
+        results = hvd.grouped_allreduce(arrays, op=hvd.Sum, name="g", prescale_factor=factor)
+        for result, n in zip(results, counts, strict=True):
+            np.testing.assert_array_equal(result.get(), np.arange(n, dtype=np.float32) * factor)
+
+    run_ranks(1, body)
+
+
+@needs_compiler
+def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = cuda_device(0)
+    packer = cuda.packer()
+    assert packer is not None
+    stream = device.make_stream()
+    with device.using(stream):
+        source, target = cupy_array([1.0, 2.0, 3.0]), cupy_array(np.zeros(8))
+    one = np.zeros(1, np.int64), np.array([source.ptr]), np.array([3])
+    packer.pack(target.ptr, *one, Code.FLOAT64, Code.FLOAT64, ReduceOp.SUM, 2.0, stream)
+    with device.using(stream):
+        np.testing.assert_array_equal(target.get()[:4], [2.0, 4.0, 6.0, 0.0])
+
+
+def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int, int]:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    from pyhvd.devices.cupy_device import cuda_device
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
+    assert cuda_device(0).packer() is None
+    with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
+        NcclCarrier().version(cuda_device(0))
 
 
 def test_the_interface(device: FakeDevice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,13 +18,15 @@ from pyhvd import __main__ as dispatcher
 from pyhvd._version import __version__
 from pyhvd.run.build import Importable, MpiFacts, alone, describe_build
 from pyhvd.tools.doctor import facts as gathering
+from pyhvd.tools.doctor import gpus
 from pyhvd.tools.doctor.advice import Case, Finding, Level, examine, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
+from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain
 from pyhvd.tools.doctor.trial import read_stages
 from pyhvd.tools.doctor.trial_facts import ClockFacts, RingFacts, Trial
-from tests.unit.doctor_cases import GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
+from tests.unit.doctor_cases import CUDA, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,6 +207,87 @@ def test_a_report_is_json() -> None:
     assert data["trial"]["found"]["lanes"][1]["latency"] == 2e-6
 
 
+GPU_LINES = """\
+  ok    CuPy           14.2.0, CUDA 13.0, driver for CUDA 13.0, NVRTC 13.0, NCCL 2.32.3
+  ok    devices        0: H200, 140 GiB, compute capability 9.0; 1: H200, 140 GiB, compute capability 9.0
+  note  GPU arrays     by NCCL for up to 2 ranks on this host, a device for each; through the host for more
+"""
+
+
+def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
+    facts = replace(GOOD, cuda=CUDA)
+    text = plain(Report([facts], {"node1": [f for f in examine(Case(facts, 3)) if f.about == "GPU arrays"]}))
+    assert GPU_LINES in re.sub(" (ok|note) +", r" \1  ", text).replace("  ok  ", "  ok    ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({}, "by NCCL for up to 2 ranks on this host, a device for each; through the host for more"),
+        (
+            {"devices": CUDA.devices[:1]},
+            "by NCCL for up to 1 rank on this host, a device for each; through the host for more",
+        ),
+        ({"nccl": ""}, "through the host: CuPy finds no NCCL"),
+        ({"compiler": ""}, "through the host: CuPy finds no NVRTC"),
+        ({"devices": []}, "none, as CUDA sees no device"),
+        ({"cupy": ""}, "not taken: CuPy is not there"),
+    ],
+)
+def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: str) -> None:
+    assert replace(CUDA, **changes).way == way
+
+
+def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever stands for CuPy there: one that is whole, one that cannot be imported, one that hangs."""
+    found_here = gpus.probe_cuda()
+    assert isinstance(found_here, CudaFacts)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
+    fake = tmp_path / "cupy.py"
+    fake.write_text("raise ImportError('libcudart.so.13: no such file')")
+    assert gpus.probe_cuda().errors == {"CuPy": "cannot be imported: libcudart.so.13: no such file"}
+    fake.write_text("import os; os._exit(3)")
+    assert gpus.probe_cuda().errors == {"CuPy": "the process that asked it ended with 3: no word"}
+    fake.write_text("import time; time.sleep(60)")
+    assert gpus.probe_cuda(0.5).errors == {"CuPy": "has not said what it sees within 0.5 s"}
+    fake.write_text(CUPY)
+    assert gpus.probe_cuda() == CudaFacts(
+        "14.2.0",
+        "13.1",
+        "13.0",
+        "13.0",
+        "2.32.3",
+        [gpus.CudaDevice("H200", 5, "9.0")],
+        {},
+    )
+    fake.write_text(CUPY.replace("13010", "0").replace("available = True", ""))
+    seen = gpus.probe_cuda()
+    assert (seen.driver, seen.nccl, list(seen.errors)) == ("", "", ["NCCL"])
+
+
+CUPY = """\
+import sys, types
+
+class runtime:
+    driverGetVersion = lambda: 13010
+    runtimeGetVersion = lambda: 13000
+    getDeviceCount = lambda: 1
+    getDeviceProperties = lambda i: {"name": b"H200", "totalGlobalMem": 5, "major": 9, "minor": 0}
+
+class nvrtc:
+    getVersion = lambda: (13, 0)
+
+class nccl:
+    available = True
+    get_version = lambda: 23203
+
+cuda = types.ModuleType("cupy.cuda")
+cuda.runtime, cuda.nvrtc, cuda.nccl = runtime, nvrtc, nccl
+sys.modules["cupy.cuda"] = cuda
+__version__ = "14.2.0"
+"""
+
+
 # -- --check-build ---------------------------------------------------------------------------
 
 BUILD = """\
@@ -211,7 +295,7 @@ pyhvd vVERSION:
 
 Available Frameworks:
     [X] numpy
-    [ ] cupy
+    [X] cupy
     [ ] torch
 
 Available Controllers:
@@ -236,24 +320,25 @@ FRAMEWORKS = [
     Importable("cupy", True, "13.6"),
     Importable("torch", False, "ModuleNotFoundError: No module named 'torch'"),
 ]
+NO_NCCL = Importable("NCCL", False, "CuPy finds none")
 
 
 def test_check_build_in_horovods_form() -> None:
-    assert describe_build(GOOD.mpi, FRAMEWORKS, False, False).replace(__version__, "VERSION") == BUILD
+    assert describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, False).replace(__version__, "VERSION") == BUILD
 
 
 def test_check_build_says_why() -> None:
-    text = describe_build(GOOD.mpi, FRAMEWORKS, False, True)
+    text = describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, True)
     assert "[X] numpy  (2.4.6)" in text
-    assert "[ ] cupy  (this version of pyhvd carries no CUDA arrays)" in text
+    assert "[ ] NCCL  (CuPy finds none)" in text
     assert "[ ] torch  (ModuleNotFoundError: No module named 'torch')" in text
     assert "MPICH 5.0.2 (system, /l/libmpi.so)" in text
-    with_cuda = describe_build(GOOD.mpi, FRAMEWORKS, True, False)
-    assert "[X] cupy" in with_cuda
+    with_nccl = describe_build(GOOD.mpi, FRAMEWORKS, Importable("NCCL", True, "22304"), True)
+    assert "[X] NCCL  (22304)" in with_nccl
 
 
 def test_check_build_without_mpi() -> None:
-    text = describe_build(MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, False, False)
+    text = describe_build(MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, NO_NCCL, False)
     assert "[ ] MPI" in text
     assert "[X] MPI" not in text
     assert "mpi4py not found" in text

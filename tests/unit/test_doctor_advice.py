@@ -9,13 +9,15 @@ import pytest
 
 from pyhvd.tools.doctor.advice import Level
 from pyhvd.tools.doctor.facts import Cores, Limits, Memory, Shared
+from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial
-from tests.unit.doctor_cases import FOUND, GIB, GOOD, MIB, found, only, trial_with
+from tests.unit.doctor_cases import CUDA, FOUND, GIB, GOOD, MIB, found, only, trial_with
 
 
 def test_a_sound_host_has_no_findings() -> None:
     assert found() == []
     assert found(trial=None) == []
+    assert found(cuda=CUDA) == []
 
 
 MPI = GOOD.mpi
@@ -134,8 +136,42 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         (
             "note",
             "GPUs",
-            "1 found, but this version of pyhvd carries host arrays only: copy gradients to the host and"
-            " back",
+            "1 found, but pyhvd takes arrays on GPUs by CuPy, which is not there: pip install"
+            ' "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older',
+        ),
+    ),
+    (
+        {"gpus": ["H200, 143771 MiB, 570.1"], "cuda": CudaFacts(errors={"CuPy": "cannot be imported: x"})},
+        (
+            "note",
+            "GPUs",
+            "1 found, but pyhvd cannot use CuPy, by which it takes arrays on them: cannot be imported: x",
+        ),
+    ),
+    (
+        {"gpus": ["H200, 143771 MiB, 570.1"], "cuda": replace(CUDA, devices=[])},
+        (
+            "note",
+            "devices",
+            "1 found by nvidia-smi, but CUDA shows this process none: look at CUDA_VISIBLE_DEVICES,"
+            " and whether the driver is as new as CuPy's CUDA",
+        ),
+    ),
+    (
+        {"cuda": replace(CUDA, compiler="")},
+        (
+            "note",
+            "CuPy",
+            "NVRTC is not found, so that pyhvd's kernels cannot be compiled, and arrays on GPUs go through"
+            ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
+        ),
+    ),
+    (
+        {"cuda": replace(CUDA, devices=CUDA.devices[:1])},
+        (
+            "note",
+            "GPU arrays",
+            "2 ranks share 1 device: arrays on it go through the host, as NCCL wants a device for each rank",
         ),
     ),
     (

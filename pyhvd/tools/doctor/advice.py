@@ -229,12 +229,36 @@ def check_memory(case: Case) -> Findings:
 
 
 def check_gpus(case: Case) -> Findings:
-    """GPUs are there, and are used."""
-    if case.facts.gpus and not case.facts.carries_cuda:
+    """Arrays on the GPUs that are there are taken, and by the short way."""
+    there, cuda = len(case.facts.gpus), case.facts.cuda
+    devices = len(cuda.devices)
+    if there and (error := cuda.errors.get("CuPy")):
+        yield note(
+            "GPUs", f"{there} found, but pyhvd cannot use CuPy, by which it takes arrays on them: {error}"
+        )
+    elif there and not cuda.cupy:
         yield note(
             "GPUs",
-            f"{len(case.facts.gpus)} found, but this version of pyhvd carries host arrays only: copy"
-            " gradients to the host and back",
+            f"{there} found, but pyhvd takes arrays on GPUs by CuPy, which is not there: pip install"
+            ' "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older',
+        )
+    elif there and not devices:
+        yield note(
+            "devices",
+            f"{there} found by nvidia-smi, but CUDA shows this process none: look at CUDA_VISIBLE_DEVICES,"
+            " and whether the driver is as new as CuPy's CUDA",
+        )
+    elif devices and not cuda.compiler:
+        yield note(
+            "CuPy",
+            "NVRTC is not found, so that pyhvd's kernels cannot be compiled, and arrays on GPUs go through"
+            ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
+        )
+    elif cuda.nccl and 0 < devices < case.ranks:
+        which = "1 device: arrays on it" if devices == 1 else f"{devices} devices: arrays on them"
+        yield note(
+            "GPU arrays",
+            f"{case.ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
         )
 
 

@@ -26,6 +26,7 @@ from pyhvd._version import __version__
 from pyhvd.run.build import MpiFacts, probe_mpi
 from pyhvd.run.channel import JOB_DIR
 from pyhvd.run.mpi_flavour import LaunchError, find_mpiexec, judge_library
+from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
 EXTENSIONS = ("_fusion", "_engine", "_lane")
 OPTIONAL = {
@@ -110,7 +111,6 @@ class Facts:
     folder: str = ""
     extensions: dict[str, str] = field(default_factory=lambda: dict.fromkeys(EXTENSIONS, ""))
     float16: str = ""
-    carries_cuda: bool = False
     mpi: MpiFacts = field(default_factory=MpiFacts)
     mpiexec: str = ""
     mpiexec_error: str = ""
@@ -119,6 +119,7 @@ class Facts:
     cores: Cores = field(default_factory=Cores)
     memory: Memory = field(default_factory=Memory)
     gpus: list[str] = field(default_factory=list)
+    cuda: CudaFacts = field(default_factory=CudaFacts)
     packages: dict[str, str] = field(default_factory=dict)
     schedulers: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
@@ -150,7 +151,6 @@ def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Fa
         folder=str(Path(pyhvd.__file__).parent),
         extensions=extensions,
         float16=_float16() if not broken else "",
-        carries_cuda=_carries_cuda() if not broken else False,
         mpi=mpi,
         mpiexec=mpiexec,
         mpiexec_error=mpiexec_error,
@@ -158,7 +158,8 @@ def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Fa
         shared_per_rank=_window_bytes() if not broken else 0,
         cores=_cores(),
         memory=_memory(),
-        gpus=_gpus(),
+        gpus=gpus(),
+        cuda=probe_cuda(),
         packages={name: _version(name) for name in OPTIONAL},
         schedulers=[f"{words} {environ[name]}" for name, words in _SCHEDULERS.items() if name in environ],
         variables=knob_variables(environ),
@@ -241,12 +242,6 @@ def _float16() -> str:
     return _fusion.isa()
 
 
-def _carries_cuda() -> bool:
-    from pyhvd.topology import cuda_built
-
-    return cuda_built()
-
-
 def _window_bytes() -> int:
     from pyhvd.backends.shm import area_bytes
     from pyhvd.config import Config
@@ -277,7 +272,8 @@ def _memory() -> Memory:
     return Memory(values.get("MemTotal"), values.get("MemAvailable"), cgroup_limits()[1])
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Return name, memory and driver of each GPU, as nvidia-smi has them."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_S, check=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pyhvd.tools.doctor.advice import Finding, Level, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Facts
+from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 WIDTH = 110
@@ -79,11 +80,34 @@ def host_rows(facts: Facts) -> list[Row]:
         Row("cores", f"{cores.usable} of {cores.host} usable{quota}"),
         Row("memory", f"{_amount(memory.available)} available of {_amount(memory.total)}{least}"),
         Row("GPUs", "; ".join(facts.gpus) or "none found"),
+        *_gpu_rows(facts.cuda),
         Row("limits", f"{files} open files, {locked} of locked memory"),
         Row("packages", ", ".join(there) or "none of the optional ones"),
         Row("not there", "; ".join(f"{', '.join(n)} (extra {e})" for e, n in absent.items()) or "nothing"),
         Row("scheduler", ", ".join(facts.schedulers) or "none"),
         Row("environment", set_variables or "nothing of pyhvd's is set"),
+    ]
+
+
+def _gpu_rows(cuda: CudaFacts) -> list[Row]:
+    """Return what there is for arrays on GPUs; nothing where CuPy is not."""
+    if not cuda.cupy:
+        return []
+    versions = {
+        "CUDA": cuda.runtime,
+        "driver for CUDA": cuda.driver,
+        "NVRTC": cuda.compiler,
+        "NCCL": cuda.nccl,
+    }
+    libraries = ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())
+    devices = [
+        f"{i}: {each.name}, {size(each.memory)}, compute capability {each.capability}"
+        for i, each in enumerate(cuda.devices)
+    ]
+    return [
+        Row("CuPy", f"{cuda.cupy}, {libraries}"),
+        Row("devices", "; ".join(devices) or "none"),
+        Row("GPU arrays", cuda.way),
     ]
 
 

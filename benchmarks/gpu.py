@@ -1,0 +1,212 @@
+"""What a GPU makes of it: runs ``tests/gpu``, measures, and writes benchmarks/results/gpu.json.
+
+The record says on which device, with which versions and at which commit. Times are those of CUDA's events,
+rates count the bytes of the tensors once; that of a plain copy, measured beside them, is what is
+to be had. ``make gpu-check`` runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.tensors import resnet50
+from pyhvd._version import __version__
+from pyhvd.devices.layout import lay_out
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.tools.doctor.facts import gpus
+from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
+SETS = {"resnet": resnet50(), "1000 x 1 KiB": [256] * 1000}
+"""Elements of float32."""
+
+REPETITIONS = 30
+STAGED_BYTES = 256 * 1024 * 1024
+
+
+def seconds_of(work: Callable[[], None], stream: Any) -> float:
+    """Return how long the device takes, the median of some repetitions."""
+    import cupy
+
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(REPETITIONS):
+        begun, ended = cupy.cuda.Event(), cupy.cuda.Event()
+        begun.record(stream)
+        work()
+        ended.record(stream)
+        ended.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(begun, ended) / 1e3)
+    return float(statistics.median(times))
+
+
+def packing(counts: Sequence[int]) -> dict[str, float]:
+    """Return rates (bytes of the tensors per second) of pack, unpack, and a plain copy of as much."""
+    import cupy
+
+    from pyhvd.devices.cupy_device import cuda_device
+
+    device = cuda_device(0)
+    packer = device.packer()
+    if packer is None:
+        raise SystemExit("NVRTC is not found: the kernels cannot be compiled")
+    ptr = device.make_stream()
+    stream = cupy.cuda.ExternalStream(ptr)
+    tensors = [cupy.ones(count, np.float32) for count in counts]
+    offsets, total = lay_out(counts, 4)
+    buffer, other = cupy.empty(total, np.float32), cupy.empty(total, np.float32)
+    ptrs = np.array([int(tensor.data.ptr) for tensor in tensors], np.int64)
+    numbers = np.array(counts, np.int64)
+    where = int(buffer.data.ptr), offsets, ptrs, numbers
+    code = Code.FLOAT32
+    cupy.cuda.Device().synchronize()
+    works: dict[str, Callable[[], None]] = {
+        "pack": lambda: packer.pack(*where, code, code, ReduceOp.SUM, 1.0, ptr),
+        "pack and scale": lambda: packer.pack(*where, code, code, ReduceOp.SUM, 0.5, ptr),
+        "unpack": lambda: packer.unpack(*where, code, code, 1.0, ptr),
+        "copy": lambda: device.copy(int(other.data.ptr), int(buffer.data.ptr), total * 4, ptr),
+    }
+    nbytes = sum(counts) * 4
+    rates = {name: nbytes / seconds_of(work, stream) for name, work in works.items()}
+    with stream:
+        stream.begin_capture()
+        works["pack"]()
+        graph = stream.end_capture()
+    rates["pack in a CUDA graph"] = nbytes / seconds_of(lambda: graph.launch(stream), stream)
+    return rates
+
+
+def host_link() -> dict[str, float]:
+    """Return rates (bytes per second) of copies from and to page-locked memory."""
+    import cupy
+
+    from pyhvd.arrays import address
+    from pyhvd.devices.cupy_device import cuda_device
+
+    device = cuda_device(0)
+    ptr = device.make_stream()
+    stream = cupy.cuda.ExternalStream(ptr)
+    there = int(cupy.empty(STAGED_BYTES, np.uint8).data.ptr)
+    here = address(device.allocate_pinned(STAGED_BYTES))
+    down = seconds_of(lambda: device.copy(here, there, STAGED_BYTES, ptr), stream)
+    up = seconds_of(lambda: device.copy(there, here, STAGED_BYTES, ptr), stream)
+    return {"device to host": STAGED_BYTES / down, "host to device": STAGED_BYTES / up}
+
+
+def staged() -> None:
+    """As a rank: reduce an array on the device and one in host memory; rank 0 prints the rates."""
+    import cupy
+
+    import pyhvd as hvd
+
+    hvd.init()
+    rates = {}
+    count = STAGED_BYTES // 4
+    for name, array in (("device", cupy.ones(count, np.float32)), ("host", np.ones(count, np.float32))):
+        times = []
+        for _ in range(7):
+            hvd.barrier()
+            begun = time.perf_counter()
+            hvd.allreduce_(array, name=name)
+            if name == "device":
+                cupy.cuda.get_current_stream().synchronize()
+            times.append(time.perf_counter() - begun)
+        rates[name] = STAGED_BYTES / statistics.median(times[2:])
+    if hvd.rank() == 0:
+        print(json.dumps(rates), flush=True)
+    hvd.shutdown()
+
+
+def run_staged() -> dict[str, float]:
+    """Return the rates of an allreduce on two ranks that share the device."""
+    command = [sys.executable, "-m", "pyhvd.run", "-np", "2", "-m", "benchmarks.gpu", "--staged"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"the staged allreduce has failed:\n{done.stdout}{done.stderr}")
+    rates: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rates
+
+
+def run_tests() -> dict[str, int]:
+    """Run tests/gpu; return how many passed, failed and were skipped."""
+    with tempfile.TemporaryDirectory(prefix="pyhvd-gpu-") as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "tests/gpu"]
+        subprocess.run(command, cwd=ROOT, timeout=1800, check=False)
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None
+    tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    return {"passed": tests - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def commit() -> str:
+    """Return the commit, marked where files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
+        ).stdout.strip()
+
+    changed = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return git("rev-parse", "--short=12", "HEAD") + changed
+
+
+def record(facts: CudaFacts, tests: dict[str, int]) -> dict[str, Any]:
+    """Measure, and return all there is to keep."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "pyhvd": __version__,
+        "gpus": gpus(),
+        "cuda": asdict(facts),
+        "tests": tests,
+        "packing_bytes_per_second": {name: packing(counts) for name, counts in SETS.items()},
+        "host_link_bytes_per_second": host_link(),
+        "allreduce_2_ranks_256_mib_bytes_per_second": run_staged(),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tests, measure, write the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example:\n  python -m benchmarks.gpu --output /tmp/gpu.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=RESULT, metavar="PATH", help=f"default: {RESULT.name}")
+    parser.add_argument("--staged", action="store_true", help="be one of the two ranks of that measurement")
+    options = parser.parse_args(argv)
+    if options.staged:
+        staged()
+        return 0
+    facts = probe_cuda()
+    if not facts.devices:
+        why = "; ".join(f"{what}: {text}" for what, text in facts.errors.items()) or "CuPy is not installed"
+        print(f"no GPU to check: {why}", file=sys.stderr)
+        return 1
+    tests = run_tests()
+    made = record(facts, tests)
+    options.output.write_text(json.dumps(made, indent=1) + "\n")
+    print(f"==> {options.output}: {tests}")
+    return 1 if tests["failed"] or not tests["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""NCCL as pyhvd sees it: a module with the names of ``cupy.cuda.nccl``, and what it can reduce.
+
+Nothing else of the package knows those names, so that all of it runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from pyhvd.dtypes import Code, ReduceOp
+
+# NCCL's name of an element type is ours; it has no 16-bit integers.
+_NUMBERS = frozenset(Code) - {
+    *(Code.UINT16, Code.INT16, Code.BOOL),
+    *(Code.COMPLEX64, Code.COMPLEX128),
+}
+_OPS = {
+    ReduceOp.SUM: "NCCL_SUM",
+    ReduceOp.PRODUCT: "NCCL_PROD",
+    ReduceOp.MIN: "NCCL_MIN",
+    ReduceOp.MAX: "NCCL_MAX",
+}
+# Of bytes that are 0 or 1.
+_BOOL_OPS = {ReduceOp.PRODUCT: "NCCL_MIN", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
+# The sum of complex numbers is that of their parts.
+_PAIRS = {Code.COMPLEX64: "NCCL_FLOAT32", Code.COMPLEX128: "NCCL_FLOAT64"}
+
+
+class Library(Protocol):
+    """What is asked of ``cupy.cuda.nccl``, its constants apart."""
+
+    NcclCommunicator: Any
+
+    def get_version(self) -> int:
+        """Return the version of the library that is loaded."""
+
+    def get_unique_id(self) -> bytes | tuple[int, ...]:
+        """Return what the ranks of a communicator know it by: bytes, and before CuPy 14 numbers."""
+
+    def groupStart(self) -> None:  # noqa: N802 - the library's name
+        """Begin calls that are carried out as one."""
+
+    def groupEnd(self) -> None:  # noqa: N802
+        """End them."""
+
+
+def reduction(library: object, code: Code, op: ReduceOp) -> tuple[int, int, int] | None:
+    """Return NCCL's type, its op, and its numbers per element; None for what it does not reduce."""
+    if code in _PAIRS:
+        names = (_PAIRS[code], "NCCL_SUM", 2) if op == ReduceOp.SUM else None
+    elif code == Code.BOOL:
+        names = ("NCCL_UINT8", _BOOL_OPS[op], 1) if op in _BOOL_OPS else None
+    elif code in _NUMBERS and op in _OPS:
+        names = (f"NCCL_{code.name}", _OPS[op], 1)
+    else:
+        names = None
+    if names is None or not hasattr(library, names[0]):
+        return None
+    return getattr(library, names[0]), getattr(library, names[1]), names[2]
+
+
+def load_library() -> Library:
+    """Return NCCL, as CuPy has it.
+
+    Raises
+    ------
+    ImportError
+        CuPy is not installed, or finds no NCCL.
+    """
+    try:
+        from cupy.cuda import nccl
+    except ImportError as exc:
+        raise ImportError(f"CuPy cannot be imported ({exc})") from exc
+    if not getattr(nccl, "available", False):
+        raise ImportError('CuPy finds no NCCL: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it')
+    library: Library = nccl
+    return library
+
+
+def version_text(version: int) -> str:
+    """Return NCCL's number of a version, 22304 or, before 2.9, 2708, as text: ``"2.23.4"``, ``"2.7.8"``."""
+    major, rest = divmod(version, 10_000) if version >= 10_000 else divmod(version, 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,341 @@
+/* Packs tensors into a fusion buffer, and takes them out again, in one launch; scales and casts on the way.
+ *
+ * Compiled once for each pair of types: PYHVD_TENSOR and PYHVD_WIRE are names of the structs below, the types
+ * of the tensors and of the buffer. Nothing is included, and nothing is CUDA's but the words defined by every
+ * compiler of it, so that a C++ compiler with a few macros makes the same loops for the CPU: tests do so.
+ *
+ * A *vector* is 16 bytes of the buffer. Every tensor begins with a vector of its own, and every thread moves
+ * whole vectors; the gap behind a tensor's last element is filled with zeros. A *tile* is what one block moves:
+ * EACH vectors per thread. Which tensor a vector belongs to is found by a binary search among those of its tile,
+ * which the host has looked up (devices/tiles.py); within a large tensor there is nothing to search.
+ */
+
+typedef unsigned long long u64;
+
+/* As devices/tiles.py has it. Addresses are aligned to the tensor's element. */
+struct Entry {
+    u64 address;     /* of the tensor; 0: there is none */
+    long long first; /* vector of the buffer with which it begins */
+    long long count; /* elements */
+};
+
+enum { THREADS = 256 }; /* per block */
+
+union Single {
+    float number;
+    unsigned bits;
+};
+
+/* ---- Types: what an element is, what it is multiplied as, and how it is rounded -------------------------
+ *
+ * The rules are those of the host's kernels: float32 takes a factor as float32, so do the 16-bit floats, which
+ * are rounded once, at the end; all others take it as float64. Integers are cut off toward zero, saturate, and
+ * a NaN becomes 0.
+ */
+#define INTEGER(NAME, T, MIN, MAX, TOP)                                                                   \
+    struct NAME {                                                                                         \
+        typedef T Item;                                                                                   \
+        typedef double Wide;                                                                              \
+        __device__ static Wide widen(Item x) { return (Wide)x; }                                          \
+        __device__ static Item narrow(double x)                                                           \
+        {                                                                                                 \
+            return x != x ? (Item)0 : x >= (TOP) ? (Item)(MAX) : x <= (double)(MIN) ? (Item)(MIN) : (Item)x; \
+        }                                                                                                 \
+    };
+
+INTEGER(UINT8, unsigned char, 0, 255, 256.0)
+INTEGER(INT8, signed char, -128, 127, 128.0)
+INTEGER(UINT16, unsigned short, 0, 65535, 65536.0)
+INTEGER(INT16, short, -32768, 32767, 32768.0)
+INTEGER(UINT32, unsigned, 0, 4294967295u, 4294967296.0)
+INTEGER(INT32, int, -2147483647 - 1, 2147483647, 2147483648.0)
+INTEGER(UINT64, u64, 0, 18446744073709551615ull, 18446744073709551616.0)
+INTEGER(INT64, long long, -9223372036854775807ll - 1, 9223372036854775807ll, 9223372036854775808.0)
+
+struct FLOAT32 {
+    typedef float Item;
+    typedef float Wide;
+    __device__ static Wide widen(Item x) { return x; }
+    __device__ static Item narrow(float x) { return x; }
+    __device__ static Item narrow(double x) { return (float)x; }
+};
+
+struct FLOAT64 {
+    typedef double Item;
+    typedef double Wide;
+    __device__ static Wide widen(Item x) { return x; }
+    __device__ static Item narrow(double x) { return x; }
+};
+
+/* On the way to 16 bits: round to odd, so that the rounding that follows sees on which side of a tie x lay. */
+__device__ static float round_to_odd(double x)
+{
+    Single near;
+    near.number = (float)x;
+    const double back = near.number, size = x < 0 ? -x : x, back_size = back < 0 ? -back : back;
+    near.bits = (near.bits - (back_size > size ? 1u : 0u)) | (back != x ? 1u : 0u);
+    return near.number;
+}
+
+struct FLOAT16 {
+    typedef unsigned short Item;
+    typedef float Wide;
+    __device__ static Wide widen(Item half)
+    {
+        const unsigned rest = half & 0x7fffu;
+        Single x;
+        if (rest < 0x400u)
+            x.number = (float)rest * 5.9604644775390625e-8f; /* a subnormal: so many times 2^-24 */
+        else
+            x.bits = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);
+        x.bits |= (half & 0x8000u) << 16;
+        return x.number;
+    }
+    __device__ static Item narrow(float number)
+    {
+        Single x;
+        x.number = number;
+        const unsigned sign = (x.bits >> 16) & 0x8000u, rest = x.bits & 0x7fffffffu;
+        if (rest > 0x7f800000u)
+            return (Item)(sign | 0x7e00u);
+        if (rest >= 0x477ff000u) /* 65520, which would be rounded to 2^16 */
+            return (Item)(sign | 0x7c00u);
+        if (rest < 0x38800000u) { /* 2^-14: a subnormal; the last bit of 0.5f is worth 2^-24 */
+            x.bits = rest;
+            x.number += 0.5f;
+            return (Item)(sign | (x.bits - 0x3f000000u));
+        }
+        return (Item)(sign | ((rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13));
+    }
+    __device__ static Item narrow(double x) { return narrow(round_to_odd(x)); }
+};
+
+struct BFLOAT16 {
+    typedef unsigned short Item;
+    typedef float Wide;
+    __device__ static Wide widen(Item half)
+    {
+        Single x;
+        x.bits = (unsigned)half << 16;
+        return x.number;
+    }
+    __device__ static Item narrow(float number)
+    {
+        Single x;
+        x.number = number;
+        if (number != number)
+            return (Item)((x.bits >> 16) | 0x40u);
+        return (Item)((x.bits + 0x7fffu + ((x.bits >> 16) & 1u)) >> 16);
+    }
+    __device__ static Item narrow(double x) { return narrow(round_to_odd(x)); }
+};
+
+/* ---- Vectors --------------------------------------------------------------------------------------------- */
+
+typedef PYHVD_TENSOR Tensor;
+typedef PYHVD_WIRE Wire;
+
+enum {
+    ITEMS = 16 / sizeof(Wire::Item),        /* elements per vector */
+    BYTES = ITEMS * sizeof(Tensor::Item),   /* that they take in a tensor */
+    WORD = BYTES < 16 ? BYTES : 16          /* moved at a time, on the tensor's side */
+};
+
+template <int BYTES_OF_WORD> struct Move;
+template <> struct Move<4> { typedef unsigned Word; };
+template <> struct Move<8> { typedef uint2 Word; };
+template <> struct Move<16> { typedef uint4 Word; };
+
+union OnWire {
+    uint4 word;
+    Wire::Item item[ITEMS];
+};
+
+union InTensor {
+    Move<WORD>::Word word[BYTES / WORD];
+    Tensor::Item item[ITEMS];
+};
+
+template <class From, class To> struct Convert {
+    __device__ static typename To::Item one(typename From::Item x, double factor)
+    {
+        const typename From::Wide wide = From::widen(x);
+        return To::narrow(factor == 1.0 ? wide : wide * (typename From::Wide)factor);
+    }
+};
+
+/* Without a factor every bit stays, those of a NaN too. */
+template <class Same> struct Convert<Same, Same> {
+    __device__ static typename Same::Item one(typename Same::Item x, double factor)
+    {
+        return factor == 1.0 ? x : Same::narrow(Same::widen(x) * (typename Same::Wide)factor);
+    }
+};
+
+__device__ static uint4 packed(const InTensor &from, double factor)
+{
+    OnWire to;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        to.item[i] = Convert<Tensor, Wire>::one(from.item[i], factor);
+    return to.word;
+}
+
+__device__ static InTensor unpacked(uint4 word, double factor)
+{
+    OnWire from;
+    from.word = word;
+    InTensor to;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        to.item[i] = Convert<Wire, Tensor>::one(from.item[i], factor);
+    return to;
+}
+
+/* Whole vectors of a tensor whose address is a multiple of WORD. */
+__device__ static InTensor load_whole(u64 address, long long vector)
+{
+    const Move<WORD>::Word *const words = (const Move<WORD>::Word *)(address + vector * BYTES);
+    InTensor into;
+#pragma unroll
+    for (int i = 0; i < BYTES / WORD; i++)
+        into.word[i] = words[i];
+    return into;
+}
+
+__device__ static void store_whole(u64 address, long long vector, const InTensor &from)
+{
+    Move<WORD>::Word *const words = (Move<WORD>::Word *)(address + vector * BYTES);
+#pragma unroll
+    for (int i = 0; i < BYTES / WORD; i++)
+        words[i] = from.word[i];
+}
+
+/* ---- Which vector is whose ------------------------------------------------------------------------------- */
+
+/* The last of the entries low .. high that begins at this vector, or before it. */
+__device__ static int find(const Entry *entries, int low, int high, long long vector)
+{
+    while (low < high) {
+        const int middle = low + (high - low + 1) / 2;
+        if (entries[middle].first <= vector)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* Whether vectors up to this one, counted from the tensor's first, are whole, and can be moved by words. */
+__device__ static bool is_plain(const Entry &entry, long long last)
+{
+    return entry.address != 0 && entry.address % WORD == 0 && (last + 1) * ITEMS <= entry.count;
+}
+
+/* ---- One vector, wherever it lies ------------------------------------------------------------------------ */
+
+__device__ static uint4 gather(const Entry &entry, long long vector, const uint4 &neutral, double factor)
+{
+    if (entry.address == 0)
+        return neutral;
+    if (is_plain(entry, vector))
+        return packed(load_whole(entry.address, vector), factor);
+    OnWire to;
+    to.word.x = to.word.y = to.word.z = to.word.w = 0;
+    const Tensor::Item *const items = (const Tensor::Item *)entry.address;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (vector * ITEMS + i < entry.count)
+            to.item[i] = Convert<Tensor, Wire>::one(items[vector * ITEMS + i], factor);
+    return to.word;
+}
+
+__device__ static void scatter(const Entry &entry, long long vector, uint4 word, double factor)
+{
+    if (entry.address == 0)
+        return;
+    const InTensor from = unpacked(word, factor);
+    if (is_plain(entry, vector)) {
+        store_whole(entry.address, vector, from);
+        return;
+    }
+    Tensor::Item *const items = (Tensor::Item *)entry.address;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (vector * ITEMS + i < entry.count)
+            items[vector * ITEMS + i] = from.item[i];
+}
+
+/* ---- The kernels ----------------------------------------------------------------------------------------- */
+
+/* A tile that lies within one tensor, and is all whole vectors, takes the short way: all loads first, so that
+ * they are under way together. */
+template <int EACH>
+__device__ static void pack(uint4 *buffer, const Entry *entries, const int *firsts, long long vectors, uint4 neutral,
+                            double factor)
+{
+    const long long start = (long long)blockIdx.x * THREADS * EACH, end = start + THREADS * EACH;
+    const int low = firsts[blockIdx.x], high = firsts[blockIdx.x + 1];
+    const Entry only = entries[low];
+    if (low == high && is_plain(only, end - 1 - only.first)) {
+        InTensor loaded[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            loaded[k] = load_whole(only.address, start + k * THREADS + threadIdx.x - only.first);
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            buffer[start + k * THREADS + threadIdx.x] = packed(loaded[k], factor);
+        return;
+    }
+    for (long long at = start + threadIdx.x; at < end && at < vectors; at += THREADS) {
+        const Entry entry = entries[find(entries, low, high, at)];
+        buffer[at] = gather(entry, at - entry.first, neutral, factor);
+    }
+}
+
+template <int EACH>
+__device__ static void unpack(const uint4 *buffer, const Entry *entries, const int *firsts, long long vectors,
+                              double factor)
+{
+    const long long start = (long long)blockIdx.x * THREADS * EACH, end = start + THREADS * EACH;
+    const int low = firsts[blockIdx.x], high = firsts[blockIdx.x + 1];
+    const Entry only = entries[low];
+    if (low == high && is_plain(only, end - 1 - only.first)) {
+        uint4 loaded[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            loaded[k] = buffer[start + k * THREADS + threadIdx.x];
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            store_whole(only.address, start + k * THREADS + threadIdx.x - only.first, unpacked(loaded[k], factor));
+        return;
+    }
+    for (long long at = start + threadIdx.x; at < end && at < vectors; at += THREADS) {
+        const Entry entry = entries[find(entries, low, high, at)];
+        scatter(entry, at - entry.first, buffer[at], factor);
+    }
+}
+
+/* firsts has one number more than there are blocks: the entry in which each tile begins, and the last one.
+ * neutral_low and neutral_high are what a vector of a missing tensor is. Tiles of few vectors spread little
+ * work over more blocks. */
+#define KERNELS(SUFFIX, EACH)                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                 \
+        pyhvd_pack_##SUFFIX(u64 buffer, u64 entries, u64 firsts, long long vectors, u64 neutral_low,      \
+                            u64 neutral_high, double factor)                                              \
+    {                                                                                                     \
+        uint4 neutral;                                                                                    \
+        neutral.x = (unsigned)neutral_low;                                                                \
+        neutral.y = (unsigned)(neutral_low >> 32);                                                        \
+        neutral.z = (unsigned)neutral_high;                                                               \
+        neutral.w = (unsigned)(neutral_high >> 32);                                                       \
+        pack<EACH>((uint4 *)buffer, (const Entry *)entries, (const int *)firsts, vectors, neutral, factor); \
+    }                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                 \
+        pyhvd_unpack_##SUFFIX(u64 buffer, u64 entries, u64 firsts, long long vectors, double factor)      \
+    {                                                                                                     \
+        unpack<EACH>((const uint4 *)buffer, (const Entry *)entries, (const int *)firsts, vectors, factor); \
+    }
+
+KERNELS(small, 1)
+KERNELS(large, 4)

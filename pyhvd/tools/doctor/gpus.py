@@ -1,0 +1,133 @@
+"""What there is for arrays on GPUs: CuPy, NCCL, devices, and the way that arrays would take.
+
+Run as a program it prints what it finds, as JSON: whatever starts CUDA may hang, or end the process, where a
+driver is broken. What follows from it is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import msgspec
+
+_PROBE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A device that CUDA sees; memory in bytes."""
+
+    name: str
+    memory: int
+    capability: str
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFacts:
+    """What CuPy says.
+
+    Attributes
+    ----------
+    cupy : str
+        Its version; empty where it cannot be imported.
+    driver, runtime : str
+        The newest CUDA that the driver knows, and the one that CuPy uses; empty where there is none.
+    compiler : str
+        NVRTC's version; empty where it is not found, and pyhvd's kernels cannot be compiled.
+    nccl : str
+        NCCL's version; empty where CuPy finds none.
+    devices : list of CudaDevice
+        As this process sees them (CUDA_VISIBLE_DEVICES).
+    errors : dict of str to str
+        What could not be found out, and why.
+    """
+
+    cupy: str = ""
+    driver: str = ""
+    runtime: str = ""
+    compiler: str = ""
+    nccl: str = ""
+    devices: list[CudaDevice] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def way(self) -> str:
+        """What becomes of an array on a GPU."""
+        if not self.cupy:
+            return "not taken: CuPy is not there"
+        if not self.devices:
+            return "none, as CUDA sees no device"
+        if not self.nccl or not self.compiler:
+            return f"through the host: CuPy finds no {'NVRTC' if self.nccl else 'NCCL'}"
+        many = len(self.devices)
+        which = f"{many} ranks" if many > 1 else "1 rank"
+        return f"by NCCL for up to {which} on this host, a device for each; through the host for more"
+
+
+def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
+    """Ask CuPy, in a process of its own.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that it gets.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", __name__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return CudaFacts(errors={"CuPy": f"has not said what it sees within {timeout:g} s"})
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return CudaFacts(errors={"CuPy": f"the process that asked it ended with {done.returncode}: {last}"})
+    return msgspec.json.decode(done.stdout, type=CudaFacts)
+
+
+def look() -> CudaFacts:
+    """Ask CuPy, in this process; what it does not know is an error's text."""
+    try:
+        import cupy
+    except ImportError as exc:
+        installed = not isinstance(exc, ModuleNotFoundError)
+        return CudaFacts(errors={"CuPy": f"cannot be imported: {exc}"} if installed else {})
+    errors: dict[str, str] = {}
+    found: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def asking(what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            errors[what] = f"{type(exc).__name__}: {exc}".splitlines()[0]
+
+    with asking("driver"):
+        found["driver"] = _cuda_version(cupy.cuda.runtime.driverGetVersion())
+    with asking("runtime"):
+        found["runtime"] = _cuda_version(cupy.cuda.runtime.runtimeGetVersion())
+    with asking("NVRTC"):
+        found["compiler"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    with asking("NCCL"):
+        from pyhvd.backends.nccl_library import load_library, version_text
+
+        found["nccl"] = version_text(load_library().get_version())
+    devices: list[CudaDevice] = []
+    with asking("devices"):
+        for index in range(cupy.cuda.runtime.getDeviceCount()):
+            said = cupy.cuda.runtime.getDeviceProperties(index)
+            capability = f"{said['major']}.{said['minor']}"
+            devices.append(CudaDevice(said["name"].decode(), said["totalGlobalMem"], capability))
+    return CudaFacts(cupy.__version__, devices=devices, errors=errors, **found)
+
+
+def _cuda_version(number: int) -> str:
+    """Return CUDA's number of a version, 12080, as text: ``"12.8"``; 0, for none, as nothing."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(look())))

@@ -1,0 +1,336 @@
+"""NCCL on devices made of host memory: the names of ``cupy.cuda.nccl``, for ranks that are threads.
+
+A collective is three pieces of work in a stream's queue: what this rank gives is laid down, the stream waits
+until all have done so, and what this rank gets is taken. Nothing blocks but the device's own synchronization,
+as with the real one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pyhvd.arrays import Array
+from pyhvd.dtypes import Code
+from tests.devices.fake import FakeDevice, FakeEvent, Wait, elements
+
+PATIENCE_S = 30.0
+
+_CODES = {
+    0: Code.INT8,
+    1: Code.UINT8,
+    2: Code.INT32,
+    3: Code.UINT32,
+    4: Code.INT64,
+    5: Code.UINT64,
+    6: Code.FLOAT16,
+    7: Code.FLOAT32,
+    8: Code.FLOAT64,
+    9: Code.BFLOAT16,
+}
+
+
+class NcclError(RuntimeError):
+    """As the library has it."""
+
+
+class PeerDevice(FakeDevice):
+    """A device whose streams may wait for other ranks' devices."""
+
+    def __init__(self, index: int = 0, seed: int = 0, identity: str = "") -> None:
+        super().__init__(index, seed, identity)
+        # However late, it gets on by itself: the other devices wait for it, whoever looks.
+        self._eagerness = max(self._eagerness, 1)
+
+    def synchronize(self, event: FakeEvent) -> None:
+        """Wait, and run what can be run meanwhile."""
+        self.synchronized += 1
+        end = time.monotonic() + PATIENCE_S
+        while event.passed < event.recorded:
+            with self._lock:
+                moved = self._step()
+            if not moved:
+                assert time.monotonic() < end, "a deadlock: a stream waits for what no rank does"
+                time.sleep(1e-4)
+
+
+class Gathering:
+    """Where the ranks of a communicator meet: what each has laid down for a collective, by its number."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.laid: dict[Any, dict[int, Any]] = {}
+        self.complete: dict[Any, FakeEvent] = {}
+        self.error = ""
+        self.joined: list[FakeDevice] = []
+        self.all_there = threading.Barrier(size)
+
+    def event(self, key: Any) -> FakeEvent:
+        """Return what passes when all have laid down."""
+        with self.lock:
+            found = self.complete.setdefault(key, FakeEvent())
+            found.recorded = 1
+            found.passed = max(found.passed, int(bool(self.error)))  # of an aborted one nothing waits
+            return found
+
+    def lay(self, key: Any, rank: int, what: Any, expected: int) -> None:
+        """Lay down a rank's part; the last one lets all go on."""
+        with self.lock:
+            parts = self.laid.setdefault(key, {})
+            assert rank not in parts
+            parts[rank] = what
+            if len(parts) == expected:
+                self.complete[key].passed = 1
+
+    def abort(self) -> None:
+        """Let nobody wait any longer."""
+        with self.lock:
+            for event in self.complete.values():
+                event.passed = 1
+
+
+class FakeNccl:
+    """The library, of all ranks of a job.
+
+    Parameters
+    ----------
+    devices : list of FakeDevice
+        Of each rank.
+    old : bool
+        Whether an id is a tuple of numbers, as before CuPy 14.
+    """
+
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = 0, 1, 2, 3
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_UINT32, NCCL_INT64, NCCL_UINT64 = range(6)
+    NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = range(6, 10)
+    NcclError = NcclError
+
+    @staticmethod
+    def get_version() -> int:
+        return 23203
+
+    def __init__(self, old: bool = False) -> None:
+        self._old = old
+        self._lock = threading.Lock()
+        self._ids = itertools.count(200)
+        self._gatherings: dict[Any, Gathering] = {}
+        self._group = threading.local()
+        self.refuses: dict[int, Exception] = {}
+        self.calls: list[tuple[int, str]] = []
+        self.fails_at: dict[int, str] = {}
+        self.destroyed: list[int] = []
+        self.aborted: list[int] = []
+
+    def rank(self, device: FakeDevice) -> Any:
+        """Return the library as one rank sees it, whose device this is."""
+        return _Rank(self, device)
+
+    def new_id(self) -> Any:
+        with self._lock:
+            number = next(self._ids)
+        text = bytes([number, 0, 255, *range(125)])
+        return tuple(np.frombuffer(text, np.int8).tolist()) if self._old else text
+
+    def gathering(self, made: Any, size: int) -> Gathering:
+        assert len(made) == 128
+        with self._lock:
+            return self._gatherings.setdefault(made, Gathering(size))
+
+
+class _Rank:
+    def __init__(self, whole: FakeNccl, device: FakeDevice) -> None:
+        self._whole, self._device = whole, device
+        self._depth = 0
+        self._waiting: list[Callable[[], list[Any]]] = []
+        self.get_unique_id = whole.new_id
+        for name in dir(FakeNccl):
+            if name.startswith("NCCL_"):
+                setattr(self, name, getattr(FakeNccl, name))
+
+    def NcclCommunicator(self, size: int, made: Any, rank: int) -> FakeCommunicator:  # noqa: N802
+        if rank in self._whole.refuses:
+            raise self._whole.refuses[rank]
+        gathering = self._whole.gathering(made, size)
+        gathering.all_there.wait(PATIENCE_S)
+        return FakeCommunicator(self._whole, self, gathering, rank, self._device)
+
+    def groupStart(self) -> None:  # noqa: N802
+        self._depth += 1
+
+    def groupEnd(self) -> None:  # noqa: N802
+        self._depth -= 1
+        assert self._depth >= 0
+        if not self._depth:
+            # As one: all is laid down before anything is waited for.
+            queued = [start() for start in self._waiting]
+            self._waiting = []
+            for rest in queued:
+                for step in rest:
+                    step()
+
+    def put(self, start: Callable[[], list[Any]]) -> None:
+        self._waiting.append(start)
+        if not self._depth:
+            self._depth += 1
+            self.groupEnd()
+
+
+class FakeCommunicator:
+    """One rank's end of a communicator."""
+
+    def __init__(
+        self, whole: FakeNccl, library: _Rank, gathering: Gathering, rank: int, device: FakeDevice
+    ) -> None:
+        self._whole, self._library, self._gathering = whole, library, gathering
+        self._rank, self._device = rank, device
+        self._numbers = itertools.count()
+        self._pairs: dict[Any, itertools.count[int]] = {}
+
+    # -- collectives, by the library's names ------------------------------------------------------------
+
+    def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:  # noqa: N802
+        self._collective("allReduce", send, count, kind, stream, lambda p: _put(recv, _fold(p, op), kind))
+
+    def reduce(self, send: int, recv: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
+        def take(parts: list[Array]) -> None:
+            if self._rank == root:
+                _put(recv, _fold(parts, op), kind)
+
+        self._collective(f"reduce to {root}", send, count, kind, stream, take)
+
+    def reduceScatter(  # noqa: N802
+        self, send: int, recv: int, count: int, kind: int, op: int, stream: int
+    ) -> None:
+        mine = slice(self._rank * count, (self._rank + 1) * count)
+
+        def take(parts: list[Array]) -> None:
+            _put(recv, _fold([part[mine] for part in parts], op), kind)
+
+        self._collective("reduceScatter", send, count * self._gathering.size, kind, stream, take)
+
+    def allGather(self, send: int, recv: int, count: int, kind: int, stream: int) -> None:  # noqa: N802
+        self._collective(
+            "allGather", send, count, kind, stream, lambda p: _put(recv, np.concatenate(p), kind)
+        )
+
+    def broadcast(self, send: int, recv: int, count: int, kind: int, root: int, stream: int) -> None:
+        self._collective(
+            f"broadcast from {root}", send, count, kind, stream, lambda p: _put(recv, p[root], kind)
+        )
+
+    def send(self, ptr: int, count: int, kind: int, peer: int, stream: int) -> None:
+        self._called("send")
+        key = self._pair(self._rank, peer)
+
+        def start() -> list[Any]:
+            self._gathering.event(key)
+            self._device.call(lambda: self._gathering.lay(key, 0, _get(ptr, count, kind), 1), stream)
+            return []
+
+        self._library.put(start)
+
+    def recv(self, ptr: int, count: int, kind: int, peer: int, stream: int) -> None:
+        self._called("recv")
+        key = self._pair(peer, self._rank)
+
+        def take() -> None:
+            if self._gathering.error:
+                return
+            what = self._gathering.laid[key][0]
+            assert len(what) == count, "the two sides of a message are of different lengths"
+            _put(ptr, what, kind)
+
+        def start() -> list[Any]:
+            event = self._gathering.event(key)
+            return [
+                lambda: self._device._queue(stream, Wait(event, 1)),
+                lambda: self._device.call(take, stream),
+            ]
+
+        self._library.put(start)
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def check_async_error(self) -> None:
+        if self._gathering.error:
+            raise NcclError(self._gathering.error)
+
+    def abort(self) -> None:
+        self._whole.aborted.append(self._rank)
+        self._gathering.error = self._gathering.error or "NCCL_ERROR_REMOTE_ERROR: a peer has aborted"
+        self._gathering.abort()
+
+    def destroy(self) -> None:
+        self._whole.destroyed.append(self._rank)
+
+    # -- how ------------------------------------------------------------------------------------------
+
+    def _collective(
+        self,
+        name: str,
+        send: int,
+        count: int,
+        kind: int,
+        stream: int,
+        take: Callable[[list[Array]], None],
+    ) -> None:
+        self._called(name)
+        gathering, rank, key = self._gathering, self._rank, next(self._numbers)
+
+        def finish() -> None:
+            if gathering.error:
+                return
+            parts = gathering.laid[key]
+            names = {given[0] for given in parts.values()}
+            assert names == {(name, count, kind)}, f"the ranks call different things: {names}"
+            take([parts[r][1] for r in range(gathering.size)])
+
+        def start() -> list[Any]:
+            event = gathering.event(key)
+            self._device.call(
+                lambda: gathering.lay(
+                    key, rank, ((name, count, kind), _get(send, count, kind)), gathering.size
+                ),
+                stream,
+            )
+            return [
+                lambda: self._device._queue(stream, Wait(event, 1)),
+                lambda: self._device.call(finish, stream),
+            ]
+
+        self._library.put(start)
+
+    def _called(self, name: str) -> None:
+        if self._whole.fails_at.get(self._rank) == name:
+            raise NcclError("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error")
+        self._whole.calls.append((self._rank, name))
+
+    def _pair(self, sender: int, receiver: int) -> tuple[int, int, int]:
+        number = next(self._pairs.setdefault((sender, receiver), itertools.count()))
+        return sender, receiver, number
+
+
+def _get(ptr: int, count: int, kind: int) -> Array:
+    return elements(ptr, count, _CODES[kind]).copy()
+
+
+def _put(ptr: int, values: Array, kind: int) -> None:
+    elements(ptr, len(values), _CODES[kind])[:] = values
+
+
+def _fold(parts: list[Array], op: int) -> Array:
+    """Reduce from the last rank to the first: not in the order of the host, as NCCL does not either."""
+    how = (np.add, np.multiply, np.maximum, np.minimum)[op]
+    wide = np.float32 if parts[0].dtype in (np.float16, ml_dtypes.bfloat16) else parts[0].dtype
+    with np.errstate(all="ignore"):  # nobody cares what becomes of what lies between tensors
+        result = parts[-1].astype(wide)
+        for part in reversed(parts[:-1]):
+            result = how(result, part.astype(wide))
+        return result.astype(parts[0].dtype)

@@ -1,0 +1,101 @@
+"""The CUDA kernels of ``fusion.cu`` on the CPU: the same source, by a C++ compiler, block after block.
+
+What a thread does depends on its number and its block's alone, so that one loop over both does what a GPU
+does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyhvd.devices.base import Stream
+from pyhvd.devices.packing import Argument, Compile, Launch
+from pyhvd.devices.tiles import THREADS
+from tests.devices.fake import FakeDevice
+
+SOURCE = Path(__file__).resolve().parents[2] / "pyhvd" / "devices" / "fusion.cu"
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++, by which the kernels are compiled for the CPU"
+)
+
+_SHIM = r"""
+#define __global__
+#define __device__
+#define __launch_bounds__(n)
+struct Dim { int x; };
+static Dim blockIdx, threadIdx;
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+#include "fusion.cu"
+
+#define RUN(SUFFIX) \
+    extern "C" void run_pyhvd_pack_##SUFFIX( \
+        int blocks, u64 b, u64 e, u64 f, long long v, u64 low, u64 high, double x) \
+    { \
+        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) \
+            for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) \
+                pyhvd_pack_##SUFFIX(b, e, f, v, low, high, x); \
+    } \
+    extern "C" void run_pyhvd_unpack_##SUFFIX(int blocks, u64 b, u64 e, u64 f, long long v, double x) \
+    { \
+        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) \
+            for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) \
+                pyhvd_unpack_##SUFFIX(b, e, f, v, x); \
+    }
+RUN(small)
+RUN(large)
+extern "C" int threads() { return THREADS; }
+"""
+
+# A GPU faults where a word is read at an address that is no multiple of it; here it is a trap.
+_FLAGS = (
+    *("-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"),
+    *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
+)
+_TYPES: dict[type, Any] = {np.uint64: ctypes.c_uint64, np.int64: ctypes.c_int64, np.float64: ctypes.c_double}
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="pyhvd-kernels-")
+
+
+def compiler_of(device: FakeDevice) -> Compile:
+    """Return what makes kernels whose launches are queued on a device of host memory."""
+
+    def compile_types(tensor: str, wire: str) -> Launch:
+        library = _build(tensor, wire)
+
+        def launch(name: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
+            function = library[f"run_{name}"]
+            function.restype = None
+            function.argtypes = (ctypes.c_int, *(_TYPES[type(value)] for value in arguments))
+            device.call(lambda: function(blocks, *(value.item() for value in arguments)), stream)
+
+        return launch
+
+    return compile_types
+
+
+@functools.cache
+def _build(tensor: str, wire: str) -> ctypes.CDLL:
+    folder = Path(_folder().name)
+    source, library = folder / f"{tensor}-{wire}.cpp", folder / f"{tensor}-{wire}.so"
+    source.write_text(_SHIM)
+    types = (f"-DPYHVD_TENSOR={tensor}", f"-DPYHVD_WIRE={wire}")
+    command = ["g++", *_FLAGS, f"-I{SOURCE.parent}", *types, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    assert loaded.threads() == THREADS
+    return loaded

@@ -1,0 +1,157 @@
+"""NCCL that does not connect the ranks, or fails later: an error on every rank, and no device that waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyhvd.backends.nccl_start import NcclRefused
+from pyhvd.dtypes import ReduceOp
+from pyhvd.errors import TransportError
+from tests.devices.fake_nccl import FakeNccl, NcclError
+from tests.devices.nccl_ranks import Rank, good, on_ranks
+
+# -- starting --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_ids_of_either_form_reach_every_rank(old: bool) -> None:
+    assert good(on_ranks(3, lambda rank: rank.nccl.rank, nccl=FakeNccl(old))) == [0, 1, 2]
+
+
+def test_one_rank_that_is_refused_is_named_on_all() -> None:
+    nccl = FakeNccl()
+    nccl.refuses = dict.fromkeys(range(3), NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage"))
+    results = on_ranks(3, lambda rank: None, nccl=nccl)
+    assert {type(result) for result in results} == {NcclRefused}
+    assert {str(result) for result in results} == {
+        "; ".join(
+            f"rank {r} of the set: NcclError: NCCL_ERROR_INVALID_USAGE: invalid usage" for r in range(3)
+        )
+    }
+
+
+def test_a_rank_that_never_comes_is_waited_for_so_long_and_no_longer() -> None:
+    nccl = FakeNccl()
+    nccl.refuses = {1: NcclError("NCCL_ERROR_SYSTEM_ERROR: é" + "x" * 600)}
+    results = on_ranks(2, lambda rank: None, nccl=nccl, timeout=0.2)
+    assert {type(result) for result in results} == {NcclRefused}
+    assert len({str(result) for result in results}) == 1
+    text = str(results[0])
+    assert text.startswith(
+        "rank 0 of the set: TimeoutError: NCCL has not connected the ranks within 0.2 s; rank 1 of the set:"
+        " NcclError: NCCL_ERROR_SYSTEM_ERROR: é"
+    )
+    assert len(text) < 700
+
+
+def test_no_id_is_no_communicator() -> None:
+    nccl = FakeNccl()
+
+    def broken() -> Any:
+        raise OSError("libnccl.so.2: cannot open shared object file")
+
+    nccl.new_id = broken  # type: ignore[method-assign]
+    results = on_ranks(2, lambda rank: None, nccl=nccl)
+    assert {str(result) for result in results} == {
+        "rank 0 of the set: OSError: libnccl.so.2: cannot open shared object file"
+    }
+
+
+# -- failing ---------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() -> None:
+    nccl = FakeNccl()
+    nccl.fails_at = {1: "allReduce"}
+
+    def work(rank: Rank) -> tuple[str, str]:
+        view = rank.array(np.ones(4, np.float32))
+
+        def reduce() -> None:
+            rank.nccl.allreduce([view], [view], [4], view.info, ReduceOp.SUM, 1.0, 1.0)
+
+        if rank.rank == 1:
+            with pytest.raises(TransportError) as first:
+                reduce()
+            with pytest.raises(TransportError) as second:
+                reduce()
+            return str(first.value), str(second.value)
+        reduce()
+        rank.finish()  # the device is not left waiting
+        with pytest.raises(TransportError) as first:
+            rank.nccl.check()
+        with pytest.raises(TransportError) as second:
+            rank.nccl.check()
+        return str(first.value), str(second.value)
+
+    other, failed = good(on_ranks(2, work, nccl=nccl))
+    text = "NCCL failed on cuda:0: NcclError: NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error"
+    assert failed == (text, f"NCCL's communicator is gone: {text}")
+    text = "NCCL failed on cuda:0: NcclError: NCCL_ERROR_REMOTE_ERROR: a peer has aborted"
+    assert other == (text, f"NCCL's communicator is gone: {text}")
+    assert sorted(nccl.aborted) == [0, 1]
+
+
+def test_a_group_that_fails_is_ended() -> None:
+    nccl = FakeNccl()
+    nccl.fails_at = {0: "recv"}
+
+    def work(rank: Rank) -> None:
+        view = rank.array(np.ones(8, np.uint8))
+        into = rank.array(np.ones(8, np.uint8))
+        if rank.rank == 0:
+            with pytest.raises(TransportError, match="unhandled cuda error"):
+                rank.nccl.alltoall(view.span, [4, 4], into.span, [4, 4])
+            library: Any = rank.nccl._library
+            assert library._depth == 0
+
+    good(on_ranks(2, work, nccl=nccl))
+
+
+def test_no_memory_on_the_device_is_a_transport_error() -> None:
+    def work(rank: Rank) -> None:
+        pair = [rank.array(np.ones(64, np.float32)) for _ in range(2)]
+        rank.device.limit = rank.device.allocated
+        with pytest.raises(TransportError, match="NCCL failed on cuda:0: MemoryError: 512 bytes more"):
+            rank.nccl.allreduce(pair, pair, [64, 64], pair[0].info, ReduceOp.SUM, 1.0, 1.0)
+
+    good(on_ranks(1, work))
+
+
+def test_abort_ends_what_waits_for_a_rank_that_is_gone() -> None:
+    def work(rank: Rank) -> None:
+        if rank.rank == 0:
+            view = rank.array(np.ones(4, np.float32))
+            rank.nccl.allreduce([view], [view], [4], view.info, ReduceOp.SUM, 1.0, 1.0)
+            rank.nccl.abort("rank 1 has been killed")
+            rank.finish()
+            with pytest.raises(
+                TransportError, match=r"^NCCL's communicator is gone: rank 1 has been killed$"
+            ):
+                rank.nccl.check()
+            rank.nccl.close()
+
+    nccl = FakeNccl()
+    good(on_ranks(2, work, nccl=nccl))
+    assert nccl.aborted == [0]
+    assert nccl.destroyed == []
+
+
+def test_closing_gives_up_communicator_and_buffer() -> None:
+    def work(rank: Rank) -> int:
+        pair = [rank.array(np.ones(64, np.float32)) for _ in range(2)]
+        before = rank.device.allocated
+        rank.nccl.allreduce(pair, pair, [64, 64], pair[0].info, ReduceOp.SUM, 1.0, 1.0)
+        rank.finish()
+        rank.nccl.close()
+        rank.nccl.close()
+        with pytest.raises(TransportError, match="it has been closed"):
+            rank.nccl.check()
+        return rank.device.allocated - before
+
+    nccl = FakeNccl()
+    assert good(on_ranks(2, work, nccl=nccl)) == [0, 0]
+    assert sorted(nccl.destroyed) == [0, 1]

@@ -1,0 +1,402 @@
+"""Packing on a device: the kernels' own source against numpy and the host's kernels, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyhvd import _fusion
+from pyhvd.arrays import address
+from pyhvd.devices import packing, tiles
+from pyhvd.devices.layout import ALIGNMENT, lay_out
+from pyhvd.devices.packing import KernelPacker, kernel_types
+from pyhvd.devices.tiles import EACH, LARGE, THREADS, make_tiles
+from pyhvd.dtypes import BY_CODE, Code, ReduceOp
+from tests.devices.fake import FakeDevice, FakeEvent
+from tests.devices.kernels_on_cpu import compiler_of, needs_compiler
+
+Array = np.ndarray[Any, Any]
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {code: BF16 if code is Code.BFLOAT16 else np.dtype(BY_CODE[code].name) for code in Code}
+FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
+CASTS = [(code, wire) for code in FLOATS for wire in FLOATS if code != wire]
+SCALED = [code for code in Code if BY_CODE[code].scalable]
+GUARD = 0xA5
+"""What memory around tensors and buffers is filled with: it has to stay."""
+
+
+def aligned_bytes(nbytes: int, shift: int = 0) -> Array:
+    """Memory at a multiple of 16 bytes, or ``shift`` bytes behind one, with a guard on both sides."""
+    raw = np.full(nbytes + 64 + shift, GUARD, np.uint8)
+    start = 16 + -address(raw) % 16 + shift
+    return raw[start : start + nbytes]
+
+
+def guards_hold(part: Array) -> bool:
+    raw = part.base
+    assert isinstance(raw, np.ndarray)
+    start = address(part) - address(raw)
+    return bool((raw[:start] == GUARD).all() and (raw[start + part.nbytes :] == GUARD).all())
+
+
+def tensor(values: Array, shift: int) -> Array:
+    """A copy, ``shift`` elements behind a multiple of 16 bytes."""
+    part = aligned_bytes(values.nbytes, shift * values.itemsize)
+    part[:] = values.view(np.uint8)
+    return part.view(values.dtype)
+
+
+def bits(code: Code, count: int, seed: int) -> Array:
+    """Any bits: NaNs, subnormals and infinities among them."""
+    rng = np.random.default_rng([seed, code])
+    raw = rng.integers(0, 2 if code is Code.BOOL else 256, count * DTYPES[code].itemsize, np.uint8)
+    return raw.view(DTYPES[code])
+
+
+def words(numbers: Sequence[int]) -> Array:
+    return np.array(numbers, np.int64)
+
+
+def finish(device: FakeDevice) -> None:
+    """Wait for all that is queued on the default stream."""
+    event = device.make_event()
+    device.record(event, 0)
+    device.synchronize(event)
+
+
+class Packed:
+    """Tensors of some counts, packed into a buffer of ``wire`` by the kernels."""
+
+    def __init__(
+        self,
+        values: Sequence[Array | None],
+        counts: Sequence[int],
+        code: Code,
+        wire: Code,
+        *,
+        factor: float = 1.0,
+        op: ReduceOp = ReduceOp.SUM,
+        shifts: Sequence[int] = (),
+    ) -> None:
+        self.device = FakeDevice(seed=len(counts))
+        self.packer = KernelPacker(self.device, compiler_of(self.device))
+        self.code, self.wire = code, wire
+        self.counts = words(counts)
+        self.offsets, self.total = lay_out(counts, BY_CODE[wire].itemsize)
+        shifts = shifts or [0] * len(counts)
+        self.tensors = [v if v is None else tensor(v, s) for v, s in zip(values, shifts, strict=True)]
+        self.memory = aligned_bytes(self.total * BY_CODE[wire].itemsize)
+        self.packer.pack(
+            address(self.memory), self.offsets, self._addresses(), self.counts, code, wire, op, factor, 0
+        )
+        finish(self.device)
+        assert guards_hold(self.memory)
+
+    def _addresses(self) -> Array:
+        return words([0 if each is None else address(each) for each in self.tensors])
+
+    @property
+    def parts(self) -> list[Array]:
+        """What lies in the buffer for each tensor."""
+        buffer = self.memory.view(DTYPES[self.wire])
+        return [buffer[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
+
+    def gaps(self) -> Array:
+        """The bytes of the buffer that belong to no tensor."""
+        mine = np.zeros(self.memory.nbytes, bool)
+        item = BY_CODE[self.wire].itemsize
+        for offset, count in zip(self.offsets, self.counts, strict=True):
+            mine[offset * item : (offset + count) * item] = True
+        return self.memory[~mine]
+
+    def unpack(self, factor: float = 1.0) -> None:
+        """Take it out again, into the same tensors."""
+        self.packer.unpack(
+            address(self.memory),
+            self.offsets,
+            self._addresses(),
+            self.counts,
+            self.wire,
+            self.code,
+            factor,
+            0,
+        )
+        finish(self.device)
+        for each in self.tensors:
+            assert each is None or guards_hold(each)
+
+
+def same_bits(got: Array, want: Array) -> None:
+    assert got.dtype == want.dtype
+    assert got.tobytes() == want.tobytes()
+
+
+def same_numbers(got: Array, want: Array) -> None:
+    """Equal bits, but that a NaN has only to be one."""
+    real = got.real.dtype
+    got, want = got.view(real), want.view(real)
+    word = f"u{real.itemsize}"
+    wrong = np.flatnonzero(~((got != got) & (want != want)) & (got.view(word) != want.view(word)))
+    assert not wrong.size, f"at {wrong[:4]}: got {got[wrong[:4]]}, want {want[wrong[:4]]}"
+
+
+def scaled(values: Array, code: Code, factor: float) -> Array:
+    """By the host's kernels."""
+    out = np.empty_like(values)
+    _fusion.scale(address(out), address(values), len(values), code, factor)
+    return out
+
+
+def cast(values: Array, code: Code, to: Code) -> Array:
+    out = np.empty(len(values), DTYPES[to])
+    _fusion.cast(address(out), to, address(values), code, len(values))
+    return out
+
+
+tensors = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3)), min_size=1, max_size=30)
+
+
+@needs_compiler
+@pytest.mark.parametrize("code", Code, ids=lambda code: code.name)
+def test_bits_go_in_and_out_as_they_are(code: Code) -> None:
+    counts = [1, 0, 7, 64, 1000, 3, 8192, 15, 2]
+    values = [bits(code, n, i) for i, n in enumerate(counts)]
+    packed = Packed(values, counts, code, code, shifts=[0, 1, 0, 1, 2, 3, 0, 1, 0])
+    for part, value in zip(packed.parts, values, strict=True):
+        same_bits(part, value)
+    assert not packed.gaps().any()
+    for each in packed.tensors:
+        assert each is not None
+        each.view(np.uint8)[:] = 0
+    packed.unpack()
+    for each, value in zip(packed.tensors, values, strict=True):
+        assert each is not None
+        same_bits(each, value)
+
+
+@needs_compiler
+@settings(max_examples=60)
+@given(tensors=tensors, data=st.data())
+def test_any_tensors_anywhere(tensors: list[tuple[int, int]], data: st.DataObject) -> None:
+    counts, shifts = [n for n, _ in tensors], [s for _, s in tensors]
+    joined = data.draw(st.sets(st.integers(0, len(counts) - 1)))
+    values = [None if i in joined else bits(Code.INT32, n, i) for i, n in enumerate(counts)]
+    packed = Packed(values, counts, Code.INT32, Code.INT32, op=ReduceOp.MIN, shifts=shifts)
+    for part, value, count in zip(packed.parts, values, counts, strict=True):
+        same_bits(part, np.full(count, np.iinfo(np.int32).max, np.int32) if value is None else value)
+    packed.memory.view(np.int32)[:] += 1
+    packed.unpack()
+    for each, value in zip(packed.tensors, values, strict=True):
+        if each is not None and value is not None:
+            same_bits(each, value + np.int32(1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("code", SCALED, ids=lambda code: code.name)
+@pytest.mark.parametrize("factor", [0.5, 1 / 3, -2.0, float("nan"), 1e30])
+def test_factors_act_as_in_the_kernels_of_the_host(code: Code, factor: float) -> None:
+    counts = [33, 500, 4]
+    values = [bits(code, n, i) for i, n in enumerate(counts)]
+    packed = Packed(values, counts, code, code, factor=factor, shifts=[0, 1, 0])
+    with np.errstate(all="ignore"):
+        for part, value in zip(packed.parts, values, strict=True):
+            same_numbers(part, scaled(value, code, factor))
+    before = [part.copy() for part in packed.parts]
+    packed.unpack(factor)
+    for each, part in zip(packed.tensors, before, strict=True):
+        assert each is not None
+        same_numbers(each, scaled(part, code, factor))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("code", "wire"), CASTS, ids=lambda code: code.name)
+def test_casts_round_as_in_the_kernels_of_the_host(code: Code, wire: Code) -> None:
+    counts = [5, 4099, 64]
+    values = [bits(code, n, i) for i, n in enumerate(counts)]
+    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits are mostly out of a narrower type's range
+        values[1][::2] = np.random.default_rng(5).normal(size=2050).astype(DTYPES[code])
+    packed = Packed(values, counts, code, wire, shifts=[0, 1, 0])
+    for part, value in zip(packed.parts, values, strict=True):
+        same_numbers(part, cast(value, code, wire))
+    before = [part.copy() for part in packed.parts]
+    packed.unpack()
+    for each, part in zip(packed.tensors, before, strict=True):
+        assert each is not None
+        same_numbers(each, cast(part, wire, code))
+
+
+@needs_compiler
+@pytest.mark.parametrize("half", [Code.FLOAT16, Code.BFLOAT16], ids=lambda code: code.name)
+def test_every_16_bit_float_and_every_tie_between_two(half: Code) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[half])
+    (wide,) = Packed([every], [1 << 16], half, Code.FLOAT32).parts
+    same_numbers(wide, cast(every, half, Code.FLOAT32))
+    near = wide.view(np.uint32)[:, None] + np.array(
+        [0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001], np.uint32
+    )
+    floats = near.reshape(-1).view(np.float32)
+    (narrow,) = Packed([floats], [len(floats)], Code.FLOAT32, half).parts
+    same_numbers(narrow, cast(floats, Code.FLOAT32, half))
+
+
+@needs_compiler
+def test_a_product_is_rounded_once_when_it_is_cast() -> None:
+    values = bits(Code.FLOAT16, 1000, 1)
+    (part,) = Packed([values], [1000], Code.FLOAT16, Code.FLOAT32, factor=1 / 3).parts
+    with np.errstate(all="ignore"):
+        same_numbers(part, values.astype(np.float32) * np.float32(1 / 3))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("code", "op"),
+    [(c, o) for c in Code for o in ReduceOp if o in BY_CODE[c].ops - {ReduceOp.ADASUM, ReduceOp.AVERAGE}],
+    ids=lambda value: value.name,
+)
+def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
+    packed = Packed([None, bits(code, 3, 1), None], [9, 3, 70], code, code, op=op)
+    for part, count in ((packed.parts[0], 9), (packed.parts[2], 70)):
+        want = np.empty(count, DTYPES[code])
+        _fusion.fill(address(want), count, code, op)
+        same_bits(part, want)
+    packed.unpack()  # where there is none, nothing is written
+
+
+@needs_compiler
+def test_large_tensors_take_the_short_way() -> None:
+    """Enough for several vectors per thread; the second one lies askew, the third is small."""
+    counts = [4 * LARGE, 4 * LARGE // 2, 10]
+    values = [bits(Code.FLOAT32, n, i) for i, n in enumerate(counts)]
+    packed = Packed(values, counts, Code.FLOAT32, Code.FLOAT32, shifts=[0, 1, 0])
+    for part, value in zip(packed.parts, values, strict=True):
+        same_bits(part, value)
+    packed.memory.view(np.uint32)[:] ^= 1
+    packed.unpack()
+    for each, value in zip(packed.tensors, values, strict=True):
+        assert each is not None
+        same_bits(each.view(np.uint32), value.view(np.uint32) ^ 1)
+
+
+@needs_compiler
+def test_blocks_of_ranks_with_gaps_between_them() -> None:
+    """Offsets need not follow each other, nor begin at 0: so it is in a reducescatter."""
+    device = FakeDevice()
+    packer = KernelPacker(device, compiler_of(device))
+    memory = aligned_bytes(4 * 4096)
+    values = [bits(Code.FLOAT32, n, n) for n in (5, 100, 1)]
+    offsets, counts = words([8, 512, 2048]), words([5, 100, 1])
+    addresses = words([address(value) for value in values])
+    packer.pack(address(memory), offsets, addresses, counts, Code.FLOAT32, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
+    finish(device)
+    buffer = memory.view(np.float32)
+    assert (memory[:32] == GUARD).all()
+    for offset, value in zip(offsets, values, strict=True):
+        same_bits(buffer[offset : offset + len(value)], value)
+
+
+@settings(max_examples=100)
+@given(
+    counts=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 20_000)), max_size=40),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_vector_is_found_in_its_tile(counts: list[int], itemsize: int) -> None:
+    offsets, total = lay_out(counts, itemsize)
+    made = make_tiles(offsets, words(range(1, len(counts) + 1)), words(counts), itemsize)
+    held = [i for i, count in enumerate(counts) if count]
+    entries = made.table[: made.firsts].view(tiles._ENTRY)
+    firsts = made.table[made.firsts :].view(np.int32)
+    assert list(entries["address"]) == [i + 1 for i in held]
+    assert made.vectors * ALIGNMENT == total * itemsize
+    each = THREADS * EACH[made.suffix]
+    assert made.blocks == len(firsts) - 1 == -(-made.vectors // each)
+    owners = np.repeat(np.arange(len(held)), [-(-counts[i] * itemsize // ALIGNMENT) for i in held])
+    for block in range(made.blocks):
+        in_tile = owners[block * each : (block + 1) * each]
+        assert firsts[block] == in_tile[0]
+        assert firsts[block + 1] >= in_tile[-1]
+
+
+def test_many_vectors_are_several_for_each_thread() -> None:
+    for vectors, suffix in ((LARGE - 1, "small"), (LARGE, "large")):
+        made = make_tiles(words([0]), words([16]), words([vectors * 4]), 4)
+        assert (made.suffix, made.blocks) == (suffix, -(-vectors // (THREADS * EACH[suffix])))
+
+
+def test_nothing_is_launched_for_empty_tensors() -> None:
+    def never(tensor: str, wire: str) -> packing.Launch:
+        raise AssertionError
+
+    packer = KernelPacker(FakeDevice(), never)
+    none = words([0, 0]), words([0, 64]), words([0, 0])
+    packer.pack(0, *none, Code.FLOAT32, Code.FLOAT32, ReduceOp.SUM, 1.0, 0)
+
+
+class LateDevice(FakeDevice):
+    """Runs nothing before somebody waits; counts tables."""
+
+    tables = 0
+
+    def _stir(self) -> None:
+        pass
+
+    def has_passed(self, event: FakeEvent) -> bool:
+        return event.passed >= event.recorded
+
+    def allocate_pinned(self, nbytes: int) -> Array:
+        self.tables += 1
+        return super().allocate_pinned(nbytes)
+
+
+def test_tables_are_used_again_once_their_kernels_have_run() -> None:
+    device = LateDevice()
+    launched: list[str] = []
+
+    def compile_nothing(tensor: str, wire: str) -> packing.Launch:
+        return lambda name, blocks, arguments, stream: launched.append(name)
+
+    packer = KernelPacker(device, compile_nothing)
+
+    def unpack() -> None:
+        packer.unpack(0, words([0]), words([64]), words([3]), Code.FLOAT32, Code.FLOAT32, 1.0, 0)
+
+    unpack()
+    unpack()
+    assert device.tables == 2  # the first one's kernel may still read
+    finish(device)
+    unpack()
+    unpack()
+    assert device.tables == 2
+    finish(device)
+    waited = device.synchronized
+    for _ in range(packing.IN_FLIGHT):
+        unpack()
+    assert (device.tables, device.synchronized) == (packing.IN_FLIGHT, waited)
+    unpack()
+    assert device.synchronized == waited + 1
+    assert launched == ["pyhvd_unpack_small"] * (packing.IN_FLIGHT + 5)
+
+
+@pytest.mark.parametrize(
+    ("code", "wire", "factor", "text"),
+    [
+        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: floats alone are cast"),
+        (
+            Code.COMPLEX64,
+            Code.COMPLEX128,
+            1.0,
+            "no kernel casts complex64 to complex128: floats alone are cast",
+        ),
+        (Code.BOOL, Code.BOOL, 2.0, "bool cannot be multiplied by 2.0"),
+    ],
+)
+def test_what_no_kernel_does_is_refused(code: Code, wire: Code, factor: float, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        kernel_types(code, wire, factor)
+    assert str(caught.value) == text

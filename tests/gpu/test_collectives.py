@@ -1,0 +1,143 @@
+"""Every verb on CuPy arrays: one rank by NCCL, two and four ranks that share a device by way of the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.conformance.oracle import rows
+from tests.mpi.harness import on_ranks
+
+
+def mine(rank: int, *shape: int) -> Any:
+    """Small integers as float32: their sums are exact in any order."""
+    return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
+
+
+def total(size: int, *shape: int) -> Any:
+    return np.sum([mine(r, *shape) for r in range(size)], axis=0, dtype=np.float32)
+
+
+def same(got: Any, want: Any) -> None:
+    import cupy
+
+    assert isinstance(got, cupy.ndarray)
+    np.testing.assert_array_equal(got.get(), want)
+
+
+@on_ranks(1, 2, 4, timeout=120)
+def test_every_verb() -> None:
+    import cupy
+
+    hvd.init()
+    r, size = hvd.rank(), hvd.size()
+    with cupy.cuda.Stream(non_blocking=True):
+        array = cupy.asarray(mine(r, 7, 3))
+        same(hvd.allreduce(array, op=hvd.Sum, name="a"), total(size, 7, 3))
+        same(hvd.allreduce(array, op=hvd.Average, name="b"), total(size, 7, 3) / np.float32(size))
+        assert hvd.allreduce_(array, op=hvd.Sum, name="c", prescale_factor=2.0) is array
+        same(array, 2 * total(size, 7, 3))
+        counts = (1, 300, 0, 5, 4_000_000)
+        group = [cupy.asarray(mine(r, n)) for n in counts]
+        for output, n in zip(hvd.grouped_allreduce(group, op=hvd.Sum, name="g"), counts, strict=True):
+            same(output, total(size, n))
+        gathered = hvd.allgather(cupy.asarray(mine(r, r + 1, 2)), name="d")
+        same(gathered, np.concatenate([mine(q, q + 1, 2) for q in range(size)]))
+        same(hvd.broadcast(cupy.asarray(mine(r, 9)), size - 1, name="e"), mine(size - 1, 9))
+        scattered = hvd.reducescatter(cupy.asarray(mine(r, 9, 2)), op=hvd.Sum, name="f")
+        same(scattered, total(size, 9, 2)[rows(9, size, r)])
+        blocks = hvd.alltoall(cupy.asarray(mine(r, 2 * size, 3)), [2] * size, name="h")[0]
+        same(blocks, np.concatenate([mine(q, 2 * size, 3)[2 * r : 2 * r + 2] for q in range(size)]))
+        wide = cupy.asarray(mine(r, 6, 6))
+        hvd.allreduce_(wide[:, ::2], op=hvd.Sum, name="view")
+        same(wide[:, ::2].copy(), total(size, 6, 6)[:, ::2])
+
+
+@on_ranks(1, 2, timeout=120)
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "int16", "uint64", "bool", "complex64"])
+def test_dtypes(dtype: str) -> None:
+    import cupy
+
+    hvd.init()
+    op = hvd.Max if dtype == "bool" else hvd.Sum
+    parts = [mine(r, 99).astype(dtype) for r in range(hvd.size())]
+    want = np.maximum.reduce(parts) if dtype == "bool" else np.sum(parts, axis=0, dtype=dtype)
+    same(hvd.allreduce(cupy.asarray(parts[hvd.rank()]), op=op, name="x"), want)
+
+
+@on_ranks(2, timeout=120)
+def test_host_and_device_under_one_name_is_a_mismatch_on_both() -> None:
+    import cupy
+
+    hvd.init()
+    array = cupy.ones(4, np.float32) if hvd.rank() else np.ones(4, np.float32)
+    with pytest.raises(hvd.MismatchError):
+        hvd.allreduce(array, name="x")
+
+
+@on_ranks(1, 2, timeout=120)
+def test_torch_tensors_come_back_as_such() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    hvd.init()
+    tensor = torch.full((1000,), float(hvd.rank() + 1), device="cuda")
+    result = hvd.allreduce(tensor, op=hvd.Sum, name="x")
+    assert isinstance(result, torch.Tensor)
+    assert result.is_cuda
+    assert bool((result == sum(range(1, hvd.size() + 1))).all())
+
+
+@on_ranks(1, timeout=120)
+def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> None:
+    """A kernel that takes long is queued first: nothing may wait for it but what needs its result."""
+    import cupy
+
+    hvd.init()
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n, float *x)'
+        " { long long t = clock64(); while (clock64() - t < n); x[0] += 1; }",
+        "spin",
+    )
+    hvd.allreduce(cupy.ones(1000, np.float32), name="warm").get()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array = cupy.ones(1000, np.float32)
+        other = cupy.zeros(1, np.float32)
+        spin((1,), (1,), (np.int64(1), other))
+        stream.synchronize()
+        spin((1,), (1,), (np.int64(400_000_000), array))  # a fifth of a second and more
+        begun = time.perf_counter()
+        handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
+        spin((1,), (1,), (np.int64(1), other))
+        behind = cupy.cuda.Event()
+        behind.record(stream)
+        submitted = time.perf_counter() - begun
+        result = hvd.synchronize(handle)
+        waited = time.perf_counter() - begun
+        assert not behind.done, "the kernel has ended before it could show anything"
+        assert submitted < 0.05
+        assert waited < 0.15
+        np.testing.assert_array_equal(result.get()[:2], [2.0, 1.0])
+
+
+@on_ranks(1, timeout=120)
+def test_submitting_takes_microseconds() -> None:
+    import cupy
+
+    hvd.init()
+    arrays = [cupy.ones(1000, np.float32) for _ in range(50)]
+    times = []
+    for _ in range(20):
+        handles = []
+        for i, array in enumerate(arrays):
+            begun = time.perf_counter()
+            handles.append(hvd.allreduce_async_(array, name=f"t{i}"))
+            times.append(time.perf_counter() - begun)
+        for handle in handles:
+            hvd.synchronize(handle)
+    assert statistics.median(times[len(arrays) :]) < 20e-6

@@ -1,0 +1,207 @@
+"""Every verb on arrays of devices, by NCCL: all between the caller and the library is the real thing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd import device_executor
+from pyhvd.backends.base import Backend
+from pyhvd.backends.nccl_start import NcclCarrier
+from pyhvd.devices import libraries
+from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.testing import RanksFailed, run_ranks
+from tests.conformance.oracle import rows, same
+from tests.devices.fake import FakeLibrary, fake_array
+from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice
+
+SIZES = (1, 2, 4)
+Body = Callable[[PeerDevice], Any]
+
+
+class Carrier(NcclCarrier):
+    """Gives each rank its end of one library."""
+
+    def __init__(self, nccl: FakeNccl) -> None:
+        library: Any = nccl
+        super().__init__(lambda: library)
+        self._nccl = nccl
+
+    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
+        assert isinstance(device, PeerDevice)
+        return NcclCarrier(lambda: self._nccl.rank(device)).open(host, device, stream, packer)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
+    library = FakeNccl()
+    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(device_executor, "CARRIERS", [Carrier(library)])
+    return library
+
+
+def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False) -> list[Any]:
+    """Run ``body(device)`` on ranks that have a device each, or share one."""
+    devices = [PeerDevice(0, seed=17 * seed + r, identity="one" if shared else f"{r}") for r in range(size)]
+
+    def rank_body() -> Any:
+        device = devices[hvd.rank()]
+        with device.using(device.make_stream()):
+            return body(device)
+
+    return run_ranks(size, rank_body, timeout=30, knobs={"dynamic_process_sets": True})
+
+
+def mine(rank: int, *shape: int) -> Any:
+    """Small integers as float32: their sums are exact in any order."""
+    return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
+
+
+def total(size: int, *shape: int) -> Any:
+    return np.sum([mine(r, *shape) for r in range(size)], axis=0, dtype=np.float32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", SIZES)
+def test_every_verb(size: int, seed: int, nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        r = hvd.rank()
+        array = fake_array(device, mine(r, 7, 3))
+        same(hvd.allreduce(array, op=hvd.Sum, name="a").get(), total(size, 7, 3))
+        same(hvd.allreduce(array, op=hvd.Average, name="b").get(), total(size, 7, 3) / np.float32(size))
+        assert hvd.allreduce_(array, op=hvd.Sum, name="c", prescale_factor=2.0) is array
+        same(array.get(), 2 * total(size, 7, 3))
+        group = [fake_array(device, mine(r, n)) for n in (1, 300, 0, 5)]
+        for output, n in zip(hvd.grouped_allreduce(group, op=hvd.Sum, name="g"), (1, 300, 0, 5), strict=True):
+            same(output.get(), total(size, n))
+        gathered = hvd.allgather(fake_array(device, mine(r, r + 1, 2)), name="d")
+        same(gathered.get(), np.concatenate([mine(q, q + 1, 2) for q in range(size)]))
+        same(hvd.broadcast(fake_array(device, mine(r, 9)), size - 1, name="e").get(), mine(size - 1, 9))
+        scattered = hvd.reducescatter(fake_array(device, mine(r, 9, 2)), op=hvd.Sum, name="f")
+        same(scattered.get(), total(size, 9, 2)[rows(9, size, r)])
+        splits = [(r + q) % 3 for q in range(size)]
+        sent, counts = hvd.alltoall(fake_array(device, mine(r, sum(splits), 2)), splits, name="h")
+        taken = [(q + r) % 3 for q in range(size)]
+        assert list(counts) == taken
+        blocks = []
+        for q in range(size):
+            theirs = [(q + p) % 3 for p in range(size)]
+            first = sum(theirs[:r])
+            blocks.append(mine(q, sum(theirs), 2)[first : first + theirs[r]])
+        same(sent.get(), np.concatenate(blocks))
+        same(
+            hvd.allreduce(fake_array(device, np.full(5, 300, np.int16)), op=hvd.Sum, name="i").get(),
+            np.full(5, 300 * size, np.int16),
+        )
+
+    on_devices(size, body, seed)
+    called = {name.split()[0] for _, name in nccl.calls}
+    assert called >= {"allReduce", "broadcast"} | ({"send", "recv"} if size > 1 else set())
+    assert sorted(nccl.destroyed) == list(range(size))
+    assert nccl.aborted == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_has_joined_takes_part_with_nothing(seed: int, nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        r = hvd.rank()
+        hvd.allreduce(fake_array(device, mine(r, 4)), name="warm")
+        if r == 1:
+            hvd.join()
+            return
+        for k in range(3):
+            arrays = [fake_array(device, mine(r, n)) for n in (3, 50)]
+            for output, n in zip(
+                hvd.grouped_allreduce(arrays, op=hvd.Sum, name=f"g{k}"), (3, 50), strict=True
+            ):
+                same(output.get(), mine(0, n) + mine(2, n))
+            same(
+                hvd.allreduce(fake_array(device, -mine(r, 8) - 1), op=hvd.Max, name=f"m{k}").get(),
+                np.maximum(-mine(0, 8) - 1, -mine(2, 8) - 1),
+            )
+        hvd.join()
+
+    on_devices(3, body, seed)
+
+
+def test_each_process_set_has_a_communicator_of_its_own(nccl: FakeNccl) -> None:
+    def body(device: PeerDevice) -> None:
+        r = hvd.rank()
+        pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])]
+        for k, pair in enumerate(pairs):
+            if pair.included():
+                array = fake_array(device, mine(r, 6))
+                result = hvd.allreduce(array, op=hvd.Sum, name="x", process_set=pair)
+                same(result.get(), mine(k, 6) + mine(k + 1, 6))
+        hvd.remove_process_set(pairs[0])
+        same(hvd.allreduce(fake_array(device, mine(r, 6)), op=hvd.Sum, name="y").get(), total(3, 6))
+
+    on_devices(3, body)
+    assert len(nccl.destroyed) == 2 + 2 + 3
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "arrays" in r.getMessage()]
+
+
+def test_the_way_is_said_once(nccl: FakeNccl, caplog: pytest.LogCaptureFixture) -> None:
+    def body(device: PeerDevice) -> None:
+        hvd.allreduce(fake_array(device, mine(0, 4)), name="x").get()
+
+    with caplog.at_level(logging.INFO, logger="pyhvd"):
+        on_devices(2, body)
+    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (version 2.32.3)"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="pyhvd"):
+        on_devices(2, body, shared=True)
+    assert said(caplog) == [
+        "arrays on the devices of 2 ranks go through the host: ranks 0, 1 share a device, cuda:0"
+    ]
+
+
+def test_where_nccl_refuses_arrays_go_through_the_host(
+    nccl: FakeNccl, caplog: pytest.LogCaptureFixture
+) -> None:
+    nccl.refuses = dict.fromkeys(range(2), NcclError("NCCL_ERROR_SYSTEM_ERROR: no socket"))
+
+    def body(device: PeerDevice) -> None:
+        same(hvd.allreduce(fake_array(device, mine(hvd.rank(), 4)), op=hvd.Sum, name="x").get(), total(2, 4))
+
+    with caplog.at_level(logging.INFO, logger="pyhvd"):
+        on_devices(2, body)
+    assert said(caplog)[1:] == [
+        "NCCL does not connect these ranks, so arrays go through the host: rank 0 of the set: NcclError:"
+        " NCCL_ERROR_SYSTEM_ERROR: no socket; rank 1 of the set: NcclError: NCCL_ERROR_SYSTEM_ERROR: no"
+        " socket"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
+    seed: int, nccl: FakeNccl
+) -> None:
+    def body(device: PeerDevice) -> None:
+        r = hvd.rank()
+        hvd.allreduce(fake_array(device, mine(r, 4)), name="warm").get()
+        nccl.fails_at = {1: "allReduce"}
+        late = hvd.allreduce_async(fake_array(device, mine(r, 4)), name="x")
+        try:
+            hvd.synchronize(late)
+        finally:
+            event = device.make_event()
+            device.record(event, device.current_stream())
+            device.synchronize(event)  # the device comes to an end of its work
+        hvd.barrier()
+
+    with pytest.raises(RanksFailed) as caught:
+        on_devices(2, body, seed)
+    errors = caught.value.errors
+    assert isinstance(errors[1], hvd.HorovodInternalError)
+    assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(errors[1])
+    assert isinstance(errors[0], hvd.HorovodInternalError)
+    assert 1 in nccl.aborted
