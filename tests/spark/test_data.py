@@ -19,6 +19,11 @@ from pyhvd.spark.data.part import PART_NAME
 from pyhvd.spark.errors import DataError, SparkError
 from tests.spark.cluster import ROOT
 
+pytestmark = [
+    pytest.mark.timeout(240),  # the first test waits for the cluster too
+    pytest.mark.filterwarnings("ignore:distutils Version classes:DeprecationWarning"),  # Spark 3.5's own
+]
+
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
@@ -288,7 +293,7 @@ def test_the_example(mark: dict[str, str], tmp_path: Path) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

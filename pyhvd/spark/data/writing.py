@@ -123,8 +123,10 @@ def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -
         from pyspark.sql import functions
 
         count = num_files or df.sparkSession.sparkContext.defaultParallelism
-        # Which file, and where in it, are two draws: one draw for both would put low numbers into one file.
-        df = df.repartition(count, functions.rand(seed)).sortWithinPartitions(functions.rand(seed + 1))
+        # Drawn before the rows move, as they arrive in another order each time; and drawn twice, as the same
+        # number cannot say in which file and where in it.
+        drawn = df.select("*", functions.rand(seed).alias("file"), functions.rand(seed + 1).alias("place"))
+        df = drawn.repartition(count, "file").sortWithinPartitions("place").drop("file", "place")
     elif num_files is not None:
         df = df.coalesce(num_files)
     return replace(rows, df=df)
