@@ -6,7 +6,6 @@ it. Owns the format; knows nothing of Spark and Arrow.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -144,13 +143,3 @@ def load(folder: Folder) -> Dataset:
             f"{folder.path} is no prepared dataset: there is no {NAME} in it; pyhvd.spark.prepare writes one"
         ) from None
     return decode(text, folder.at(NAME))
-
-
-def row_bytes(columns: Sequence[Column]) -> int:
-    """Return about how many bytes a row takes as arrays; a text or bytes count as 64."""
-    import numpy as np
-
-    return sum(
-        math.prod(column.shape) * (64 if column.dtype == "object" else np.dtype(column.dtype).itemsize)
-        for column in columns
-    )
