@@ -91,6 +91,19 @@ def test_ctrl_c(spark: Any, mark: dict[str, str], tmp_path: Path) -> None:
     assert run(rank_number, num_proc=2, env=mark) == [0, 1]
 
 
+def _own_rows() -> list[float]:
+    hvd.init()
+    rows: list[float] = pyhvd.spark.partition().read()["x"].tolist()
+    return rows
+
+
+def test_ranks_have_their_parts_of_a_dataframe(spark: Any, mark: dict[str, str]) -> None:
+    df = spark.createDataFrame([(float(number),) for number in range(20)], ["x"])
+    parts = run(_own_rows, num_proc=4, env=mark, df=df)
+    assert len(parts) == 4
+    assert sorted(number for part in parts for number in part) == [float(number) for number in range(20)]
+
+
 def test_without_barrier(spark: Any, mark: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyhvd.spark.api._use_barrier", lambda conf: False)
     assert run(rank_number, num_proc=4, env=mark) == [0, 1, 2, 3]

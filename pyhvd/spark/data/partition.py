@@ -158,7 +158,7 @@ def partition(
     plan = Plan(batch_size, shuffle, seed)
     descriptor = os.environ.get(_VARIABLE)
     if descriptor is None:
-        raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...), launcher='pmi'")
+        raise DataError("this rank has no partition: start it by pyhvd.spark.run(fn, df=...)")
     return _share(SpilledPieces(int(descriptor), columns), equal_steps, plan)
 
 
