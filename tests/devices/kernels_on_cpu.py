@@ -11,6 +11,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ _FLAGS = (
 _TYPES: dict[type, Any] = {np.uint64: ctypes.c_uint64, np.int64: ctypes.c_int64, np.float64: ctypes.c_double}
 
 
+_BUILDING = threading.Lock()  # ranks are threads: each kernel is built once, and in one folder
+
+
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pyhvd-kernels-")
@@ -74,7 +78,8 @@ def compiler_of(device: FakeDevice) -> Compile:
     """Return what makes kernels whose launches are queued on a device of host memory."""
 
     def compile_types(tensor: str, wire: str) -> Launch:
-        library = _build(tensor, wire)
+        with _BUILDING:
+            library = _build(tensor, wire)
 
         def launch(name: str, blocks: int, arguments: tuple[Argument, ...], stream: Stream) -> None:
             function = library[f"run_{name}"]
