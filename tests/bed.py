@@ -24,7 +24,7 @@ _LENGTH = 24
 _THAW_S = 5.0
 # Dies with who has started it: nsenter with the tests, and what runs on the host with nsenter.
 _MORTAL = ("setpriv", "--pdeathsig", "KILL", "--")
-_TOOLS = ("ip", "nsenter", "setpriv", "unshare", "bash")
+_TOOLS = ("bridge", "ip", "nsenter", "setpriv", "unshare", "bash")
 
 # bash collects what is orphaned, as the first process of a host has to.
 _FIRST_PROCESS = """
@@ -217,11 +217,12 @@ class Bed:
 
     def cut_off(self, host: Host) -> None:
         """Have all packets to and from a host vanish, unnoticed by either side."""
-        self.head.do("ip", "link", "set", "dev", host.name, "nomaster")
+        # Its port still belongs to the bridge: else what comes in there would reach the head all the same.
+        self.head.do("bridge", "link", "set", "dev", host.name, "state", "0")
 
     def rejoin(self, host: Host) -> None:
         """Take back :meth:`cut_off`."""
-        self.head.do("ip", "link", "set", "dev", host.name, "master", "bed")
+        self.head.do("bridge", "link", "set", "dev", host.name, "state", "3")
 
     def power_off(self, host: Host) -> None:
         """End a host without a word to the others."""
