@@ -109,7 +109,7 @@ class Child:
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
             )
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name or value that no environment can have
             self._control.close()
             self._pmi.close()
             raise
@@ -149,11 +149,23 @@ class Child:
 
     def _talk(self) -> None:
         """Give the rank its code, as fast as it takes it, and hear its answer."""
+        if self._to_rank:
+            self._give()
+        self._hear()
+
+    def _give(self) -> None:
         try:
-            if self._to_rank:
-                self._to_rank = self._to_rank[self._control.send(self._to_rank[:_CHUNK]) :]
-                if not self._to_rank:
-                    self._selector.modify(self._control, selectors.EVENT_READ, lambda: self._talk())
+            sent = self._control.send(self._to_rank[:_CHUNK])
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._to_rank)  # the rank takes no more; what it has said is still to be heard
+        self._to_rank = self._to_rank[sent:]
+        if not self._to_rank:
+            self._selector.modify(self._control, selectors.EVENT_READ, lambda: self._talk())
+
+    def _hear(self) -> None:
+        try:
             data = self._control.recv(_CHUNK)
         except (BlockingIOError, InterruptedError):
             return
@@ -205,7 +217,7 @@ class Child:
 
     def _note_end(self) -> None:
         while self._control.fileno() >= 0 and self._has_more():
-            self._talk()
+            self._hear()
         if self.failure is None:
             self.failure = self._judge()
 

@@ -77,7 +77,7 @@ class Kept:
                 pass_fds=(life.fileno(), *descriptors),
                 start_new_session=True,
             )
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name or value that no environment can have
             self._close_ends()
             raise
         finally:
