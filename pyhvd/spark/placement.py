@@ -20,7 +20,8 @@ class Task:
     index : int
         Its partition.
     attempt : int
-        Which attempt at it; Spark may try again, and the newest counts.
+        Spark's id of this attempt at it; Spark may try again, and the newest, the one with the largest,
+        counts.
     host_hash : str
         See :func:`pyhvd.spark.hosthash.host_hash`.
     host : str

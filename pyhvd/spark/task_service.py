@@ -108,16 +108,11 @@ class TaskBody:
 
         context = TaskContext.get()
         assert context is not None
-        # A barrier stage is tried again as a whole; its tasks' attempts then begin at 0 again.
-        attempt = 1000 * _stage_attempt(context) + context.attemptNumber()
+        # Not its attemptNumber: a barrier stage is tried again as a whole, and that then begins at 0 again.
+        attempt = context.taskAttemptId()
         resources = {name: list(given.addresses) for name, given in context.resources().items()}
         given = Given(files, encode_resources(resources))
         return run_task(self._addresses, self._secret, index, attempt, given)
-
-
-def _stage_attempt(context: Any) -> int:
-    number = getattr(context, "stageAttemptNumber", None)
-    return int(number()) if number is not None else 0
 
 
 def run_task(
@@ -136,7 +131,7 @@ def run_task(
     secret : Secret
         The job's key.
     index, attempt : int
-        Which task this is, and which attempt at it.
+        Which task this is, and which attempt at it: a later one has a larger number.
     given : Given, optional
         What this task gives its rank.
 
@@ -258,7 +253,7 @@ class _Task:
                 on_output=self._pass_on,
                 files=self._given.files,
             )
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:
             self._child.register(self._selector)
@@ -274,7 +269,7 @@ class _Task:
                 lambda data: self._say(DaemonOutput(data)),
                 lambda code: self._say(DaemonEnded(code)),
             )
-        except (DaemonError, OSError) as exc:
+        except (DaemonError, OSError, ValueError) as exc:
             self._say(DaemonOutput(f"{exc}\n".encode()))
             self._say(DaemonEnded(127))
         else:
