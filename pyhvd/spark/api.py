@@ -112,7 +112,7 @@ def _run(
     dealt = None if df is None else deal(df, size)
     import cloudpickle
 
-    chosen = None if nics is None else sorted({nics} if isinstance(nics, str) else set(nics))
+    chosen = _interfaces(nics)
     timeout = _start_timeout(start_timeout, os.environ)
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
@@ -234,11 +234,22 @@ def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     return float(value)
 
 
+def _interfaces(nics: Iterable[str] | None) -> list[str] | None:
+    """Return each interface once, in the order given; by name if there is none."""
+    if nics is None:
+        return None
+    if isinstance(nics, str):
+        return [nics]
+    return sorted(nics) if isinstance(nics, (set, frozenset)) else list(dict.fromkeys(nics))
+
+
 def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str, str]:
     chosen = dict(env or {})
     for name, value in chosen.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env: {name!r}: a name has a character, none of them '=', and NUL is nowhere")
     for nic in (nics or [])[:1]:
         # By these MPICH goes between hosts, as it was built.
         chosen.setdefault("UCX_NET_DEVICES", nic)

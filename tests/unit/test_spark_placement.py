@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
 from pyhvd.spark import java
-from pyhvd.spark.api import _mpiexec_arguments, _refuse, _start_timeout
+from pyhvd.spark.api import _interfaces, _mpiexec_arguments, _rank_env, _refuse, _start_timeout
 from pyhvd.spark.errors import JavaNotFoundError, UnsupportedLauncherError
 from pyhvd.spark.output import Output
 from pyhvd.spark.placement import Registry, Task, assign
@@ -136,6 +138,21 @@ def test_start_timeout_comes_from_argument_then_environment() -> None:
         _start_timeout(None, {"PYHVD_SPARK_START_TIMEOUT": "soon"})
     with pytest.raises(ValueError, match="start_timeout=0"):
         _start_timeout(0, {})
+
+
+@pytest.mark.parametrize("env", [{"": "a"}, {"A=B": "c"}, {"A\0": "b"}, {"A": "b\0c"}, {"A": 1}])
+def test_variables_that_no_environment_can_have(env: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"env: {next(iter(env))!r}")):
+        _rank_env(env, None)
+
+
+def test_the_first_interface_is_mpis() -> None:
+    assert _interfaces(["eth1", "eth0", "eth1"]) == ["eth1", "eth0"]
+    assert _interfaces({"eth1", "eth0"}) == ["eth0", "eth1"]
+    assert _interfaces("eth0") == ["eth0"]
+    assert _interfaces(None) is None
+    env = _rank_env({"A": ""}, _interfaces(["eth1", "eth0"]))
+    assert (env["A"], env["UCX_NET_DEVICES"], env["FI_TCP_IFACE"]) == ("", "eth1", "eth1")
 
 
 def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
