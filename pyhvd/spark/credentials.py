@@ -16,6 +16,8 @@ from pyhvd.spark.secret import Secret
 
 _ADDRESSES = "_PYHVD_SPARK_DRIVER"
 _KEY = "_PYHVD_SPARK_KEY"
+VARIABLES = frozenset({_ADDRESSES, _KEY})
+"""Their names: for whoever passes an environment on."""
 
 
 def to_environment(addresses: Sequence[Address], secret: Secret) -> Mapping[str, str]:

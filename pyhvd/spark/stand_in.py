@@ -18,7 +18,7 @@ from pathlib import Path
 from pyhvd.net.connection import Connection
 from pyhvd.net.session import ChannelError
 from pyhvd.run.world import OTHER, find_place
-from pyhvd.spark.credentials import call_driver
+from pyhvd.spark.credentials import VARIABLES, call_driver
 from pyhvd.spark.messages import Exit, Pmi, StandIn, decode_from_driver, encode
 from pyhvd.spark.pmi import MAX_LINE
 
@@ -28,8 +28,11 @@ PYTHON = "_PYHVD_SPARK_PYTHON"
 """The variable with the Python of the stand-ins of this host."""
 
 _CHUNK = 1 << 16
-# Of a shell's or a directory's making; and where programs and libraries are is each executor's business.
-_NOT_PASSED = {"PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PMI_FD"}
+# Of a shell's or a directory's making; where programs and libraries are is each executor's business; and no
+# rank is told the key.
+_NOT_PASSED = VARIABLES | {
+    "PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PMI_FD",
+}  # fmt: skip
 
 
 def added_variables(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> dict[str, str]:

@@ -59,8 +59,9 @@ class Peer:
     events: int = selectors.EVENT_READ
 
     def send(self, message: FromDriver) -> None:
-        """Send a message now."""
-        self.connection.send(encode(message))
+        """Send a message now; nothing to who is gone."""
+        if self.connection.open:
+            self.connection.send(encode(message))
 
 
 class Switchboard:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pyhvd.run.report import EXIT
+from pyhvd.spark.errors import SparkError
 from pyhvd.spark.messages import FromDriver, FromTask, Pmi
 from pyhvd.spark.placement import Seat, Task, assign
 from pyhvd.spark.pmi import Abort, PmiError, PmiServer
@@ -44,7 +45,13 @@ class Wiring(Protocol):
         """See above."""
 
     def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
-        """All tasks have come: those of each host, in the order of :meth:`Registry.groups`."""
+        """All tasks have come: those of each host, in the order of :meth:`Registry.groups`.
+
+        Raises
+        ------
+        SparkError
+            They cannot be wired so.
+        """
 
     def seats(self) -> list[Seat]:
         """Return where each rank stands, in rank order; empty until that is known."""
@@ -88,7 +95,10 @@ class PmiWiring:
     def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
         """See :class:`Wiring`."""
         self._office = office
-        self._server = PmiServer([len(group) for group in groups])
+        try:
+            self._server = PmiServer([len(group) for group in groups])
+        except PmiError as exc:
+            raise SparkError(str(exc)) from exc
         self._seats = assign(groups)
 
     def seats(self) -> list[Seat]:

@@ -144,6 +144,16 @@ def test_what_mpiexec_adds_goes_to_the_rank() -> None:
     assert stand_in.introduce(environ, daemon) == StandIn("ha", 3, 1, mpi | {"MODE": "b"}, pmi=False)
 
 
+def test_the_key_does_not_go_to_the_rank() -> None:
+    environ = dict(to_environment([("127.0.0.1", 1)], Secret())) | {
+        "PMI_FD": "7",
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+    }
+    environ |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    assert not stand_in.introduce(environ, {}).env.keys() & to_environment([], Secret()).keys()
+
+
 def test_a_stand_in_without_mpiexec() -> None:
     with pytest.raises(ChannelError, match="Open MPI or MPICH"):
         stand_in.introduce({"SLURM_PROCID": "1"}, {})
@@ -209,6 +219,8 @@ class Recorder:
         told = self.told
 
         class Line:
+            open = True
+
             def send(self, record: bytes) -> None:
                 from pyhvd.spark.messages import decode_from_driver
 

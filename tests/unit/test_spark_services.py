@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -15,12 +18,15 @@ import pytest
 from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
-from pyhvd.spark.child import rank_environment
+from pyhvd.run.report import LOST
+from pyhvd.spark.child import Child, rank_environment
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.hosthash import host_hash
-from pyhvd.spark.messages import Start, Stop, decode_from_driver
+from pyhvd.spark.messages import Start, Stop, decode_from_driver, encode
+from pyhvd.spark.placement import Task
 from pyhvd.spark.secret import Secret
-from pyhvd.spark.switchboard import SILENT_S
+from pyhvd.spark.switchboard import SILENT_S, Peer
+from pyhvd.spark.wiring import PmiWiring
 from tests.spark_services import PATIENCE_S, Bench, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -186,6 +192,47 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
+    python.chmod(0o700)
+    start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
+    child = Child(start, bytes(1 << 24), [].append, lambda: None, lambda *_: None, {})
+    until = time.monotonic() + PATIENCE_S
+    with selectors.DefaultSelector() as selector:
+        child.register(selector)
+        while not child.ended and time.monotonic() < until:
+            for key, _ in selector.select(0.1):
+                key.data()
+    child.close()
+    assert child.failure is not None
+    assert child.failure.kind == LOST
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="null byte"):
+        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", [].append, lambda: None, lambda *_: None, {})
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_hosts_that_cannot_be_described_are_a_spark_error() -> None:
+    hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
+    office: Any = None
+    with pytest.raises(SparkError, match="use as many ranks on each host"):
+        PmiWiring().begin(office, hosts)
+
+
+def test_nothing_is_said_to_a_peer_that_is_gone() -> None:
+    said: list[bytes] = []
+    connection: Any = SimpleNamespace(open=True, send=said.append)
+    peer = Peer(connection)
+    peer.send(Stop("once"))
+    connection.open = False
+    peer.send(Stop("twice"))
+    assert said == [encode(Stop("once"))]
 
 
 def test_the_host_hash_is_stable_and_salted() -> None:
