@@ -199,7 +199,7 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
     python.chmod(0o700)
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
-    child = Child(start, bytes(1 << 24), [].append, lambda: None, lambda *_: None, {})
+    child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     until = time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         child.register(selector)
@@ -214,7 +214,7 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match="null byte"):
-        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", [].append, lambda: None, lambda *_: None, {})
+        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
     assert os.listdir("/proc/self/fd") == before
 
 
