@@ -240,6 +240,14 @@ def test_it_is_an_estimator_of_spark_ml(spark: Any, make: Callable[..., Any], tm
         estimator.fit(frame, {estimator.epochs: 0})
 
 
+@pytest.mark.parametrize("maps", [[{}, {}], [{}, {"run_id": "b"}]])
+def test_several_fits_share_no_run(rows: Any, make: Callable[..., Any], maps: list[dict[str, str]]) -> None:
+    estimator = make(run_id=None if maps[1] else "a")
+    params = [{estimator.getParam(name): value for name, value in each.items()} for each in maps]
+    with pytest.raises(ValueError, match=r"run_id='[ab]' names one run"):
+        estimator.fit(rows, params)
+
+
 def test_a_saved_model_is_the_same(rows: Any, make: Callable[..., Any], tmp_path: Path) -> None:
     model = make(epochs=2, run_id="kept").fit(rows)
     model.set(model.output_cols, ["guess"])
@@ -269,6 +277,7 @@ def test_transform_leaves_the_other_columns_as_they_are(
         functions.col("x").alias("same"),
     ).repartition(3)
     model.set(model.batch_size, 7)
+    wide = wide.withColumn("a.b`c", functions.col("id"))
     out = model.transform(wide)
     assert out.schema.fields[:-1] == wide.schema.fields
     found = {row.id: row for row in out.collect()}
@@ -278,6 +287,7 @@ def test_transform_leaves_the_other_columns_as_they_are(
     for i in (0, 4, ROWS - 1):
         assert found[i].map == {"k": i}
         assert found[i].text == ("text" if i > 3 else None)
+        assert found[i]["a.b`c"] == i
         assert found[i].same == Vectors.dense(x[i].tolist())
         assert found[i].y__output == pytest.approx(float(predict(x[i : i + 1])[0]))
     assert model.transform(wide.where("id < 0")).count() == 0

@@ -19,6 +19,7 @@ from pyhvd.spark import SGD, Store
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.errors import DataError, SparkError
 from pyhvd.spark.ml import settings
+from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.numpy_trainer import NumpyTrainer
 from pyhvd.spark.ml.prediction import as_trained, describe_outputs, spark_type, widened
 from pyhvd.spark.ml.training import Batch, picked
@@ -206,6 +207,12 @@ def test_widening_keeps_every_value(dtype: str) -> None:
     info = np.iinfo(kind) if kind.kind == "u" else np.finfo(kind)
     extremes = np.array([info.min, info.max], kind)
     assert np.array_equal(widened(extremes).astype(np.float64), extremes.astype(np.float64))
+
+
+def test_a_history_that_has_diverged_survives_its_file() -> None:
+    history = [{"loss": 1.5, "val_loss": float("inf")}, {"loss": float("nan"), "val_loss": -float("inf")}]
+    said = Description((Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, history, "run")
+    assert repr(Description.decode(said.encode())) == repr(said)
 
 
 def test_a_feature_must_be_what_the_model_was_trained_on() -> None:

@@ -75,6 +75,13 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     return Selection(df.select([column.alias(f"c{n}") for n, column in enumerate(columns)]), chosen)
 
 
+def named(name: str) -> Column:
+    """Return the column of exactly this name, whatever characters it has."""
+    from pyspark.sql import functions
+
+    return functions.col("`" + name.replace("`", "``") + "`")
+
+
 def expression(name: str, kind: Any) -> Column:
     """Return what is in a column of this type; vectors of Spark ML as lists.
 
@@ -83,9 +90,7 @@ def expression(name: str, kind: Any) -> Column:
     DataError
         It is of a type that no array has.
     """
-    from pyspark.sql import functions
-
-    column = functions.col("`" + name.replace("`", "``") + "`")
+    column = named(name)
     if type(kind).__name__ == "VectorUDT":
         from pyspark.ml.functions import vector_to_array
 

@@ -16,11 +16,13 @@ from pyspark.ml import Estimator as SparkEstimator
 from pyspark.ml.param import Param, Params
 
 from pyhvd.spark.api import run
+from pyhvd.spark.data.schema import named
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.data.writing import prepare
 from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
-from pyhvd.spark.ml.model import Description, Model
+from pyhvd.spark.ml.model import Model
 from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
 from pyhvd.spark.ml.training import Metric, Plan
@@ -71,7 +73,7 @@ class Estimator(SparkEstimator):
         From outputs and labels (numpy arrays) of some rows to a number; measured on the validation data.
     run_id : str, optional
         Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it
-        was. A new name by default.
+        was. A new name by default. Not for several fits at once, as by a CrossValidator.
     shuffle : bool
         Another order of the rows in each epoch.
     seed : int
@@ -173,6 +175,23 @@ class Estimator(SparkEstimator):
             raise ValueError("validation splits a DataFrame: with prepared data give validation_path instead")
         return self._train(values, self._run(values), train_path, validation_path)
 
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:  # noqa: N802, N803
+        """Fit once for each of several maps of Params; CrossValidator and the like call it.
+
+        Raises
+        ------
+        ValueError
+            A `run_id` is given: each fit would go on from the checkpoint of the one before it.
+        """
+        for given in [{}, *paramMaps]:
+            name = given.get(self.run_id, self.getOrDefault(self.run_id))
+            if name is not None:
+                raise ValueError(
+                    f"run_id={name!r} names one run, and several fits would go on from each other's"
+                    " checkpoints: leave it out, or call fit for each with a run_id of its own"
+                )
+        return super().fitMultiple(dataset, paramMaps)
+
     def _fit(self, dataset: DataFrame) -> Model:
         values = self._values()
         validation = values["validation"]
@@ -259,7 +278,7 @@ def split(df: DataFrame, validation: float | str | None, seed: int) -> list[Data
         raise ValueError(
             f"validation={validation!r}: there is no such column; there are {', '.join(df.columns)}"
         )
-    chosen = functions.col("`" + validation.replace("`", "``") + "`").cast("double") > 0
+    chosen = named(validation).cast("double") > 0
     held = functions.coalesce(chosen, functions.lit(False))
     return [df.where(~held), df.where(held)]
 

@@ -17,8 +17,9 @@ from pyspark.ml.param import Param, Params, TypeConverters
 
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.schema import expression
+from pyhvd.spark.data.schema import expression, named
 from pyhvd.spark.errors import DataError
+from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
 if TYPE_CHECKING:
@@ -26,36 +27,6 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = "model.json"
 _PREDICT = "predict.pkl"
-
-
-class Description(msgspec.Struct, frozen=True):
-    """What a saved model says of itself.
-
-    Attributes
-    ----------
-    features : tuple of Column
-        What it was trained on.
-    outputs : tuple of Column
-        What it returns.
-    output_cols : tuple of str
-        The names of the outputs' columns.
-    batch_size : int
-        Rows for which it is called at once.
-    history : list of dict
-        The measures of each epoch.
-    run_id : str
-        The run that trained it.
-    version : int
-        Of the format.
-    """
-
-    features: tuple[Column, ...]
-    outputs: tuple[Column, ...]
-    output_cols: tuple[str, ...]
-    batch_size: int
-    history: list[dict[str, float]]
-    run_id: str
-    version: int = 1
 
 
 class Model(SparkModel):
@@ -132,7 +103,7 @@ class Model(SparkModel):
         )
         folder = Folder(path, storage_options)
         folder.write(_PREDICT, self._predict)
-        folder.write(_DESCRIPTION, msgspec.json.format(msgspec.json.encode(description), indent=1) + b"\n")
+        folder.write(_DESCRIPTION, description.encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Model:
@@ -147,7 +118,7 @@ class Model(SparkModel):
         """
         folder = Folder(path, storage_options)
         try:
-            description = msgspec.json.decode(folder.read(_DESCRIPTION), type=Description)
+            description = Description.decode(folder.read(_DESCRIPTION))
             predict = folder.read(_PREDICT)
         except FileNotFoundError:
             raise DataError(f"{folder.path} holds no model: Model.save writes one") from None
@@ -162,20 +133,23 @@ class Model(SparkModel):
 
         outputs = self._outputs(dataset.columns)
         kinds = {field.name: field.dataType for field in dataset.schema.fields}
-        features, vectors = [], []
-        for number, column in enumerate(self._description.features):
-            source = column.name
-            made = expression(source, kinds[source])
-            if type(kinds[source]).__name__ == "VectorUDT":
-                source = f"__pyhvd_feature_{number}"
-                vectors.append(made.alias(source))
+        columns = [named(name) for name in dataset.columns]
+        features = []
+        for column in self._description.features:
+            made = expression(column.name, kinds[column.name])
+            source = dataset.columns.index(column.name)
+            if type(kinds[column.name]).__name__ == "VectorUDT":
+                source = len(columns)
+                columns.append(made)
             features.append((source, column))
         predict = Predictor(
-            self._predict, features, outputs, len(dataset.columns), self.getOrDefault(self.batch_size)
+            self._predict, features, outputs, dataset.columns, self.getOrDefault(self.batch_size)
         )
         added = [StructField(each.name, _parse_datatype_string(spark_type(each))) for each in outputs]
         schema = StructType([*dataset.schema.fields, *added])
-        return dataset.select("*", *vectors).mapInArrow(predict, schema)
+        # By names of our own: mapInArrow does not find a name that has a dot.
+        chosen = dataset.select([column.alias(f"c{number}") for number, column in enumerate(columns)])
+        return chosen.mapInArrow(predict, schema)
 
     def _outputs(self, columns: Sequence[str]) -> list[Column]:
         """Return the outputs by the names of their columns."""

@@ -35,12 +35,12 @@ class Predictor:
     ----------
     predict : bytes
         The pickled function from features to outputs; it is loaded once per task.
-    features : sequence of (str, Column)
-        For each feature: the column of the record batches that has it, and what the model was trained on.
+    features : sequence of (int, Column)
+        For each feature: which column of the record batches it is, and what the model was trained on.
     outputs : sequence of Column
         What the model's outputs are, by the names of the new columns.
-    kept : int
-        How many columns of the record batches go on; they are the first ones.
+    kept : sequence of str
+        The names of the columns of the record batches that go on; they are the first ones.
     batch_size : int
         Rows for which the model is called at once.
     """
@@ -48,22 +48,22 @@ class Predictor:
     def __init__(
         self,
         predict: bytes,
-        features: Sequence[tuple[str, Column]],
+        features: Sequence[tuple[int, Column]],
         outputs: Sequence[Column],
-        kept: int,
+        kept: Sequence[str],
         batch_size: int,
     ) -> None:
         self._predict = predict
         self._features = list(features)
         self._outputs = list(outputs)
-        self._kept = kept
+        self._kept = list(kept)
         self._batch_size = batch_size
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every record batch with its outputs."""
         pa = needed("pyarrow")
         predict = cloudpickle.loads(self._predict)
-        names = [column.name for column in self._outputs]
+        names = self._kept + [column.name for column in self._outputs]
         for batch in batches:
             for start in range(0, batch.num_rows, self._batch_size):
                 part = batch.slice(start, self._batch_size)
@@ -76,10 +76,8 @@ class Predictor:
                     to_arrow(self._as_described(output, column, part.num_rows))
                     for output, column in zip(outputs, self._outputs, strict=True)
                 ]
-                kept = part.columns[: self._kept]
-                yield pa.RecordBatch.from_arrays(
-                    [*kept, *added], names=[*part.schema.names[: self._kept], *names]
-                )
+                kept = part.columns[: len(self._kept)]
+                yield pa.RecordBatch.from_arrays([*kept, *added], names=names)
 
     def _as_described(self, output: Any, column: Column, rows: int) -> Array:
         array = widened(np.asarray(output))
