@@ -16,6 +16,7 @@ from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.cupy_kernels import compile_kernels
 from pyhvd.devices.packing import KernelPacker
 
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation; of a device's memory CuPy makes a MemoryError by itself
 _NOT_READY = 600  # cudaErrorNotReady
 
 
@@ -67,11 +68,13 @@ class CupyDevice:
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record an event."""
-        runtime.eventRecord(event.ptr, stream)
+        with self.acting():  # stream 0 is the current device's
+            runtime.eventRecord(event.ptr, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream wait for an event."""
-        runtime.streamWaitEvent(stream, event.ptr)
+        with self.acting():
+            runtime.streamWaitEvent(stream, event.ptr)
 
     def has_passed(self, event: Event) -> bool:
         """Return whether an event has passed."""
@@ -92,8 +95,13 @@ class CupyDevice:
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         """Return page-locked memory of CuPy's pool."""
-        with self.acting():
-            return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        try:
+            with self.acting():
+                return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        except runtime.CUDARuntimeError as exc:
+            if exc.status != _NO_MEMORY:
+                raise
+            raise MemoryError(f"{nbytes} bytes of page-locked memory: {exc}") from exc
 
     def packer(self) -> Packer | None:
         """Return what packs by pyhvd's own kernels; None where NVRTC, which compiles them, is not found."""
@@ -106,7 +114,8 @@ class CupyDevice:
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy; where the two addresses are, CUDA knows."""
         if nbytes:
-            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+            with self.acting():
+                runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 
 def on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:

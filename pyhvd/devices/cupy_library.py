@@ -8,6 +8,7 @@ import cupy
 
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device, on_stream
+from pyhvd.devices.layout import refuse_overlap
 from pyhvd.dtypes import lookup
 
 
@@ -21,8 +22,10 @@ class CupyLibrary:
         """Return whether it is an array, as everything else of CuPy's is not."""
         return isinstance(tensor, cupy.ndarray)
 
-    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:  # noqa: ARG002 - all of them can be written
+    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
         """Return a view."""
+        if writing:
+            refuse_overlap_of(tensor)
         device = cuda_device(tensor.device.id)
         return self._seen(tensor, device, device.current_stream())
 
@@ -53,6 +56,12 @@ class CupyLibrary:
         """Queue the copy."""
         with view.on.acting(), on_stream(stream, view.on.index):
             view.home[...] = view.owner
+
+
+def refuse_overlap_of(array: Any) -> None:
+    """Refuse an array to write to whose elements share memory, with a ValueError."""
+    if not array.flags.c_contiguous:
+        refuse_overlap(array.shape, array.strides)
 
 
 library = CupyLibrary()

@@ -14,7 +14,7 @@ import cupy
 
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device, on_stream
-from pyhvd.devices.cupy_library import CupyLibrary
+from pyhvd.devices.cupy_library import CupyLibrary, refuse_overlap_of
 
 
 class ForeignLibrary(CupyLibrary):
@@ -44,7 +44,10 @@ class ForeignLibrary(CupyLibrary):
             device = cuda_device(int(tensor.__dlpack_device__()[1]))
             stream = self._intake(device)
             with device.acting(), on_stream(stream, device.index):
-                seen = self._seen(cupy.from_dlpack(tensor), device, stream)
+                array = cupy.from_dlpack(tensor)
+                if writing:
+                    refuse_overlap_of(array)
+                seen = self._seen(array, device, stream)
         else:
             seen = self._adopt_interface(tensor, writing)
         seen.library = _Namesake(self, tensor)
@@ -66,6 +69,8 @@ class ForeignLibrary(CupyLibrary):
         nbytes = _extent(shape, strides, dtype.itemsize)
         memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
         array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+        if writing:
+            refuse_overlap_of(array)
         return self._seen(array, device, int(stream))
 
     def _intake(self, device: Device) -> Stream:

@@ -37,3 +37,23 @@ def lay_out(counts: Sequence[int], itemsize: int) -> tuple[Words, int]:
         offsets[i] = total
         total += -(-count // step) * step
     return offsets, total
+
+
+def refuse_overlap(shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Refuse an array to write to, some of whose elements are the same memory.
+
+    Parameters
+    ----------
+    shape, strides : sequence of int
+        Of the array; strides in any unit.
+
+    Raises
+    ------
+    ValueError
+        A dimension of more than one element has a stride of 0.
+    """
+    if any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
+        raise ValueError(
+            "an in-place operation cannot write to an array whose elements share memory, as that of a"
+            " broadcast view: pass a copy"
+        )

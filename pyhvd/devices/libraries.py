@@ -106,16 +106,16 @@ def _library_of(tensor: Any) -> Adopter | None:
         return None
     library = _libraries.get(root)
     if library is None:
-        if root not in _MODULES and not _is_on_cuda(tensor):
-            return None
-        if root == "torch" and not tensor.is_cuda:
+        # torch's tensors that need gradients raise where they are asked for the interface.
+        on_gpu = getattr(tensor, "is_cuda", False) if root == "torch" else _is_on_cuda(tensor)
+        if root != "cupy" and not on_gpu:
             return None
         library = _load(root, tensor)
     return library if library.takes(tensor) else None
 
 
 def _is_on_cuda(tensor: Any) -> bool:
-    """Return whether an object of a library that is not known by name says that it is on a GPU."""
+    """Return whether an object says that it is on a GPU."""
     if hasattr(tensor, "__array_interface__"):
         return False
     if hasattr(tensor, "__cuda_array_interface__"):

@@ -9,6 +9,7 @@ import torch
 
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
+from pyhvd.devices.layout import refuse_overlap
 from pyhvd.dtypes import DtypeInfo, named
 
 
@@ -23,10 +24,12 @@ class TorchLibrary:
         """Return whether it is a tensor on a CUDA device."""
         return isinstance(tensor, torch.Tensor) and tensor.is_cuda
 
-    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:  # noqa: ARG002 - all of them can be written
+    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
         """Return a view."""
         if tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()")
+        if writing:
+            refuse_overlap(tensor.shape, tensor.stride())
         info = named(str(tensor.dtype).removeprefix("torch."))
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg().contiguous()

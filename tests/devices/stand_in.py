@@ -203,6 +203,10 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
     class CUDARuntimeError(RuntimeError):
         """CuPy's error."""
 
+        def __init__(self, status: int) -> None:
+            super().__init__(status)
+            self.status = status
+
     return types.SimpleNamespace(
         memcpyDefault=4,
         CUDARuntimeError=CUDARuntimeError,

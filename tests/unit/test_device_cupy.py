@@ -206,6 +206,35 @@ def test_a_read_only_interface(device: FakeDevice) -> None:
         adopt_for_writing(array)
 
 
+def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
+    array = Interface(device, np.ones(3), shape=(2, 3), strides=(0, 8))
+    assert adopt(array).shape == (2, 3)
+    cupy = sys.modules["cupy"]
+    other = cupy.ndarray((2, 3), np.float64, cupy_array(np.ones(6)).data, (0, 8))
+    capsule = Capsule(device, np.ones(3))
+    capsule.inner = other
+    for target in (array, other, capsule):
+        with pytest.raises(ValueError, match="cannot write to an array whose elements share memory"):
+            adopt_for_writing(target)
+
+
+def test_no_page_locked_memory_is_a_memory_error(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = sys.modules["cupy"].cuda
+    status = 2
+
+    def fail(nbytes: int) -> None:
+        raise cuda.runtime.CUDARuntimeError(status)
+
+    cuda.alloc_pinned_memory = fail
+    with pytest.raises(MemoryError, match="64 bytes of page-locked memory"):
+        cuda_device(0).allocate_pinned(64)
+    status = 719
+    with pytest.raises(cuda.runtime.CUDARuntimeError):
+        cuda_device(0).allocate_pinned(64)
+
+
 def test_dlpack_and_results_in_the_callers_library(device: FakeDevice) -> None:
     def body() -> None:
         array = Capsule(device, np.arange(70, dtype=np.float32))

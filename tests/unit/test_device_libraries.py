@@ -41,6 +41,11 @@ class Capsule:
         return self._device, 0
 
 
+def test_jax_on_the_host_needs_no_cupy() -> None:
+    array = type("ArrayImpl", (Capsule,), {"__module__": "jaxlib._jax"})(1)
+    assert isinstance(adopt(array), TensorView)
+
+
 @without_cupy
 @pytest.mark.parametrize(
     "tensor", [Interface(), Capsule(2), Capsule(13)], ids=["interface", "cuda", "managed"]
