@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,10 @@ _log = logging.getLogger("pyhvd")
 
 SWEEP_SECONDS = 0.01
 """How soon to look again whether the device still uses memory that is kept for it."""
+
+
+ABORT_SECONDS = 10.0
+"""How long, at most, a device may take to end work that has been aborted."""
 
 
 class Carrier(Protocol):
@@ -124,6 +129,7 @@ class DeviceExecutor:
         self._station: Station | None = None
         self._opened: dict[int, DeviceBackend] = {}
         self._keeper = Keeper()
+        self._aborted = False
         self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.REDUCESCATTER: self._reducescatter,
@@ -168,14 +174,22 @@ class DeviceExecutor:
             self._opened.pop(set_id).close()
 
     def close(self) -> None:
-        """Give up the backends, in the order of their sets, when the device has done its work; collective."""
-        self._keeper.settle(self._check)
+        """Give up the backends, in the order of their sets, when the device has done its work; collective.
+
+        Raises
+        ------
+        TransportError
+            What is under way has failed; or, after :meth:`abort`, does not end.
+        """
+        patience = partial(_be_patient, time.monotonic() + ABORT_SECONDS)
+        self._keeper.settle(patience if self._aborted else self._check)
         for set_id in sorted(self._opened):
             self.close_set(set_id)
 
     def abort(self, why: str) -> None:
-        """Let the device wait for no other rank any longer: some rank has failed. Not collective."""
-        for backend in self._opened.values():
+        """Let the device wait for no other rank: some rank has failed. Not collective; from any thread."""
+        self._aborted = True
+        for backend in list(self._opened.values()):  # another thread may be opening one
             backend.abort(why)
 
     # -- where, and by which way ---------------------------------------------------------------------
@@ -394,6 +408,12 @@ class DeviceExecutor:
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView):
                 entry.done(finish(Arrival(output, event)), None)
+
+
+def _be_patient(until: float) -> None:
+    """Let work that has been aborted end by itself, until a moment (monotonic s)."""
+    if time.monotonic() > until:
+        raise TransportError(f"the device has not ended aborted work within {ABORT_SECONDS:g} s")
 
 
 def _view(view: Any) -> DeviceView | None:

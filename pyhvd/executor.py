@@ -204,7 +204,7 @@ class Executor:
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, why: str) -> None:
-        """Let devices wait for no other rank any longer; not collective."""
+        """Let devices wait for no other rank any longer; not collective; from any thread."""
         self._devices.abort(why)
 
     def close(self, stop: ErrorInfo) -> None:

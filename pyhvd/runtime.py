@@ -436,8 +436,7 @@ class Runtime:
 
     def _give_up(self, passed: float) -> None:
         """Let the background thread end this rank; if it is inside a collective, do it here."""
-        error = self._onlooker.error(passed)
-        self._verdict = error
+        self._verdict = error = self._onlooker.error(passed)
         self._control.wake()
         if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
             return
@@ -449,6 +448,7 @@ class Runtime:
         for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
             if entry is not None:
                 entry.done(None, error)
+        self._executor.abort(str(error))
         self._recorder.abandon(error)
         if self._lane is not None:
             self._lane.lane.forget(keep=True)

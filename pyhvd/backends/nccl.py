@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -88,6 +89,7 @@ class NcclBackend:
         self._library = library
         self._buffer: Memory | None = None
         self._broken = ""
+        self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
         self._by_host = functools.cache(by_host)
 
     def _reduces(self, info: DtypeInfo, op: ReduceOp) -> bool:
@@ -294,9 +296,11 @@ class NcclBackend:
             self._comm.check_async_error()
 
     def abort(self, why: str) -> None:
-        """End what is queued on the device, and let everything that comes fail; not collective."""
-        if not self._broken:
-            self._broken = why
+        """End what is queued on the device, and let everything that comes fail; not collective.
+
+        Any thread may call it, also while another is inside NCCL.
+        """
+        if self._is_first_to_end(why):
             with suppress(Exception):  # a communicator that has failed may say so again
                 self._comm.abort()
 
@@ -305,9 +309,16 @@ class NcclBackend:
         self._buffer = None
         if self._by_host.cache_info().currsize:
             self._by_host().close()
-        if not self._broken:
-            self._broken = "it has been closed"
+        if self._is_first_to_end("it has been closed"):
             self._comm.destroy()
+
+    def _is_first_to_end(self, why: str) -> bool:
+        """Return whether the communicator still has to be given up, by whoever asks first."""
+        with self._ending:
+            first = not self._broken
+            if first:
+                self._broken = why
+        return first
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -328,7 +328,7 @@ class DeviceBackend(Protocol):
         """
 
     def abort(self, why: str) -> None:
-        """End what is queued, so that its events pass; whatever comes fails. Not collective."""
+        """End what is queued, so that its events pass; what comes fails. Not collective; from any thread."""
 
     def close(self) -> None:
         """Give up what the backend holds; collective. What was queued has passed."""
