@@ -8,6 +8,9 @@
  * whole vectors; the gap behind a tensor's last element is filled with zeros. A *tile* is what one block moves:
  * EACH vectors per thread. Which tensor a vector belongs to is found by a binary search among those of its tile,
  * which the host has looked up (devices/tiles.py); within a large tensor there is nothing to search.
+ *
+ * CuPy has NVRTC flush subnormal float32 to zero (-ftz=true), and so would every operator on float do: where a
+ * float is calculated with, single(), real(), times() and plus() below do it.
  */
 
 typedef unsigned long long u64;
@@ -25,6 +28,44 @@ union Single {
     float number;
     unsigned bits;
 };
+
+/* ---- Arithmetic that keeps subnormals, whatever the compiler is told ---------------------------------------- */
+
+#ifdef __CUDACC__
+__device__ static float single(double x)
+{
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+}
+__device__ static double real(float x)
+{
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+}
+__device__ static float times(float x, float y)
+{
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+    return product;
+}
+__device__ static float plus(float x, float y)
+{
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(x), "f"(y));
+    return sum;
+}
+#else
+static float single(double x) { return (float)x; }
+static double real(float x) { return x; }
+static float times(float x, float y) { return x * y; }
+static float plus(float x, float y) { return x + y; }
+#endif
+
+/* A number times a factor, rounded as the number is. */
+__device__ static inline float scaled(float x, double factor) { return times(x, single(factor)); }
+__device__ static inline double scaled(double x, double factor) { return x * factor; }
 
 /* ---- Types: what an element is, what it is multiplied as, and how it is rounded -------------------------
  *
@@ -57,13 +98,14 @@ struct FLOAT32 {
     typedef float Wide;
     __device__ static Wide widen(Item x) { return x; }
     __device__ static Item narrow(float x) { return x; }
-    __device__ static Item narrow(double x) { return (float)x; }
+    __device__ static Item narrow(double x) { return single(x); }
 };
 
 struct FLOAT64 {
     typedef double Item;
     typedef double Wide;
     __device__ static Wide widen(Item x) { return x; }
+    __device__ static Item narrow(float x) { return real(x); }
     __device__ static Item narrow(double x) { return x; }
 };
 
@@ -71,8 +113,8 @@ struct FLOAT64 {
 __device__ static float round_to_odd(double x)
 {
     Single near;
-    near.number = (float)x;
-    const double back = near.number, size = x < 0 ? -x : x, back_size = back < 0 ? -back : back;
+    near.number = single(x);
+    const double back = real(near.number), size = x < 0 ? -x : x, back_size = back < 0 ? -back : back;
     near.bits = (near.bits - (back_size > size ? 1u : 0u)) | (back != x ? 1u : 0u);
     return near.number;
 }
@@ -85,7 +127,7 @@ struct FLOAT16 {
         const unsigned rest = half & 0x7fffu;
         Single x;
         if (rest < 0x400u)
-            x.number = (float)rest * 5.9604644775390625e-8f; /* a subnormal: so many times 2^-24 */
+            x.number = times((float)rest, 5.9604644775390625e-8f); /* a subnormal: so many times 2^-24 */
         else
             x.bits = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);
         x.bits |= (half & 0x8000u) << 16;
@@ -102,7 +144,7 @@ struct FLOAT16 {
             return (Item)(sign | 0x7c00u);
         if (rest < 0x38800000u) { /* 2^-14: a subnormal; the last bit of 0.5f is worth 2^-24 */
             x.bits = rest;
-            x.number += 0.5f;
+            x.number = plus(x.number, 0.5f);
             return (Item)(sign | (x.bits - 0x3f000000u));
         }
         return (Item)(sign | ((rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13));
@@ -123,7 +165,7 @@ struct BFLOAT16 {
     {
         Single x;
         x.number = number;
-        if (number != number)
+        if ((x.bits & 0x7fffffffu) > 0x7f800000u)
             return (Item)((x.bits >> 16) | 0x40u);
         return (Item)((x.bits + 0x7fffu + ((x.bits >> 16) & 1u)) >> 16);
     }
@@ -160,7 +202,7 @@ template <class From, class To> struct Convert {
     __device__ static typename To::Item one(typename From::Item x, double factor)
     {
         const typename From::Wide wide = From::widen(x);
-        return To::narrow(factor == 1.0 ? wide : wide * (typename From::Wide)factor);
+        return To::narrow(factor == 1.0 ? wide : scaled(wide, factor));
     }
 };
 
@@ -168,7 +210,7 @@ template <class From, class To> struct Convert {
 template <class Same> struct Convert<Same, Same> {
     __device__ static typename Same::Item one(typename Same::Item x, double factor)
     {
-        return factor == 1.0 ? x : Same::narrow(Same::widen(x) * (typename Same::Wide)factor);
+        return factor == 1.0 ? x : Same::narrow(scaled(Same::widen(x), factor));
     }
 };
 

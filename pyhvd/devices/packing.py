@@ -33,8 +33,8 @@ _WORDS = {1: "UINT8", 2: "UINT16", 4: "UINT32", 8: "UINT64"}
 SMALLEST_TABLE = 64 * 1024
 """Bytes; tables of a few hundred tensors need less."""
 
-IN_FLIGHT = 32
-"""Tables at most that wait for their kernels; who wants one more waits for the oldest of them."""
+KEPT_TABLES = 32
+"""Tables that are kept for later launches; there are more while more kernels are under way."""
 
 
 @dataclass(slots=True)
@@ -136,10 +136,9 @@ class KernelPacker:
                 break  # those behind it were used later
             if len(table.pinned) >= nbytes:
                 tables.append(tables.pop(i))
+                if len(tables) > KEPT_TABLES and self._device.has_passed(tables[0].done):
+                    del tables[0]
                 return table
-        if len(tables) >= IN_FLIGHT:
-            self._device.synchronize(tables[0].done)
-            del tables[0]
         room = max(SMALLEST_TABLE, 1 << (nbytes - 1).bit_length())
         pinned = self._device.allocate_pinned(room)
         tables.append(_Table(pinned, self._device.allocate(room, stream), self._device.make_event()))

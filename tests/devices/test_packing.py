@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +22,7 @@ from pyhvd.devices.packing import KernelPacker, kernel_types
 from pyhvd.devices.tiles import EACH, LARGE, THREADS, make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.fake import FakeDevice, FakeEvent
-from tests.devices.kernels_on_cpu import compiler_of, needs_compiler
+from tests.devices.kernels_on_cpu import SOURCE, compiler_of, needs_compiler
 
 Array = np.ndarray[Any, Any]
 
@@ -375,12 +378,14 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
     assert device.tables == 2
     finish(device)
     waited = device.synchronized
-    for _ in range(packing.IN_FLIGHT):
+    for _ in range(packing.KEPT_TABLES + 2):
         unpack()
-    assert (device.tables, device.synchronized) == (packing.IN_FLIGHT, waited)
-    unpack()
-    assert device.synchronized == waited + 1
-    assert launched == ["pyhvd_unpack_small"] * (packing.IN_FLIGHT + 5)
+    assert (device.tables, device.synchronized) == (packing.KEPT_TABLES + 2, waited), "nobody waits"
+    finish(device)
+    for _ in range(packing.KEPT_TABLES + 1):  # two go, so that one more is needed
+        unpack()
+    assert device.tables == packing.KEPT_TABLES + 3
+    assert launched == ["pyhvd_unpack_small"] * (2 * packing.KEPT_TABLES + 7)
 
 
 @pytest.mark.parametrize(
@@ -400,3 +405,19 @@ def test_what_no_kernel_does_is_refused(code: Code, wire: Code, factor: float, t
     with pytest.raises(ValueError) as caught:
         kernel_types(code, wire, factor)
     assert str(caught.value) == text
+
+
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="no nvcc, by which the kernels are compiled for GPUs"
+)
+@pytest.mark.parametrize(
+    ("tensor", "wire"),
+    [("FLOAT32", "FLOAT32"), ("FLOAT32", "FLOAT64"), ("FLOAT64", "FLOAT16"), ("BFLOAT16",) * 2],
+)
+def test_subnormals_survive_a_compiler_that_flushes_them(tmp_path: Path, tensor: str, wire: str) -> None:
+    target = tmp_path / "kernels.ptx"
+    types = (f"-DPYHVD_TENSOR={tensor}", f"-DPYHVD_WIRE={wire}")
+    flags = ("-x", "cu", "-ptx", "-ftz=true", "--std=c++14", *types)
+    command = ["nvcc", *flags, str(SOURCE), "-o", str(target)]
+    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    assert ".ftz" not in target.read_text()
