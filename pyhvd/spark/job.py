@@ -89,7 +89,14 @@ class CollectJob:
 
     def cancel(self) -> None:
         """Have Spark end the job; it kills the Python workers that do not end by themselves."""
-        if not self.done:
+        if self.done:
+            return
+        from py4j.protocol import Py4JError
+
+        try:
+            # Of what waits for its slots in barrier mode Spark knows no job yet.
+            self._context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
+        except Py4JError:  # Spark 3 has no such method
             self._context.cancelJobGroup(self.group)
 
     def join(self, timeout: float) -> bool:
