@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,6 +205,31 @@ def test_a_read_only_interface(device: FakeDevice) -> None:
     assert adopt(array).shape == (3,)
     with pytest.raises(ValueError, match="needs a writable array, and this one is read-only"):
         adopt_for_writing(array)
+
+
+def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = sys.modules["cupy"].cuda
+    entered: list[int] = []
+    seen: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def acting(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+        entered.pop()
+
+    def call(*arguments: object) -> None:
+        seen.append(list(entered))
+
+    event = cuda_device(0).make_event()
+    cuda.Device = acting
+    cuda.runtime.eventRecord = cuda.runtime.streamWaitEvent = cuda.runtime.memcpyAsync = call
+    cuda_device(0).record(event, 0)
+    cuda_device(0).wait(0, event)
+    cuda_device(0).copy(1, 2, 3, 0)
+    assert seen == [[0], [0], [0]]
 
 
 def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
