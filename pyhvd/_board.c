@@ -8,7 +8,7 @@
 #define LOCK_YIELDS 200
 #define LOCK_NAP 50000 /* ns: the owner of the lock has lost its core, or has been stopped */
 #define ROOM_WAIT 10000000 /* ns; who writes down a response list has other things to do meanwhile */
-#define FOR_EVER INT64_MAX
+#define NO_END (-1)
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -81,9 +81,8 @@ int pyhvd_board_lock(pyhvd_board *b, int64_t ns) {
             sched_yield();
             continue;
         }
-        int64_t now = pyhvd_now();
-        if (!until) until = ns < FOR_EVER - now ? now + ns : FOR_EVER;
-        if (now >= until || atomic_load_explicit(b->over, memory_order_acquire)) return 0;
+        if (!until) until = pyhvd_after(ns);
+        if (pyhvd_now() >= until || atomic_load_explicit(b->over, memory_order_acquire)) return 0;
         pyhvd_nap(LOCK_NAP);
     }
 }
@@ -236,7 +235,7 @@ void pyhvd_board_advance(pyhvd_board *b) {
     atomic_thread_fence(memory_order_seq_cst);
     if (!atomic_load_explicit(&b->head->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     atomic_store_explicit(&b->head->backlog, 0, memory_order_relaxed);
     for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
         pyhvd_board_match(b, set, 0, b->words, 0, &audience);
@@ -265,7 +264,7 @@ int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const 
 
 void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     pyhvd_board_set *s = set_of(b, set);
     memset(s, 0, b->set_bytes);
     b->head->charged[set] = 0;
@@ -279,7 +278,7 @@ void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint3
 
 void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     since_of(b, set)[slot] = since;
     lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
     pyhvd_board_unlock(b, &nobody);
@@ -287,14 +286,14 @@ void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t sinc
 
 void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     lent_of(b, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
     pyhvd_board_unlock(b, &nobody);
 }
 
 void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     for (uint32_t w = 0; w < b->words; w++) {
         lent_of(b, set)[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {
@@ -308,7 +307,7 @@ void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint
 
 void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, FOR_EVER)) return;
+    if (!pyhvd_board_lock(b, NO_END)) return;
     for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++)
         for (uint32_t w = 0; w < b->words; w++)
             posted[rank * b->words + w] = posted_of(b, set, rank)[w].bits;

@@ -122,7 +122,7 @@ int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audienc
 
 /* ---- for every rank ---- */
 
-/* Take the lock; 0 if it is not to be had for so long, or the rank has given up. */
+/* Take the lock; 0 if it is not to be had for so long (negative: no end), or the rank has given up. */
 int pyhvd_board_lock(pyhvd_board *b, int64_t ns);
 
 /* Release the lock, and wake the ranks that entries written meanwhile concern. */

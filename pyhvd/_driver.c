@@ -9,9 +9,6 @@
 #define WATCH 100000 /* ns between two looks after submissions for which nobody waited */
 #define WATCHED 3    /* such looks */
 #define LAZY 20      /* looks, a cycle time apart, after the last submission; then the next one has to ring */
-#define FOR_EVER INT64_MAX
-
-static int64_t after(int64_t ns) { return ns < 0 ? FOR_EVER : pyhvd_now() + ns; }
 
 /* ---- memory ---- */
 
@@ -362,7 +359,7 @@ static int drive_alone(pyhvd_lane *lane) {
 
 uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
     pyhvd_seat *seat = seat_of(lane);
-    int64_t until = after(ns);
+    int64_t until = pyhvd_after(ns);
     if (!lane->short_turns) pyhvd_take_short_turns();
     lane->short_turns = 1;
     for (;;) {

@@ -42,6 +42,9 @@ static inline int64_t pyhvd_now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* When `ns` from now have passed; negative: never. */
+static inline int64_t pyhvd_after(int64_t ns) { return ns < 0 ? INT64_MAX : pyhvd_now() + ns; }
+
 static inline void pyhvd_nap(int64_t ns) {
     struct timespec nap = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
     nanosleep(&nap, NULL);

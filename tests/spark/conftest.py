@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,22 @@ def marked() -> dict[int, str]:
     return found
 
 
-def interrupt_when_running(folder: Path, done: threading.Event) -> None:
+@contextmanager
+def interrupted_when_running(folder: Path) -> Iterator[None]:
     """Interrupt this process's main thread once both ranks are in :func:`tests.spark.failing.wait`."""
-    while not done.wait(0.1):
-        if len(list(folder.glob("rank-?"))) == 2:
-            _thread.interrupt_main()
-            return
+    done = threading.Event()
+
+    def interrupt() -> None:
+        while not done.wait(0.1):
+            if len(list(folder.glob("rank-?"))) == 2:
+                _thread.interrupt_main()
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        done.set()
+        thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 import pyhvd as hvd
 import pyhvd.spark
-from tests.spark.conftest import interrupt_when_running, marked, wait_for_ranks, wait_until_gone
+from tests.spark.conftest import interrupted_when_running, marked, wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, abort, fail, one_error, only_rank_0, rank_number, wait
 from tests.spark.session import SessionProcess
 
@@ -47,15 +46,8 @@ def test_a_python_that_is_not_there(spark: Any, mark: dict[str, str]) -> None:
 
 
 def test_ctrl_c(spark: Any, mark: dict[str, str], tmp_path: Path) -> None:
-    done = threading.Event()
-    thread = threading.Thread(target=interrupt_when_running, args=(tmp_path, done))
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pyhvd.spark.run(wait, (str(tmp_path),), num_proc=2, env=mark)
-    finally:
-        done.set()
-        thread.join()
+    with interrupted_when_running(tmp_path):
+        pyhvd.spark.run(wait, (str(tmp_path),), num_proc=2, env=mark)
     assert pyhvd.spark.run(rank_number, num_proc=2, env=mark) == [0, 1]
 
 

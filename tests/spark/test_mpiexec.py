@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ import pytest
 import pyhvd as hvd
 import pyhvd.spark
 from tests.spark.cluster import MARK
-from tests.spark.conftest import interrupt_when_running
+from tests.spark.conftest import interrupted_when_running
 from tests.spark.failing import ONE_ERROR, fail, one_error, rank_number, wait
 from tests.spark.test_run import allreduce
 
@@ -79,15 +78,8 @@ def test_one_error_and_the_session_goes_on(
 
 
 def test_ctrl_c(spark: Any, mark: dict[str, str], tmp_path: Path) -> None:
-    done = threading.Event()
-    thread = threading.Thread(target=interrupt_when_running, args=(tmp_path, done))
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(wait, (str(tmp_path),), num_proc=2, env=mark)
-    finally:
-        done.set()
-        thread.join()
+    with interrupted_when_running(tmp_path):
+        run(wait, (str(tmp_path),), num_proc=2, env=mark)
     assert run(rank_number, num_proc=2, env=mark) == [0, 1]
 
 
