@@ -255,9 +255,12 @@ int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const 
     pyhvd_posts *mine = posted_of(b, set, (uint32_t)b->rank);
     for (uint32_t k = 0; k < n; k++)
         if (!(lent[slots[k] / 64] >> (slots[k] % 64) & 1) || meant[slots[k]] != since[k]) return 0;
-    for (uint32_t k = 0; k < n; k++) {
-        mine[slots[k] / 64].bits |= (uint64_t)1 << (slots[k] % 64);
-        mine[slots[k] / 64].time = now;
+    for (uint32_t k = 0; k < n;) {
+        uint32_t word = slots[k] / 64;
+        uint64_t bits = 0;
+        for (; k < n && slots[k] / 64 == word; k++) bits |= (uint64_t)1 << (slots[k] % 64);
+        mine[word].bits |= bits;
+        mine[word].time = now;
     }
     return 1;
 }

@@ -70,9 +70,29 @@ static void unfold(pyhvd_lane *lane, const pyhvd_entry *entry) {
             lane->pending[lane->pendings++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
 }
 
+/* Whether a unit's tensors all ride together. They do for as long as its slots mean what they mean. */
+static int is_alike(const pyhvd_lane *lane, pyhvd_unit *unit) {
+    const pyhvd_record *records = lane->sets[unit->set].records;
+    if (unit->alike == PYHVD_UNKNOWN) {
+        uint32_t k = 1;
+        while (k < unit->n && rides_with(lane, &records[unit->slots[0]], &records[unit->slots[k]])) k++;
+        unit->alike = k == unit->n ? PYHVD_ALIKE : PYHVD_UNLIKE;
+    }
+    return unit->alike == PYHVD_ALIKE;
+}
+
+/* The grouped call that is all that is pending, in the order of its slots, and may ride as it is; or NULL. */
+static pyhvd_unit *whole_unit(const pyhvd_lane *lane, const pyhvd_record *first) {
+    pyhvd_unit *unit = first->unit;
+    if (!unit->grouped || lane->at || unit->n != lane->pendings) return NULL;
+    if (memcmp(lane->pending, unit->slots, unit->n * sizeof *unit->slots)) return NULL;
+    if ((size_t)unit->starts[unit->n] * pyhvd_itemsize(first->dtype) > lane->threshold) return NULL;
+    return is_alike(lane, unit) ? unit : NULL;
+}
+
 /* Let the first pending tensor ride with those of its kind that fit, in slot order: the same on every rank.
- * What is left stays behind, in order. */
-static void load_batch(pyhvd_lane *lane) {
+ * What is left stays behind, in order. Returns how many ride. */
+static uint32_t gather_batch(pyhvd_lane *lane) {
     const pyhvd_record *records = lane->sets[lane->set].records;
     const pyhvd_record *first = &records[lane->pending[lane->at]];
     size_t item = pyhvd_itemsize(first->dtype), bytes = 0;
@@ -86,16 +106,24 @@ static void load_batch(pyhvd_lane *lane) {
             lane->batch[--kept] = lane->pending[k];
             continue;
         }
-        lane->srcs[n] = r->src;
-        lane->dsts[n] = r->dst;
+        lane->srcs[n] = r->unit->srcs[r->at];
+        lane->dsts[n] = r->unit->dsts[r->at];
         lane->starts[n + 1] = lane->starts[n] + r->count;
         lane->pending[lane->at + n++] = lane->pending[k];
         bytes += more;
     }
-    lane->members = n;
     for (uint32_t k = lane->at + n, from = lane->pendings; k < lane->pendings; k++)
         lane->pending[k] = lane->batch[--from];
-    lane->job = (pyhvd_job){lane->srcs, lane->dsts, lane->starts, n, first->dtype, first->op,
+    return n;
+}
+
+/* Choose what is carried out next. */
+static void load_batch(pyhvd_lane *lane) {
+    const pyhvd_record *first = &lane->sets[lane->set].records[lane->pending[lane->at]];
+    pyhvd_unit *whole = lane->whole = whole_unit(lane, first);
+    uint32_t n = lane->members = whole ? whole->n : gather_batch(lane);
+    lane->job = (pyhvd_job){whole ? whole->srcs : lane->srcs, whole ? whole->dsts : lane->dsts,
+                            whole ? whole->starts : lane->starts, n, first->dtype, first->op,
                             first->prescale, first->postscale, first->direct};
     pyhvd_window_begin(&lane->course, &lane->job);
     lane->began = pyhvd_is_timed(&lane->tally) ? pyhvd_now() : 0;
@@ -116,17 +144,30 @@ static void measure(pyhvd_lane *lane) {
         record->sample = sampler->sample;
         if (++record->seen > most) most = record->seen;
     }
-    uint64_t bytes = (uint64_t)lane->starts[lane->members] * pyhvd_itemsize(lane->job.dtype);
+    uint64_t bytes = (uint64_t)lane->job.starts[lane->members] * pyhvd_itemsize(lane->job.dtype);
     if (pyhvd_sampler_count(sampler, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
 }
 
 /* The batch has been carried out. */
 static void count_batch(pyhvd_lane *lane) {
     pyhvd_tally *tally = &lane->tally;
-    int64_t count = lane->starts[lane->members];
+    int64_t count = lane->job.starts[lane->members];
     pyhvd_observe(&tally->tensors, lane->members, 1);
     pyhvd_observe(&tally->bytes, (uint64_t)count * pyhvd_itemsize(lane->job.dtype), 1);
     if (lane->began) pyhvd_observe(&tally->execution, (uint64_t)(pyhvd_now() - lane->began), 1);
+}
+
+/* Let the units of the batch know. Their arrays may be someone else's as soon as they do. */
+static void end_members(pyhvd_lane *lane) {
+    const pyhvd_record *records = lane->sets[lane->set].records;
+    for (uint32_t k = 0, n; k < lane->members; k += n) {
+        pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;
+        n = lane->whole ? lane->members : 1;
+        while (k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit) n++;
+        int64_t agreed = lane->began - unit->posted;
+        if (lane->began) pyhvd_observe(&lane->tally.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
+        pyhvd_end_parts(lane, unit, n);
+    }
 }
 
 static int run_batch(pyhvd_lane *lane) {
@@ -138,15 +179,8 @@ static int run_batch(pyhvd_lane *lane) {
     if (status) return PYHVD_CLOSED;
     pyhvd_trace_add(lane->trace, PYHVD_CARRIED, lane->begun, lane->set, lane->members, lane->place, lane->by);
     measure(lane);
-    const pyhvd_record *records = lane->sets[lane->set].records;
     count_batch(lane);
-    for (uint32_t k = 0, n; k < lane->members; k += n) {
-        pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;
-        for (n = 1; k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit; n++) continue;
-        int64_t agreed = lane->began - unit->posted;
-        if (lane->began) pyhvd_observe(&lane->tally.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
-        pyhvd_end_parts(lane, unit, n);
-    }
+    end_members(lane);
     lane->at += lane->members;
     __atomic_store_n(&lane->running, 0, __ATOMIC_RELAXED);
     pyhvd_tell_waiters(lane);

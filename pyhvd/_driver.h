@@ -26,6 +26,8 @@
 
 enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
 
+enum { PYHVD_UNKNOWN, PYHVD_ALIKE, PYHVD_UNLIKE };
+
 /* Why the background thread is wanted in Python. */
 enum { PYHVD_CALL_WORK = 1, PYHVD_CALL_LIST = 2, PYHVD_CALL_REFUSED = 4, PYHVD_CALL_DONE = 8 };
 
@@ -42,6 +44,10 @@ typedef struct {
     int grouped;
     uint32_t *slots;
     uint64_t *since;
+    int64_t *srcs, *dsts; /* addresses of this turn, one for each tensor; of a single one in `own` */
+    int64_t own[2];
+    int64_t *starts; /* of a grouped call: n + 1 prefix sums of the element counts */
+    int alike;       /* whether its tensors ride together: PYHVD_ALIKE, PYHVD_UNLIKE; the driver's */
     int64_t posted; /* when (ns); written before the post, read behind the log's entry */
     void *owner;
 } pyhvd_unit;
@@ -49,7 +55,8 @@ typedef struct {
 /* What a slot of a process set means on this rank. */
 typedef struct {
     pyhvd_unit *unit;
-    int64_t src, dst, count;
+    uint32_t at; /* which of the unit's tensors it is */
+    int64_t count;
     double prescale, postscale;
     int dtype, op;
     int direct; /* whether every rank's array lies in its arena, as long as this is what the slot means */
@@ -79,6 +86,7 @@ typedef struct {
     uint64_t place; /* of the entry that is being carried out, in the log */
     int64_t ready, begun;
     uint32_t *pending, *batch;
+    pyhvd_unit *whole; /* the grouped call that is the batch, or NULL: `srcs` and so on have been put together for it */
     int64_t *srcs, *dsts, *starts;
     pyhvd_job job;
     pyhvd_course course;

@@ -32,6 +32,7 @@ cdef extern from "_driver.h" nogil:
         PYHVD_BUCKETS
         PYHVD_POSTED
         PYHVD_TAKEN
+        PYHVD_UNKNOWN
         PYHVD_DONE
         PYHVD_CLOSED
         PYHVD_CALL_WORK
@@ -71,12 +72,16 @@ cdef extern from "_driver.h" nogil:
         int grouped
         uint32_t* slots
         uint64_t* since
+        int64_t* srcs
+        int64_t* dsts
+        int64_t own[2]
+        int64_t* starts
+        int alike
         void* owner
 
     ctypedef struct pyhvd_record:
         pyhvd_unit* unit
-        int64_t src
-        int64_t dst
+        uint32_t at
         int64_t count
         double prescale
         double postscale

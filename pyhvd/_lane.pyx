@@ -16,8 +16,9 @@ import time
 cimport cython
 cimport numpy as cnp
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
 
 from pyhvd._driver cimport *
 from pyhvd._engine cimport Trace, Window
@@ -27,17 +28,10 @@ cnp.import_array()
 _log = logging.getLogger("pyhvd")
 
 
-cdef extern from "numpy/arrayobject.h":
-    object PyArray_Empty(int nd, cnp.npy_intp* dims, void* descr, int fortran)
-
-
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
     unsigned long PyThread_get_thread_ident()
 
-
-cdef enum:
-    AHEAD = 8  # objects of a grouped call that are fetched before they are looked at
 
 cdef int AVERAGE = 0  # pyhvd.dtypes.ReduceOp.AVERAGE
 cdef int _generation = 0  # of this process, among its forked ancestors
@@ -57,6 +51,9 @@ MAX_SLOTS = PYHVD_BOARD_SLOTS
 def board_bytes(int size, uint32_t slots):
     """Return the bytes of a board for so many ranks and slots (a multiple of 64)."""
     return pyhvd_board_bytes(size, slots)
+
+
+include "_objects.pxi"
 
 
 include "_sampler.pxi"
@@ -154,11 +151,11 @@ cdef class Lane(BoardEnd):
         if unit is None or unit.grouped or not self.is_free(unit):
             return None
         part = unit.first
-        if not part.same_terms(op, prescale, postscale) or not part.suits(tensor, inplace):
+        if not part.same_terms(op, prescale, postscale) or not unit.suits(0, <PyObject*>tensor, inplace):
             return None
         target = tensor if inplace else part.empty()
-        addresses[0] = part.address(tensor)
-        addresses[1] = part.address(target)
+        addresses[0] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+        addresses[1] = <int64_t>PyArray_DATA(<PyArray*>target)
         return unit.hold(tensor, target, addresses, ring)
 
     cdef Handle submit_group(
@@ -173,6 +170,7 @@ cdef class Lane(BoardEnd):
         unit = <Unit>(<dict>self.groups[set_id]).get((name, len(tensors)))
         if unit is None or not self.is_free(unit) or not unit.first.same_terms(op, prescale, postscale):
             return None
+        fetch_all(<PyObject*>tensors)
         source = list(tensors)
         if len(source) != unit.c.n:
             return None
@@ -182,25 +180,23 @@ cdef class Lane(BoardEnd):
         cdef Py_ssize_t n = len(source)
         cdef Py_ssize_t k
         cdef list target = source if inplace else []
-        cdef list parts = unit.parts
-        cdef Part part
+        cdef PyObject* tensor
         cdef int64_t* addresses = <int64_t*>PyMem_Malloc(2 * n * sizeof(int64_t))
         if addresses == NULL:
             raise MemoryError
         try:
             for k in range(n):
-                if k + AHEAD < n:  # a thousand objects are seldom in the cache
-                    fetch(<void*>source[k + AHEAD])
-                    fetch(<void*>parts[k + AHEAD])
-                    if cnp.PyArray_CheckExact(source[k + AHEAD // 2]):
-                        fetch(cnp.PyArray_DIMS(<cnp.ndarray>source[k + AHEAD // 2]))
-                part = <Part>parts[k]
-                if not part.suits(source[k], inplace):
+                if k + AHEAD < n:
+                    tensor = PyList_GET_ITEM(<PyObject*>source, k + AHEAD)
+                    if PyArray_CheckExact(tensor):
+                        fetch(PyArray_DIMS(<PyArray*>tensor))
+                tensor = PyList_GET_ITEM(<PyObject*>source, k)
+                if not unit.suits(k, tensor, inplace):
                     return None
-                addresses[k] = part.address(source[k])
+                addresses[n + k] = addresses[k] = <int64_t>PyArray_DATA(<PyArray*>tensor)
                 if not inplace:
-                    target.append(part.empty())
-                addresses[n + k] = part.address(target[k])
+                    target.append((<Part>unit.parts[k]).empty())
+                    addresses[n + k] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
             return unit.hold(source, target, addresses, ring)
         finally:
             PyMem_Free(addresses)
@@ -307,6 +303,8 @@ cdef class Lane(BoardEnd):
         cdef pyhvd_record* record = &self.c.sets[set_id].records[slot]
         # Whoever submits it as the own request says has it in the arena, if the ranks have agreed on that.
         record.direct = direct
+        if part is not None and part.unit is not None:
+            part.unit.c.alike = PYHVD_UNKNOWN
         if part is not None and part.request == request:
             if not part.unit.retired:
                 return

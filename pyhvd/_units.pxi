@@ -168,6 +168,17 @@ cdef class Handle:
             now = pyhvd_now()
 
 
+cdef struct Form:
+    # What the cache remembers of an array, side by side for the tensors of a unit: a thousand objects are seldom
+    # in the cache. The pointers are to what the tensor's Part keeps alive.
+    void* dtype
+    cnp.npy_intp first  # the first of dims
+    cnp.npy_intp* dims
+    int ndim
+    bint window  # whether it must be in the arena
+    bint unscaled  # whether it may be reduced there
+
+
 cdef class Part:
     """One tensor of a unit, as it was cached."""
 
@@ -175,6 +186,7 @@ cdef class Part:
     cdef readonly uint32_t slot
     cdef readonly uint64_t since
     cdef readonly Unit unit
+    cdef Form* form
     cdef object dtype
     cdef double prescale
     cdef double postscale
@@ -183,6 +195,16 @@ cdef class Part:
     cdef int ndim
     cdef bint window
     cdef cnp.npy_intp dims[32]
+
+    cdef void describe(self, Form* form) noexcept:
+        """Say what an array must look like to be this tensor; the form points into this object."""
+        self.form = form
+        form.dtype = <void*>self.dtype
+        form.first = self.dims[0]
+        form.dims = self.dims
+        form.ndim = self.ndim
+        form.window = self.window
+        form.unscaled = self.prescale == 1.0
 
     cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
         """Return whether a call is made as the cached one was."""
@@ -194,47 +216,26 @@ cdef class Part:
             return False
         return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
 
-    cdef bint suits(self, object tensor, bint inplace) except -1:
-        """Return whether a tensor is what the cache remembers."""
-        cdef cnp.ndarray array
-        cdef object dtype
-        cdef int d
-        if not cnp.PyArray_CheckExact(tensor):
-            return False
-        array = <cnp.ndarray>tensor
-        dtype = <object><void*>cnp.PyArray_DESCR(array)
-        if dtype is not self.dtype and not self.learn(dtype):
-            return False
-        if cnp.PyArray_NDIM(array) != self.ndim or not cnp.PyArray_IS_C_CONTIGUOUS(array):
-            return False
-        if inplace and not cnp.PyArray_ISWRITEABLE(array):
-            return False
-        for d in range(self.ndim):
-            if cnp.PyArray_DIMS(array)[d] != self.dims[d]:
-                return False
-        return self.window == (inplace and self.prescale == 1.0 and self.in_arena(self.address(tensor)))
-
-    cdef bint in_arena(self, int64_t address):
-        return self.unit.lane.arena_from <= address < self.unit.lane.arena_to
-
     cdef bint learn(self, object dtype) except -1:
+        """Return whether another dtype object means the same, and remember it if so."""
+        cdef object before = self.dtype
         if self.unit.lane.code_of(dtype) != self.code:
             return False
+        self.form.dtype = <void*>dtype  # never one that is no longer kept alive
         self.dtype = dtype
         return True
-
-    cdef int64_t address(self, object array):
-        return <int64_t><uintptr_t>cnp.PyArray_DATA(<cnp.ndarray>array)
 
     cdef object empty(self):
         Py_INCREF(self.dtype)  # stolen
         return PyArray_Empty(self.ndim, self.dims, <void*>self.dtype, 0)
 
 
+@cython.final
 cdef class Unit:
     """What is submitted together: one tensor, or a grouped call."""
 
     cdef pyhvd_unit c
+    cdef Form* forms
     cdef Lane lane
     cdef readonly str name
     cdef readonly int set_id
@@ -247,15 +248,25 @@ cdef class Unit:
 
     def __cinit__(self, Lane lane, int set_id, str name, bint grouped, list parts):
         cdef Py_ssize_t n = len(parts)
+        cdef pyhvd_record* record
         cdef Part part
         self.c.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
         self.c.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
-        if self.c.slots == NULL or self.c.since == NULL:
+        self.forms = <Form*>PyMem_Calloc(n, sizeof(Form))
+        self.grouped = grouped
+        self.c.srcs = self.c.own
+        if grouped:
+            self.c.srcs = <int64_t*>PyMem_Calloc(2 * n, sizeof(int64_t))
+            self.c.starts = <int64_t*>PyMem_Calloc(n + 1, sizeof(int64_t))
+        if (
+            self.c.slots == NULL or self.c.since == NULL or self.forms == NULL
+            or self.c.srcs == NULL or (grouped and self.c.starts == NULL)
+        ):
             raise MemoryError
+        self.c.dsts = self.c.srcs + n
         self.lane = lane
         self.set_id = set_id
         self.name = name
-        self.grouped = grouped
         self.parts = parts
         self.first = parts[0]
         self.key = (set_id, name)
@@ -266,13 +277,49 @@ cdef class Unit:
         for k in range(n):
             part = <Part>parts[k]
             part.unit = self
+            part.describe(&self.forms[k])
             self.c.slots[k] = part.slot
             self.c.since[k] = part.since
-            lane.c.sets[set_id].records[part.slot].unit = &self.c
+            record = &lane.c.sets[set_id].records[part.slot]
+            record.unit = &self.c
+            record.at = <uint32_t>k
+            if grouped:
+                self.c.starts[k + 1] = self.c.starts[k] + record.count
 
     def __dealloc__(self):
         PyMem_Free(self.c.slots)
         PyMem_Free(self.c.since)
+        PyMem_Free(self.forms)
+        if self.grouped:
+            PyMem_Free(self.c.srcs)
+            PyMem_Free(self.c.starts)
+
+    cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace) except -1:
+        """Return whether an object is an array as the cache remembers it for the k-th tensor."""
+        cdef const Form* form = &self.forms[k]
+        cdef PyArray* array = <PyArray*>tensor
+        cdef int64_t address
+        cdef int d
+        if not PyArray_CheckExact(tensor):
+            return False
+        if PyArray_DESCR(array) != form.dtype and not self._learn(k, <object>PyArray_DESCR(array)):
+            return False
+        if PyArray_NDIM(array) != form.ndim or not PyArray_IS_C_CONTIGUOUS(array):
+            return False
+        if inplace and not PyArray_ISWRITEABLE(array):
+            return False
+        if form.ndim and PyArray_DIMS(array)[0] != form.first:
+            return False
+        for d in range(1, form.ndim):
+            if PyArray_DIMS(array)[d] != form.dims[d]:
+                return False
+        address = <int64_t>PyArray_DATA(array)
+        return form.window == (
+            inplace and form.unscaled and self.lane.arena_from <= address < self.lane.arena_to
+        )
+
+    cdef bint _learn(self, Py_ssize_t k, object dtype) except -1:
+        return (<Part>self.parts[k]).learn(dtype)
 
     def in_flight(self):
         """Return whether it has been submitted and has not ended."""
@@ -316,22 +363,17 @@ cdef class Unit:
     cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
         """Submit it: n addresses to read from, n to write to. None if it is in flight."""
         cdef Lane lane = self.lane
-        cdef pyhvd_record* records = lane.c.sets[self.set_id].records
-        cdef pyhvd_record* record
         cdef Handle handle = Handle.__new__(Handle)
         cdef Handle before = None
         cdef int held = 0
-        cdef uint32_t k
         cdef uint32_t n = self.c.n
         handle.unit = self
         handle.source = source
         handle.target = target
         pthread_mutex_lock(&lane.c.mutex)
         if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired and not lane.closed:
-            for k in range(n):
-                record = &records[self.c.slots[k]]
-                record.src = addresses[k]
-                record.dst = addresses[n + k]
+            memcpy(self.c.srcs, addresses, n * sizeof(int64_t))
+            memcpy(self.c.dsts, addresses + n, n * sizeof(int64_t))
             before = self.handle  # let go of outside the mutex
             self.handle = handle
             held = pyhvd_lane_hold(&lane.c, &self.c)
