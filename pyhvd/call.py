@@ -15,9 +15,10 @@ import numpy as np
 
 from pyhvd import context
 from pyhvd.backends.host import rows_of
-from pyhvd.devices.arrivals import taken
+from pyhvd.devices.arrivals import Arrival, taken
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.libraries import View
+from pyhvd.devices.ordering import mark_ready
 from pyhvd.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -169,6 +170,12 @@ class Call:
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
+        mark_ready(
+            view
+            for _, source, target, _ in self._parts
+            for view in (source, target)
+            if isinstance(view, DeviceView)
+        )
         site = calling_site()
         entries = [
             TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits, site=site)
@@ -196,8 +203,13 @@ class Call:
         """Do so where results may be under way: the caller's stream waits for them, in place too."""
 
         def result(outputs: list[Any]) -> Any:
-            arrays = [taken(output) for output in outputs]
-            arrays = arrays if inplace is None else list(inplace)
+            if inplace is None:
+                arrays = [taken(output) for output in outputs]
+            else:
+                arrays = list(inplace)
+                for output in outputs:
+                    if isinstance(output, Arrival):
+                        output.follow()
             return arrays if self._grouped else arrays[0]
 
         return result

@@ -14,6 +14,7 @@ from cupy.cuda import runtime
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.cupy_kernels import compile_kernels
+from pyhvd.devices.ordering import stream_of
 from pyhvd.devices.packing import KernelPacker
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; of a device's memory CuPy makes a MemoryError by itself
@@ -58,8 +59,19 @@ class CupyDevice:
         return int(stream.ptr)
 
     def current_stream(self) -> Stream:
-        """Return CuPy's current stream of the calling thread."""
-        return int(cupy.cuda.get_current_stream(self.index).ptr)
+        """Return CuPy's current stream of the calling thread.
+
+        Raises
+        ------
+        ValueError
+            It is another one on each thread.
+        """
+        return self.current()[0]
+
+    def current(self) -> tuple[Stream, Any]:
+        """Return that stream, and CuPy's object, which keeps it alive."""
+        origin = cupy.cuda.get_current_stream(self.index)
+        return stream_of(int(origin.ptr), "CuPy's current stream"), origin
 
     def make_event(self) -> Event:
         """Return a new event; a thread that waits for it sleeps."""
@@ -70,6 +82,13 @@ class CupyDevice:
         """Record an event."""
         with self.acting():  # stream 0 is the current device's
             runtime.eventRecord(event.ptr, stream)
+
+    def mark(self, stream: Stream) -> Event:
+        """Return a new event, recorded."""
+        with self.acting():
+            event = cupy.cuda.Event(block=True, disable_timing=True)
+            runtime.eventRecord(event.ptr, stream)
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream wait for an event."""

@@ -87,10 +87,11 @@ def _ndarray(device: FakeDevice) -> Any:
             device.call(lambda: self._numpy().__setitem__(where, values._numpy()), device.current_stream())
 
         def __dlpack__(self, stream: int) -> Ndarray:
-            event = device.make_event()
-            device.record(event, device.current_stream())
-            device.wait(stream, event)
+            device.wait(stream, device.mark(device.current_stream()))
             return self
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, device.index
 
         def strided(self) -> Ndarray:
             """Return a view of every other element of dimension 0."""

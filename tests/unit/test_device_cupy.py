@@ -180,7 +180,6 @@ def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     view = adopt_for_writing(array)
     assert isinstance(view, DeviceView)
     assert view.shape == (6,)
-    view.on.synchronize(view.ready)
     assert view.owner.get().tolist() == [0, 2, 4, 6, 8, 10]
     assert view.home is not None
 
