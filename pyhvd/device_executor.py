@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -333,7 +333,9 @@ class DeviceExecutor:
         given = _host_view(station.device, source)
         station.device.copy(given.ptr, source.ptr, source.nbytes, station.stream)
         result = given if target is source else None if target is None else _host_view(station.device, target)
-        return replace(entry, source=given, target=result, done=partial(self._send_up, station, entry))
+        return msgspec.structs.replace(
+            entry, source=given, target=result, done=partial(self._send_up, station, entry)
+        )
 
     def _send_up(
         self, station: Station, entry: TensorEntry, result: Any, error: BaseException | None

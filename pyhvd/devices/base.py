@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.layout import Words
@@ -200,8 +201,7 @@ class ArrayLibrary(Protocol):
         """Queue the copy from a contiguous array back into the caller's own (``view.home``)."""
 
 
-@dataclass(slots=True, eq=False)
-class DeviceView:
+class DeviceView(msgspec.Struct, eq=False):
     """A contiguous array on a device, as the data path sees it.
 
     Attributes
@@ -260,7 +260,7 @@ class DeviceView:
 
     def first_rows(self, rows: int) -> DeviceView:
         """Return a view of the first rows of dimension 0."""
-        return replace(self, shape=(rows, *self.shape[1:]))
+        return msgspec.structs.replace(self, shape=(rows, *self.shape[1:]))
 
     @property
     def span(self) -> Span:

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from pyhvd.devices.base import DeviceView, Event, Stream
-from pyhvd.devices.cupy_device import CupyDevice, cuda_device, on_stream
+from pyhvd.devices.cupy_device import CupyDevice, cuda_device
 from pyhvd.devices.layout import refuse_overlap
 from pyhvd.devices.ordering import Lease
 from pyhvd.dtypes import lookup
@@ -27,7 +27,7 @@ class CupyLibrary:
         """Return a view."""
         if writing:
             refuse_overlap_of(tensor)
-        device = cuda_device(tensor.device.id)
+        device = cuda_device(tensor.data.device_id)
         return self._seen(tensor, device, *device.current())
 
     def _seen(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
@@ -35,15 +35,15 @@ class CupyLibrary:
         info = lookup(tensor.dtype)
         owner, home = tensor, None
         if not tensor.flags.c_contiguous:
-            with device.acting(), on_stream(stream, device.index):
+            with device.working_on(stream):
                 owner, home = cupy.ascontiguousarray(tensor), tensor
         ptr = int(owner.data.ptr)
         return DeviceView(ptr, owner.shape, info, device, self, stream, owner, None, home, origin)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
         """Return new memory of CuPy's pool."""
-        device = view.on
-        with device.acting(), on_stream(view.stream, device.index):
+        device = cuda_device(view.on.index)
+        with device.working_on(view.stream):
             owner = cupy.empty(shape, view.owner.dtype)
         ptr, stream = int(owner.data.ptr), view.stream
         return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
@@ -64,7 +64,7 @@ class CupyLibrary:
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy."""
-        with view.on.acting(), on_stream(stream, view.on.index):
+        with cuda_device(view.on.index).working_on(stream):
             view.home[...] = view.owner
 
 

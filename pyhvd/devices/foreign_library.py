@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
-from pyhvd.devices.cupy_device import cuda_device, on_stream
+from pyhvd.devices.cupy_device import cuda_device
 from pyhvd.devices.cupy_library import CupyLibrary, leased, refuse_overlap_of
 from pyhvd.devices.ordering import Lease, stream_of
 
@@ -44,7 +44,7 @@ class ForeignLibrary(CupyLibrary):
         if hasattr(tensor, "__dlpack__"):
             device = cuda_device(int(tensor.__dlpack_device__()[1]))
             stream = self._intake(device)
-            with device.acting(), on_stream(stream, device.index):
+            with device.working_on(stream):
                 array = cupy.from_dlpack(tensor)
                 if writing:
                     refuse_overlap_of(array)
@@ -109,7 +109,7 @@ class _Namesake:
             return self._foreign.receive(view, arrived)
         view.on.wait(view.stream, arrived)
         # CuPy has the consumer's stream wait for its own current one.
-        with view.on.acting(), on_stream(view.stream, view.on.index):
+        with cuda_device(view.on.index).working_on(view.stream):
             return self._namespace.from_dlpack(_Export(view))
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:

@@ -28,6 +28,7 @@ class Pointer:
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
         self.ptr = memory.ptr + offset
+        self.device_id = 0
 
 
 class Unowned:
@@ -217,6 +218,7 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
         eventSynchronize=lambda event: device.synchronize(events[event]),
         memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
         deviceGetPCIBusId=lambda index: "0000:01:00.0",
+        getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
     )

@@ -223,7 +223,7 @@ def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
         seen.append(list(entered))
 
     event = cuda_device(0).make_event()
-    cuda.Device = acting
+    cuda.Device, cuda.runtime.getDevice = acting, lambda: 1
     cuda.runtime.eventRecord = cuda.runtime.streamWaitEvent = cuda.runtime.memcpyAsync = call
     cuda_device(0).record(event, 0)
     cuda_device(0).wait(0, event)
