@@ -209,20 +209,22 @@ def test_the_stream_that_an_interface_names_waits_for_what_is_done_in_place(devi
     alone(body)
 
 
-def test_what_is_done_in_place_makes_no_lease(device: FakeDevice) -> None:
+@pytest.mark.parametrize("kind", ["cupy", "torch"])
+def test_what_is_done_in_place_makes_no_lease(device: FakeDevice, kind: str) -> None:
     """The array is the caller's, and so is the care for where it is used: its stream does not wait."""
     submits, uses = device.make_stream(), device.make_stream()
     waits: list[int] = []
 
     def body() -> None:
         with device.using(submits):
-            array = make_array("cupy", device)
+            array = make_array(kind, device)
             handle = hvd.allreduce_async_(array, name="x")
         inner = device.wait
         device.wait = lambda stream, event: (waits.append(stream), inner(stream, event))[0]  # type: ignore[method-assign, func-returns-value]
         with device.using(uses):
             assert handle.result() is array
-            assert array.get().tolist() == VALUES.tolist()
+            assert getattr(array, "inner", array).get().tolist() == VALUES.tolist()
+        del array, handle
 
     alone(body)
     assert uses in waits
