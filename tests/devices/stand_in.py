@@ -87,8 +87,9 @@ def _ndarray(device: FakeDevice) -> Any:
         def __setitem__(self, where: Any, values: Ndarray) -> None:
             device.call(lambda: self._numpy().__setitem__(where, values._numpy()), device.current_stream())
 
-        def __dlpack__(self, stream: int) -> Ndarray:
-            device.wait(stream, device.mark(device.current_stream()))
+        def __dlpack__(self, stream: int | None) -> Ndarray:
+            consumer = 0 if stream in (None, 1) else stream
+            device.wait(consumer, device.mark(device.current_stream()))
             return self
 
         def __dlpack_device__(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.arrays import Array
 from pyhvd.devices import libraries
+from pyhvd.devices.base import Stream
 from pyhvd.devices.libraries import adopt, adopt_for_writing
 from pyhvd.dtypes import Code
 from pyhvd.testing import run_ranks
@@ -73,7 +74,7 @@ class Capsule:
         assert array.__dlpack_device__() == (2, 0)
         return Capsule(array.__dlpack__(stream=Capsule.works_on))
 
-    works_on = 0
+    works_on: int | None = 0
 
 
 def make_array(kind: str, device: FakeDevice) -> Any:
@@ -114,11 +115,9 @@ def alone(body: Callable[[], None]) -> None:
     run_ranks(1, body, timeout=30)
 
 
-@pytest.mark.parametrize("kind", ["cupy", "interface", "dlpack", "torch"])
-@pytest.mark.parametrize("verb", [hvd.allreduce_async, hvd.allgather_async])
-def test_what_another_stream_uses_is_not_given_away(device: FakeDevice, kind: str, verb: Any) -> None:
-    submits, uses = device.make_stream(), device.make_stream()
-    Capsule.works_on = uses
+def received_elsewhere(device: FakeDevice, kind: str, verb: Any, uses: Stream) -> None:
+    """Submit on one stream; let go of the result while another, which uses it, is held up."""
+    submits = device.make_stream()
 
     def body() -> None:
         with device.using(submits):
@@ -138,6 +137,19 @@ def test_what_another_stream_uses_is_not_given_away(device: FakeDevice, kind: st
         np.testing.assert_array_equal(found[0], VALUES)
 
     alone(body)
+
+
+@pytest.mark.parametrize("kind", ["cupy", "interface", "dlpack", "torch"])
+@pytest.mark.parametrize("verb", [hvd.allreduce_async, hvd.allgather_async])
+def test_what_another_stream_uses_is_not_given_away(device: FakeDevice, kind: str, verb: Any) -> None:
+    uses = Capsule.works_on = device.make_stream()
+    received_elsewhere(device, kind, verb, uses)
+
+
+@pytest.mark.parametrize("name", [None, 1])
+def test_a_result_that_goes_to_the_default_stream_by_dlpack(device: FakeDevice, name: int | None) -> None:
+    Capsule.works_on = name
+    received_elsewhere(device, "dlpack", hvd.allreduce_async, 0)
 
 
 @pytest.mark.parametrize("kind", ["cupy", "interface", "torch"])
