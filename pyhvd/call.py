@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,9 +16,10 @@ import numpy as np
 
 from pyhvd import context
 from pyhvd.backends.host import rows_of
-from pyhvd.devices.arrivals import taken
+from pyhvd.devices.arrivals import Arrival, taken
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.libraries import View
+from pyhvd.devices.ordering import mark_ready
 from pyhvd.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -33,6 +35,10 @@ from pyhvd.stacks import calling_site
 from pyhvd.validation import describe_ranks, verb
 
 T = TypeVar("T")
+
+
+Part = tuple[Request, View | None, View | None, tuple[int, ...]]
+"""A tensor of a call: what the others are told, where it is, where its result goes, splits."""
 
 
 class OwnName(str):
@@ -83,7 +89,7 @@ class Call:
         self.kind = kind
         self._grouped = grouped
         self._group_size = 0
-        self._parts: list[tuple[Request, View | None, View | None, tuple[int, ...]]] = []
+        self.parts: list[Part] = []
 
     def members(self, tensors: Any) -> Sequence[Any]:
         """Return the call's tensors: the one, or those of a group."""
@@ -118,7 +124,7 @@ class Call:
             self.context.settle_on(source.on)
         name = self.name
         if self._grouped:
-            name = f"{name}_{len(self._parts) + 1}of{self._group_size}"
+            name = f"{name}_{len(self.parts) + 1}of{self._group_size}"
         request = Request(
             self.kind,
             name,
@@ -134,7 +140,7 @@ class Call:
             ranks,
             window=window,
         )
-        self._parts.append((request, source, target, splits))
+        self.parts.append((request, source, target, splits))
 
     def check_root(self, root_rank: int) -> int:
         """Return the root's global rank.
@@ -163,17 +169,17 @@ class Call:
                 " has returned"
             )
         runtime = self.context.runtime
-        result = self._result(inplace)
-        handle = QueuedHandle(self.name, len(self._parts), runtime.flush, result, runtime.meter)
-        if not self._parts:
+        handle, entries = wrap(self.context, self.set_id, self.name, self.parts, self._result(inplace))
+        if not self.parts:
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
-        site = calling_site()
-        entries = [
-            TensorEntry(self.set_id, request, source, target, _completer(handle, part), splits, site=site)
-            for part, (request, source, target, splits) in enumerate(self._parts)
-        ]
+        mark_ready(
+            view
+            for _, source, target, _ in self.parts
+            for view in (source, target)
+            if isinstance(view, DeviceView)
+        )
         # Before the others can hear of it: from then on this rank submits nothing.
         joining, joined = self.kind is RequestType.JOIN, self.context.joined
         self.context.joined = joined or joining
@@ -186,21 +192,11 @@ class Call:
 
     def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
         """Return what makes the call's result of those of its tensors."""
-        if any(isinstance(source, DeviceView) for _, source, _, _ in self._parts):
-            return self._result_on_device(inplace)
+        if any(isinstance(source, DeviceView) for _, source, _, _ in self.parts):
+            return result_on_device(self._grouped, inplace)
         if self._grouped:
             return list if inplace is None else lambda _: list(inplace)
         return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
-
-    def _result_on_device(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-        """Do so where results may be under way: the caller's stream waits for them, in place too."""
-
-        def result(outputs: list[Any]) -> Any:
-            arrays = [taken(output) for output in outputs]
-            arrays = arrays if inplace is None else list(inplace)
-            return arrays if self._grouped else arrays[0]
-
-        return result
 
     def _refusal(self, text: str, traceback: str = "") -> Request:
         group = self.name if self._grouped else ""
@@ -241,8 +237,46 @@ def _checked(name: str | None, kind: RequestType) -> str:
         raise ValueError(f"{verb(kind)}: name {name!r} is no text that can be sent: {exc}") from None
 
 
-def _completer(handle: QueuedHandle, part: int) -> Callable[[Any, BaseException | None], None]:
-    return lambda result, error: handle.complete(part, result, error)
+def wrap(
+    active: context.Context,
+    set_id: int,
+    name: str,
+    parts: Sequence[Part],
+    result: Callable[[list[Any]], Any],
+) -> tuple[QueuedHandle, list[TensorEntry]]:
+    """Return the handle of a call, and its tensors as they are to be queued."""
+    runtime = active.runtime
+    handle = QueuedHandle(name, len(parts), runtime.flush, result, runtime.meter)
+    site, complete = calling_site(), handle.complete
+    return handle, [
+        TensorEntry(set_id, request, source, target, partial(complete, part), splits, 0, site)
+        for part, (request, source, target, splits) in enumerate(parts)
+    ]
+
+
+def result_on_device(grouped: bool, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
+    """Return what makes a call's result of those of tensors that may be under way.
+
+    The caller's stream waits for them, in place too.
+    """
+    if inplace is None:
+        return _taken_all if grouped else _taken_first
+
+    def result(outputs: list[Any]) -> Any:
+        for output in outputs:
+            if isinstance(output, Arrival):
+                output.follow()
+        return list(inplace) if grouped else inplace[0]
+
+    return result
+
+
+def _taken_all(outputs: list[Any]) -> list[Any]:
+    return [taken(output) for output in outputs]
+
+
+def _taken_first(outputs: list[Any]) -> Any:
+    return taken(outputs[0])
 
 
 def refusing(

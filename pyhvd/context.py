@@ -124,6 +124,7 @@ class Context:
         self.hooks = Instruments()
         self.warned_of_memory = False
         self._device: Device | None = None
+        self.repeats: dict[Any, Any] = {}  # of :mod:`pyhvd.repeats`
         places = [hello.place for hello in heard]
         self.runtime = self._make_runtime(sets, places, autotune_log)
         self.joined = False

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from pyhvd.backends.staged import StagedBackend
 from pyhvd.devices.arrivals import Arrival, Keeper
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
 from pyhvd.devices.host_device import HostDevice
+from pyhvd.devices.ordering import mark_ready
 from pyhvd.devices.paths import Choice, Offer, choose
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import InternalError, TransportError
@@ -143,8 +144,7 @@ class DeviceExecutor:
         self._keeper.sweep()
         station = self._settle(entries)
         with station.device.acting():
-            for view in _distinct(entries):
-                station.device.wait(station.stream, view.ready)
+            _await_all(station, _distinct(entries))
             carry_out = self._run.get(batch[0].request.type)
             if carry_out is None or self._checked:
                 self._by_host(station, batch, entries)
@@ -323,9 +323,7 @@ class DeviceExecutor:
         """Carry a batch out on host arrays, tensor by tensor, and send the results up again."""
         device, stream = station.device, station.stream
         mirrored = [self._mirror(station, entry) if entry is not None else None for entry in entries]
-        down = device.make_event()
-        device.record(down, stream)
-        device.synchronize(down)
+        device.synchronize(device.mark(stream))
         self._on_host(batch, mirrored)
 
     def _mirror(self, station: Station, entry: TensorEntry) -> TensorEntry:
@@ -335,7 +333,9 @@ class DeviceExecutor:
         given = _host_view(station.device, source)
         station.device.copy(given.ptr, source.ptr, source.nbytes, station.stream)
         result = given if target is source else None if target is None else _host_view(station.device, target)
-        return replace(entry, source=given, target=result, done=partial(self._send_up, station, entry))
+        return msgspec.structs.replace(
+            entry, source=given, target=result, done=partial(self._send_up, station, entry)
+        )
 
     def _send_up(
         self, station: Station, entry: TensorEntry, result: Any, error: BaseException | None
@@ -349,11 +349,13 @@ class DeviceExecutor:
         assert source is not None
         target = target if target is not None else source.library.empty_like(source, array.shape)
         device, stream = station.device, station.stream
+        if target is not entry.target:
+            mark_ready([target])
         device.wait(stream, target.ready)
         pinned = device.allocate_pinned(max(array.nbytes, 1))
         pinned[: array.nbytes] = flat_bytes(array)
         device.copy(target.ptr, address(pinned), array.nbytes, stream)
-        self._keeper.keep(device, self._mark(stream), pinned)
+        self._keeper.keep(device, device.mark(stream), pinned)
         finish = (lambda arrival: arrival) if splits is None else (lambda arrival: (arrival, splits))
         self._deliver(stream, [entry], [target], finish)
 
@@ -363,12 +365,6 @@ class DeviceExecutor:
     def _here(self) -> Station:
         assert self._station is not None
         return self._station
-
-    def _mark(self, stream: Stream) -> Any:
-        """Return an event behind all that is queued on a stream."""
-        event = self._here.device.make_event()
-        self._here.device.record(event, stream)
-        return event
 
     def _allocate(
         self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]
@@ -386,9 +382,9 @@ class DeviceExecutor:
 
         with self._hooks.phase("ALLOCATE_OUTPUT"):
             outputs = allocate(self._hosts[set_id], batch, entries, shapes, make, self._sets[set_id])
-        for output in outputs or ():
-            if isinstance(output, DeviceView):
-                station.device.wait(station.stream, output.ready)
+        views = [output for output in outputs or () if isinstance(output, DeviceView)]
+        mark_ready(views)
+        _await_all(station, views)
         return outputs
 
     def _deliver(
@@ -402,7 +398,7 @@ class DeviceExecutor:
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView) and output.home is not None:
                 output.library.copy_home(output, stream)
-        event = self._mark(stream)
+        event = self._here.device.mark(stream)
         used = [(entry.source, entry.target) for entry in entries if entry is not None]
         self._keeper.keep(self._here.device, event, (used, list(outputs)))
         for entry, output in zip(entries, outputs, strict=True):
@@ -435,6 +431,12 @@ def _distinct(entries: Entries) -> list[DeviceView]:
     pairs = zip(_sources(entries), _targets(entries), strict=True)
     found = [view for source, target in pairs for view in (source, None if target is source else target)]
     return [view for view in found if view is not None]
+
+
+def _await_all(station: Station, views: Sequence[DeviceView]) -> None:
+    """Let the communication stream wait until views may be used; those of one call share an event."""
+    for event in {id(view.ready): view.ready for view in views}.values():
+        station.device.wait(station.stream, event)
 
 
 def _span(memory: DeviceView | Memory) -> Span:

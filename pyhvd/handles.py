@@ -24,6 +24,10 @@ __all__ = ["Handle", "QueuedHandle", "poll", "synchronize"]
 _log = logging.getLogger("pyhvd")
 
 
+_OPEN = object()
+"""In the place of a result that has not come."""
+
+
 class QueuedHandle(Handle):
     """The promise of what goes by message; see :class:`Handle`.
 
@@ -51,7 +55,6 @@ class QueuedHandle(Handle):
         "_lock",
         "_meter",
         "_name",
-        "_open",
         "_result",
         "_results",
         "_seen",
@@ -70,8 +73,7 @@ class QueuedHandle(Handle):
         self._left = parts
         self._flush = flush
         self._result = result
-        self._results: list[Any] = [None] * parts
-        self._open = [True] * parts
+        self._results: list[Any] = [_OPEN] * parts
         self._error: BaseException | None = None
         self._done = False
         self._seen = False
@@ -154,9 +156,8 @@ class QueuedHandle(Handle):
     def complete(self, part: int, result: Any, error: BaseException | None) -> None:
         """One tensor of the collective has ended; called by the runtime alone. The first word counts."""
         with self._lock:
-            if not self._open[part]:
+            if self._results[part] is not _OPEN:
                 return
-            self._open[part] = False
             self._results[part] = result
             if error is not None and self._error is None:
                 self._error = error

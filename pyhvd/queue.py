@@ -13,9 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
+
+import msgspec
 
 from pyhvd.devices.libraries import View
 from pyhvd.errors import DuplicateNameError
@@ -29,8 +30,7 @@ _IN_FLIGHT = "is still in flight on this rank"
 _REMEDY = ": give it another name, or synchronize the first one before"
 
 
-@dataclass(slots=True, eq=False)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, eq=False):
     """One submitted tensor.
 
     Attributes
@@ -115,20 +115,27 @@ class TensorQueue:
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            names = {(e.process_set, e.request.name) for e in entries}
-            if len(names) < len(entries) or any(name in self.entries for name in names):
+            keys: list[Key] = []
+            fresh: list[tuple[int, Request]] = []
+            for entry in entries:
+                set_id, request = entry.process_set, entry.request
+                key = (set_id, request.name)
+                if key in self.entries:
+                    self._raise_duplicate(entries)
+                keys.append(key)
+                fresh.append((set_id, request))
+            if len(keys) > 1 and len(set(keys)) < len(keys):
                 self._raise_duplicate(entries)
             if group := entries[0].request.group:
                 if (entries[0].process_set, group) in self.groups:
                     raise DuplicateNameError(f"a grouped call named {group!r} {_IN_FLIGHT}{_REMEDY}")
                 self.groups[entries[0].process_set, group] = len(entries)
-            for entry in entries:
-                self.entries[entry.process_set, entry.request.name] = entry
+            self.entries.update(zip(keys, entries, strict=True))
             if self._elsewhere is not None and (clash := self._clash(self._elsewhere, entries)):
-                for entry in entries:
-                    self._take_out((entry.process_set, entry.request.name))
+                for key in keys:
+                    self._take_out(key)
                 raise DuplicateNameError(clash)
-            wake = self._push([(e.process_set, e.request) for e in entries])
+            wake = self._push(fresh)
         if wake:
             self._wake()
 

@@ -1,7 +1,7 @@
 """Reducing calls: from a verb's arguments to a handle.
 
-An allreduce is offered to the fast lane first (:func:`start`), which takes what the ranks remember; the queue
-takes everything.
+An allreduce is offered to the fast lane first (:func:`start`), which takes what the ranks remember; then to
+:mod:`pyhvd.repeats`, which remembers those of arrays on devices; the queue takes everything.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pyhvd.handles import Handle
 from pyhvd.messages import RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.reduction import Reduction
+from pyhvd.repeats import remember, repeat
 
 __all__ = ["queue_allreduce", "reduce_tensors", "start"]
 
@@ -37,6 +38,11 @@ def queue_allreduce(
     process_set: ProcessSet,
 ) -> Handle:
     """Start an allreduce that the fast lane does not know."""
+    handle = repeat(
+        grouped, inplace, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    if handle is not None:
+        return handle
     how = (average, op, prescale_factor, postscale_factor)
     return reduce_tensors(RequestType.ALLREDUCE, tensors, grouped, inplace, name, process_set, how)
 
@@ -73,7 +79,10 @@ def reduce_tensors(
                 postscale=reduction.postscale,
                 window=target is source and _needs_no_copy(call, kind, source, reduction),
             )
-        return call.submit(list(members) if inplace else None)
+        handle = call.submit(list(members) if inplace else None)
+        if name is not None and kind is RequestType.ALLREDUCE and how[0] is None:
+            remember(call, grouped, inplace, *how[1:])
+        return handle
 
 
 def _needs_no_copy(call: Call, kind: RequestType, tensor: View, reduction: Reduction) -> bool:

@@ -26,8 +26,12 @@ class Arrival:
     def __init__(self, view: DeviceView, event: Event) -> None:
         self._view, self._event = view, event
 
+    def follow(self) -> None:
+        """Let what the calling thread queues from now on wait for it; the thread does not."""
+        self._view.library.follow(self._view, self._event)
+
     def take(self) -> Any:
-        """Return the array; what the calling thread queues from now on waits for it, the thread does not."""
+        """Return the array, after :meth:`follow`."""
         return self._view.library.receive(self._view, self._event)
 
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.layout import Words
@@ -87,6 +88,9 @@ class Device(Protocol):
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let the event be the moment at which all that is in the stream's queue by now is done."""
+
+    def mark(self, stream: Stream) -> Event:
+        """Return a new event, recorded behind all that is in the stream's queue by now."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what comes into the stream's queue from now on wait for the event as it was last recorded."""
@@ -178,23 +182,26 @@ class ArrayLibrary(Protocol):
     """Whose arrays are taken, and handed back."""
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return new memory for a result, allocated for the stream ``view.stream``; from any thread.
+        """Return new memory for a result, allocated for the stream ``view.stream``; from any thread."""
 
-        Its ``ready`` is recorded behind whatever that stream had to do with the memory before.
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let what the calling thread queues from now on wait until a view's contents have arrived.
+
+        The stream on which such work is queued waits; the thread does not.
         """
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Return an array of the library, for work that the calling thread queues from now on.
+        """Return a result as an array of the library, after :meth:`follow`.
 
-        The stream on which such work is queued waits for ``arrived``; the thread does not.
+        Where that stream is another one than ``view.stream``, the memory stays the array's until that stream
+        has done what it has in its queue when the array is let go of.
         """
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy from a contiguous array back into the caller's own (``view.home``)."""
 
 
-@dataclass(slots=True, eq=False)
-class DeviceView:
+class DeviceView(msgspec.Struct, eq=False):
     """A contiguous array on a device, as the data path sees it.
 
     Attributes
@@ -214,9 +221,12 @@ class DeviceView:
     owner : object
         The array in the caller's library; keeps the memory alive.
     ready : Event or None
-        Passes when the contents may be read, and the memory written.
+        Passes when the contents may be read, and the memory written; see
+        :func:`pyhvd.devices.ordering.mark_ready`.
     home : object or None
         The caller's own array where ``owner`` is a contiguous copy of it.
+    origin : object or None
+        The library's own object for ``stream``, where that must be kept for the stream to live.
     """
 
     ptr: int
@@ -228,6 +238,7 @@ class DeviceView:
     owner: Any
     ready: Event = None
     home: Any = None
+    origin: Any = None
 
     @property
     def device(self) -> str:
@@ -249,7 +260,7 @@ class DeviceView:
 
     def first_rows(self, rows: int) -> DeviceView:
         """Return a view of the first rows of dimension 0."""
-        return replace(self, shape=(rows, *self.shape[1:]))
+        return msgspec.structs.replace(self, shape=(rows, *self.shape[1:]))
 
     @property
     def span(self) -> Span:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from cupy.cuda import runtime
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.cupy_kernels import compile_kernels
+from pyhvd.devices.ordering import stream_of
 from pyhvd.devices.packing import KernelPacker
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; of a device's memory CuPy makes a MemoryError by itself
@@ -46,9 +48,23 @@ class CupyDevice:
         return str(runtime.deviceGetPCIBusId(self.index))
 
     def acting(self) -> AbstractContextManager[None]:
-        """Make this the thread's current device, for a while."""
+        """Make this the thread's current device, for a while, unless it is."""
+        if runtime.getDevice() == self.index:
+            return _NOTHING
         here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
         return here
+
+    def working_on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make this and one of its streams the thread's current ones, for a while, unless they are."""
+        if runtime.getDevice() == self.index:
+            here = int(cupy.cuda.get_current_stream(self.index).ptr)
+            return _NOTHING if here == stream else _on_stream(stream, self.index)
+        return self._elsewhere(stream)
+
+    @contextmanager
+    def _elsewhere(self, stream: Stream) -> Iterator[None]:
+        with cupy.cuda.Device(self.index), _on_stream(stream, self.index):
+            yield
 
     def make_stream(self) -> Stream:
         """Return a new stream."""
@@ -58,8 +74,19 @@ class CupyDevice:
         return int(stream.ptr)
 
     def current_stream(self) -> Stream:
-        """Return CuPy's current stream of the calling thread."""
-        return int(cupy.cuda.get_current_stream(self.index).ptr)
+        """Return CuPy's current stream of the calling thread.
+
+        Raises
+        ------
+        ValueError
+            It is another one on each thread.
+        """
+        return self.current()[0]
+
+    def current(self) -> tuple[Stream, Any]:
+        """Return that stream, and CuPy's object, which keeps it alive."""
+        origin = cupy.cuda.get_current_stream(self.index)
+        return stream_of(int(origin.ptr), "CuPy's current stream"), origin
 
     def make_event(self) -> Event:
         """Return a new event; a thread that waits for it sleeps."""
@@ -70,6 +97,13 @@ class CupyDevice:
         """Record an event."""
         with self.acting():  # stream 0 is the current device's
             runtime.eventRecord(event.ptr, stream)
+
+    def mark(self, stream: Stream) -> Event:
+        """Return a new event, recorded."""
+        with self.acting():
+            event = cupy.cuda.Event(block=True, disable_timing=True)
+            runtime.eventRecord(event.ptr, stream)
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream wait for an event."""
@@ -89,7 +123,7 @@ class CupyDevice:
 
     def allocate(self, nbytes: int, stream: Stream) -> Memory:
         """Return memory of CuPy's pool."""
-        with self.acting(), on_stream(stream, self.index):
+        with self.working_on(stream):
             pointer = cupy.cuda.alloc(nbytes)
         return _Memory(int(pointer.ptr), nbytes, pointer)
 
@@ -118,8 +152,10 @@ class CupyDevice:
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 
-def on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
-    """Return what makes a stream CuPy's current one, for a while."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
     chosen: AbstractContextManager[Any] = (
         cupy.cuda.ExternalStream(stream, index) if stream else cupy.cuda.Stream.null
     )
@@ -132,6 +168,9 @@ _lock = threading.Lock()
 
 def cuda_device(index: int) -> CupyDevice:
     """Return the object for a CUDA device: the same one for every array on it."""
+    known = _devices.get(index)
+    if known is not None:
+        return known
     with _lock:
         if index not in _devices:
             _devices[index] = CupyDevice(index)

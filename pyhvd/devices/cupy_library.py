@@ -6,9 +6,10 @@ from typing import Any
 
 import cupy
 
-from pyhvd.devices.base import Device, DeviceView, Event, Stream
-from pyhvd.devices.cupy_device import cuda_device, on_stream
+from pyhvd.devices.base import DeviceView, Event, Stream
+from pyhvd.devices.cupy_device import CupyDevice, cuda_device
 from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.ordering import Lease
 from pyhvd.dtypes import lookup
 
 
@@ -26,36 +27,51 @@ class CupyLibrary:
         """Return a view."""
         if writing:
             refuse_overlap_of(tensor)
-        device = cuda_device(tensor.device.id)
-        return self._seen(tensor, device, device.current_stream())
+        device = cuda_device(tensor.data.device_id)
+        return self._seen(tensor, device, *device.current())
 
-    def _seen(self, tensor: Any, device: Device, stream: Stream) -> DeviceView:
+    def _seen(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
         """Return the view of an array whose contents are there when a stream has come to it."""
         info = lookup(tensor.dtype)
         owner, home = tensor, None
         if not tensor.flags.c_contiguous:
-            with device.acting(), on_stream(stream, device.index):
+            with device.working_on(stream):
                 owner, home = cupy.ascontiguousarray(tensor), tensor
-        ready = device.make_event()
-        device.record(ready, stream)
-        return DeviceView(int(owner.data.ptr), owner.shape, info, device, self, stream, owner, ready, home)
+        ptr = int(owner.data.ptr)
+        return DeviceView(ptr, owner.shape, info, device, self, stream, owner, None, home, origin)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
         """Return new memory of CuPy's pool."""
-        device = view.on
-        with device.acting(), on_stream(view.stream, device.index):
+        device = cuda_device(view.on.index)
+        with device.working_on(view.stream):
             owner = cupy.empty(shape, view.owner.dtype)
-        return self._seen(owner, device, view.stream)
+        ptr, stream = int(owner.data.ptr), view.stream
+        return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
+
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let CuPy's current stream wait."""
+        view.on.wait(view.on.current_stream(), arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Let CuPy's current stream wait, and return the array."""
-        view.on.wait(view.on.current_stream(), arrived)
-        return view.owner
+        """Let CuPy's current stream wait, and return the array; on another stream, one that has a lease."""
+        stream, origin = cuda_device(view.on.index).current()
+        view.on.wait(stream, arrived)
+        if stream == view.stream or not view.nbytes:
+            return view.owner
+        lease = Lease(view)
+        lease.use_on(stream, origin)
+        return leased(view, lease)
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy."""
-        with view.on.acting(), on_stream(stream, view.on.index):
+        with cuda_device(view.on.index).working_on(stream):
             view.home[...] = view.owner
+
+
+def leased(view: DeviceView, lease: Lease) -> Any:
+    """Return an array of a view's memory that keeps a lease."""
+    memory = cupy.cuda.UnownedMemory(view.ptr, view.nbytes, lease, view.on.index)
+    return cupy.ndarray(view.shape, view.owner.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def refuse_overlap_of(array: Any) -> None:

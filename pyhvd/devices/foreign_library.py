@@ -13,8 +13,9 @@ from typing import Any
 import cupy
 
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
-from pyhvd.devices.cupy_device import cuda_device, on_stream
-from pyhvd.devices.cupy_library import CupyLibrary, refuse_overlap_of
+from pyhvd.devices.cupy_device import cuda_device
+from pyhvd.devices.cupy_library import CupyLibrary, leased, refuse_overlap_of
+from pyhvd.devices.ordering import Lease, stream_of
 
 
 class ForeignLibrary(CupyLibrary):
@@ -43,7 +44,7 @@ class ForeignLibrary(CupyLibrary):
         if hasattr(tensor, "__dlpack__"):
             device = cuda_device(int(tensor.__dlpack_device__()[1]))
             stream = self._intake(device)
-            with device.acting(), on_stream(stream, device.index):
+            with device.working_on(stream):
                 array = cupy.from_dlpack(tensor)
                 if writing:
                     refuse_overlap_of(array)
@@ -64,14 +65,16 @@ class ForeignLibrary(CupyLibrary):
         strides = interface.get("strides")
         index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
         device = cuda_device(index)
-        # Version 3: 1 and 2 are CUDA's names for its two default streams; None: there is nothing to wait for.
-        stream = interface.get("stream") or device.current_stream()
+        # Version 3; None: there is nothing to wait for. 0 is not allowed, but can only mean one.
+        stream, origin = device.current()
+        if interface.get("stream") is not None:
+            stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), None
         nbytes = _extent(shape, strides, dtype.itemsize)
         memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
         array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
         if writing:
             refuse_overlap_of(array)
-        return self._seen(array, device, int(stream))
+        return self._seen(array, device, stream, origin)
 
     def _intake(self, device: Device) -> Stream:
         with self._lock:
@@ -94,18 +97,40 @@ class _Namesake:
         made.library = self
         return made
 
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let CuPy's current stream wait, and the one on which the array says that its contents are."""
+        view.on.wait(view.stream, arrived)
+        if view.on.current_stream() != view.stream:
+            self._foreign.follow(view, arrived)
+
     def receive(self, view: DeviceView, arrived: Event) -> Any:
         """Let the intake, or CuPy's current stream, wait; and return an array of the library."""
         if self._namespace is None:
             return self._foreign.receive(view, arrived)
         view.on.wait(view.stream, arrived)
         # CuPy has the consumer's stream wait for its own current one.
-        with view.on.acting(), on_stream(view.stream, view.on.index):
-            return self._namespace.from_dlpack(view.owner)
+        with cuda_device(view.on.index).working_on(view.stream):
+            return self._namespace.from_dlpack(_Export(view))
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy."""
         self._foreign.copy_home(view, stream)
+
+
+class _Export:
+    """A result on its way to another library by DLPack, which says on which stream it will use it."""
+
+    def __init__(self, view: DeviceView) -> None:
+        self._lease = Lease(view)
+        self._array = leased(view, self._lease) if view.nbytes else view.owner
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        """Export; None is the device's default stream, and so is, for the lease, -1: nobody is to wait."""
+        self._lease.use_on(stream_of(max(stream or 0, 0), "the stream that the result is asked for"))
+        return self._array.__dlpack__(stream=stream, **options)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> int:

@@ -47,6 +47,10 @@ class HostDevice:
     def record(self, event: Event, stream: Stream) -> None:
         """Do nothing."""
 
+    def mark(self, stream: Stream) -> Event:  # noqa: ARG002 - the protocol's
+        """Return a moment that has passed."""
+        return None
+
     def wait(self, stream: Stream, event: Event) -> None:
         """Do nothing."""
 

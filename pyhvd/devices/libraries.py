@@ -6,6 +6,7 @@ of its own has come in. Host arrays are the business of :mod:`pyhvd.arrays`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, Protocol
 
@@ -97,11 +98,17 @@ def target_like(source: View, shape: tuple[int, ...]) -> View:
     return TensorView(np.empty(shape, source.array.dtype), source.info)
 
 
+@functools.cache
+def _root_of(module: str) -> str:
+    """Return the first part of a module's name; programs have arrays of few modules."""
+    return module.partition(".")[0]
+
+
 def _library_of(tensor: Any) -> Adopter | None:
     """Return who looks after an array on a device; None for everything else."""
     if type(tensor) is np.ndarray:
         return None
-    root = type(tensor).__module__.partition(".")[0]
+    root = _root_of(type(tensor).__module__)
     if root in _NOBODY:
         return None
     library = _libraries.get(root)

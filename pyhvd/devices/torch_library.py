@@ -10,6 +10,7 @@ import torch
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
 from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.ordering import stream_of
 from pyhvd.dtypes import DtypeInfo, named
 
 
@@ -34,15 +35,13 @@ class TorchLibrary:
         mine = tensor.detach()
         plain = mine.resolve_conj().resolve_neg().contiguous()
         home = None if plain.data_ptr() == mine.data_ptr() else mine
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream
-        return self._seen(plain, tensor.device.index, info, stream, home)
+        index = tensor.device.index
+        return self._seen(plain, index, info, _current(index)[0], home)
 
     def _seen(self, owner: Any, index: int, info: DtypeInfo, stream: Stream, home: Any = None) -> DeviceView:
-        device = cuda_device(index)
-        ready = device.make_event()
-        device.record(ready, stream)
         shape = tuple(owner.shape)
-        return DeviceView(owner.data_ptr(), shape, info, device, self, stream, owner, ready, home)
+        device = cuda_device(index)
+        return DeviceView(owner.data_ptr(), shape, info, device, self, stream, owner, None, home)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
         """Return new memory of torch's pool."""
@@ -54,15 +53,28 @@ class TorchLibrary:
             raise MemoryError(str(exc)) from exc
         return self._seen(owner, index, view.info, view.stream)
 
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let torch's current stream wait."""
+        view.on.wait(_current(view.on.index)[0], arrived)
+
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Let torch's current stream wait, and return the tensor."""
-        view.on.wait(torch.cuda.current_stream(view.on.index).cuda_stream, arrived)
+        """Let torch's current stream wait, and return the tensor; torch's pool is told of another stream."""
+        stream, origin = _current(view.on.index)
+        view.on.wait(stream, arrived)
+        if stream != view.stream:
+            view.owner.record_stream(origin)
         return view.owner
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         """Queue the copy."""
         with _on_stream(stream, view.on.index):
             view.home.copy_(view.owner)
+
+
+def _current(index: int) -> tuple[Stream, Any]:
+    """Return torch's current stream of the calling thread, and torch's object for it."""
+    origin = torch.cuda.current_stream(index)
+    return stream_of(origin.cuda_stream, "torch's current stream"), origin
 
 
 def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:

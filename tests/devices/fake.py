@@ -27,6 +27,7 @@ import numpy.typing as npt
 from pyhvd.arrays import Array, Bytes, address
 from pyhvd.devices.base import DeviceView, Memory, Stream
 from pyhvd.devices.layout import ALIGNMENT, Words
+from pyhvd.devices.ordering import Lease
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp, lookup
 
 SCRIBBLE = 0xDB
@@ -91,6 +92,7 @@ class FakeDevice:
         self.limit = 1 << 62
         self.packs = True
         self.synchronized = 0
+        self.reclaimed: set[int] = set()
 
     # -- Device --------------------------------------------------------------------------------------
 
@@ -102,7 +104,7 @@ class FakeDevice:
 
     def make_stream(self) -> Stream:
         with self._lock:
-            stream = len(self._streams)
+            stream = 0x100 * len(self._streams)  # 1 and 2 are CUDA's names for its default streams
             self._streams[stream] = deque()
             return stream
 
@@ -121,6 +123,11 @@ class FakeDevice:
                 event.passed = max(event.passed, number)
 
             self._queue(stream, passes)
+
+    def mark(self, stream: Stream) -> FakeEvent:
+        event = self.make_event()
+        self.record(event, stream)
+        return event
 
     def wait(self, stream: Stream, event: FakeEvent) -> None:
         self._queue(stream, Wait(event, event.recorded))
@@ -223,6 +230,24 @@ class FakeDevice:
         finally:
             self._here.stream = before
 
+    def hold_up(self, stream: Stream) -> Callable[[], None]:
+        """Let what comes into a stream's queue from now on wait until the returned function is called."""
+        gate = FakeEvent()
+        gate.recorded = 1
+        self.wait(stream, gate)
+
+        def open_gate() -> None:
+            with self._lock:
+                gate.passed = 1
+
+        return open_gate
+
+    def run_on(self) -> None:
+        """Run all that has not to wait for what is held up."""
+        with self._lock:
+            while self._step():
+                pass
+
     def queued(self) -> int:
         """Return how much work has not run yet."""
         with self._lock:
@@ -237,6 +262,7 @@ class FakeDevice:
         with self._lock:
             self.allocated -= len(memory)
             self._kept.append(memory)
+            self.reclaimed.add(address(memory))
             self._streams[stream].append(lambda: memory.fill(SCRIBBLE))
 
     # -- what runs when ------------------------------------------------------------------------------
@@ -380,6 +406,22 @@ def fake_array(device: FakeDevice, values: Any, dtype: npt.DTypeLike | None = No
     return FakeArray(device, memory, fixed.shape, fixed.dtype).set(fixed)
 
 
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Memory with a lease."""
+
+    memory: Memory
+    lease: Lease
+
+    @property
+    def ptr(self) -> int:
+        return self.memory.ptr
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
 class FakeLibrary:
     """Takes and gives :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
 
@@ -395,10 +437,7 @@ class FakeLibrary:
             owner = FakeArray(device, device.allocate(nbytes, stream), tensor.shape, tensor.dtype)
             self._assign(owner, tensor, stream)
             home = tensor
-        view = DeviceView(owner.ptr, tensor.shape, info, device, self, stream, owner, home=home)
-        view.ready = device.make_event()
-        device.record(view.ready, stream)
-        return view
+        return DeviceView(owner.ptr, tensor.shape, info, device, self, stream, owner, home=home)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
         device = view.on
@@ -406,16 +445,17 @@ class FakeLibrary:
         dtype = np.dtype(dtype_of(view.info.code))
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         owner = FakeArray(device, device.allocate(nbytes, view.stream), shape, dtype)
-        result = DeviceView(owner.ptr, shape, view.info, device, self, view.stream, owner)
-        result.ready = device.make_event()
-        device.record(result.ready, view.stream)
-        return result
+        return DeviceView(owner.ptr, shape, view.info, device, self, view.stream, owner)
+
+    def follow(self, view: DeviceView, arrived: FakeEvent) -> None:
+        view.on.wait(view.on.current_stream(), arrived)
 
     def receive(self, view: DeviceView, arrived: FakeEvent) -> FakeArray:
-        device = view.on
-        device.wait(device.current_stream(), arrived)
+        self.follow(view, arrived)
+        lease = Lease(view)
+        lease.use_on(view.on.current_stream())
         owner: FakeArray = view.owner
-        return owner
+        return FakeArray(owner.device, Leased(owner.memory, lease), owner.shape, owner.dtype)
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         self._assign(view.home, view.owner, stream)

@@ -28,6 +28,7 @@ class Pointer:
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
         self.ptr = memory.ptr + offset
+        self.device_id = 0
 
 
 class Unowned:
@@ -86,11 +87,13 @@ def _ndarray(device: FakeDevice) -> Any:
         def __setitem__(self, where: Any, values: Ndarray) -> None:
             device.call(lambda: self._numpy().__setitem__(where, values._numpy()), device.current_stream())
 
-        def __dlpack__(self, stream: int) -> Ndarray:
-            event = device.make_event()
-            device.record(event, device.current_stream())
-            device.wait(stream, event)
+        def __dlpack__(self, stream: int | None) -> Ndarray:
+            consumer = 0 if stream in (None, 1) else stream
+            device.wait(consumer, device.mark(device.current_stream()))
             return self
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, device.index
 
         def strided(self) -> Ndarray:
             """Return a view of every other element of dimension 0."""
@@ -216,6 +219,7 @@ def _runtime(device: FakeDevice, events: dict[int, FakeEvent]) -> Any:
         eventSynchronize=lambda event: device.synchronize(events[event]),
         memcpyAsync=lambda target, source, n, kind, stream: device.copy(target, source, n, stream),
         deviceGetPCIBusId=lambda index: "0000:01:00.0",
+        getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         pointerGetAttributes=lambda ptr: types.SimpleNamespace(device=0),
     )

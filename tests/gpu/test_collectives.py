@@ -126,6 +126,38 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
 
 
 @on_ranks(1, timeout=120)
+def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
+    """It is dropped while that stream is held up, and the one that submitted allocates and writes."""
+    import cupy
+
+    hvd.init()
+    count = 4_000_000
+    spin = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n, float *x)'
+        " { long long t = clock64(); while (clock64() - t < n); x[0] += 1; }",
+        "spin",
+    )
+    values = cupy.arange(count, dtype=np.float32)
+    cupy.full(count, 7, np.float32).copy().get()
+    spin((1,), (1,), (np.int64(1), cupy.zeros(1, np.float32)))
+    cupy.cuda.Stream.null.synchronize()
+    submits, uses = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+    with submits:
+        handle = hvd.allreduce_async(values, op=hvd.Sum, name="x")
+    with uses:
+        spin((1,), (1,), (np.int64(400_000_000), cupy.zeros(1, np.float32)))
+        result = hvd.synchronize(handle)
+        seen = result.copy()
+    del result, handle
+    with submits:
+        hvd.allreduce(cupy.ones(1, np.float32), name="y")  # pyhvd lets go of what it has kept
+        others = [cupy.full(count, 7, np.float32) for _ in range(4)]
+    with uses:
+        np.testing.assert_array_equal(seen.get(), np.arange(count, dtype=np.float32))
+    del others
+
+
+@on_ranks(1, timeout=120)
 def test_submitting_takes_microseconds() -> None:
     import cupy
 

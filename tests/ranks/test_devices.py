@@ -272,9 +272,11 @@ def test_the_callers_stream_waits_only_once_the_result_is_asked_for() -> None:
         assert device.current_stream() not in waits
         other = device.make_stream()
         with device.using(other):
-            handle.result()
+            result = handle.result()
         assert other in waits
         assert device.current_stream() not in waits
+        del result  # its memory is that stream's again
+        assert device.current_stream() in waits
 
     on_devices(2, body)
 

@@ -180,7 +180,6 @@ def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     view = adopt_for_writing(array)
     assert isinstance(view, DeviceView)
     assert view.shape == (6,)
-    view.on.synchronize(view.ready)
     assert view.owner.get().tolist() == [0, 2, 4, 6, 8, 10]
     assert view.home is not None
 
@@ -224,7 +223,7 @@ def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
         seen.append(list(entered))
 
     event = cuda_device(0).make_event()
-    cuda.Device = acting
+    cuda.Device, cuda.runtime.getDevice = acting, lambda: 1
     cuda.runtime.eventRecord = cuda.runtime.streamWaitEvent = cuda.runtime.memcpyAsync = call
     cuda_device(0).record(event, 0)
     cuda_device(0).wait(0, event)

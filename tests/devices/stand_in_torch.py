@@ -1,0 +1,103 @@
+"""A module that stands in for torch, as far as pyhvd uses it, over the device of :mod:`tests.devices.fake`.
+
+Its names and signatures were taken from torch 2.13. Tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyhvd.devices.base import Memory, Stream
+from tests.devices.fake import FakeArray, FakeDevice
+
+
+class Block:
+    """Memory of torch's pool, which first waits for the streams that it was recorded for."""
+
+    def __init__(self, device: FakeDevice, nbytes: int) -> None:
+        self._device, self._stream = device, device.current_stream()
+        self._memory: Memory = device.allocate(nbytes, self._stream)
+        self.ptr, self.nbytes = self._memory.ptr, nbytes
+        self.recorded: list[Stream] = []
+
+    def __del__(self) -> None:
+        for stream in self.recorded:
+            self._device.wait(self._stream, self._device.mark(stream))
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """torch's dtype."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class Tensor:
+    """torch's tensor on a CUDA device."""
+
+    __module__ = "torch"
+    is_cuda = True
+    layout = "strided"
+
+    def __init__(self, device: FakeDevice, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self._block = Block(device, nbytes)
+        self.inner = FakeArray(device, self._block, shape, dtype)
+        self.shape, self.dtype = shape, Dtype(np.dtype(dtype).name)
+        self.device = types.SimpleNamespace(index=device.index)
+
+    def data_ptr(self) -> int:
+        return self.inner.ptr
+
+    def stride(self) -> tuple[int, ...]:
+        steps = np.empty(self.shape, self.inner.dtype).strides
+        return tuple(step // self.inner.dtype.itemsize for step in steps)
+
+    def record_stream(self, stream: Any) -> None:
+        self._block.recorded.append(stream.cuda_stream)
+
+    def detach(self) -> Tensor:
+        return self
+
+    resolve_conj = resolve_neg = contiguous = detach
+
+
+def make_torch(fake: FakeDevice) -> types.ModuleType:
+    """Return a module ``torch`` whose one CUDA device, of index 0, is the fake one."""
+
+    def stream_object(stream: Stream) -> Any:
+        return types.SimpleNamespace(cuda_stream=stream)
+
+    def empty(shape: tuple[int, ...], *, dtype: Dtype, device: str) -> Tensor:
+        assert device == fake.name
+        return Tensor(fake, shape, dtype.name)
+
+    @contextlib.contextmanager
+    def entered(stream: Any) -> Any:
+        with fake.using(stream.cuda_stream):
+            yield
+
+    torch: Any = types.ModuleType("torch")
+    vars(torch).update(
+        Tensor=Tensor,
+        empty=empty,
+        strided="strided",
+        OutOfMemoryError=type("OutOfMemoryError", (RuntimeError,), {}),
+        cuda=types.SimpleNamespace(
+            current_stream=lambda index: stream_object(fake.current_stream()),
+            default_stream=lambda index: stream_object(0),
+            ExternalStream=lambda stream, index: stream_object(stream),
+            stream=entered,
+        ),
+    )
+    module: types.ModuleType = torch
+    return module
