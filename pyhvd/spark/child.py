@@ -132,6 +132,10 @@ class Child:
         selector.register(self._pmi, selectors.EVENT_READ, lambda: self._read_pmi())
         self._process.register(selector)
 
+    def hold_output(self, held: bool) -> None:
+        """Have the rank wait when it writes to its stdout or stderr, or no longer."""
+        self._process.hold_output(held)
+
     def answer_pmi(self, line: str) -> None:
         """Pass on what the PMI server says; lines are short, and the rank waits for each."""
         with contextlib.suppress(OSError):
