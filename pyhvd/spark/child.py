@@ -234,6 +234,10 @@ class Child:
     def _judge(self) -> Failed | None:
         now = time.time()
         code = self._process.code
+        keeper = self._process.keeper_code
+        if code is None and keeper is not None and keeper > 0:
+            text = f"could not be started: its Python ended with exit code {keeper}, and says why on stderr"
+            return Failed(EXIT, text, "", now, keeper)
         if code is None:
             return Failed(LOST, "and its keeper were killed", "", now)
         if code < 0:

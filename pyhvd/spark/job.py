@@ -9,10 +9,9 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from pyhvd.errors import describe_exception
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
-from pyhvd.spark.errors import SparkError
+from pyhvd.spark.errors import SparkError, reason_of
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
@@ -82,12 +81,10 @@ class CollectJob:
         Raises
         ------
         SparkError
-            Spark has ended the job; the text has the first line of what it says.
+            Spark has ended the job; the text has a line of what it says.
         """
         if self._error is not None:
-            said = describe_exception(self._error).strip().splitlines()
-            reasons = [line.strip() for line in said if "SparkException" in line or "TaskStopped" in line]
-            raise SparkError(f"Spark ended the job: {(reasons or said)[0]}") from self._error
+            raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
 
     def cancel(self) -> None:

@@ -46,6 +46,8 @@ class Kept:
     code : int or None
         How it ended: its exit code, or the negative number of the signal that killed it. None while it
         runs, and when its keeper was killed.
+    keeper_code : int or None
+        The same for the keeper. It is above 0 when the keeper's Python could not begin.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Kept:
     ) -> None:
         self.ended = False
         self.code: int | None = None
+        self.keeper_code: int | None = None
         self._on_output = on_output
         self._on_end = on_end
         self._kill_s = kill_s
@@ -186,6 +189,7 @@ class Kept:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(self._kill_s)
+        self.keeper_code = self._process.returncode
 
     def _kill_group(self) -> None:
         """The keeper was killed, and the process with it: kill what the process had started.

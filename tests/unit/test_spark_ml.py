@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from pyhvd.spark.ml import settings
 from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.numpy_trainer import NumpyTrainer
 from pyhvd.spark.ml.prediction import as_trained, describe_outputs, spark_type, widened
+from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.training import Batch, picked
 
 Array = npt.NDArray[Any]
@@ -223,6 +225,17 @@ def test_a_history_in_its_older_forms(older: Any, expected: Any) -> None:
     for damaged in ("no list", [7], [{"loss": "low"}]):
         with pytest.raises(msgspec.DecodeError, match="history"):
             Description.decode(json.dumps(written | {"history": damaged}).encode())
+
+
+def test_data_that_cannot_be_removed_cost_neither_the_model_nor_the_first_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("the store says no")
+
+    monkeypatch.setattr(Store, "remove", refuse)
+    Run(Store.create(tmp_path), "r1").remove_data()
+    assert "r1/data could not be removed: the store says no" in caplog.text
 
 
 def test_a_history_that_has_diverged_survives_its_file() -> None:

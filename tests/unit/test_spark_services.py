@@ -20,7 +20,7 @@ from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
 from pyhvd.run.report import LOST
 from pyhvd.spark.child import Child, rank_environment
-from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
 from pyhvd.spark.hosthash import host_hash
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.kept import Kept
@@ -290,6 +290,17 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     assert child.failure.kind == LOST
 
 
+def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named pyhvd >&2\nexit 1\n")
+    python.chmod(0o700)
+    shown: list[tuple[int, int, bytes]] = []
+    bench = Bench(rank, 1, lambda *what: shown.append(what), executable=str(python))
+    with pytest.raises(RankFailedError, match=r"could not be started: its Python ended with exit code 1"):
+        bench.run(bench.task(0))
+    assert shown == [(0, 2, b"No module named pyhvd\n")]
+
+
 def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
     ended: list[int | None] = []
     kept = Kept(
@@ -335,6 +346,26 @@ def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> 
 
     with pytest.raises(SparkError, match=r"Spark task 1 on host b is lost"):
         bench.run(bench.task(0), leave)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            '  File "user.py", line 9, in bad\n    raise ValueError\nValueError: no luck\n\n\tat org.Runner',
+            "ValueError: no luck",
+        ),
+        (
+            "An error occurred.\n: SparkException: Job 3 cancelled\n\tat org.Scheduler",
+            "SparkException: Job 3",
+        ),
+        ("no executor", "no executor"),
+    ],
+)
+def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
+    assert reason in reason_of(RuntimeError(said))
+    assert "\n" not in reason_of(RuntimeError(said))
 
 
 def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
