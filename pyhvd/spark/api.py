@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pyhvd.errors import ConfigError
+from pyhvd.errors import ConfigError, describe_exception
 from pyhvd.net.connection import Address
 from pyhvd.run.mpi_flavour import LaunchError
 from pyhvd.spark.data.partition import deal
@@ -137,7 +137,17 @@ def _run(
             service.close()
             for seat in service.seats if verbose >= 2 else ():
                 _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
-    return [cloudpickle.loads(each) for each in results]
+    return [_unpickle(rank, result) for rank, result in enumerate(results)]
+
+
+def _unpickle(rank: int, result: bytes) -> Any:
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(result)
+    except Exception as exc:
+        said = describe_exception(exc)
+        raise SparkError(f"what rank {rank} returned cannot be unpickled on the driver: {said}") from exc
 
 
 def _drive(

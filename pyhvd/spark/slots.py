@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -24,7 +24,7 @@ def count_slots(context: SparkContext) -> int:
     Raises
     ------
     SparkError
-        This Spark does not tell.
+        It does not tell.
     """
     from py4j.protocol import Py4JError
 
@@ -35,7 +35,7 @@ def count_slots(context: SparkContext) -> int:
         return int(scala.maxNumConcurrentTasks(profile))
     except Py4JError as exc:
         raise SparkError(
-            f"this Spark ({context.version}) does not tell how many tasks it can run at once: say num_proc"
+            f"Spark does not tell how many tasks it can run at once ({reason_of(exc)}): say num_proc"
         ) from exc
 
 

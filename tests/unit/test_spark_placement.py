@@ -21,6 +21,7 @@ from pyhvd.spark.api import (
     _rank_env,
     _refuse,
     _start_timeout,
+    _unpickle,
     _use_barrier,
 )
 from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
@@ -227,3 +228,11 @@ def test_barrier_mode_unless_executors_come_and_go() -> None:
     assert not _use_barrier({"spark.dynamicAllocation.enabled": "True"})
     with pytest.raises(SparkError, match=r"set spark\.speculation to false"):
         _use_barrier({"spark.dynamicAllocation.enabled": "true", "spark.speculation": "TRUE"})
+
+
+def test_a_result_that_the_driver_cannot_unpickle() -> None:
+    assert _unpickle(0, b"N.") is None
+    with pytest.raises(
+        SparkError, match=r"rank 3 returned .* on the driver: ModuleNotFoundError: .*nonesuch"
+    ):
+        _unpickle(3, b"cnonesuch\nThing\n.")

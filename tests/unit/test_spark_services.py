@@ -105,6 +105,25 @@ class Slow(Shown):
                 super().write(*what)
 
 
+def _fail_while_a_thread_prints() -> None:
+    def print_on() -> None:
+        while True:
+            print("x" * 1000)
+
+    threading.Thread(target=print_on, daemon=True).start()
+    time.sleep(2)  # it waits by now
+    raise LookupError("not here")
+
+
+def test_a_failure_does_not_wait_for_who_reads_the_output() -> None:
+    buffered = {"PYTHONUNBUFFERED": ""}
+    bench = Bench(_fail_while_a_thread_prints, 1, drop, display=Slow(), env=buffered)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match="LookupError: not here"):
+        bench.run(bench.task(0))
+    assert time.monotonic() - begin < PATIENCE_S / 2
+
+
 def test_nothing_is_lost_of_what_comes_after_the_results() -> None:
     shown: list[bytes] = []
     bench = Bench(rank, 1, lambda rank, stream, data: shown.append(data))
