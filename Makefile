@@ -59,8 +59,12 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes, and not part of `make test`
 	@$(SUITE) spark
 
+.PHONY: test-spark-torch
+test-spark-torch: .venv-spark/.torch ## its Estimator with torch modules: installs torch, whose wheels from PyPI are large
+	@$(SUITE) spark-torch
+
 .PHONY: test-spark35
-test-spark35: spark35 ## its main path on Spark 3.5
+test-spark35: spark35 ## run, data and Estimator on Spark 3.5
 	@$(SUITE) spark35
 
 .PHONY: test-spark-openmpi
@@ -176,6 +180,13 @@ comma = ,
 %/.bench: %/.done
 	@echo "==> $*: what the benchmarks need"
 	@$*/bin/python -m pip install --quiet --group bench
+	@touch $@
+
+# Not for all of .venv-spark: on Linux PyPI's torch brings CUDA, gigabytes. The small one:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-spark-torch
+%/.torch: %/.done
+	@echo "==> $*: torch"
+	@$*/bin/python -m pip install --quiet --group torch
 	@touch $@
 
 # No MPI in these two: what tests/unit covers must not need one.

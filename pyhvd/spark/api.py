@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pyhvd.errors import ConfigError
+from pyhvd.errors import ConfigError, describe_exception
 from pyhvd.net.connection import Address
 from pyhvd.run.mpi_flavour import LaunchError
 from pyhvd.spark.data.partition import deal
@@ -19,8 +19,9 @@ from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.mpiexec import MpiexecWiring, find
 from pyhvd.spark.network import listening_places
-from pyhvd.spark.output import Output
+from pyhvd.spark.output import Lines, Output
 from pyhvd.spark.secret import Secret
+from pyhvd.spark.slots import count_slots, wait_for_slots
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run(
     fn : callable
         Calls :func:`pyhvd.init` itself. It travels by cloudpickle, as do its arguments and what it returns.
     num_proc : int, optional
-        How many ranks; one per slot of the cluster by default.
+        How many ranks; by default as many as there are tasks that the cluster's executors can run at once.
     start_timeout : float, optional
         Seconds until all tasks must have started; PYHVD_SPARK_START_TIMEOUT or 600.
     env : mapping of str to str, optional
@@ -91,7 +92,7 @@ def run(
         A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(stdout, stderr, prefix_output_with_timestamp, quiet=not verbose)
+    shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
@@ -108,32 +109,45 @@ def _run(
     mpiexec_arguments: list[str] | None,
 ) -> list[Any]:
     context = _active_context()
-    size = _positive(context.defaultParallelism if num_proc is None else num_proc)
+    conf = context.getConf()
+    chosen = _interfaces(nics)
+    timeout = _start_timeout(start_timeout, os.environ)
+    if num_proc is None:
+        num_proc = wait_for_slots(lambda: count_slots(context), timeout, _is_dynamic(conf))
+    size = _positive(num_proc)
     dealt = None if df is None else deal(df, size)
     import cloudpickle
 
-    chosen = _interfaces(nics)
-    timeout = _start_timeout(start_timeout, os.environ)
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     spec = JobSpec(size, code, _rank_env(env, chosen), executable, timeout)
-    conf = context.getConf()
     host = conf.get("spark.driver.host") or "127.0.0.1"
     places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
     secret = Secret()
     wiring = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
-    service = DriverService(spec, secret, [bind for bind, _ in places], output.write, wiring)
-    addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
-    if wiring is not None:
-        here = [(bind, port) for (bind, _), port in zip(places, service.ports, strict=True)]
-        wiring.call_at(here, places[0][1])
+    with output:
+        service = DriverService(spec, secret, [bind for bind, _ in places], output, wiring)
+        addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
+        if wiring is not None:
+            here = [(bind, port) for (bind, _), port in zip(places, service.ports, strict=True)]
+            wiring.call_at(here, places[0][1])
+        try:
+            results = _drive(context, service, size, addresses, secret, dealt)
+        finally:
+            service.close()
+            for seat in service.seats if verbose >= 2 else ():
+                _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
+    return [_unpickle(rank, result) for rank, result in enumerate(results)]
+
+
+def _unpickle(rank: int, result: bytes) -> Any:
+    import cloudpickle
+
     try:
-        return [cloudpickle.loads(each) for each in _drive(context, service, size, addresses, secret, dealt)]
-    finally:
-        service.close()
-        output.finish()
-        for seat in service.seats if verbose >= 2 else ():
-            _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
+        return cloudpickle.loads(result)
+    except Exception as exc:
+        said = describe_exception(exc)
+        raise SparkError(f"what rank {rank} returned cannot be unpickled on the driver: {said}") from exc
 
 
 def _drive(
@@ -261,11 +275,17 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
 
 def _use_barrier(conf: Any) -> bool:
     """Whether Spark can start all tasks at once or none; it refuses to with dynamic allocation."""
-    if conf.get("spark.dynamicAllocation.enabled", "false") != "true":
+    if not _is_dynamic(conf):
         return True
-    if conf.get("spark.speculation", "false") == "true":
+    if conf.get("spark.speculation", "false").lower() == "true":
         raise SparkError(
             "with dynamic allocation and spark.speculation Spark would start ranks twice: set"
             " spark.speculation to false"
         )
     return False
+
+
+def _is_dynamic(conf: Any) -> bool:
+    """Whether Spark starts executors, and ends them, as its jobs need them."""
+    given: str = conf.get("spark.dynamicAllocation.enabled", "false")
+    return given.lower() == "true"

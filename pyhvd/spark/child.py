@@ -132,6 +132,10 @@ class Child:
         selector.register(self._pmi, selectors.EVENT_READ, lambda: self._read_pmi())
         self._process.register(selector)
 
+    def hold_output(self, held: bool) -> None:
+        """Have the rank wait when it writes to its stdout or stderr, or no longer."""
+        self._process.hold_output(held)
+
     def answer_pmi(self, line: str) -> None:
         """Pass on what the PMI server says; lines are short, and the rank waits for each."""
         with contextlib.suppress(OSError):
@@ -230,6 +234,10 @@ class Child:
     def _judge(self) -> Failed | None:
         now = time.time()
         code = self._process.code
+        keeper = self._process.keeper_code
+        if code is None and keeper is not None and keeper > 0:
+            text = f"could not be started: its Python ended with exit code {keeper}, and says why on stderr"
+            return Failed(EXIT, text, "", now, keeper)
         if code is None:
             return Failed(LOST, "and its keeper were killed", "", now)
         if code < 0:

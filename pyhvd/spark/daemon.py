@@ -124,6 +124,10 @@ class Daemon:
         """Have a selector call this object's methods: its keys' data."""
         self._process.register(selector)
 
+    def hold_output(self, held: bool) -> None:
+        """Have it wait when it writes, or no longer."""
+        self._process.hold_output(held)
+
     def let_go(self) -> None:
         """Have it end; does not wait for it."""
         self._process.let_go()

@@ -11,7 +11,7 @@ import contextlib
 import math
 import selectors
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from pyhvd.spark.messages import (
     Output,
     Pmi,
     Register,
+    Shown,
     StandIn,
     Start,
     Stop,
@@ -58,6 +59,19 @@ class SparkJob(Protocol):
 
     def results(self) -> list[tuple[int, bytes]]:
         """Return each rank and its pickled result, or raise what Spark says."""
+
+
+class Display(Protocol):
+    """Where the ranks' output goes, as the service sees it."""
+
+    def fileno(self) -> int:
+        """Readable when more has been shown."""
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        """Have shown what a rank has written to its descriptor 1 or 2, without waiting for it."""
+
+    def take_shown(self) -> Mapping[int, int]:
+        """Return how many bytes of each rank have been shown since the last call."""
 
 
 @dataclass
@@ -96,8 +110,8 @@ class DriverService:
         Its key.
     hosts : sequence of str
         Addresses to listen on.
-    show : callable
-        Called with rank, 1 or 2, and what the rank has written there.
+    display : Display
+        Shows what the ranks write.
     wiring : Wiring, optional
         How the ranks find each other; by PMI-1, of which the driver is the server.
     """
@@ -107,11 +121,11 @@ class DriverService:
         spec: JobSpec,
         secret: Secret,
         hosts: Sequence[str],
-        show: Callable[[int, int, bytes], None],
+        display: Display,
         wiring: Wiring | None = None,
     ) -> None:
         self._spec = spec
-        self._show = show
+        self._display = display
         self._registry = Registry(spec.size)
         self._verdict = Verdict()
         self._wiring: Wiring = wiring or PmiWiring()
@@ -120,6 +134,7 @@ class DriverService:
         self.seats: list[Seat] = []
         self._over: str | None = None
         self._board = Switchboard(secret, hosts, spec.size, self._handle, self._lose)
+        self._board.selector.register(display, selectors.EVENT_READ, self._tell_shown)
 
     @property
     def ports(self) -> list[int]:
@@ -159,11 +174,19 @@ class DriverService:
             with contextlib.suppress(KeyError):
                 self._board.forget(job)
             try:
-                return self._sort(job.results())
+                results = self._sort(job.results())
             except SparkError:
                 job_ended = min(job_ended, now)
                 if now > job_ended + _LAST_WORDS_S and self._verdict.settled_at == math.inf:
                     raise
+            else:
+                self._hear_the_rest()
+                return results
+
+    def _hear_the_rest(self) -> None:
+        """Take what tasks that have ended well have sent before, until they have hung up or fall silent."""
+        while any(peer.rank >= 0 and self._board.hears(peer) for peer in self._board.peers):
+            self._board.turn()
 
     def stop(self, reason: str, timeout: float) -> None:
         """Have all tasks kill their ranks; return when all that speak have, `timeout` s at most."""
@@ -179,8 +202,10 @@ class DriverService:
 
     def close(self) -> None:
         """Hang up on everybody, and leave nothing running here."""
-        self._wiring.close()
-        self._board.close()
+        try:
+            self._wiring.close()
+        finally:
+            self._board.close()
 
     def _sort(self, results: list[tuple[int, bytes]]) -> list[bytes]:
         by_rank = dict(results)
@@ -244,7 +269,7 @@ class DriverService:
         elif peer.rank < 0 or isinstance(message, Beat):
             return
         elif isinstance(message, Output):
-            self._show(peer.rank, message.stream, message.data)
+            self._display.write(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             self._wiring.hear_pmi(peer.rank, message.line)
         elif isinstance(message, Enters):
@@ -254,6 +279,10 @@ class DriverService:
         elif isinstance(message, Ended):
             peer.ended = True
             self._wiring.leave(peer.rank)
+
+    def _tell_shown(self) -> None:
+        for rank, count in self._display.take_shown().items():
+            self.tell_rank(rank, Shown(count))
 
     def _note_failure(self, rank: int, failed: Failed) -> None:
         if failed.silent and self._wiring.ends_ranks:
@@ -282,7 +311,8 @@ class DriverService:
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
         """See :class:`~pyhvd.spark.wiring.Office`."""
-        self._by_rank[rank].send(message)
+        if rank in self._by_rank:  # else its task was lost before the ranks have started
+            self._by_rank[rank].send(message)
 
     def tell_task(self, index: int, message: FromDriver) -> None:
         """See :class:`~pyhvd.spark.wiring.Office`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyhvd.errors import HorovodInternalError
+from pyhvd.errors import HorovodInternalError, describe_exception
 
 
 class SparkError(HorovodInternalError):
@@ -35,3 +35,17 @@ class DataError(ValueError):
 
 class UnsupportedLauncherError(ValueError):
     """pyhvd.spark.run has no such way to start ranks; the text says which to use."""
+
+
+def reason_of(exc: BaseException) -> str:
+    """Return the line of an error of Spark's that says most: the end of a Python traceback, if it has one."""
+    said = describe_exception(exc).strip().splitlines()
+    begins = [
+        number for number, line in enumerate(said) if line.endswith("Traceback (most recent call last):")
+    ]
+    if begins:
+        for line in said[begins[-1] + 1 :]:
+            if line.strip() and not line[0].isspace():
+                return line
+    reasons = [line.strip() for line in said if "Error: " in line or "Exception: " in line]
+    return (reasons or said)[-1]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
 
-from pyhvd.errors import describe_exception
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
-from pyhvd.spark.errors import SparkError
+from pyhvd.spark.errors import SparkError, reason_of
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+_log = logging.getLogger("pyhvd")
 
 _numbers = itertools.count()
 
@@ -79,25 +81,23 @@ class CollectJob:
         Raises
         ------
         SparkError
-            Spark has ended the job; the text has the first line of what it says.
+            Spark has ended the job; the text has a line of what it says.
         """
         if self._error is not None:
-            said = describe_exception(self._error).strip().splitlines()
-            reasons = [line.strip() for line in said if "SparkException" in line or "TaskStopped" in line]
-            raise SparkError(f"Spark ended the job: {(reasons or said)[0]}") from self._error
+            raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
 
     def cancel(self) -> None:
-        """Have Spark end the job; it kills the Python workers that do not end by themselves."""
+        """Have Spark end the job; it kills the Python workers that do not end by themselves.
+
+        Raises nothing, as there is an error already: Spark may be what has failed.
+        """
         if self.done:
             return
-        from py4j.protocol import Py4JError
-
         try:
-            # Of what waits for its slots in barrier mode Spark knows no job yet.
-            self._context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
-        except Py4JError:  # Spark 3 has no such method
-            self._context.cancelJobGroup(self.group)
+            self._cancel()
+        except Exception as exc:
+            _log.warning("Spark could not be told to end job group %s: %s", self.group, exc)
 
     def join(self, timeout: float) -> bool:
         """Wait until the job is over; return whether it is."""
@@ -107,6 +107,15 @@ class CollectJob:
         """Give up the descriptor."""
         with contextlib.suppress(OSError):
             os.close(self._told)
+
+    def _cancel(self) -> None:
+        from py4j.protocol import Py4JError
+
+        try:
+            # Of what waits for its slots in barrier mode Spark knows no job yet.
+            self._context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
+        except Py4JError:  # Spark 3 has no such method
+            self._context.cancelJobGroup(self.group)
 
     def _collect(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -45,6 +46,8 @@ class Kept:
     code : int or None
         How it ended: its exit code, or the negative number of the signal that killed it. None while it
         runs, and when its keeper was killed.
+    keeper_code : int or None
+        The same for the keeper. It is above 0 when the keeper's Python could not begin.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class Kept:
     ) -> None:
         self.ended = False
         self.code: int | None = None
+        self.keeper_code: int | None = None
         self._on_output = on_output
         self._on_end = on_end
         self._kill_s = kill_s
         self._said = b""  # by the keeper: the process's id, then how it ended
+        self._held = False
         self._life, life = socket.socketpair()
         self._out, out = os.pipe()
         self._err, err = os.pipe()
@@ -92,8 +97,19 @@ class Kept:
         """Have a selector call this object's methods: its keys' data."""
         self._selector = selector
         selector.register(self._life, selectors.EVENT_READ, lambda: self._read_life())
-        selector.register(self._out, selectors.EVENT_READ, lambda: self._read_output(1, self._out))
-        selector.register(self._err, selectors.EVENT_READ, lambda: self._read_output(2, self._err))
+        self._outputs = {1: self._out, 2: self._err}  # that have not come to their end
+        self._listen()
+
+    def hold_output(self, held: bool) -> None:
+        """Have the process wait when it writes, or no longer."""
+        if held == self._held:
+            return
+        self._held = held
+        if not held:
+            self._listen()
+            return
+        for fd in self._outputs.values():
+            self._selector.unregister(fd)
 
     def let_go(self) -> None:
         """Have the keeper end the process and all that it has started; does not wait for it."""
@@ -105,11 +121,7 @@ class Kept:
         if self.ended:
             return
         self._life.close()
-        try:
-            self._process.wait(self._kill_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # the keeper does not do its work: the kernel ends the process with it
-            self._process.wait(self._kill_s)
+        self._reap()
         self.ended = True
 
     def close(self) -> None:
@@ -122,6 +134,11 @@ class Kept:
         for fd in (self._out, self._err):
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    def _listen(self) -> None:
+        for stream, fd in self._outputs.items():
+            call = functools.partial(self._read_output, stream, fd)
+            self._selector.register(fd, selectors.EVENT_READ, call)
 
     def _forget(self, source: int | socket.socket) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -136,6 +153,7 @@ class Kept:
             data = b""
         if not data:
             self._forget(fd)
+            self._outputs.pop(stream, None)
             return False
         self._on_output(stream, data)
         return True
@@ -157,12 +175,21 @@ class Kept:
             for _ in range(_LAST_CHUNKS):
                 if not self._read_output(stream, fd):
                     break
-        self._process.wait(self._kill_s)
+        self._reap()
         self.ended = True
         self._forget(self._life)
         numbers = self._said.split()
         self.code = int(numbers[1]) if len(numbers) > 1 else None
         self._on_end()
+
+    def _reap(self) -> None:
+        """Wait for the keeper; should it not do its work, the kernel ends the process with it."""
+        try:
+            self._process.wait(self._kill_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(self._kill_s)
+        self.keeper_code = self._process.returncode
 
     def _kill_group(self) -> None:
         """The keeper was killed, and the process with it: kill what the process had started.

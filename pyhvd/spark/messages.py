@@ -13,6 +13,8 @@ from pyhvd.net.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
 """Most bytes of a part of something long."""
+WINDOW = 1 << 18
+"""A rank has to wait with more output when so many bytes of it have not been shown yet."""
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
@@ -62,6 +64,12 @@ class Output(msgspec.Struct, frozen=True, tag=True):
 
     stream: int
     data: bytes
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """Driver to task: so many more bytes of the rank's output have been shown."""
+
+    count: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +209,7 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
 FromTask = (
     Register | Pmi | Output | Enters | Failed | Ended | Beat | Launch | StandIn | DaemonOutput | DaemonEnded
 )
-FromDriver = Code | Start | Pmi | Beat | Stop | Exit | StartDaemon | EndDaemon
+FromDriver = Code | Start | Pmi | Shown | Beat | Stop | Exit | StartDaemon | EndDaemon
 
 _encoder = msgspec.msgpack.Encoder()
 _from_task = msgspec.msgpack.Decoder(FromTask)

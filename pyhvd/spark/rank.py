@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,7 @@ LENGTH = struct.Struct("!Q")
 RESULT = b"R"
 FAILURE = b"F"
 ENTERS = b"E"
+_FLUSH_S = 0.5
 
 
 def run_rank(control: socket.socket) -> int:
@@ -88,6 +90,13 @@ def _send(control: socket.socket, kind: bytes, payload: bytes) -> None:
 
 
 def _flush() -> None:
+    """Write what is buffered; not for long: who reads it may stand still, and there is a failure to tell."""
+    thread = threading.Thread(target=_flush_both, daemon=True)
+    thread.start()
+    thread.join(_FLUSH_S)
+
+
+def _flush_both() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

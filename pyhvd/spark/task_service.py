@@ -7,11 +7,11 @@ is loaded, and nothing is left behind. The result goes back as the task's own, t
 from __future__ import annotations
 
 import os
-import select
 import selectors
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from pyhvd.spark.daemon import Daemon, DaemonError
 from pyhvd.spark.hosthash import host_hash
 from pyhvd.spark.messages import (
     PART,
+    WINDOW,
     Beat,
     Code,
     DaemonEnded,
@@ -37,6 +38,7 @@ from pyhvd.spark.messages import (
     Output,
     Pmi,
     Register,
+    Shown,
     Start,
     StartDaemon,
     Stop,
@@ -166,6 +168,7 @@ class _Task:
         self._daemon: Daemon | None = None
         self._rank = -1
         self._said_end = False
+        self._unshown = 0  # bytes of the rank's output
         self._failed_at = 0.0
         self._next_beat = 0.0
         self._patience = time.monotonic()  # the driver's silence counts from here at the earliest
@@ -183,30 +186,32 @@ class _Task:
                     self._said_end = True
                     self._say(Ended())
                 if self._daemon is None or self._daemon.ended:  # it serves other ranks too
-                    self._driver.drain(_VERDICT_S)
+                    self._driver.finish(_VERDICT_S)
                     return self._rank, child.result
             if self._failed_at and time.monotonic() > self._failed_at + _VERDICT_S:
                 raise TaskStoppedError(f"rank {self._rank} failed")
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.close()
-        if self._daemon is not None:
-            self._daemon.close()
-        self._selector.close()
-        self._driver.close()
+        """Leave nothing behind, whatever goes wrong with one of them."""
+        with ExitStack() as stack:
+            stack.callback(self._driver.close)
+            stack.callback(self._selector.close)
+            if self._daemon is not None:
+                stack.callback(self._daemon.close)
+            if self._child is not None:
+                stack.callback(self._child.close)
 
     def _turn(self) -> None:
         """Wait for something, for half a beat at most, and handle it."""
         before = time.monotonic()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._driver.wants_write else 0)
         self._selector.modify(self._driver, wanted, self._hear)
-        if self._driver.full:  # a rank that prints faster than the driver shows it has to wait
-            select.select([self._driver], [self._driver], [], BEAT_S / 2)
-            self._hear()
-        else:
-            for key, _ in self._selector.select(BEAT_S / 2):
-                key.data()
+        if self._child is not None:  # a rank that prints faster than its output is shown has to wait
+            self._child.hold_output(self._unshown >= WINDOW or self._driver.full)
+        if self._daemon is not None:
+            self._daemon.hold_output(self._driver.full)
+        for key, _ in self._selector.select(BEAT_S / 2):
+            key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._patience = now  # it was this process that stood still
@@ -228,6 +233,8 @@ class _Task:
                 self._code.append(message.part)
             elif isinstance(message, Pmi) and self._child is not None:
                 self._child.answer_pmi(message.line)
+            elif isinstance(message, Shown):
+                self._unshown -= message.count
             elif isinstance(message, Start):
                 self._begin(message)
             elif isinstance(message, StartDaemon):
@@ -282,6 +289,7 @@ class _Task:
             self._say(failure)
 
     def _pass_on(self, stream: int, data: bytes) -> None:
+        self._unshown += len(data)
         for begin in range(0, len(data), PART):
             self._say(Output(stream, data[begin : begin + PART]))
 

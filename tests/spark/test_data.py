@@ -15,6 +15,7 @@ import pytest
 import pyhvd as hvd
 import pyhvd.spark
 from pyhvd.spark.data import manifest
+from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.part import PART_NAME
 from pyhvd.spark.errors import DataError, SparkError
 from tests.spark.cluster import ROOT
@@ -172,6 +173,23 @@ def test_what_spark_ends(spark: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.parquet"))
 
 
+def test_files_that_cannot_be_removed(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("the store says no")
+
+    path = tmp_path / "data"
+    pyhvd.spark.prepare(spark.range(0, 50), path)
+    monkeypatch.setattr(Folder, "remove", refuse)
+    assert pyhvd.spark.prepare(spark.range(0, 60), path, overwrite=True).rows == 60
+    assert len(pyhvd.spark.shard(path, 0, 1).read()["id"]) == 60
+    assert "could not be removed: the store says no" in caplog.text
+    with pytest.raises(DataError, match="holds 1 nulls"):
+        pyhvd.spark.prepare(spark.sql("select if(id = 7, null, id) as x from range(9)"), path, overwrite=True)
+    assert len(pyhvd.spark.shard(path, 0, 1).read()["id"]) == 60
+
+
 def test_a_task_that_is_tried_again(spark: Any, tmp_path: Path) -> None:
     """Its first attempt fails when it has written rows; what that left is no data."""
     marker = str(tmp_path / "failed-once")
@@ -278,7 +296,13 @@ def test_a_failure_beside_rows(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError, match=r"rank 1 of 2 .* failed: KeyError: 'no such luck'"):
         pyhvd.spark.run(fail_beside_rows, num_proc=2, env=mark, df=spark.range(10))
     bad = spark.range(10).selectExpr("cast(raise_error('no such rows') as int) as x")
-    with pytest.raises(SparkError, match="Spark ended the job"):
+    with pytest.raises(SparkError, match=r"Spark ended the job: .*no such rows"):
+        pyhvd.spark.run(fail_beside_rows, num_proc=2, env=mark, df=bad)
+    from pyspark.sql import functions
+
+    divided = functions.udf(lambda value: value // 0, "int")
+    bad = spark.range(10).select(divided("id").alias("x"))
+    with pytest.raises(SparkError, match=r"Spark ended the job: ZeroDivisionError: "):
         pyhvd.spark.run(fail_beside_rows, num_proc=2, env=mark, df=bad)
 
 

@@ -17,7 +17,7 @@ from tests.spark.test_estimator import ROWS, descend, make, points, rows
 if TYPE_CHECKING:
     import torch
 else:
-    torch = pytest.importorskip("torch", reason='pip install "pyhvd[torch]" into .venv-spark to run it')
+    torch = pytest.importorskip("torch", reason="make test-spark-torch installs it")
 
 __all__ = ["make", "rows"]  # fixtures
 

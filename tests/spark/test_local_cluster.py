@@ -19,7 +19,7 @@ echo '{"name": "gpu", "addresses": ["5", "7"]}'
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProcess]:
-    """Two workers of two cores, each of which says that it has two GPUs."""
+    """Two workers of three cores, each of which says that it has two GPUs."""
     pytest.importorskip("pyspark", reason="make test-spark installs it")
     folder = tmp_path_factory.mktemp("local-cluster")
     script = folder / "gpus"
@@ -33,7 +33,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProcess
     }
     home = home_of_its_own(folder / "home")
     made = SessionProcess(
-        "local-cluster[2,2,1024]", folder / "driver.log", 4, conf=conf, env={"SPARK_HOME": str(home)}
+        "local-cluster[2,3,1024]", folder / "driver.log", 6, conf=conf, env={"SPARK_HOME": str(home)}
     )
     yield made
     made.close()
@@ -50,6 +50,21 @@ def home_of_its_own(folder: Path) -> Path:
 def test_ranks_of_all_executors_are_one_world(session: SessionProcess, mark: dict[str, str]) -> None:
     answer = session.run(place, num_proc=4, env=mark)
     assert [rest for _, *rest in answer.results] == [[rank, 4, 0, 1, 6] for rank in range(4)], answer
+
+
+def test_as_many_ranks_by_default_as_tasks_get_their_gpu(
+    session: SessionProcess, mark: dict[str, str]
+) -> None:
+    assert session.run(rank_number, env=mark).results == [0, 1, 2, 3]
+
+
+def test_as_many_ranks_by_default_as_tasks_get_their_cores(mark: dict[str, str], tmp_path: Path) -> None:
+    conf = {"spark.task.cpus": "2", "spark.default.parallelism": "7"}
+    session = SessionProcess("local[5]", tmp_path / "driver.log", 7, conf=conf)
+    try:
+        assert session.run(rank_number, env=mark).results == [0, 1]
+    finally:
+        session.close()
 
 
 def test_one_error_and_the_session_goes_on(

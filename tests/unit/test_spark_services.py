@@ -20,14 +20,16 @@ from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
 from pyhvd.run.report import LOST
 from pyhvd.spark.child import Child, rank_environment
-from pyhvd.spark.errors import SparkError, StartTimeoutError
+from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
 from pyhvd.spark.hosthash import host_hash
-from pyhvd.spark.messages import Start, Stop, decode_from_driver, encode
+from pyhvd.spark.job import CollectJob
+from pyhvd.spark.kept import Kept
+from pyhvd.spark.messages import WINDOW, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
 from pyhvd.spark.placement import Task
 from pyhvd.spark.secret import Secret
 from pyhvd.spark.switchboard import SILENT_S, Peer
 from pyhvd.spark.wiring import PmiWiring
-from tests.spark_services import PATIENCE_S, Bench, drop
+from tests.spark_services import PATIENCE_S, Bench, Shown, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
 
@@ -46,6 +48,102 @@ def test_output_reaches_the_driver_before_the_results() -> None:
     bench = Bench(lambda: print("hello"), 1, lambda *what: shown.append(what))
     assert bench.run(bench.task(0)) == [None]
     assert shown == [(0, 1, b"hello\n")]
+
+
+def _print_much() -> None:
+    for number in range(20_000):
+        print(f"{number:060d}")
+    os.write(1, b"the last line, which does not end")
+
+
+def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyhvd.spark.task_service._DRIVER_SILENT_S", 1.5)
+    begin = time.monotonic()
+    display = Slow()
+    bench = Bench(_print_much, 2, drop, display=display)
+    assert bench.run(bench.task(0), bench.task(1), lambda: display.let_through_after(3)) == [None, None]
+    assert time.monotonic() - begin >= 3
+    for rank in (0, 1):
+        lines = b"".join(data for who, _, data in display.seen if who == rank).splitlines()
+        assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
+        assert lines[-1] == b"the last line, which does not end"
+    # What a rank's pipe held, and what was read at once, are beyond the window.
+    assert display.most_before <= 2 * (WINDOW + (1 << 17))
+
+
+class Slow(Shown):
+    """Takes everything, and says that it has been shown only when it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.seen: list[tuple[int, int, bytes]] = []
+        self.most_before = 0
+        self._open = False
+        self._kept: list[tuple[int, int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        with self._lock:
+            self.seen.append((rank, stream, data))
+            if not self._open:
+                self._kept.append((rank, stream, data))
+                self.most_before += len(data)
+                return
+            super().write(rank, stream, data)
+
+    def take_shown(self) -> dict[int, int]:
+        with self._lock:
+            return super().take_shown()
+
+    def let_through_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        with self._lock:
+            self._open = True
+            for what in self._kept:
+                super().write(*what)
+
+
+def _fail_while_a_thread_prints() -> None:
+    def print_on() -> None:
+        while True:
+            print("x" * 1000)
+
+    threading.Thread(target=print_on, daemon=True).start()
+    time.sleep(2)  # it waits by now
+    raise LookupError("not here")
+
+
+def test_a_failure_does_not_wait_for_who_reads_the_output() -> None:
+    buffered = {"PYTHONUNBUFFERED": ""}
+    bench = Bench(_fail_while_a_thread_prints, 1, drop, display=Slow(), env=buffered)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match="LookupError: not here"):
+        bench.run(bench.task(0))
+    assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bytes] = []
+    bench = Bench(rank, 1, lambda rank, stream, data: shown.append(data))
+    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # it would listen on
+
+    def much_then_a_result() -> Any:
+        connection = bench.register(0)
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            if any(isinstance(decode_from_driver(each), Start) for each in connection.pump_in()):
+                break
+            time.sleep(0.01)
+        for _ in range(64):
+            connection.send(encode(Output(1, b"x" * 65536)))
+        connection.send(encode(Ended()))
+        threading.Thread(target=connection.finish, args=(PATIENCE_S,)).start()
+        return 0, cloudpickle.dumps("result")
+
+    assert bench.run(much_then_a_result) == ["result"]
+    assert sum(map(len, shown)) == 64 * 65536
 
 
 def _raise() -> None:
@@ -210,6 +308,93 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     child.close()
     assert child.failure is not None
     assert child.failure.kind == LOST
+
+
+def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named pyhvd >&2\nexit 1\n")
+    python.chmod(0o700)
+    shown: list[tuple[int, int, bytes]] = []
+    bench = Bench(rank, 1, lambda *what: shown.append(what), executable=str(python))
+    with pytest.raises(RankFailedError, match=r"could not be started: its Python ended with exit code 1"):
+        bench.run(bench.task(0))
+    assert shown == [(0, 2, b"No module named pyhvd\n")]
+
+
+def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
+    ended: list[int | None] = []
+    kept = Kept(
+        "tests.slow_keeper",
+        [],
+        dict(os.environ),
+        lambda *_: None,
+        lambda: ended.append(kept.code),
+        kill_s=0.2,
+    )
+    until = time.monotonic() + PATIENCE_S
+    with selectors.DefaultSelector() as selector:
+        kept.register(selector)
+        while not kept.ended and time.monotonic() < until:
+            for key, _ in selector.select(0.1):
+                key.data()
+    kept.close()
+    assert ended == [0]
+
+
+class Broken(PmiWiring):
+    """Has its seats when a task has been lost already, and speaks to that one's rank."""
+
+    def begin(self, office: Any, groups: Any) -> None:
+        super().begin(office, groups)
+        self._since = time.monotonic()
+
+    def seats(self) -> Any:
+        return super().seats() if time.monotonic() > self._since + 0.5 else []
+
+    def check(self, now: float) -> None:
+        if hasattr(self, "_since"):
+            self._office.tell_rank(1, Pmi("cmd=barrier_out\n"))
+
+
+def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> None:
+    bench = Bench(lambda: time.sleep(1000), 2, drop, wiring=Broken())
+
+    def leave() -> None:
+        connection = bench.register(1, host="b")
+        time.sleep(0.3)
+        connection.close()
+
+    with pytest.raises(SparkError, match=r"Spark task 1 on host b is lost"):
+        bench.run(bench.task(0), leave)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            '  File "user.py", line 9, in bad\n    raise ValueError\nValueError: no luck\n\n\tat org.Runner',
+            "ValueError: no luck",
+        ),
+        (
+            "An error occurred.\n: SparkException: Job 3 cancelled\n\tat org.Scheduler",
+            "SparkException: Job 3",
+        ),
+        ("no executor", "no executor"),
+    ],
+)
+def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
+    assert reason in reason_of(RuntimeError(said))
+    assert "\n" not in reason_of(RuntimeError(said))
+
+
+def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    job = CollectJob.__new__(CollectJob)
+    job.group = "pyhvd.spark.run.7"
+    job._over = threading.Event()
+    job._context = SimpleNamespace(_jsc=None)
+    job.cancel()
+    assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pyhvd.errors import describe_exception
 from pyhvd.spark.data import manifest
 from pyhvd.spark.data.columns import difference
 from pyhvd.spark.data.folder import Folder
@@ -18,10 +18,12 @@ from pyhvd.spark.data.manifest import Dataset
 from pyhvd.spark.data.needed import needed
 from pyhvd.spark.data.part import PART_NAME, PartWriter, Written
 from pyhvd.spark.data.schema import Selection, select
-from pyhvd.spark.errors import DataError, SparkError
+from pyhvd.spark.errors import DataError, SparkError, reason_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+_log = logging.getLogger("pyhvd")
 
 _COMPRESSIONS = ("snappy", "zstd", "gzip", "lz4", "brotli", "none")
 
@@ -91,11 +93,21 @@ def _carry_out(rows: Selection, writer: PartWriter) -> Dataset:
         folder.write(manifest.NAME, manifest.encode(dataset))
         kept = {part.name for part in dataset.parts}
     finally:
-        # What failed or superfluous attempts have left; and what was there before, once the new data are.
-        for name in folder.names():
-            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{writer.job}-" in name):
-                folder.remove(name)
+        _remove_others(folder, kept, writer.job)
     return dataset
+
+
+def _remove_others(folder: Folder, kept: Container[str], job: str) -> None:
+    """Remove what attempts have left that failed or were superfluous; with new data what was there before.
+
+    Raises nothing: the data are there, or there is an error already. What is left does not count.
+    """
+    try:
+        for name in folder.names():
+            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+                folder.remove(name)
+    except Exception as exc:
+        _log.warning("files in %s that are not of the dataset could not be removed: %s", folder.path, exc)
 
 
 def _check(**counts: int | None) -> None:
@@ -146,9 +158,7 @@ def _write(rows: Selection, writer: PartWriter) -> list[Written]:
     try:
         told = rows.collect(write, "written string")
     except Exception as exc:
-        said = describe_exception(exc).strip().splitlines()
-        reasons = [line.strip() for line in said if "Error: " in line or "Exception: " in line]
-        raise SparkError(f"Spark ended the job: {(reasons or said)[-1]}") from exc
+        raise SparkError(f"Spark ended the job: {reason_of(exc)}") from exc
     return sorted(
         (msgspec.json.decode(row[0], type=Written) for row in told), key=lambda each: each.partition
     )

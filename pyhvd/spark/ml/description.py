@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -49,11 +50,25 @@ class Description(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
-        """Return what :meth:`encode` has written.
+        """Return what :meth:`encode` has written, now or in its older forms.
+
+        In those a measure that was nan or inf is null; and so may be the whole history.
 
         Raises
         ------
         msgspec.DecodeError
             It is damaged.
         """
-        return msgspec.json.decode(data, type=cls, strict=False)  # strings may be numbers: "nan"
+        said = msgspec.json.decode(data)
+        if isinstance(said, dict) and "history" in said:
+            said["history"] = _without_null(said["history"])
+        return msgspec.convert(said, cls, strict=False)  # strings may be numbers: "nan"
+
+
+def _without_null(history: Any) -> Any:
+    """Return a history as it is written now; what is none is left to be refused."""
+    if history is None:
+        return []
+    if not isinstance(history, list) or not all(isinstance(epoch, dict) for epoch in history):
+        return history
+    return [{name: "nan" if value is None else value for name, value in epoch.items()} for epoch in history]

@@ -5,6 +5,7 @@ Both hold pickles: who can write to the store can make those who read from it ru
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import cloudpickle
 
 from pyhvd.spark.data.store import Store
 from pyhvd.spark.errors import DataError
+
+_log = logging.getLogger("pyhvd")
 
 _CHECKPOINT = "last.pkl"
 
@@ -56,8 +59,12 @@ class Run:
         return f"{self.store.get_run_path(self.id)}/model"
 
     def remove_data(self) -> None:
-        """Remove what was prepared for this run."""
-        self.store.remove(f"{self.store.get_run_path(self.id)}/data")
+        """Remove what was prepared for this run. Raises nothing: there is a model or an error already."""
+        path = f"{self.store.get_run_path(self.id)}/data"
+        try:
+            self.store.remove(path)
+        except Exception as exc:
+            _log.warning("the prepared data in %s could not be removed: %s", path, exc)
 
     def checkpoint(self) -> Checkpoint | None:
         """Return what the run has kept last; None for a new one.

@@ -1,0 +1,131 @@
+"""What ranks print, on the driver: by lines, and without waiting for who reads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyhvd.spark.output import _AT_ONCE, Lines, Output, pieces
+
+PATIENCE_S = 30.0
+
+
+def test_output_is_shown_by_whole_lines() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with Output(out, err) as output:
+        output.write(0, 1, b"one\ntw")
+        output.write(1, 1, "ü\n".encode())
+        output.write(0, 1, b"o\nrest")
+        output.write(0, 2, b"\xff\n")
+    assert out.getvalue() == "[0]<stdout>:one\n[1]<stdout>:ü\n[0]<stdout>:two\n[0]<stdout>:rest\n"
+    assert err.getvalue() == "[0]<stderr>:\ufffd\n"
+
+
+def test_quiet_output_has_stderr_only_and_all_of_it_counts_as_shown() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with Output(out, err, Lines(quiet=True)) as output:
+        output.write(3, 1, b"one\n")
+        output.write(0, 2, b"two\n")
+        assert wait_for_shown(output, 8) == {3: 4, 0: 4}
+    assert (out.getvalue(), err.getvalue()) == ("", "[0]<stderr>:two\n")
+
+
+def wait_for_shown(output: Output, count: int) -> dict[int, int]:
+    shown: dict[int, int] = {}
+    while sum(shown.values()) < count:
+        assert select.select([output], [], [], PATIENCE_S)[0]
+        for rank, more in output.take_shown().items():
+            shown[rank] = shown.get(rank, 0) + more
+    return shown
+
+
+class Reader:
+    """A pipe that is read when the test says so."""
+
+    def __init__(self) -> None:
+        self._from, to = os.pipe()
+        self.file = open(to, "w", encoding="utf-8")  # noqa: SIM115
+        self.text = ""
+        self._thread = threading.Thread(target=self._read)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def _read(self) -> None:
+        with open(self._from, encoding="utf-8") as file:
+            self.text = file.read()
+
+    def end(self) -> str:
+        self.file.close()
+        self._thread.join(PATIENCE_S)
+        return self.text
+
+
+def test_nobody_waits_for_a_reader_and_the_end_waits_as_long_as_it_reads() -> None:
+    reader = Reader()
+    lines = [f"{number:0100d}" for number in range(20_000)]  # 2 MB; a pipe holds 64 KiB
+    with Output(reader.file) as output:
+        for first in range(0, len(lines), 100):
+            output.write(0, 1, "".join(f"{line}\n" for line in lines[first : first + 100]).encode())
+        shown = sum(output.take_shown().values())
+        assert shown < 200_000
+        reader.begin()
+    assert reader.end().splitlines() == [f"[0]<stdout>:{line}" for line in lines]
+
+
+def test_the_end_gives_up_a_reader_that_stands_still_and_what_is_left_follows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = Reader()
+    output = Output(reader.file)
+
+    def fail() -> None:
+        with output:
+            output.write(0, 1, (b"x" * 99 + b"\n") * 2000)
+            raise KeyError("the first error")
+
+    with pytest.raises(KeyError, match="the first error"):
+        fail()
+    assert "nobody has read any of it for 1 s" in caplog.text
+    reader.begin()
+    output._thread.join(PATIENCE_S)
+    assert reader.end().splitlines() == ["[0]<stdout>:" + "x" * 99] * 2000
+
+
+def test_a_file_that_is_broken_is_left_out_and_the_other_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    receive, send = os.pipe()
+    os.close(receive)
+    err = io.StringIO()
+    out = os.fdopen(send, "w", buffering=1 << 20)
+    with Output(out, err) as output:
+        output.write(0, 1, b"one\n")
+        output.write(0, 1, b"two\n")
+        output.write(0, 2, b"three\n")
+        assert wait_for_shown(output, 14) == {0: 14}
+    assert err.getvalue() == "[0]<stderr>:three\n"
+    assert caplog.text.count("the ranks' stdout is no longer shown: BrokenPipeError") == 1
+    with pytest.raises(BrokenPipeError):
+        out.close()
+
+
+def test_characters_that_a_file_does_not_have(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file, Output(file) as output:
+        output.write(0, 1, "für\n".encode())
+    assert (tmp_path / "out").read_text() == "[0]<stdout>:f\\xfcr\n"
+
+
+@given(st.lists(st.integers(0, 3 * _AT_ONCE), max_size=12), st.booleans())
+def test_pieces_are_whole_lines_and_not_much_longer_than_they_must_be(lengths: list[int], end: bool) -> None:
+    text = "\n".join("x" * length for length in lengths) + "\n" * end
+    cut = list(pieces(text))
+    assert "".join(cut) == text
+    assert all(piece.endswith("\n") for piece in cut[:-1])
+    for piece in cut:
+        assert len(piece) <= _AT_ONCE + max(map(len, piece.splitlines())) + 1
