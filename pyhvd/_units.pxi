@@ -169,8 +169,8 @@ cdef class Handle:
 
 
 cdef struct Form:
-    # What the cache remembers of an array, side by side for the tensors of a unit: a thousand objects are seldom
-    # in the cache. The pointers are to what the tensor's Part keeps alive.
+    # What the cache remembers of an array, side by side for the tensors of a unit: a thousand objects are
+    # seldom in the cache. The pointers are to what the tensor's Part keeps alive.
     void* dtype
     cnp.npy_intp first  # the first of dims
     cnp.npy_intp* dims
