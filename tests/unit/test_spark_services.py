@@ -164,6 +164,20 @@ def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
     assert 'raise LookupError("not here")' in cause.traceback
 
 
+def _raise_without_room_for_threads() -> None:
+    def refuse(thread: threading.Thread) -> None:  # noqa: ARG001
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    raise KeyError("the rank's own")
+
+
+def test_a_rank_without_room_for_a_thread_tells_its_failure() -> None:
+    bench = Bench(_raise_without_room_for_threads, 1, drop)
+    with pytest.raises(RankFailedError, match="failed: KeyError: \"the rank's own\""):
+        bench.run(bench.task(0))
+
+
 def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
     bench = Bench(rank, 2, drop)
     stopped: list[str] = []
