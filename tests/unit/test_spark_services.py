@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.errors import MAX_TEXT, RankFailedError, RemoteError
 from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
 from pyhvd.run.report import LOST
@@ -394,12 +394,21 @@ def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> 
             "An error occurred.\n: SparkException: Job 3 cancelled\n\tat org.Scheduler",
             "SparkException: Job 3",
         ),
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            + '  File "user.py", line 9, in deep\n    deep()\n' * 100
+            + "ValueError: no luck\n\n"
+            + "\tat org.Runner\n" * 300,
+            "ValueError: no luck",
+        ),
         ("no executor", "no executor"),
+        ("ValueError: " + "x" * 20_000, "ValueError: xxx"),
     ],
 )
 def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
     assert reason in reason_of(RuntimeError(said))
     assert "\n" not in reason_of(RuntimeError(said))
+    assert len(reason_of(RuntimeError(said))) < MAX_TEXT + 100
 
 
 def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
