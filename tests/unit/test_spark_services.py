@@ -310,6 +310,13 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
     python.chmod(0o700)
+    child = _end_under(python)
+    assert child.failure is not None
+    assert child.failure.kind == LOST
+
+
+def _end_under(python: Path) -> Child:
+    """Return a rank that has ended before it has taken its code; its keeper is in the file `python`."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
     child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
@@ -320,8 +327,17 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
             for key, _ in selector.select(0.1):
                 key.data()
     child.close()
-    assert child.failure is not None
-    assert child.failure.kind == LOST
+    return child
+
+
+def test_a_keeper_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # who the rank is
+    python.write_text(f"#!{sys.executable}\nimport os, sys\n{said}\nsys.exit(3)\n")
+    python.chmod(0o700)
+    failure = _end_under(python).failure
+    assert failure is not None
+    assert (failure.kind, failure.cause) == (LOST, "was killed, as its keeper ended with exit code 3")
 
 
 def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
