@@ -248,6 +248,45 @@ def test_tasks_that_do_not_come_are_named() -> None:
     assert caught.value.missing == [1, 3]
 
 
+class Pipe:
+    """Stands for a job in Spark that has failed when it is said."""
+
+    def __init__(self) -> None:
+        self._told, self._tell = os.pipe()
+        self.done = False
+
+    def fileno(self) -> int:
+        return self._told
+
+    def results(self) -> list[tuple[int, bytes]]:
+        raise SparkError("Spark ended the job")
+
+    def fail(self) -> None:
+        self.done = True
+        os.close(self._tell)
+
+    def close(self) -> None:
+        os.close(self._told)
+
+
+def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, job = Bench(rank, 2, drop, start_timeout=0.5), Pipe()
+    connections: list[Connection] = []
+    caller = threading.Thread(target=lambda: connections.append(bench.register(0)))
+    caller.start()
+    with pytest.raises(StartTimeoutError):
+        bench.service.run(job)
+    caller.join(PATIENCE_S)
+    job.fail()
+    turns: list[float] = []
+    turn = bench.service._board.turn
+    monkeypatch.setattr(bench.service._board, "turn", lambda: (turns.append(time.monotonic()), turn()))
+    bench.service.stop("the test", 1.0)
+    assert 0 < len(turns) < 50  # each waits for a quarter of a second if nobody says anything
+    for each in (bench.service, bench.display, job, *connections):
+        each.close()
+
+
 def test_strangers_are_refused_and_disturb_nobody() -> None:
     bench = Bench(rank, 1, drop)
 
