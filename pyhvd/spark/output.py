@@ -7,6 +7,7 @@ Who reads them may stand still, as a pager does; the thread that serves the job 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -17,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
+
+from pyhvd.errors import describe_exception
 
 _log = logging.getLogger("pyhvd")
 
@@ -156,27 +159,33 @@ class Output:
         return False
 
     def _run(self) -> None:
+        """Show what comes; whatever a file raises, all is counted: ranks wait for it."""
         while (item := self._queue.get()) is not None:
             rank, stream, size, text = item
-            if stream not in self._broken:
-                self._show(stream, text)
-            with self._lock:
-                if not self._closed and size:
-                    if not self._shown:
-                        os.write(self._tell, b".")
-                    self._shown[rank] += size
+            try:
+                if stream not in self._broken:
+                    self._show(stream, text)
+            except BaseException as exc:
+                self._broken.add(stream)
+                with contextlib.suppress(BaseException):  # the log may be broken as well
+                    said = describe_exception(exc)
+                    _log.warning("the ranks' %s is no longer shown: %s", _NAMES[stream], said)
+            self._count(rank, size)
 
     def _show(self, stream: int, text: str) -> None:
-        try:
-            for piece in pieces(text):
-                file = self._files[stream] or (sys.stdout if stream == 1 else sys.stderr)
-                self._taking = file
-                file.write(_fit(piece, getattr(file, "encoding", None)))
-                file.flush()
-                self._taken += 1
-        except Exception as exc:
-            self._broken.add(stream)
-            _log.warning("the ranks' %s is no longer shown: %s: %s", _NAMES[stream], type(exc).__name__, exc)
+        for piece in pieces(text):
+            file = self._files[stream] or (sys.stdout if stream == 1 else sys.stderr)
+            self._taking = file
+            file.write(_fit(piece, getattr(file, "encoding", None)))
+            file.flush()
+            self._taken += 1
+
+    def _count(self, rank: int, size: int) -> None:
+        with self._lock:
+            if not self._closed and size:
+                if not self._shown:
+                    os.write(self._tell, b".")
+                self._shown[rank] += size
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,46 @@ def test_a_file_that_is_broken_is_left_out_and_the_other_goes_on(caplog: pytest.
     assert caplog.text.count("the ranks' stdout is no longer shown: BrokenPipeError") == 1
     with pytest.raises(BrokenPipeError):
         out.close()
+
+
+class Unwritable(io.StringIO):
+    """A file whose writes end as they are told to."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), Unspeakable()])
+def test_whatever_a_file_raises_all_counts_as_shown(error: BaseException) -> None:
+    err = io.StringIO()
+    with Output(Unwritable(error), err) as output:
+        output.write(0, 1, b"one\n")
+        output.write(1, 1, b"two\n")
+        output.write(0, 2, b"three\n")
+        assert wait_for_shown(output, 14) == {0: 10, 1: 4}
+    assert err.getvalue() == "[0]<stderr>:three\n"
+
+
+def test_a_warning_that_fails_takes_nothing_from_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the log is broken too")
+
+    monkeypatch.setattr("pyhvd.spark.output._log", SimpleNamespace(warning=fail))
+    err = io.StringIO()
+    with Output(Unwritable(OSError("no space left")), err) as output:
+        output.write(0, 1, b"one\n")
+        output.write(0, 2, b"two\n")
+        assert wait_for_shown(output, 8) == {0: 8}
+    assert err.getvalue() == "[0]<stderr>:two\n"
 
 
 def test_characters_that_a_file_does_not_have(tmp_path: Path) -> None:
