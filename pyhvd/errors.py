@@ -212,9 +212,14 @@ MAX_TEXT = 6000
 """Characters of an exception's text, or of its traceback, that travel."""
 
 
+def exception_text(exc: BaseException) -> str:
+    """Return an exception's kind and text, as long as they are."""
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
 def describe_exception(exc: BaseException) -> str:
     """Return an exception's kind and text, cut in the middle if they are long."""
-    return _to_send(f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__)
+    return shorten(exception_text(exc))
 
 
 def describe_traceback(exc: BaseException, skip: int = 0) -> str:
@@ -225,11 +230,13 @@ def describe_traceback(exc: BaseException, skip: int = 0) -> str:
     link = exc.__traceback__
     for _ in range(skip):
         link = link.tb_next if link is not None else None
-    return _to_send("".join(traceback.format_exception(type(exc), exc, link)))
+    return shorten("".join(traceback.format_exception(type(exc), exc, link)))
 
 
-def _to_send(text: str) -> str:
+def shorten(text: str, between: str = "\n") -> str:
+    """Return a text that can be sent: above MAX_TEXT characters its middle is cut out, which is said."""
     if len(text) > MAX_TEXT:
         half = MAX_TEXT // 2
-        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+        said = f"... {len(text) - 2 * half} characters left out ..."
+        text = f"{text[:half]}{between}{said}{between}{text[-half:]}"
     return sendable(text)

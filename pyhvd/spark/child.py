@@ -236,6 +236,8 @@ class Child:
         code = self._process.code
         keeper = self._process.keeper_code
         if code is None and keeper is not None and keeper > 0:
+            if self._process.began:
+                return Failed(LOST, f"was killed, as its keeper ended with exit code {keeper}", "", now)
             text = f"could not be started: its Python ended with exit code {keeper}, and says why on stderr"
             return Failed(EXIT, text, "", now, keeper)
         if code is None:

@@ -7,7 +7,6 @@ ranks find each other :mod:`pyhvd.spark.wiring`'s, what caused a failure :mod:`p
 
 from __future__ import annotations
 
-import contextlib
 import math
 import selectors
 import time
@@ -159,6 +158,12 @@ class DriverService:
             Spark ended the job, for its own reasons.
         """
         self._board.wake_for(job)
+        try:
+            return self._serve(job)
+        finally:
+            self._board.forget(job)  # over, it stays readable: no turn would wait for anything
+
+    def _serve(self, job: SparkJob) -> list[bytes]:
         until = time.monotonic() + self._spec.start_timeout
         job_ended = math.inf
         while True:
@@ -171,8 +176,7 @@ class DriverService:
                 self._start_or_time_out(now, until)
             if not job.done:
                 continue
-            with contextlib.suppress(KeyError):
-                self._board.forget(job)
+            self._board.forget(job)
             try:
                 results = self._sort(job.results())
             except SparkError:

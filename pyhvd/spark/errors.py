@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyhvd.errors import HorovodInternalError, describe_exception
+from pyhvd.errors import HorovodInternalError, exception_text, shorten
 
 
 class SparkError(HorovodInternalError):
@@ -39,7 +39,10 @@ class UnsupportedLauncherError(ValueError):
 
 def reason_of(exc: BaseException) -> str:
     """Return the line of an error of Spark's that says most: the end of a Python traceback, if it has one."""
-    said = describe_exception(exc).strip().splitlines()
+    return shorten(_most_telling(exception_text(exc).strip().splitlines()), between=" ")
+
+
+def _most_telling(said: Sequence[str]) -> str:
     begins = [
         number for number, line in enumerate(said) if line.endswith("Traceback (most recent call last):")
     ]

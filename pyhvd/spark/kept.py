@@ -47,7 +47,7 @@ class Kept:
         How it ended: its exit code, or the negative number of the signal that killed it. None while it
         runs, and when its keeper was killed.
     keeper_code : int or None
-        The same for the keeper. It is above 0 when the keeper's Python could not begin.
+        The same for the keeper. It is above 0 when the keeper's Python could not begin, or broke.
     """
 
     def __init__(
@@ -92,6 +92,11 @@ class Kept:
         self._life.setblocking(False)
         os.set_blocking(self._out, False)
         os.set_blocking(self._err, False)
+
+    @property
+    def began(self) -> bool:
+        """Whether the keeper has said who the process is."""
+        return b"\n" in self._said
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have a selector call this object's methods: its keys' data."""

@@ -7,6 +7,8 @@ Who reads them may stand still, as a pager does; the thread that serves the job 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -17,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
+
+from pyhvd.errors import describe_exception
 
 _log = logging.getLogger("pyhvd")
 
@@ -79,8 +83,8 @@ class Output:
     """Where the ranks' output goes, from ``with`` on; at its end what has been written is shown.
 
     The end waits as long as somebody takes it, and :data:`_PATIENCE_S` when nobody does; the thread goes on
-    with the rest for as long as the process lives. A file that is broken is no reason to end a job: its
-    output is left out, with a warning.
+    with the rest, and the process ends when that has been shown, or with Ctrl-C. A file that is broken is no
+    reason to end a job: its output is left out, with a warning.
 
     Parameters
     ----------
@@ -151,32 +155,61 @@ class Output:
                 taken, since = self._taken, now
             elif now > since + patience:
                 break
+        atexit.register(self._see_to_the_end)
         if self._taking not in (sys.stdout, sys.stderr):  # a warning would wait for the same reader
             _log.warning("not all output of the ranks is shown: nobody has read any of it for %g s", patience)
         return False
 
+    def _see_to_the_end(self) -> None:
+        """Wait for the rest when the process ends, as a `print` that nobody reads would; Ctrl-C ends it."""
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            if not _is_same(self._taking, sys.stderr):  # else a warning would wait for the same reader
+                _log.warning("the rest of the ranks' output is not shown: interrupted")
+            # The thread holds the file's lock; the interpreter, as it ends, would wait for it to flush.
+            for name in ("stdout", "stderr"):
+                if getattr(sys, name) is self._taking:
+                    setattr(sys, name, None)
+
     def _run(self) -> None:
+        """Show what comes; whatever a file raises, all is counted: ranks wait for it."""
         while (item := self._queue.get()) is not None:
             rank, stream, size, text = item
-            if stream not in self._broken:
-                self._show(stream, text)
-            with self._lock:
-                if not self._closed and size:
-                    if not self._shown:
-                        os.write(self._tell, b".")
-                    self._shown[rank] += size
+            try:
+                if stream not in self._broken:
+                    self._show(stream, text)
+            except BaseException as exc:
+                self._broken.add(stream)
+                with contextlib.suppress(BaseException):  # the log may be broken as well
+                    said = describe_exception(exc)
+                    _log.warning("the ranks' %s is no longer shown: %s", _NAMES[stream], said)
+            self._count(rank, size)
 
     def _show(self, stream: int, text: str) -> None:
-        try:
-            for piece in pieces(text):
-                file = self._files[stream] or (sys.stdout if stream == 1 else sys.stderr)
-                self._taking = file
-                file.write(_fit(piece, getattr(file, "encoding", None)))
-                file.flush()
-                self._taken += 1
-        except Exception as exc:
-            self._broken.add(stream)
-            _log.warning("the ranks' %s is no longer shown: %s: %s", _NAMES[stream], type(exc).__name__, exc)
+        for piece in pieces(text):
+            file = self._files[stream] or (sys.stdout if stream == 1 else sys.stderr)
+            self._taking = file
+            file.write(_fit(piece, getattr(file, "encoding", None)))
+            file.flush()
+            self._taken += 1
+
+    def _count(self, rank: int, size: int) -> None:
+        with self._lock:
+            if not self._closed and size:
+                if not self._shown:
+                    os.write(self._tell, b".")
+                self._shown[rank] += size
+
+
+def _is_same(one: TextIO | None, other: TextIO | None) -> bool:
+    """Whether who reads one file reads the other, as far as can be known."""
+    if one is None or other is None or one is other:
+        return one is other
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, ValueError):  # no descriptor
+        return False
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -89,11 +89,18 @@ def _send(control: socket.socket, kind: bytes, payload: bytes) -> None:
     control.sendall(payload)
 
 
-def _flush() -> None:
-    """Write what is buffered; not for long: who reads it may stand still, and there is a failure to tell."""
+def _flush() -> bool:
+    """Write what is buffered; not for long: who reads it may stand still, and there is a failure to tell.
+
+    False where that cannot be, as the process has no room for a thread.
+    """
     thread = threading.Thread(target=_flush_both, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except Exception:
+        return False
     thread.join(_FLUSH_S)
+    return True
 
 
 def _flush_both() -> None:
@@ -104,7 +111,8 @@ def _flush_both() -> None:
 
 def _leave(code: int) -> Any:
     """Go before exit handlers wait for the other ranks: the driver has been told, and ends them all."""
-    _flush()
+    if not _flush():
+        _flush_both()
     os._exit(code or 1)
 
 

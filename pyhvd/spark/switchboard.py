@@ -6,6 +6,7 @@ proved that it holds the job's key. What is said, and what it means that somebod
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import time
@@ -116,8 +117,9 @@ class Switchboard:
         self._selector.register(source, selectors.EVENT_READ, lambda: None)
 
     def forget(self, source: _Readable) -> None:
-        """Take back :meth:`wake_for`."""
-        self._selector.unregister(source)
+        """Take back :meth:`wake_for`, if it has not been taken back before."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(source)
 
     def turn(self) -> None:
         """Wait for something, for a tick at most, and handle it."""

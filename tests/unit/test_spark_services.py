@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import selectors
 import socket
 import sys
 import threading
@@ -11,19 +10,17 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
 
-from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.errors import MAX_TEXT, RankFailedError, RemoteError
 from pyhvd.net.connection import Connection, connect, new_key
 from pyhvd.net.session import ChannelError
-from pyhvd.run.report import LOST
-from pyhvd.spark.child import Child, rank_environment
 from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
 from pyhvd.spark.hosthash import host_hash
 from pyhvd.spark.job import CollectJob
-from pyhvd.spark.kept import Kept
 from pyhvd.spark.messages import WINDOW, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
 from pyhvd.spark.placement import Task
 from pyhvd.spark.secret import Secret
@@ -164,6 +161,20 @@ def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
     assert 'raise LookupError("not here")' in cause.traceback
 
 
+def _raise_without_room_for_threads() -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    raise KeyError("the rank's own")
+
+
+def test_a_rank_without_room_for_a_thread_tells_its_failure() -> None:
+    bench = Bench(_raise_without_room_for_threads, 1, drop)
+    with pytest.raises(RankFailedError, match='failed: KeyError: "the rank\'s own"'):
+        bench.run(bench.task(0))
+
+
 def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
     bench = Bench(rank, 2, drop)
     stopped: list[str] = []
@@ -234,6 +245,45 @@ def test_tasks_that_do_not_come_are_named() -> None:
     assert caught.value.missing == [1, 3]
 
 
+class Pipe:
+    """Stands for a job in Spark that has failed when it is said."""
+
+    def __init__(self) -> None:
+        self._told, self._tell = os.pipe()
+        self.done = False
+
+    def fileno(self) -> int:
+        return self._told
+
+    def results(self) -> list[tuple[int, bytes]]:
+        raise SparkError("Spark ended the job")
+
+    def fail(self) -> None:
+        self.done = True
+        os.close(self._tell)
+
+    def close(self) -> None:
+        os.close(self._told)
+
+
+def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
+    bench, job = Bench(rank, 2, drop, start_timeout=0.5), Pipe()
+    connections: list[Connection] = []
+    caller = threading.Thread(target=lambda: connections.append(bench.register(0)))
+    caller.start()
+    with pytest.raises(StartTimeoutError):
+        bench.service.run(job)
+    caller.join(PATIENCE_S)
+    job.fail()
+    with patch.object(bench.service._board, "turn", wraps=bench.service._board.turn) as turn:
+        bench.service.stop("the test", 1.0)
+    assert 0 < turn.call_count < 50  # each waits for a quarter of a second if nobody says anything
+    connections[0].close()
+    bench.service.close()
+    bench.display.close()
+    job.close()
+
+
 def test_strangers_are_refused_and_disturb_nobody() -> None:
     bench = Bench(rank, 1, drop)
 
@@ -292,24 +342,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
-    python.chmod(0o700)
-    start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
-    child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
-    until = time.monotonic() + PATIENCE_S
-    with selectors.DefaultSelector() as selector:
-        child.register(selector)
-        while not child.ended and time.monotonic() < until:
-            for key, _ in selector.select(0.1):
-                key.data()
-    child.close()
-    assert child.failure is not None
-    assert child.failure.kind == LOST
-
-
 def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho No module named pyhvd >&2\nexit 1\n")
@@ -319,26 +351,6 @@ def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"could not be started: its Python ended with exit code 1"):
         bench.run(bench.task(0))
     assert shown == [(0, 2, b"No module named pyhvd\n")]
-
-
-def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
-    ended: list[int | None] = []
-    kept = Kept(
-        "tests.slow_keeper",
-        [],
-        dict(os.environ),
-        lambda *_: None,
-        lambda: ended.append(kept.code),
-        kill_s=0.2,
-    )
-    until = time.monotonic() + PATIENCE_S
-    with selectors.DefaultSelector() as selector:
-        kept.register(selector)
-        while not kept.ended and time.monotonic() < until:
-            for key, _ in selector.select(0.1):
-                key.data()
-    kept.close()
-    assert ended == [0]
 
 
 class Broken(PmiWiring):
@@ -380,12 +392,21 @@ def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> 
             "An error occurred.\n: SparkException: Job 3 cancelled\n\tat org.Scheduler",
             "SparkException: Job 3",
         ),
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            + '  File "user.py", line 9, in deep\n    deep()\n' * 100
+            + "ValueError: no luck\n\n"
+            + "\tat org.Runner\n" * 300,
+            "ValueError: no luck",
+        ),
         ("no executor", "no executor"),
+        ("ValueError: " + "x" * 20_000, "ValueError: xxx"),
     ],
 )
 def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
     assert reason in reason_of(RuntimeError(said))
     assert "\n" not in reason_of(RuntimeError(said))
+    assert len(reason_of(RuntimeError(said))) < MAX_TEXT + 100
 
 
 def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -395,13 +416,6 @@ def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptur
     job._context = SimpleNamespace(_jsc=None)
     job.cancel()
     assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
-
-
-def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(ValueError, match="null byte"):
-        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_hosts_that_cannot_be_described_are_a_spark_error() -> None:
@@ -430,15 +444,3 @@ def test_the_secret_is_not_shown() -> None:
     secret = Secret()
     assert secret.reveal().hex() not in f"{secret} {secret!r}"
     assert cloudpickle.loads(cloudpickle.dumps(secret)).reveal() == secret.reveal()
-
-
-def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
-    monkeypatch.setattr(sys, "path", ["", "/executor/files.zip", f"{sys.prefix}/lib/python", "/given"])
-    given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
-    env = rank_environment(given, start)
-    assert env["PYTHONPATH"].split(":") == ["/executor/files.zip", f"{sys.prefix}/lib/python", "/given"]
-    del given["PYTHONPATH"]
-    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/executor/files.zip", "/given"]
-    assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
-    assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)
