@@ -90,6 +90,8 @@ class Executor:
         Told of batches.
     checker : Checker or None
         Looks at what is reduced, and at every result, before it is handed back.
+    cuda_aware_mpi : bool
+        Whether MPI may be given addresses on devices.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Executor:
         lane: FastLane | None,
         hooks: Instruments,
         checker: Checker | None,
+        *,
+        cuda_aware_mpi: bool,
     ) -> None:
         self._hooks = hooks
         self._checker = checker
@@ -120,7 +124,14 @@ class Executor:
         self.running: Entries = []
         self.ended = 0
         self._devices = DeviceExecutor(
-            rank, places, backends, sets, hooks, self._run_on_host, checked=checker is not None
+            rank,
+            places,
+            backends,
+            sets,
+            hooks,
+            self._run_on_host,
+            checked=checker is not None,
+            cuda_aware_mpi=cuda_aware_mpi,
         )
         if lane is not None:
             for set_id, backend in backends.items():

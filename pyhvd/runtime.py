@@ -161,6 +161,7 @@ class Runtime:
             self._lane,
             self._hooks,
             make_checker(config),
+            cuda_aware_mpi=config.cuda_aware_mpi,
         )
         self._recorder.members = self._worker.sets
         self._farewell = Farewell(control)
