@@ -134,7 +134,9 @@ def test_every_verb(size: int, seed: int, mpi: Mpi, caplog: pytest.LogCaptureFix
         on_devices(size, body, seed)
     (line,) = told(caplog)
     assert "go by CUDA-aware MPI (Any MPI 5.0), and reductions through the host: " in line
-    assert line.endswith("share a device, cuda:0" if size > 1 else "NCCL cannot be used: rank 0: there is none")
+    assert line.endswith(
+        "share a device, cuda:0" if size > 1 else "NCCL cannot be used: rank 0: there is none"
+    )
     assert {rank for rank, _ in mpi.sent} == (set(range(size)) if size > 1 else set())
 
 
