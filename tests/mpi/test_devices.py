@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from pyhvd.backends.mpi import MpiFabric
 from pyhvd.devices import libraries
 from pyhvd.mpi_probe import cuda_aware
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
-from tests.mpi.harness import on_ranks
+from tests.mpi.harness import on_ranks, run_function
 
 PIECE = "65536"
 
@@ -145,3 +146,33 @@ def test_a_mismatch_of_devices() -> None:
         hvd.MismatchError, match=r"Mismatched devices of allreduce 'x': rank 0: cuda:0; rank 1: cpu"
     ):
         hvd.allreduce(np.ones(3) if hvd.rank() else fake_array(device, np.ones(3)), name="x")
+
+
+def _broken_trade() -> None:
+    from mpi4py import MPI
+
+    libraries.register("tests", FakeLibrary())
+    hvd.init()
+    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
+    device = FakeDevice(0, seed=hvd.rank(), identity="one for all")
+    array = fake_array(device, np.arange(300_000))
+    hvd.broadcast_(array, 0, name="whole")
+    if hvd.rank() == 1:
+
+        def broken(*given: object) -> None:
+            raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+        MpiFabric.trade = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(hvd.TransportError, match="allgather 'cut': MPI reported: .*truncated"):
+        hvd.allgather(array, name="cut")
+    assert hvd.rank() == 1, "the other rank is inside MPI, and cannot be reached"
+    os.write(1, b"it has its error\n")
+    hvd.shutdown()
+
+
+def test_messages_that_fail_end_the_job() -> None:
+    """Their rank gets an error; shutting down there ends the one that waits for the rest."""
+    report = run_function(2, _broken_trade, timeout=20, env=BY_MPI)
+    assert not report.timed_out, report.text
+    assert report.returncode != 0
+    assert "it has its error" in report.output, report.text
