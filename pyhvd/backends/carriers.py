@@ -31,7 +31,7 @@ class Carrier(Protocol):
     shares : bool
         Whether two ranks may use one device.
     remark : str
-        What it does not carry; may be empty.
+        Said behind its version, of what it does not carry; empty where it carries all.
     """
 
     name: str

@@ -163,7 +163,7 @@ def _broken_trade() -> None:
             raise MPI.Exception(MPI.ERR_TRUNCATE)
 
         MpiFabric.trade = broken  # type: ignore[assignment, method-assign]
-    with pytest.raises(hvd.TransportError, match="allgather 'cut': MPI reported: .*truncated"):
+    with pytest.raises(hvd.TransportError, match=r"allgather 'cut': MPI reported: .*truncated"):
         hvd.allgather(array, name="cut")
     assert hvd.rank() == 1, "the other rank is inside MPI, and cannot be reached"
     os.write(1, b"it has its error\n")

@@ -15,6 +15,7 @@ from pyhvd.backends.base import Block
 from pyhvd.backends.inprocess import ThreadFabric
 from pyhvd.backends.nccl_start import NcclCarrier
 from pyhvd.devices import libraries
+from pyhvd.instruments import Instruments
 from pyhvd.testing import RanksFailed, run_ranks
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
@@ -36,6 +37,7 @@ class Mpi:
     def __init__(self) -> None:
         self.asked = 0
         self.sent: list[tuple[int, int]] = []
+        self.phases: set[str] = set()
 
 
 def no_nccl() -> Any:
@@ -62,6 +64,13 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> Mpi:
     monkeypatch.setattr(opening, "CARRIERS", [NcclCarrier(no_nccl)])
     monkeypatch.setattr(ThreadFabric, "takes_devices", takes_devices)
     monkeypatch.setattr(ThreadFabric, "trade", noted)
+    phase = Instruments.phase
+
+    def begun(hooks: Instruments, name: str) -> Any:
+        seen.phases.add(name)
+        return phase(hooks, name)
+
+    monkeypatch.setattr(Instruments, "phase", begun)
     return seen
 
 
@@ -138,6 +147,8 @@ def test_every_verb(size: int, seed: int, mpi: Mpi, caplog: pytest.LogCaptureFix
         "share a device, cuda:0" if size > 1 else "NCCL cannot be used: rank 0: there is none"
     )
     assert {rank for rank, _ in mpi.sent} == (set(range(size)) if size > 1 else set())
+    moved = {f"CUDA_MPI_{verb}" for verb in ("ALLGATHER", "ALLTOALL", "ALLTOALL_COUNTS")}
+    assert mpi.phases >= moved | {"STAGED_ALLREDUCE", "STAGED_REDUCESCATTER"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
