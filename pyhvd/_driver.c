@@ -39,6 +39,7 @@ void pyhvd_lane_free(pyhvd_lane *lane) {
 }
 
 int pyhvd_lane_open(pyhvd_lane *lane, uint32_t set, pyhvd_window *window) {
+    free(lane->sets[set].records); /* of another set of this number, before */
     lane->sets[set].records = calloc(lane->board.slots, sizeof(pyhvd_record));
     lane->sets[set].window = window;
     return lane->sets[set].records != NULL;

@@ -218,11 +218,15 @@ cdef class Part:
 
     cdef bint learn(self, object dtype) except -1:
         """Return whether another dtype object means the same, and remember it if so."""
-        cdef object before = self.dtype
-        if self.unit.lane.code_of(dtype) != self.code:
+        cdef Lane lane = self.unit.lane
+        cdef object before
+        if lane.code_of(dtype) != self.code:
             return False
-        self.form.dtype = <void*>dtype  # never one that is no longer kept alive
+        pthread_mutex_lock(&lane.c.mutex)
+        before = self.dtype  # let go of outside the mutex, when the form no longer points to it
+        self.form.dtype = <void*>dtype
         self.dtype = dtype
+        pthread_mutex_unlock(&lane.c.mutex)
         return True
 
     cdef object empty(self):

@@ -97,8 +97,9 @@ class Call:
             return (tensors,)
         if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
             raise TypeError(f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}")
-        self._group_size = len(tensors)
-        return tensors
+        members = list(tensors)  # the caller's own list may change meanwhile
+        self._group_size = len(members)
+        return members
 
     def add(
         self,

@@ -79,7 +79,7 @@ def reduce_tensors(
                 postscale=reduction.postscale,
                 window=target is source and _needs_no_copy(call, kind, source, reduction),
             )
-        handle = call.submit(list(members) if inplace else None)
+        handle = call.submit(members if inplace else None)
         if name is not None and kind is RequestType.ALLREDUCE and how[0] is None:
             remember(call, grouped, inplace, *how[1:])
         return handle

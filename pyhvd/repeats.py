@@ -64,11 +64,10 @@ def remember(
     if not tensors or type(prescale) is not float or type(postscale) is not float:
         return
     repeats = call.context.repeats
-    if len(repeats) >= MOST:
+    key = (call.set_id, call.name, grouped, inplace)
+    if len(repeats) >= MOST and key not in repeats:
         repeats.clear()  # names that never come again, most of them
-    repeats[call.set_id, call.name, grouped, inplace] = Known(
-        call.ranks, op, prescale, postscale, on, tensors
-    )
+    repeats[key] = Known(call.ranks, op, prescale, postscale, on, tensors)
 
 
 def repeat(
@@ -92,15 +91,17 @@ def repeat(
     known: Known | None = active.repeats.get((set_id, name, grouped, inplace))
     if known is None or set_id is None or not _same_terms(active, set_id, known, op, prescale, postscale):
         return None
-    if grouped and not (isinstance(tensors, (list, tuple)) and len(tensors) == len(known.tensors)):
+    if grouped and not isinstance(tensors, (list, tuple)):
         return None
-    members: Sequence[Any] = tensors if grouped else (tensors,)
+    members: list[Any] = list(tensors) if grouped else [tensors]
+    if len(members) != len(known.tensors):
+        return None
     active.check_usable()
     try:
         parts = _parts(known, members, inplace)
         if parts is None:
             return None
-        result = result_on_device(grouped, list(members) if inplace else None)
+        result = result_on_device(grouped, members if inplace else None)
         handle, entries = wrap(active, set_id, name, parts, result)
         active.runtime.submit(entries)
     except Exception:

@@ -43,6 +43,7 @@ class ForeignLibrary(CupyLibrary):
             )
         if hasattr(tensor, "__dlpack__"):
             device = cuda_device(int(tensor.__dlpack_device__()[1]))
+            device.current_stream()  # refuses here what could not wait for the result either
             stream = self._intake(device)
             with device.working_on(stream):
                 array = cupy.from_dlpack(tensor)
@@ -66,9 +67,10 @@ class ForeignLibrary(CupyLibrary):
         index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
         device = cuda_device(index)
         # Version 3; None: there is nothing to wait for. 0 is not allowed, but can only mean one.
-        stream, origin = device.current()
-        if interface.get("stream") is not None:
-            stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), None
+        if interface.get("stream") is None:
+            stream, origin = device.current()
+        else:  # the array keeps its stream alive, or nobody does
+            stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), tensor
         nbytes = _extent(shape, strides, dtype.itemsize)
         memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
         array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
@@ -98,8 +100,11 @@ class _Namesake:
         return made
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Let CuPy's current stream wait, and the one on which the array says that its contents are."""
+        """Let CuPy's current stream wait, and the array's: its library's, or the one that it names."""
         view.on.wait(view.stream, arrived)
+        if self._namespace is not None:
+            with cuda_device(view.on.index).working_on(view.stream):
+                self._namespace.from_dlpack(view.owner)  # has the library's own stream wait for this one
         if view.on.current_stream() != view.stream:
             self._foreign.follow(view, arrived)
 

@@ -138,3 +138,21 @@ def test_a_warning_points_at_the_caller() -> None:
         return caught[0].filename
 
     assert run_ranks(1, body) == [__file__]
+
+
+class Odd(list[object]):
+    """A list whose length is not that of what it yields."""
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+
+@pytest.mark.parametrize("verb", ["grouped_allreduce", "grouped_allreduce_", "grouped_allgather"])
+def test_a_group_is_what_its_list_yields(verb: str) -> None:
+    def body() -> None:
+        tensors = Odd([np.ones(2), np.full(3, 2.0), np.full(1, 3.0)])
+        for _ in range(3):  # the fast lane from the second time on
+            results = getattr(hvd, verb)(tensors, name="x")
+            assert [result[0] for result in results] == [1.0, 2.0, 3.0]
+
+    run_ranks(2, body, timeout=30)

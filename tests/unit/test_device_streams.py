@@ -221,6 +221,32 @@ def test_the_stream_that_an_interface_names_waits_for_what_is_done_in_place(devi
     alone(body)
 
 
+def test_the_stream_of_an_arrays_library_waits_for_what_is_done_in_place(device: FakeDevice) -> None:
+    """By DLPack the library's stream is not named: the array is offered to it once more."""
+    Capsule.works_on = works = device.make_stream()
+    with device.using(works):
+        array = make_array("dlpack", device)
+
+    def body() -> None:
+        go_on = device.hold_up(works)
+        with device.using(device.make_stream()):
+            handle = hvd.allreduce_async_(array, op=hvd.Sum, name="x", prescale_factor=3.0)
+            go_on()
+            assert handle.wait(20)
+            hold = device.hold_up(works)
+            assert handle.result() is array
+        with device.using(works):
+            found = look_later(device, address_of(array))
+        hold()
+        device.run_on()
+        assert found[0].tolist() == (3 * VALUES).tolist()
+
+    try:
+        alone(body)
+    finally:
+        Capsule.works_on = 0
+
+
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
 def test_what_is_done_in_place_makes_no_lease(device: FakeDevice, kind: str) -> None:
     """The array is the caller's, and so is the care for where it is used: its stream does not wait."""
@@ -248,9 +274,18 @@ def test_a_stream_that_each_thread_has_is_refused(device: FakeDevice, take: Any)
     with pytest.raises(ValueError, match=r"the stream of this array is CUDA's per-thread default stream"):
         take(Interface(device, 2))
     with device.using(2):
-        for kind in ("cupy", "torch"):
+        for kind in ("cupy", "torch", "dlpack", "interface"):
             with pytest.raises(ValueError, match=r"current stream is CUDA's per-thread default stream"):
                 take(make_array_quietly(kind, device))
+
+
+@pytest.mark.parametrize("take", [adopt, adopt_for_writing])
+def test_an_array_that_names_its_stream_needs_no_other(device: FakeDevice, take: Any) -> None:
+    named = device.make_stream()
+    with device.using(named):
+        array = Interface(device, named)
+    with device.using(2):
+        assert take(array).stream == named
 
 
 def make_array_quietly(kind: str, device: FakeDevice) -> Any:
