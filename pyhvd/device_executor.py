@@ -10,36 +10,32 @@ Adasum, and everything while results are checked, goes by host memory, tensor by
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from pyhvd.arrays import TensorView, address, flat_bytes
-from pyhvd.backends.base import Backend, Fabric
-from pyhvd.backends.nccl_start import NcclCarrier
+from pyhvd.backends.base import Backend
+from pyhvd.backends.opening import open_backend
 from pyhvd.backends.staged import StagedBackend
 from pyhvd.devices.arrivals import Arrival, Keeper
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
 from pyhvd.devices.host_device import HostDevice
 from pyhvd.devices.ordering import mark_ready
-from pyhvd.devices.paths import Choice, Offer, choose
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.instruments import Instruments
 from pyhvd.messages import RequestType, Response
 from pyhvd.outputs import Entries, Shape, allocate
-from pyhvd.processes import Place, boot_id
+from pyhvd.processes import Place
 from pyhvd.queue import TensorEntry
 from pyhvd.terms import kernel_terms
-
-_log = logging.getLogger("pyhvd")
 
 SWEEP_SECONDS = 0.01
 """How soon to look again whether the device still uses memory that is kept for it."""
@@ -47,28 +43,6 @@ SWEEP_SECONDS = 0.01
 
 ABORT_SECONDS = 10.0
 """How long, at most, a device may take to end work that has been aborted."""
-
-
-class Carrier(Protocol):
-    """What moves device memory between ranks; the best one that all ranks have is used."""
-
-    name: str
-
-    def version(self, device: Device) -> str:
-        """Return its version.
-
-        Raises
-        ------
-        ImportError, RuntimeError
-            It cannot be used here; the text says why.
-        """
-
-    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        """Return a process set's backend; collective over the set."""
-
-
-CARRIERS: list[Carrier] = [NcclCarrier()]
-"""The best one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +83,8 @@ class DeviceExecutor:
         Carries out a batch whose tensors are in host memory.
     checked : bool
         Whether results are checked, on the host.
+    cuda_aware_mpi : bool
+        Whether MPI may be given addresses on devices.
     """
 
     def __init__(
@@ -121,12 +97,13 @@ class DeviceExecutor:
         on_host: Callable[[list[Response], Entries], None],
         *,
         checked: bool,
+        cuda_aware_mpi: bool,
     ) -> None:
         self._rank, self._places = rank, places
         self._hosts, self._sets = backends, sets
         self._hooks = hooks
         self._on_host = on_host
-        self._checked = checked
+        self._checked, self._cuda_aware_mpi = checked, cuda_aware_mpi
         self._station: Station | None = None
         self._opened: dict[int, DeviceBackend] = {}
         self._keeper = Keeper()
@@ -232,18 +209,14 @@ class DeviceExecutor:
 
     def _open(self, set_id: int, station: Station) -> DeviceBackend:
         """Agree on the way that a set's arrays take; collective over the set."""
-        host, members = self._hosts[set_id], self._sets[set_id]
-        offers = [
-            msgspec.msgpack.decode(data, type=Offer)
-            for data in _exchange(host.fabric, msgspec.msgpack.encode(_offer(station.device)))
-        ]
-        choice = choose(offers, [carrier.name for carrier in CARRIERS], members)
-        if host.rank == 0:
-            _tell(choice, len(members))
-        for carrier in CARRIERS:
-            if carrier.name == choice.carrier:
-                return carrier.open(host, station.device, station.stream, station.packer)
-        return self._stage(set_id, station)
+        return open_backend(
+            self._hosts[set_id],
+            station.device,
+            station.stream,
+            station.packer,
+            self._sets[set_id],
+            cuda_aware_mpi=self._cuda_aware_mpi,
+        )
 
     def _stage(self, set_id: int, station: Station) -> DeviceBackend:
         return StagedBackend(self._hosts[set_id], station.device, station.stream, station.packer)
@@ -255,7 +228,7 @@ class DeviceExecutor:
         op, postscale = kernel_terms(request, backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
         info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.carrier}_ALLREDUCE"):
+        with self._hooks.phase(f"{backend.reducer}_ALLREDUCE"):
             backend.allreduce(
                 _sources(entries), _targets(entries), counts, info, op, request.prescale, postscale
             )
@@ -266,7 +239,7 @@ class DeviceExecutor:
         op, postscale = kernel_terms(request, backend.size)
         shapes = [r.request.shape for r in batch]
         info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
+        with self._hooks.phase(f"{backend.reducer}_REDUCESCATTER"):
             backend.reducescatter(
                 _sources(entries), _targets(entries), shapes, info, op, request.prescale, postscale
             )
@@ -448,35 +421,3 @@ def _host_view(device: Device, view: DeviceView) -> TensorView:
     dtype = np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name
     memory = device.allocate_pinned(max(view.nbytes, 1))[: view.nbytes]
     return TensorView(memory.view(dtype).reshape(view.shape), view.info)
-
-
-# -- which way ------------------------------------------------------------------------------------------
-
-
-def _offer(device: Device) -> Offer:
-    if not device.identity():
-        return Offer("")
-    carriers: dict[str, str] = {}
-    refusals: dict[str, str] = {}
-    for carrier in CARRIERS:
-        try:
-            carriers[carrier.name] = carrier.version(device)
-        except (ImportError, RuntimeError) as exc:
-            refusals[carrier.name] = str(exc)
-    return Offer(f"{boot_id()}/{device.identity()}", device.name, carriers, refusals)
-
-
-def _exchange(fabric: Fabric, mine: bytes) -> list[bytes]:
-    """Return what every rank gives."""
-    lengths = np.empty(fabric.size, np.int64)
-    fabric.allgather(np.array([len(mine)], np.int64).view(np.uint8), lengths.view(np.uint8))
-    longest = int(lengths.max())
-    box = np.empty((fabric.size, longest), np.uint8)
-    padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
-    fabric.allgather(padded, box.reshape(-1))
-    return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
-
-
-def _tell(choice: Choice, ranks: int) -> None:
-    way = f"by {choice.carrier} ({choice.reason})" if choice.carrier else f"through the host: {choice.reason}"
-    _log.info("arrays on the devices of %d rank%s go %s", ranks, "s" if ranks > 1 else "", way)

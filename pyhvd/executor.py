@@ -17,7 +17,8 @@ from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.host import rows_of
 from pyhvd.backends.shm import ShmBackend
-from pyhvd.checking import Checker
+from pyhvd.checking import make_checker
+from pyhvd.config import Config
 from pyhvd.device_executor import DeviceExecutor
 from pyhvd.devices.libraries import View
 from pyhvd.dtypes import BY_CODE, DtypeInfo
@@ -88,8 +89,8 @@ class Executor:
         Told of sets that come and go.
     hooks : Instruments
         Told of batches.
-    checker : Checker or None
-        Looks at what is reduced, and at every result, before it is handed back.
+    config : Config
+        Says whether results are checked, and whether MPI may be given addresses on devices.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Executor:
         places: Sequence[Place],
         lane: FastLane | None,
         hooks: Instruments,
-        checker: Checker | None,
+        config: Config,
     ) -> None:
         self._hooks = hooks
-        self._checker = checker
+        self._checker = make_checker(config)
         self._rank = rank
         self._meter = meter
         self._queue = queue
@@ -120,7 +121,14 @@ class Executor:
         self.running: Entries = []
         self.ended = 0
         self._devices = DeviceExecutor(
-            rank, places, backends, sets, hooks, self._run_on_host, checked=checker is not None
+            rank,
+            places,
+            backends,
+            sets,
+            hooks,
+            self._run_on_host,
+            checked=self._checker is not None,
+            cuda_aware_mpi=config.cuda_aware_mpi,
         )
         if lane is not None:
             for set_id, backend in backends.items():

@@ -27,7 +27,6 @@ import msgspec
 from pyhvd._lane import Lane
 from pyhvd.arena import Arena
 from pyhvd.backends.base import Backend, Fabric, Pieces
-from pyhvd.checking import make_checker
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.errors import (
@@ -160,7 +159,7 @@ class Runtime:
             self._where.places,
             self._lane,
             self._hooks,
-            make_checker(config),
+            config,
         )
         self._recorder.members = self._worker.sets
         self._farewell = Farewell(control)

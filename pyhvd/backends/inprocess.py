@@ -16,7 +16,7 @@ import numpy as np
 
 from pyhvd.arena import Arena
 from pyhvd.arrays import Bytes, address
-from pyhvd.backends.base import Fabric
+from pyhvd.backends.base import Block, Fabric
 from pyhvd.backends.shm import LINE, Segment, aligned
 from pyhvd.errors import TransportError
 
@@ -108,6 +108,17 @@ class ThreadFabric:
         laid = self._lay(buffer)
         if self.rank != root:
             buffer[:] = laid[root]
+        self._meeting.wait()
+
+    def takes_devices(self) -> str:
+        """Refuse: there is nothing here that could."""
+        raise RuntimeError("ranks that are threads of one process have no MPI between them")
+
+    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:  # noqa: ARG002 - a meeting has its own
+        """Send blocks, and receive others."""
+        coming = [iter([block for to, block in given if to == self.rank]) for given in self._lay(send)]
+        for rank, block in recv:
+            block[:] = next(coming[rank])
         self._meeting.wait()
 
     def barrier(self) -> None:

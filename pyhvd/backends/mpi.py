@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -19,11 +20,17 @@ from mpi4py import MPI
 from pyhvd._engine import HUGE, Mapping
 from pyhvd.arena import Arena, NoArena
 from pyhvd.arrays import Bytes
-from pyhvd.backends.base import Fabric
+from pyhvd.backends.base import Block, Fabric
 from pyhvd.backends.shm import NoWindow, Segment
+from pyhvd.mpi_probe import cuda_aware
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
+
+_SWAP, _TRADE = 0, 1
+"""Tags: what a trade that was given up still brings meets nothing else."""
+
+_PAUSE_S = 0.001
 
 
 class MpiFabric:
@@ -46,7 +53,7 @@ class MpiFabric:
             return
         mine = buffer[starts[self.rank] : starts[self.rank + 1]]
         others = [r for r in range(self.size) if r != self.rank]
-        self._swap(dict.fromkeys(others, mine), {r: buffer[starts[r] : starts[r + 1]] for r in others})
+        self._swap([(r, mine) for r in others], [(r, buffer[starts[r] : starts[r + 1]]) for r in others])
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -66,12 +73,13 @@ class MpiFabric:
         recv[into[me] : into[me + 1]] = send[out[me] : out[me + 1]]
         others = [r for r in range(self.size) if r != me]
         self._swap(
-            {r: send[out[r] : out[r + 1]] for r in others}, {r: recv[into[r] : into[r + 1]] for r in others}
+            [(r, send[out[r] : out[r + 1]]) for r in others],
+            [(r, recv[into[r] : into[r + 1]]) for r in others],
         )
 
     def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Give each other blocks of any size."""
-        self._swap({partner: send}, {partner: recv})
+        self._swap([(partner, send)], [(partner, recv)])
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's, piece by piece."""
@@ -96,19 +104,49 @@ class MpiFabric:
         """Free the communicator; collective."""
         self.comm.Free()
 
-    def _swap(self, send: dict[int, Bytes], recv: dict[int, Bytes]) -> None:
-        """Send and receive blocks of any size, in messages that MPI can count."""
+    def takes_devices(self) -> str:
+        """Return MPI's name and version, if it says that it takes addresses on CUDA devices."""
+        says = cuda_aware(MPI.__file__, MPI.Get_library_version())
+        if not says:
+            known = "says that it does not take" if says is not None else "does not say that it takes"
+            raise RuntimeError(f"{_name()} {known} memory on CUDA devices")
+        return _name()
+
+    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
+        """Send blocks of any size, and receive others."""
+        requests = self._start(send, recv, _TRADE)
+        if patience is None:
+            MPI.Request.Waitall(requests)
+            return
+        until = time.monotonic() + patience
+        while not MPI.Request.Testall(requests):
+            if time.monotonic() > until:
+                raise TimeoutError(f"MPI has not passed the blocks on within {patience:g} s")
+            time.sleep(_PAUSE_S)
+
+    def _swap(self, send: Sequence[Block], recv: Sequence[Block]) -> None:
+        """Send and receive blocks of any size."""
+        MPI.Request.Waitall(self._start(send, recv, _SWAP))
+
+    def _start(self, send: Sequence[Block], recv: Sequence[Block], tag: int) -> list[MPI.Request]:
+        """Begin to send and to receive, in messages that MPI can count."""
         requests = [
-            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank)
-            for rank, block in recv.items()
+            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            for rank, block in recv
             for k in range(0, len(block), LARGEST)
         ]
         requests += [
-            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank)
-            for rank, block in send.items()
+            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            for rank, block in send
             for k in range(0, len(block), LARGEST)
         ]
-        MPI.Request.Waitall(requests)
+        return requests
+
+
+def _name() -> str:
+    """Return MPI's name and version."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
 
 
 def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:

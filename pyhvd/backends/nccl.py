@@ -70,6 +70,7 @@ class NcclBackend:
     """
 
     carrier = "NCCL"
+    reducer = "NCCL"
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.carriers import TEXT_BYTES, Refused, cut, refuse_together
 from pyhvd.backends.nccl import NcclBackend
 from pyhvd.backends.nccl_library import Library, load_library, version_text
 from pyhvd.backends.staged import StagedBackend
@@ -19,17 +19,10 @@ CONNECT_S = 120.0
 """Seconds that NCCL gets to connect the ranks: its own start has no limit where a rank never comes."""
 
 _ID_BYTES = 128
-_TEXT_BYTES = 512
-
-_log = logging.getLogger("pyhvd")
-
-
-class NcclRefused(Exception):
-    """NCCL did not connect the ranks; the text says which, and why. Raised on every rank of the set."""
 
 
 class NcclCarrier:
-    """What moves device memory between ranks by NCCL; see :class:`pyhvd.device_executor.Carrier`.
+    """What moves device memory between ranks by NCCL; see :class:`pyhvd.backends.carriers.Carrier`.
 
     Parameters
     ----------
@@ -38,11 +31,13 @@ class NcclCarrier:
     """
 
     name = "NCCL"
+    shares = False
+    remark = ""
 
     def __init__(self, load: Callable[[], Library] = load_library) -> None:
         self._load = load
 
-    def version(self, device: Device) -> str:
+    def version(self, device: Device, fabric: Fabric) -> str:  # noqa: ARG002 - it has a network of its own
         """Return NCCL's version.
 
         Raises
@@ -58,18 +53,19 @@ class NcclCarrier:
         return version_text(self._load().get_version())
 
     def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        """Return a process set's backend, which goes by the host if NCCL does not connect; collective."""
+        """Return a process set's backend; collective.
+
+        Raises
+        ------
+        Refused
+            NCCL does not connect these ranks.
+        """
 
         def by_host() -> StagedBackend:
             return StagedBackend(host, device, stream, packer)
 
         assert packer is not None  # else no version would have been offered
-        try:
-            return open_nccl(host.fabric, device, stream, packer, self._load(), by_host)
-        except NcclRefused as exc:
-            if host.rank == 0:
-                _log.info("NCCL does not connect these ranks, so arrays go through the host: %s", exc)
-            return by_host()
+        return open_nccl(host.fabric, device, stream, packer, self._load(), by_host)
 
 
 def open_nccl(
@@ -94,35 +90,36 @@ def open_nccl(
 
     Raises
     ------
-    NcclRefused
+    Refused
         It did not work on some rank; on all ranks, none of which has a communicator then.
     """
     made = _share_id(fabric, library)
     if isinstance(made, str):
-        raise NcclRefused(f"rank 0 of the set: {made}")
+        raise Refused(f"rank 0 of the set: {made}")
     comm: Any = None
     error = ""
     try:
         comm = _connect(library, device, fabric.size, made, fabric.rank, timeout)
     except Exception as exc:
         error = f"{type(exc).__name__}: {exc}"
-    texts = _tell_all(fabric, error)
-    if any(texts):
+    try:
+        refuse_together(fabric, error)
+    except Refused:
         if comm is not None:
             comm.abort()
-        raise NcclRefused("; ".join(f"rank {r} of the set: {text}" for r, text in enumerate(texts) if text))
+        raise
     return NcclBackend(comm, fabric.rank, fabric.size, device, stream, packer, library, by_host)
 
 
 def _share_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:
     """Return rank 0's id on every rank, in the form in which the library has it, or what went wrong there."""
-    message = np.zeros(1 + _TEXT_BYTES, np.uint8)
+    message = np.zeros(1 + TEXT_BYTES, np.uint8)
     if fabric.rank == 0:
         try:
             made = library.get_unique_id()
             form, payload = (b"b", made) if isinstance(made, bytes) else (b"t", bytes(n & 0xFF for n in made))
         except Exception as exc:
-            form, payload = b"!", _cut(f"{type(exc).__name__}: {exc}")
+            form, payload = b"!", cut(f"{type(exc).__name__}: {exc}")
         told = form + payload
         message[: len(told)] = np.frombuffer(told, np.uint8)
     fabric.broadcast(message, 0)
@@ -158,18 +155,3 @@ def _connect(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
-
-
-def _tell_all(fabric: Fabric, text: str) -> list[str]:
-    """Return every rank's text."""
-    mine = np.zeros(_TEXT_BYTES, np.uint8)
-    encoded = _cut(text)
-    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    box = np.empty(_TEXT_BYTES * fabric.size, np.uint8)
-    fabric.allgather(mine, box)
-    return [row.tobytes().rstrip(b"\0").decode() for row in box.reshape(fabric.size, _TEXT_BYTES)]
-
-
-def _cut(text: str) -> bytes:
-    """Return a text as UTF-8, of so many bytes at most."""
-    return text.encode("utf-8", "backslashreplace")[:_TEXT_BYTES].decode("utf-8", "ignore").encode()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pyhvd import _engine
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.backends.base import Fabric, Pieces
+from pyhvd.backends.base import Block, Fabric, Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.errors import TransportError
@@ -123,6 +123,14 @@ class ShmFabric:
         counts[root] = len(buffer)
         here = address(buffer)
         _check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
+
+    def takes_devices(self) -> str:
+        """Ask the other fabric: a window is no way for memory on devices."""
+        return self.inner.takes_devices()
+
+    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
+        """Send blocks by the other fabric."""
+        self.inner.trade(send, recv, patience)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -41,6 +41,7 @@ class StagedBackend:
     """
 
     carrier = "STAGED"
+    reducer = "STAGED"
 
     def __init__(self, host: Backend, device: Device, stream: Stream, packer: Packer | None = None) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, stream

@@ -282,7 +282,9 @@ class DeviceBackend(Protocol):
     Attributes
     ----------
     carrier : str
-        Is in the names of its phases (``NCCL_ALLREDUCE``).
+        Is in the names of its phases (``NCCL_BCAST``).
+    reducer : str
+        The same for reductions, which may go another way (``STAGED_ALLREDUCE``).
     stream : Stream
         The communication stream.
     """
@@ -290,6 +292,7 @@ class DeviceBackend(Protocol):
     rank: int
     size: int
     carrier: str
+    reducer: str
     stream: Stream
 
     def allreduce(

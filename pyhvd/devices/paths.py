@@ -1,12 +1,11 @@
 """Which way arrays on devices take: by a carrier that moves device memory itself, or through the host. Pure.
 
-Every rank of a process set offers what it has; all come to the same choice from the same offers.
+Every rank of a process set offers what it has; all come to the same conclusions from the same offers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -32,42 +31,20 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     refusals: dict[str, str] = {}
 
 
-class Choice(NamedTuple):
-    """The name of the carrier, or an empty text for the way through the host, and why."""
-
-    carrier: str
-    reason: str
-
-
-def choose(offers: Sequence[Offer], known: Sequence[str], members: Sequence[int]) -> Choice:
-    """Return the first carrier that all ranks can use.
+def obstacle(offers: Sequence[Offer], carrier: str, shares: bool, members: Sequence[int]) -> str:
+    """Return what keeps the ranks of a process set from using a carrier, or nothing.
 
     Parameters
     ----------
     offers : sequence of Offer
         By set rank.
-    known : sequence of str
-        Names of carriers, the best one first; the same on every rank.
+    carrier : str
+        Its name.
+    shares : bool
+        Whether it lets two ranks use one device.
     members : sequence of int
         The set's global ranks.
     """
-    if obstacle := _obstacle(offers, members):
-        return Choice("", obstacle)
-    reason = "no library that moves device memory between ranks is known"
-    for name in known:
-        refusals = {members[i]: o.refusals[name] for i, o in enumerate(offers) if name in o.refusals}
-        versions = {members[i]: o.carriers[name] for i, o in enumerate(offers) if name in o.carriers}
-        if refusals:
-            reason = f"{name} cannot be used: {_per_rank(refusals)}"
-        elif len(set(versions.values())) > 1:
-            reason = f"the ranks have different versions of {name}: {_per_rank(versions)}"
-        else:
-            return Choice(name, f"version {versions[members[0]]}")
-    return Choice("", reason)
-
-
-def _obstacle(offers: Sequence[Offer], members: Sequence[int]) -> str:
-    """Return what stands in the way of every carrier, or nothing."""
     without = [members[i] for i, offer in enumerate(offers) if not offer.device]
     if without:
         return f"there is no device on {_ranks(without)}"
@@ -75,8 +52,14 @@ def _obstacle(offers: Sequence[Offer], members: Sequence[int]) -> str:
     for i, offer in enumerate(offers):
         sharing.setdefault(offer.device, []).append(i)
     for group in sharing.values():
-        if len(group) > 1:
+        if len(group) > 1 and not shares:
             return f"{_ranks([members[i] for i in group])} share a device, {offers[group[0]].name}"
+    refusals = {members[i]: o.refusals[carrier] for i, o in enumerate(offers) if carrier in o.refusals}
+    versions = {members[i]: o.carriers[carrier] for i, o in enumerate(offers) if carrier in o.carriers}
+    if refusals:
+        return f"{carrier} cannot be used: {_per_rank(refusals)}"
+    if len(set(versions.values())) > 1:
+        return f"the ranks have different versions of {carrier}: {_per_rank(versions)}"
     return ""
 
 

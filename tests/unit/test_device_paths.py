@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.devices.paths import Choice, Offer, choose
+from pyhvd.devices.paths import Offer, obstacle
 
 NCCL = {"NCCL": "2.27"}
 
@@ -16,32 +16,33 @@ def offer(
 
 
 @pytest.mark.parametrize(
-    ("offers", "choice"),
+    ("offers", "text"),
     [
-        ([offer()], Choice("NCCL", "version 2.27")),
-        ([offer("a"), offer("b")], Choice("NCCL", "version 2.27")),
-        ([offer("a"), offer("b"), offer("a")], Choice("", "ranks 4, 9 share a device, cuda:0")),
-        ([offer("a"), offer(""), offer("b")], Choice("", "there is no device on rank 6")),
-        ([offer(""), offer("")], Choice("", "there is no device on ranks 4, 6")),
+        ([offer()], ""),
+        ([offer("a"), offer("b")], ""),
+        ([offer("a"), offer("b"), offer("a")], "ranks 4, 9 share a device, cuda:0"),
+        ([offer("a"), offer(""), offer("b")], "there is no device on rank 6"),
+        ([offer(""), offer("")], "there is no device on ranks 4, 6"),
         (
             [offer("a"), offer("b", {}, {"NCCL": "No module named 'nccl'"})],
-            Choice("", "NCCL cannot be used: rank 6: No module named 'nccl'"),
+            "NCCL cannot be used: rank 6: No module named 'nccl'",
         ),
         (
             [offer("a"), offer("b", {"NCCL": "2.19"})],
-            Choice("", "the ranks have different versions of NCCL: rank 4: 2.27; rank 6: 2.19"),
+            "the ranks have different versions of NCCL: rank 4: 2.27; rank 6: 2.19",
         ),
     ],
 )
-def test_choice(offers: list[Offer], choice: Choice) -> None:
-    assert choose(offers, ["NCCL"], [4, 6, 9]) == choice
+def test_what_keeps_the_ranks_from_a_carrier(offers: list[Offer], text: str) -> None:
+    assert obstacle(offers, "NCCL", False, [4, 6, 9]) == text
 
 
-def test_without_carriers() -> None:
-    want = Choice("", "no library that moves device memory between ranks is known")
-    assert choose([offer()], [], [0]) == want
+def test_a_carrier_that_lets_ranks_share_a_device() -> None:
+    assert obstacle([offer("a"), offer("a")], "NCCL", True, [0, 1]) == ""
+    assert obstacle([offer("a"), offer("")], "NCCL", True, [0, 1]) == "there is no device on rank 1"
 
 
-def test_the_second_best() -> None:
-    both = Offer("a", "cuda:0", {"RCCL": "1"}, {"NCCL": "no"})
-    assert choose([both], ["NCCL", "RCCL"], [0]) == Choice("RCCL", "version 1")
+def test_what_is_said_of_another_carrier_does_not_count() -> None:
+    both = Offer("a", "cuda:0", {"MPI": "5.0"}, {"NCCL": "no"})
+    assert obstacle([both], "MPI", False, [0]) == ""
+    assert obstacle([both], "NCCL", False, [0]) == "NCCL cannot be used: rank 0: no"

@@ -210,7 +210,7 @@ def test_a_report_is_json() -> None:
 GPU_LINES = """\
   ok    CuPy           14.2.0, CUDA 13.0, driver for CUDA 13.0, NVRTC 13.0, NCCL 2.32.3
   ok    devices        0: H200, 140 GiB, compute capability 9.0; 1: H200, 140 GiB, compute capability 9.0
-  note  GPU arrays     by NCCL for up to 2 ranks on this host, a device for each; through the host for more
+  note  GPU arrays     by NCCL for up to 2 ranks on this host, a device for each; for more through the host
 """
 
 
@@ -223,10 +223,10 @@ def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
 @pytest.mark.parametrize(
     ("changes", "way"),
     [
-        ({}, "by NCCL for up to 2 ranks on this host, a device for each; through the host for more"),
+        ({}, "by NCCL for up to 2 ranks on this host, a device for each; for more through the host"),
         (
             {"devices": CUDA.devices[:1]},
-            "by NCCL for up to 1 rank on this host, a device for each; through the host for more",
+            "by NCCL for up to 1 rank on this host, a device for each; for more through the host",
         ),
         ({"nccl": ""}, "through the host: CuPy finds no NCCL"),
         ({"compiler": ""}, "through the host: CuPy finds no NVRTC"),
@@ -235,7 +235,45 @@ def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
     ],
 )
 def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: str) -> None:
-    assert replace(CUDA, **changes).way == way
+    assert replace(CUDA, **changes).way(by_mpi=False) == way
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        (
+            {},
+            "by NCCL for up to 2 ranks on this host, a device for each; for more by CUDA-aware MPI,"
+            " reductions through the host",
+        ),
+        ({"nccl": ""}, "by CUDA-aware MPI, reductions through the host: CuPy finds no NCCL"),
+        ({"devices": []}, "none, as CUDA sees no device"),
+    ],
+)
+def test_the_way_where_cuda_aware_mpi_is_asked_for(changes: dict[str, Any], way: str) -> None:
+    assert replace(CUDA, **changes).way(by_mpi=True) == way
+
+
+@pytest.mark.parametrize("aware", [True, False, None])
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, False),
+        ({"PYHVD_CUDA_AWARE_MPI": "1"}, True),
+        ({"HOROVOD_CUDA_AWARE_MPI": "on", "PYHVD_CHECK": "nonsense"}, True),
+        ({"PYHVD_CUDA_AWARE_MPI": "nonsense"}, False),
+    ],
+)
+def test_whether_cuda_aware_mpi_is_asked_for_and_there(
+    variables: dict[str, str], wanted: bool, aware: bool | None
+) -> None:
+    facts = replace(GOOD, cuda=CUDA, mpi=replace(GOOD.mpi, cuda_aware=aware), variables=variables)
+    assert facts.wants_cuda_mpi == wanted
+    assert facts.by_cuda_mpi == (wanted and aware is True)
+    words = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware or not: unknown"}[aware]
+    text = " ".join(plain(Report([facts], {"node1": []})).split())
+    assert f"MPI_THREAD_MULTIPLE, {words} ok" in text
+    assert ("for more by CUDA-aware MPI" in text) == facts.by_cuda_mpi
 
 
 def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -255,10 +255,23 @@ def check_gpus(case: Case) -> Findings:
             ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
         )
     elif cuda.nccl and 0 < devices < case.ranks:
-        which = "1 device: arrays on it" if devices == 1 else f"{devices} devices: arrays on them"
+        arrays = "reductions of arrays" if case.facts.by_cuda_mpi else "arrays"
+        which = f"1 device: {arrays} on it" if devices == 1 else f"{devices} devices: {arrays} on them"
         yield note(
             "GPU arrays",
             f"{case.ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
+        )
+
+
+def check_cuda_mpi(case: Case) -> Findings:
+    """An MPI that is to be given addresses on devices takes them."""
+    mpi = case.facts.mpi
+    if case.facts.wants_cuda_mpi and not mpi.cuda_aware and mpi.library:
+        known = "says that it does not take" if mpi.cuda_aware is False else "does not say that it takes"
+        yield note(
+            "MPI",
+            f"PYHVD_CUDA_AWARE_MPI is on, but {mpi.library} {known} memory on CUDA devices: arrays that NCCL"
+            " does not carry go through the host",
         )
 
 
@@ -422,6 +435,7 @@ CHECKS: Sequence[Callable[[Case], Findings]] = (
     check_cores,
     check_memory,
     check_gpus,
+    check_cuda_mpi,
     check_variables,
     check_limits,
     check_end,

@@ -55,18 +55,24 @@ class CudaFacts:
     devices: list[CudaDevice] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def way(self) -> str:
-        """What becomes of an array on a GPU."""
+    def way(self, by_mpi: bool) -> str:
+        """Return what becomes of an array on a GPU.
+
+        Parameters
+        ----------
+        by_mpi : bool
+            Whether CUDA-aware MPI is asked for, and there.
+        """
         if not self.cupy:
             return "not taken: CuPy is not there"
         if not self.devices:
             return "none, as CUDA sees no device"
+        other = "by CUDA-aware MPI, reductions through the host" if by_mpi else "through the host"
         if not self.nccl or not self.compiler:
-            return f"through the host: CuPy finds no {'NVRTC' if self.nccl else 'NCCL'}"
+            return f"{other}: CuPy finds no {'NVRTC' if self.nccl else 'NCCL'}"
         many = len(self.devices)
         which = f"{many} ranks" if many > 1 else "1 rank"
-        return f"by NCCL for up to {which} on this host, a device for each; through the host for more"
+        return f"by NCCL for up to {which} on this host, a device for each; for more {other}"
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:

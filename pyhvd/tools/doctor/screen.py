@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from pyhvd.tools.doctor.advice import Finding, Level, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Facts
-from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 WIDTH = 110
@@ -56,7 +55,7 @@ def host_rows(facts: Facts) -> list[Row]:
     extensions = f"not loaded: {', '.join(broken)}" if broken else "extensions loaded"
     isa = f", float16 by {facts.float16}" if facts.float16 else ""
     mpi = facts.mpi
-    aware = {True: "CUDA-aware", False: "not CUDA-aware", None: ""}[mpi.cuda_aware]
+    aware = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware or not: unknown"}[mpi.cuda_aware]
     library = ", ".join(part for part in (mpi.library or "none", mpi.origin, mpi.threads, aware) if part)
     cores, memory, shared, limits = facts.cores, facts.memory, facts.shared, facts.limits
     quota = "" if cores.cgroup_quota is None else f", cgroup limit {cores.cgroup_quota:g}"
@@ -80,7 +79,7 @@ def host_rows(facts: Facts) -> list[Row]:
         Row("cores", f"{cores.usable} of {cores.host} usable{quota}"),
         Row("memory", f"{_amount(memory.available)} available of {_amount(memory.total)}{least}"),
         Row("GPUs", "; ".join(facts.gpus) or "none found"),
-        *_gpu_rows(facts.cuda),
+        *_gpu_rows(facts),
         Row("limits", f"{files} open files, {locked} of locked memory"),
         Row("packages", ", ".join(there) or "none of the optional ones"),
         Row("not there", "; ".join(f"{', '.join(n)} (extra {e})" for e, n in absent.items()) or "nothing"),
@@ -89,8 +88,9 @@ def host_rows(facts: Facts) -> list[Row]:
     ]
 
 
-def _gpu_rows(cuda: CudaFacts) -> list[Row]:
+def _gpu_rows(facts: Facts) -> list[Row]:
     """Return what there is for arrays on GPUs; nothing where CuPy is not."""
+    cuda = facts.cuda
     if not cuda.cupy:
         return []
     versions = {
@@ -107,7 +107,7 @@ def _gpu_rows(cuda: CudaFacts) -> list[Row]:
     return [
         Row("CuPy", f"{cuda.cupy}, {libraries}"),
         Row("devices", "; ".join(devices) or "none"),
-        Row("GPU arrays", cuda.way),
+        Row("GPU arrays", cuda.way(facts.by_cuda_mpi)),
     ]
 
 
