@@ -21,6 +21,7 @@
 #include <pthread.h>
 
 #include "_board.h"
+#include "_fetch.h"
 #include "_sampler.h"
 #include "_tally.h"
 
@@ -160,12 +161,6 @@ static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
 /* A caller has waited for a unit since `began` (ns). */
 static inline void pyhvd_lane_waited(pyhvd_lane *lane, int64_t began) {
     if (pyhvd_is_timed(&lane->tally)) pyhvd_observe_shared(&lane->tally.waits, (uint64_t)(pyhvd_now() - began));
-}
-
-/* Bring the first lines of an object into the cache. */
-static inline void pyhvd_fetch(const void *object) {
-    __builtin_prefetch(object, 0, 3);
-    __builtin_prefetch((const char *)object + 64, 0, 3);
 }
 
 /* Call the background thread when the unit ends, if it has not ended yet. */

@@ -2,11 +2,13 @@
 
 #include <string.h>
 
+#include "_fetch.h"
 #include "_kernels.h"
 
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
 #define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
 #define AHEAD 4096 /* bytes by which the lines that are about to be written are fetched */
+#define SOON 4     /* tensors by which the beginnings of small ones are fetched */
 
 size_t pyhvd_window_area(size_t capacity) {
     return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE); /* a line for the shift */
@@ -134,7 +136,7 @@ void pyhvd_window_abort(pyhvd_window *w) {
 
 /* ---- reductions ---- */
 
-/* Elements [from, to) of a job, piece by piece; `at` remembers the tensor, as ranges only move forward. */
+/* Elements [from, to) of a job, piece by piece; `at` remembers the tensor, as the next range is seldom far. */
 typedef struct {
     size_t tensor;
     int64_t offset, count;
@@ -143,6 +145,7 @@ typedef struct {
 static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
     if (*from >= to) return 0;
     const int64_t *starts = job->starts;
+    while (starts[*at] > *from) --*at;
     while (starts[*at + 1] <= *from) ++*at;
     p->tensor = *at;
     p->offset = *from - starts[*at];
@@ -155,16 +158,12 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
     return (uint8_t *)(intptr_t)base + (size_t)offset * item;
 }
 
-static inline void fetch_for_writing(const uint8_t *at, size_t bytes) {
-    for (size_t k = 0; k < bytes; k += 64) __builtin_prefetch(at + k, 1, 3);
-}
-
-/* Fetch the beginning of the tensor after next: the processor cannot guess where small ones lie. */
+/* Fetch the beginning of a tensor that comes soon: the processor cannot guess where small ones lie. */
 static inline void fetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor, size_t item) {
-    size_t next = tensor + 2;
+    size_t next = tensor + SOON;
     if (next >= job->n || !bases[next]) return;
     size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
-    fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, AHEAD));
+    pyhvd_fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, AHEAD));
 }
 
 /* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
@@ -191,7 +190,6 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
         size_t bytes = (size_t)p.count * item;
-        if (!p.offset) fetch_tensor(job, job->dsts, p.tensor, item);
         if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
         in += bytes;
     }
@@ -200,7 +198,7 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
 /* Of the lines up to AHEAD behind [k, k + length), fetch those that the block before has not. */
 static inline void fetch_next(const uint8_t *at, size_t k, size_t length, size_t end) {
     size_t last = MIN(k + length + AHEAD, end), first = k + length + AHEAD - MIN(AHEAD, length);
-    if (first < last) fetch_for_writing(at + first, last - first);
+    if (first < last) pyhvd_fetch_for_writing(at + first, last - first);
 }
 
 /* Reduce a range of bytes, `own` of which is this rank's and theirs[q] rank q's, into `out`, and take the result home to the peers: each of
@@ -338,11 +336,12 @@ static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, 
     }
 }
 
-/* A share of every chunk rather than one of the whole: what lies in the cache is as a rule the end of an array. */
+/* A share of every chunk rather than one of the whole, and the last chunk first: what lies in the cache is as a
+ * rule the end of an array. */
 static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
     int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
     size_t walk = 0;
-    for (int64_t k = 0; k * per_chunk < total; k++) {
+    for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
         reduce_at_home(w, job, &walk, s.mine_from, s.mine_to);
     }
