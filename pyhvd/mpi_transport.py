@@ -13,7 +13,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pyhvd.transport import Bell, Message
+from pyhvd.transport import DELIVERY_SECONDS, Bell, Message
 
 
 class MpiTransport:
@@ -92,7 +92,7 @@ class MpiTransport:
         """End the sleep of the thread in :meth:`wait`."""
         self._bell.ring()
 
-    def drain(self, timeout: float) -> bool:
+    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:
         """Wait until all that was sent has gone out."""
         until = time.monotonic() + timeout
         while self._sending and time.monotonic() < until:

@@ -319,6 +319,7 @@ class Runtime:
             return False  # some rank is far behind: later
         self._outgoing = None
         self._send_to_workers(encode(responses), audience)
+        self._control.drain()
         if self._control.rank in audience:
             self._lists.append(responses)
         return True

@@ -13,6 +13,13 @@ from typing import Any, Protocol
 
 Message = tuple[int, bytes | bytearray]
 
+DELIVERY_SECONDS = 0.2
+"""For how long rank 0 stays in MPI to bring the others a list before it goes about it itself.
+
+What MPI has to queue goes out only while its sender is in MPI. A rank that waits for the rest of its list
+must not wait for one that waits for it in shared memory.
+"""
+
 
 class ControlTransport(Protocol):
     """Carries messages; used by one thread, but for :meth:`wake`.
@@ -36,7 +43,7 @@ class ControlTransport(Protocol):
     def wake(self) -> None:
         """End the sleep of the thread in :meth:`wait`; from any thread."""
 
-    def drain(self, timeout: float) -> bool:
+    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:
         """Wait until all that was sent has gone out; return whether it has."""
 
     def close(self) -> None:
@@ -124,7 +131,7 @@ class InProcessTransport:
         else:
             self._boxes[self.rank].put(None)
 
-    def drain(self, timeout: float) -> bool:  # noqa: ARG002 - what is put has arrived
+    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:  # noqa: ARG002 - what is put has arrived
         """Return True: what is put has arrived."""
         return True
 

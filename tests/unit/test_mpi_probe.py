@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pyhvd import mpi_probe
-from pyhvd.run.build import probe_mpi
 
 PRESENT = "an MPI"
 
@@ -62,8 +61,3 @@ def test_a_library_without_one_may_have_a_variable(
     library: str, environ: dict[str, str], aware: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert says(monkeypatch, library, environ) is aware
-
-
-def test_the_mpi_that_is_there_has_a_function() -> None:
-    """As Open MPI 2 and MPICH 4.1 do, and all that is tested with is newer."""
-    assert isinstance(probe_mpi().cuda_aware, bool)
