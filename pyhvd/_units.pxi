@@ -186,7 +186,6 @@ cdef class Part:
     cdef readonly uint32_t slot
     cdef readonly uint64_t since
     cdef readonly Unit unit
-    cdef Form* form
     cdef object dtype
     cdef double prescale
     cdef double postscale
@@ -198,7 +197,6 @@ cdef class Part:
 
     cdef void describe(self, Form* form) noexcept:
         """Say what an array must look like to be this tensor; the form points into this object."""
-        self.form = form
         form.dtype = <void*>self.dtype
         form.first = self.dims[0]
         form.dims = self.dims
@@ -216,15 +214,15 @@ cdef class Part:
             return False
         return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
 
-    cdef bint learn(self, object dtype) except -1:
-        """Return whether another dtype object means the same, and remember it if so."""
+    cdef bint learn(self, Form* form, object dtype) except -1:
+        """Return whether another dtype object means the same, and remember it, in the form too, if so."""
         cdef Lane lane = self.unit.lane
         cdef object before
         if lane.code_of(dtype) != self.code:
             return False
         pthread_mutex_lock(&lane.c.mutex)
         before = self.dtype  # let go of outside the mutex, when the form no longer points to it
-        self.form.dtype = <void*>dtype
+        form.dtype = <void*>dtype
         self.dtype = dtype
         pthread_mutex_unlock(&lane.c.mutex)
         return True
@@ -300,14 +298,15 @@ cdef class Unit:
 
     cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace) except -1:
         """Return whether an object is an array as the cache remembers it for the k-th tensor."""
-        cdef const Form* form = &self.forms[k]
+        cdef Form* form = &self.forms[k]
         cdef PyArray* array = <PyArray*>tensor
         cdef int64_t address
         cdef int d
         if not PyArray_CheckExact(tensor):
             return False
-        if PyArray_DESCR(array) != form.dtype and not self._learn(k, <object>PyArray_DESCR(array)):
-            return False
+        if PyArray_DESCR(array) != form.dtype:
+            if not (<Part>self.parts[k]).learn(form, <object>PyArray_DESCR(array)):
+                return False
         if PyArray_NDIM(array) != form.ndim or not PyArray_IS_C_CONTIGUOUS(array):
             return False
         if inplace and not PyArray_ISWRITEABLE(array):
@@ -321,9 +320,6 @@ cdef class Unit:
         return form.window == (
             inplace and form.unscaled and self.lane.arena_from <= address < self.lane.arena_to
         )
-
-    cdef bint _learn(self, Py_ssize_t k, object dtype) except -1:
-        return (<Part>self.parts[k]).learn(dtype)
 
     def in_flight(self):
         """Return whether it has been submitted and has not ended."""

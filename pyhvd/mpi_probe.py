@@ -61,6 +61,12 @@ def cuda_aware(module: str, library: str, environ: Mapping[str, str] = os.enviro
     return None
 
 
+def refusal(aware: bool | None) -> str:
+    """Return what an MPI says of memory on devices that is not to be given any, as the end of a sentence."""
+    known = "says that it does not take" if aware is False else "does not say that it takes"
+    return f"{known} memory on CUDA devices"
+
+
 def main() -> None:
     """Tell what there is, stage by stage."""
     found: dict[str, Any] = {"stage": "import"}

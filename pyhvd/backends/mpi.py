@@ -22,7 +22,7 @@ from pyhvd.arena import Arena, NoArena
 from pyhvd.arrays import Bytes
 from pyhvd.backends.base import Block, Fabric
 from pyhvd.backends.shm import NoWindow, Segment
-from pyhvd.mpi_probe import cuda_aware
+from pyhvd.mpi_probe import cuda_aware, refusal
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
@@ -108,8 +108,7 @@ class MpiFabric:
         """Return MPI's name and version, if it says that it takes addresses on CUDA devices."""
         says = cuda_aware(MPI.__file__, MPI.Get_library_version())
         if not says:
-            known = "says that it does not take" if says is not None else "does not say that it takes"
-            raise RuntimeError(f"{_name()} {known} memory on CUDA devices")
+            raise RuntimeError(f"{_name()} {refusal(says)}")
         return _name()
 
     def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:

@@ -112,12 +112,10 @@ class Pipeline:
     def _between(self) -> Iterator[None]:
         """Behind what the communication stream has to do before, and before what it has to do next."""
         device = self._device
-        before = device.make_event()
-        device.record(before, self._stream)
+        before = device.mark(self._stream)
         device.wait(self._down.stream, before)  # what goes up comes behind what has come down
         yield
-        after = device.make_event()
-        device.record(after, self._up.stream)
+        after = device.mark(self._up.stream)
         device.wait(self._stream, after)
 
     def _fetch(self, number: int, step: Step) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import pyhvd as hvd
 from tests.conformance.oracle import rows
-from tests.mpi.harness import on_ranks
+from tests.mpi.harness import hear_log, on_ranks
 
 
 def mine(rank: int, *shape: int) -> Any:
@@ -185,10 +185,7 @@ def test_by_cuda_aware_mpi() -> None:
 
     from pyhvd.mpi_probe import cuda_aware
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pyhvd").addHandler(handler)
+    told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
     if not cuda_aware(MPI.__file__, MPI.Get_library_version()):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -43,6 +44,15 @@ class JobReport:
     returncode: int | None = None
     timed_out: bool = False
     seconds: float = 0.0
+
+
+def hear_log() -> list[str]:
+    """Return a list that gets what this rank's log says from now on."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pyhvd").addHandler(handler)
+    return told
 
 
 def on_ranks(

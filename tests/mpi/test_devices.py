@@ -14,17 +14,14 @@ from pyhvd.backends.mpi import MpiFabric
 from pyhvd.devices import libraries
 from pyhvd.mpi_probe import cuda_aware
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
-from tests.mpi.harness import on_ranks, run_function
+from tests.mpi.harness import hear_log, on_ranks, run_function
 
 PIECE = "65536"
 
 
 def _verbs(way: str = "through the host", why: str = "ranks {} share a device, cuda:0") -> None:
     libraries.register("tests", FakeLibrary())
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pyhvd").addHandler(handler)
+    told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
     rank, size = hvd.rank(), hvd.size()
@@ -92,10 +89,7 @@ def test_blocks_longer_than_one_message() -> None:
 def test_a_trial_that_does_not_end_leaves_nobody_behind() -> None:
     """One rank takes no part in it: what the other has sent stays on its way for ever."""
     libraries.register("tests", FakeLibrary())
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pyhvd").addHandler(handler)
+    told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
     MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]

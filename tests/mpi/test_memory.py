@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 import pyhvd as hvd
 from pyhvd.arena import Arena
 from pyhvd.context import current
-from tests.mpi.harness import on_ranks
+from tests.mpi.harness import hear_log, on_ranks
 
 WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without it there is no such memory
 
@@ -70,10 +69,7 @@ def test_running_out() -> None:
     def refuse(offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pyhvd").addHandler(handler)
+    told = hear_log()
     hvd.init()
     arena = current().arena
     assert isinstance(arena, Arena)

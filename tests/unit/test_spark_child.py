@@ -33,14 +33,18 @@ def _end_under(python: Path) -> Child:
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
     child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
+    _see_to_the_end(child)
+    return child
+
+
+def _see_to_the_end(process: Child | Kept) -> None:
     until = time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
-        child.register(selector)
-        while not child.ended and time.monotonic() < until:
+        process.register(selector)
+        while not process.ended and time.monotonic() < until:
             for key, _ in selector.select(0.1):
                 key.data()
-    child.close()
-    return child
+    process.close()
 
 
 def test_a_keeper_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
@@ -63,13 +67,7 @@ def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
         lambda: ended.append(kept.code),
         kill_s=0.2,
     )
-    until = time.monotonic() + PATIENCE_S
-    with selectors.DefaultSelector() as selector:
-        kept.register(selector)
-        while not kept.ended and time.monotonic() < until:
-            for key, _ in selector.select(0.1):
-                key.data()
-    kept.close()
+    _see_to_the_end(kept)
     assert ended == [0]
 
 

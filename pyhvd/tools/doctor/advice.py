@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
+from pyhvd.mpi_probe import refusal
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 from pyhvd.validation import describe_ranks
@@ -267,11 +268,10 @@ def check_cuda_mpi(case: Case) -> Findings:
     """An MPI that is to be given addresses on devices takes them."""
     mpi = case.facts.mpi
     if case.facts.wants_cuda_mpi and not mpi.cuda_aware and mpi.library:
-        known = "says that it does not take" if mpi.cuda_aware is False else "does not say that it takes"
         yield note(
             "MPI",
-            f"PYHVD_CUDA_AWARE_MPI is on, but {mpi.library} {known} memory on CUDA devices: arrays that NCCL"
-            " does not carry go through the host",
+            f"PYHVD_CUDA_AWARE_MPI is on, but {mpi.library} {refusal(mpi.cuda_aware)}: arrays that NCCL does"
+            " not carry go through the host",
         )
 
 
