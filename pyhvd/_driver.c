@@ -171,13 +171,23 @@ static void end_members(pyhvd_lane *lane) {
     }
 }
 
+/* Another rank has aborted a set's window: nobody on this rank goes on. */
+static void give_up(pyhvd_lane *lane) {
+    atomic_store_explicit(&lane->aborted, lane->set + 1, memory_order_release);
+    pyhvd_lane_shut(lane);
+    pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_ABORTED);
+}
+
 static int run_batch(pyhvd_lane *lane) {
     pyhvd_window *window = lane->sets[lane->set].window;
     window->brief = 1;
     int status = pyhvd_window_proceed(window, &lane->course);
     window->brief = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
-    if (status) return PYHVD_CLOSED;
+    if (status) {
+        give_up(lane);
+        return PYHVD_CLOSED;
+    }
     pyhvd_trace_add(lane->trace, PYHVD_CARRIED, lane->begun, lane->set, lane->members, lane->place, lane->by);
     measure(lane);
     count_batch(lane);

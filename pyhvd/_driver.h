@@ -11,6 +11,10 @@
  * `finished` is stored (release) after the results were written, and read (acquire) before they are used.
  * `progress` grows whenever somebody who waits without driving should look again.
  *
+ * Where a window turns out to be aborted (`_window.h`), the batch under way can never be carried out to its end, and what stands
+ * behind it in the log is not carried out either. Whoever drives then notes the set in `aborted`, shuts the lane, so that
+ * those who wait wait for the background thread only, and calls that thread, which fails all that is in flight.
+ *
  * A unit whose slots the board no longer lends as it knew them is *refused*, and Python *takes* it over to
  * submit it by message; one whose posts were recalled is taken over when the answer to it arrives. From then
  * on Python alone ends it.
@@ -30,7 +34,7 @@ enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
 enum { PYHVD_UNKNOWN, PYHVD_ALIKE, PYHVD_UNLIKE };
 
 /* Why the background thread is wanted in Python. */
-enum { PYHVD_CALL_WORK = 1, PYHVD_CALL_LIST = 2, PYHVD_CALL_REFUSED = 4, PYHVD_CALL_DONE = 8 };
+enum { PYHVD_CALL_WORK = 1, PYHVD_CALL_LIST = 2, PYHVD_CALL_REFUSED = 4, PYHVD_CALL_DONE = 8, PYHVD_CALL_ABORTED = 16 };
 
 /* How a drive ended. */
 enum { PYHVD_DONE = 1, PYHVD_IDLING = 2, PYHVD_AT_LIST = 3, PYHVD_LATE = 4, PYHVD_CLOSED = 5 };
@@ -102,6 +106,7 @@ typedef struct {
     int short_turns;
     _Atomic uint32_t left_over; /* whether the last driver left something that is in no log any more */
     _Atomic uint32_t watching, progress, waiters, closed;
+    _Atomic uint32_t aborted; /* 1 + the set whose window was found to be aborted, or 0; stored before the call */
     pyhvd_tally tally;
 } pyhvd_lane;
 
@@ -153,6 +158,11 @@ void pyhvd_lane_seize(pyhvd_lane *lane);
 
 /* Whether a batch is being carried out. From any thread, for a look only: `running` is the driver's. */
 static inline int pyhvd_lane_is_running(pyhvd_lane *lane) { return __atomic_load_n(&lane->running, __ATOMIC_RELAXED); }
+
+/* 1 + the set whose window the engine has found aborted, or 0. From any thread. */
+static inline uint32_t pyhvd_lane_aborted(pyhvd_lane *lane) {
+    return atomic_load_explicit(&lane->aborted, memory_order_acquire);
+}
 
 static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
     return atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;

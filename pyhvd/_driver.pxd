@@ -135,6 +135,7 @@ cdef extern from "_driver.h" nogil:
     int pyhvd_lane_enter(pyhvd_lane* lane, uint64_t number)
     void pyhvd_lane_leave(pyhvd_lane* lane)
     int pyhvd_lane_is_running(pyhvd_lane* lane)
+    uint32_t pyhvd_lane_aborted(pyhvd_lane* lane)
     void pyhvd_lane_shut(pyhvd_lane* lane)
     void pyhvd_lane_seize(pyhvd_lane* lane)
     bint pyhvd_unit_finished(const pyhvd_unit* unit, uint64_t turn)

@@ -37,6 +37,7 @@ cdef extern from "_window.h" nogil:
     enum:
         PYHVD_MAX_LOCAL
         PYHVD_FLAT
+        PYHVD_NOTE
 
     ctypedef struct pyhvd_window:
         int rank
@@ -79,7 +80,8 @@ cdef extern from "_window.h" nogil:
         int64_t recv_count
     )
     int pyhvd_window_barrier(pyhvd_window* w)
-    void pyhvd_window_abort(pyhvd_window* w)
+    void pyhvd_window_abort(pyhvd_window* w, const uint8_t* note, size_t bytes)
+    const uint8_t* pyhvd_window_note(const pyhvd_window* w, size_t* bytes)
 
 
 cdef class Trace:

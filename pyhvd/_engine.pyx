@@ -30,6 +30,7 @@ cdef extern from "_mapping.h" nogil:
 HUGE = PYHVD_HUGE
 MAX_LOCAL = PYHVD_MAX_LOCAL
 FLAT = PYHVD_FLAT
+NOTE = PYHVD_NOTE
 
 
 CHUNK_UNIT = 128
@@ -290,6 +291,20 @@ cdef class Window:
             status = pyhvd_window_barrier(&self.window)
         return status == 0
 
-    def abort(self):
-        """Let no rank wait any longer. From any thread."""
-        pyhvd_window_abort(&self.window)
+    def abort(self, bytes note):
+        """Let no rank wait any longer. From any thread, but not from two at a time.
+
+        Parameters
+        ----------
+        note : bytes
+            What the others can read then, NOTE bytes at most; the first one of a rank's counts.
+        """
+        if len(note) > PYHVD_NOTE:
+            raise ValueError(f"a note has {PYHVD_NOTE} bytes at most, not {len(note)}")
+        pyhvd_window_abort(&self.window, <const uint8_t*><const char*>note, <size_t>len(note))
+
+    def note(self):
+        """Return the note of the rank that has aborted the window, or None if none has."""
+        cdef size_t length = 0
+        cdef const uint8_t* start = pyhvd_window_note(&self.window, &length)
+        return None if start == NULL else (<const char*>start)[:length]

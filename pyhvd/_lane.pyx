@@ -464,6 +464,11 @@ cdef class Lane(BoardEnd):
             if not entered:
                 pyhvd_lane_seize(&self.c)
 
+    def note(self):
+        """Return the note of the rank that has aborted a window, if the engine has come upon it; or None."""
+        cdef uint32_t found = pyhvd_lane_aborted(&self.c)
+        return (<Window>self.windows[found - 1]).note() if found else None
+
     def forget(self, bint keep=False):
         """Everything has ended: run what callbacks there are, and let go of all handles.
 

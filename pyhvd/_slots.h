@@ -14,7 +14,8 @@ typedef struct {
     _Alignas(LINE) _Atomic uint64_t flat;
     _Alignas(LINE) _Atomic uint32_t bell;
     _Alignas(LINE) _Atomic uint32_t asleep;
-    _Alignas(LINE) _Atomic uint32_t aborted;
+    _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that has aborted the window, or 0 */
+    uint32_t noted, note_bytes;              /* whether the owner has left a note, and of what length */
 } control;
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -28,6 +29,11 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
     return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
+}
+
+/* Where a rank leaves its note: behind all the rest. */
+static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
+    return w->area[rank] + pyhvd_window_area(w->capacity) - PYHVD_NOTE;
 }
 
 /* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */

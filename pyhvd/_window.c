@@ -11,7 +11,7 @@
 #define SOON 4     /* tensors by which the beginnings of small ones are fetched */
 
 size_t pyhvd_window_area(size_t capacity) {
-    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE); /* a line for the shift */
+    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE; /* a line for the shift */
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {
@@ -36,6 +36,10 @@ static void part(pyhvd_window *w) {
         atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_here(), memory_order_relaxed);
 }
 
+static inline int is_aborted(const control *mine) {
+    return atomic_load_explicit(&mine->aborted, memory_order_acquire) != 0;
+}
+
 /* One nap: returns PYHVD_LATER if it has brought nothing. */
 static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     control *mine = control_of(w, w->rank);
@@ -43,12 +47,12 @@ static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now();
-    if (!reached(counter, value)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
+    if (!reached(counter, value) && !is_aborted(mine)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
     w->patience = pyhvd_patience(w->patience, pyhvd_now() - before);
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
     part(w); /* the kernel likes to place a sleeper beside who wakes it */
     if (reached(counter, value)) return PYHVD_OK;
-    return atomic_load_explicit(&mine->aborted, memory_order_relaxed) ? PYHVD_ABORTED : PYHVD_LATER;
+    return is_aborted(mine) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
 int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
@@ -127,11 +131,27 @@ int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
 }
 
-void pyhvd_window_abort(pyhvd_window *w) {
-    for (int q = 0; q < w->size; q++) {
-        atomic_store_explicit(&control_of(w, q)->aborted, 1, memory_order_relaxed);
-        pyhvd_futex_wake(&control_of(w, q)->bell, 1);
+void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes) {
+    control *mine = control_of(w, w->rank);
+    if (!mine->noted) {
+        mine->note_bytes = (uint32_t)MIN(bytes, PYHVD_NOTE);
+        memcpy(note_of(w, w->rank), note, mine->note_bytes);
+        mine->noted = 1;
     }
+    for (int q = 0; q < w->size; q++) {
+        control *theirs = control_of(w, q);
+        uint32_t nobody = 0;
+        atomic_compare_exchange_strong_explicit(&theirs->aborted, &nobody, (uint32_t)w->rank + 1,
+                                                memory_order_release, memory_order_relaxed);
+        pyhvd_futex_wake(&theirs->bell, 1);
+    }
+}
+
+const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes) {
+    uint32_t by = atomic_load_explicit(&control_of(w, w->rank)->aborted, memory_order_acquire);
+    if (!by) return NULL;
+    *bytes = control_of(w, (int)by - 1)->note_bytes;
+    return note_of(w, (int)by - 1);
 }
 
 /* ---- reductions ---- */

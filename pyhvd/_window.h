@@ -22,6 +22,14 @@
  * Waiting: a short spin with yields, then a futex. A sleeper sets `asleep`, then looks again, then
  * sleeps on `bell` as it was before; an announcer stores its counter, then looks for sleepers. The
  * sequentially consistent fences between the two steps of each make sure that one of them sees the other.
+ *
+ * A rank that cannot go on *aborts* the window, from any of its threads: it writes a note into its own area, once, and
+ * then its number into every rank's `aborted`, unless another's is there, and wakes the sleepers. `aborted` is stored
+ * with release behind the note, and read with acquire before it: whoever sees a number can read that rank's note, and
+ * the first number that a rank sees stays. It is looked at only by who is about to sleep, or has slept, so that waiting costs nothing
+ * more: what all ranks have done their part of still ends well, and a rank that comes later does not sleep. The bell is
+ * read before `aborted` is, and changed behind it: no sleeper is missed. An aborted window is used no more: its
+ * counters need not agree any longer, nor are arrays that were reduced in place of any use.
  */
 #ifndef PYHVD_WINDOW_H
 #define PYHVD_WINDOW_H
@@ -34,6 +42,7 @@
 #define PYHVD_MAX_LOCAL 256 /* ranks on one node */
 #define PYHVD_SLOTS 3
 #define PYHVD_FLAT 16384 /* bytes of a rank's part in a flat operation */
+#define PYHVD_NOTE 8192  /* bytes, at most, that a rank can leave to the others when it aborts the window */
 
 enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
 
@@ -101,7 +110,11 @@ int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t
 /* Return when every rank has called it. */
 int pyhvd_window_barrier(pyhvd_window *w);
 
-/* Let no rank wait any longer: their calls return PYHVD_ABORTED. */
-void pyhvd_window_abort(pyhvd_window *w);
+/* Let no rank wait any longer: their calls return PYHVD_ABORTED, and `note` is there to be read. Of a rank's notes the
+ * first counts. Not from two threads of a rank at a time; otherwise from any thread, whatever the others do. */
+void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes);
+
+/* The note of whoever has aborted the window, and its length; NULL if nobody has. */
+const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes);
 
 #endif

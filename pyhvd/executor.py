@@ -17,23 +17,13 @@ from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
 from pyhvd.backends.base import Backend, Fabric, Pieces
 from pyhvd.backends.host import rows_of
 from pyhvd.backends.shm import ShmBackend
+from pyhvd.causes import error_of_response, exception_of, note_of
 from pyhvd.checking import make_checker
 from pyhvd.config import Config
 from pyhvd.device_executor import DeviceExecutor
 from pyhvd.devices.libraries import View
 from pyhvd.dtypes import BY_CODE, DtypeInfo
-from pyhvd.errors import (
-    CorruptionError,
-    HorovodInternalError,
-    InternalError,
-    MismatchError,
-    RankFailedError,
-    RankValue,
-    RemoteError,
-    ShutDownError,
-    StallError,
-    TransportError,
-)
+from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.instruments import Instruments
 from pyhvd.lane import FastLane
 from pyhvd.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
@@ -45,25 +35,6 @@ from pyhvd.terms import kernel_terms
 from pyhvd.validation import verb
 
 Views = Sequence[TensorView | None]
-
-
-def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
-    """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
-    if info.kind == ErrorKind.MISMATCH:
-        hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
-        per_rank = {
-            rank: RankValue(rank, hosts.get(rank, ""), value, info.sites.get(rank, ""))
-            for rank, value in info.per_rank.items()
-        }
-        return MismatchError(info.message, name, per_rank)
-    if info.kind == ErrorKind.RANK_FAILED:
-        failed = RankFailedError(info.message, info.rank)
-        if info.traceback:
-            failed.__cause__ = RemoteError(info.rank, info.traceback)
-        return failed
-    if info.kind == ErrorKind.STALL:
-        return StallError(info.message, info.missing, info.stacks)
-    return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
 
 
 class Executor:
@@ -183,7 +154,7 @@ class Executor:
             # What was taken out of the queue is nobody else's to answer.
             for entry in entries:
                 if entry is not None:
-                    entry.done(None, exc if isinstance(exc, HorovodInternalError) else _wrapped(exc, first))
+                    entry.done(None, error_of_response(exc, first))
             raise
         finally:
             self.running = []
@@ -211,14 +182,23 @@ class Executor:
         told = [entry.told for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
-    def abort(self, why: str) -> None:
-        """Let devices wait for no other rank any longer; not collective; from any thread."""
-        self._devices.abort(why)
+    def abort(self, info: ErrorInfo) -> None:
+        """Let no rank wait for this one, which cannot go on, nor a device for a rank; from any thread.
+
+        Not collective. In every set: what this rank has not done its part of now, it will not do.
+        """
+        note = note_of(info)
+        for backend in list(self._backends.values()):  # another thread may be adding one
+            backend.abort(note)
+        self._devices.abort(info.message)
 
     def close(self, stop: ErrorInfo) -> None:
-        """Give up the backends, in the order of their sets; collective."""
+        """Give up the backends, in the order of their sets; collective.
+
+        Other ranks may still be carrying out what this one has done its part of: that is not aborted.
+        """
         if stop.kind != ErrorKind.SHUT_DOWN:
-            self.abort(stop.message)
+            self._devices.abort(stop.message)
         self._devices.close()
         for set_id in sorted(self._backends):
             self._backends.pop(set_id).close()
@@ -447,33 +427,3 @@ def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
     if entry is not None and (source := _on_host(entry.source)) is not None:
         return source.array.dtype
     return np.dtype((np.void, info.itemsize))
-
-
-def error_of_thread(exc: BaseException) -> HorovodInternalError:
-    """Return what is said where an exception ends the background thread."""
-    if isinstance(exc, HorovodInternalError):
-        return exc
-    error: HorovodInternalError
-    if library := _reporter_of(exc):
-        error = TransportError(f"{library} reported: {exc}")
-    else:
-        error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
-    error.__cause__ = exc
-    return error
-
-
-def _wrapped(exc: BaseException, response: Response) -> HorovodInternalError:
-    what = f"{verb(response.request.type)} {response.request.name!r}"
-    error: HorovodInternalError
-    if library := _reporter_of(exc):
-        error = TransportError(f"{what}: {library} reported: {exc}")
-    else:
-        error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
-    error.__cause__ = exc
-    return error
-
-
-def _reporter_of(exc: BaseException) -> str:
-    """Return which library an exception is the word of, if it is one that moves data."""
-    root = type(exc).__module__.partition(".")[0]
-    return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

@@ -120,7 +120,7 @@ def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError
     missing = {name: list(standing.suspects) for name in standing.names}
     stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
     limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
-    return StallError(f"this rank has given up: {text}\n({limit})", missing, stacks)
+    return StallError(f"rank {standing.rank} has given up: {text}\n({limit})", missing, stacks)
 
 
 def name_of(process_set: int, name: str) -> str:

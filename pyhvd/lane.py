@@ -17,7 +17,7 @@ import numpy as np
 from pyhvd._lane import MAX_SLOTS, SETS, Lane, Unit, board_bytes
 from pyhvd.arena import Arena
 from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Aborted, Backend, Fabric
 from pyhvd.backends.shm import OpenWindow, Segment, ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
@@ -262,8 +262,17 @@ class LaneBell:
         self._lane.call(self._rank if address is None else address)
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
-        return bool(self._lane.doze(timeout))
+        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung.
+
+        Raises
+        ------
+        Aborted
+            Another rank has aborted a window while this one's engine was, or came, inside.
+        """
+        rung = bool(self._lane.doze(timeout))
+        if (note := self._lane.note()) is not None:
+            raise Aborted(note)
+        return rung
 
     def close(self) -> None:
         """Nothing to give up."""

@@ -27,15 +27,11 @@ import msgspec
 from pyhvd._lane import Lane
 from pyhvd.arena import Arena
 from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.causes import error_of_thread, exception_of, info_of
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
-from pyhvd.errors import (
-    HorovodInternalError,
-    ShutDownError,
-    describe_exception,
-    describe_traceback,
-)
-from pyhvd.executor import Executor, error_of_thread, exception_of
+from pyhvd.errors import HorovodInternalError, ShutDownError
+from pyhvd.executor import Executor
 from pyhvd.farewell import GOODBYE, Farewell
 from pyhvd.fusion import plan
 from pyhvd.hangs import Whereabouts, make_reporter, take_aside
@@ -437,6 +433,7 @@ class Runtime:
     def _give_up(self, passed: float) -> None:
         """Let the background thread end this rank; if it is inside a collective, do it here."""
         self._verdict = error = self._onlooker.error(passed)
+        self._executor.abort(info_of(error, self._control.rank))
         self._control.wake()
         if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
             return
@@ -448,7 +445,6 @@ class Runtime:
         for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
             if entry is not None:
                 entry.done(None, error)
-        self._executor.abort(str(error))
         self._recorder.abandon(error)
         if self._lane is not None:
             self._lane.lane.forget(keep=True)
@@ -469,16 +465,18 @@ class Runtime:
 
     def _break(self, exc: BaseException) -> None:
         """This thread cannot go on: say so to everybody who can still be reached."""
-        self.broken = True
-        if self.ended is not None:
-            _log.error("shutting down did not end well: %s", exc)
+        rank, error, info = self._control.rank, error_of_thread(exc), info_of(exc, self._control.rank)
+        with contextlib.suppress(Exception):  # whatever fails, callers get their error
+            self._executor.abort(info)
+        if self._abandoned:
             return
-        error = error_of_thread(exc)
-        rank = self._control.rank
-        _log.error("rank %d: %s", rank, error, exc_info=None if exc is self._verdict else exc)
-        text = f"rank {rank} failed: {describe_exception(exc)}"
-        self._executor.abort(text)
-        info = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))
+        first = info.rank == rank  # else another one says so, and sees to the end of the job
+        self.broken = self.broken or first
+        if self.ended is not None:
+            _log.error("shutting down did not end well: %s", error)
+            return
+        if first:
+            _log.error("rank %d: %s", rank, error, exc_info=None if self._verdict is not None else exc)
         with contextlib.suppress(Exception):
             if self._coordinator is not None:
                 self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))

@@ -32,6 +32,20 @@ class Pieces:
     staging_size: int
 
 
+class Aborted(Exception):
+    """A rank of the set cannot go on, and has aborted its collectives.
+
+    Attributes
+    ----------
+    note : bytes
+        What it has left for the others. Whoever calls the backend knows what that means.
+    """
+
+    def __init__(self, note: bytes) -> None:
+        super().__init__(note)
+        self.note = note
+
+
 Block = tuple[int, Bytes]
 """A set rank, and bytes for it or from it."""
 
@@ -99,6 +113,13 @@ class Fabric(Protocol):
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the fabric of some of the ranks; called by exactly those. ``tag`` tells sets apart."""
+
+    def abort(self, note: bytes) -> None:
+        """Let no rank wait in a call any longer: it raises :class:`Aborted`, where the carrier has a way.
+
+        Not collective; from any thread. The first note that a rank finds is the one that it gets. Nothing
+        but :meth:`close` may follow.
+        """
 
     def close(self) -> None:
         """Give up what the fabric holds; collective."""
@@ -181,6 +202,9 @@ class Backend(Protocol):
 
     def agree(self, ok: bool) -> list[int]:
         """Return the ranks on which ``ok`` is false: the same list on every rank."""
+
+    def abort(self, note: bytes) -> None:
+        """Let no rank of the set wait for this one any longer; see :meth:`Fabric.abort`."""
 
     def close(self) -> None:
         """Give up what the backend holds; collective."""

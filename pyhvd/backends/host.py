@@ -257,6 +257,10 @@ class HostBackend:
         self.fabric.allgather(np.array([ok], np.uint8), flags)
         return [r for r in range(self.size) if not flags[r]]
 
+    def abort(self, note: bytes) -> None:
+        """Let no rank wait any longer; not collective; from any thread."""
+        self.fabric.abort(note)
+
     def close(self) -> None:
         """Give up buffers and fabric; collective."""
         self._buffers.clear()

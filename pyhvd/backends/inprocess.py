@@ -16,7 +16,7 @@ import numpy as np
 
 from pyhvd.arena import Arena
 from pyhvd.arrays import Bytes, address
-from pyhvd.backends.base import Block, Fabric
+from pyhvd.backends.base import Aborted, Block, Fabric
 from pyhvd.backends.shm import LINE, Segment, aligned
 from pyhvd.errors import TransportError
 
@@ -30,6 +30,7 @@ class Meeting:
         self.laid: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
+        self._note: bytes | None = None
         self._subsets: dict[tuple[tuple[int, ...], int], list[Meeting]] = {}
         self._asked: dict[tuple[tuple[int, ...], int, int], int] = {}
 
@@ -38,6 +39,7 @@ class Meeting:
         try:
             self._barrier.wait(self.timeout)
         except threading.BrokenBarrierError as exc:
+            self._check()
             raise TransportError("a rank of this process has left, or has not come in time") from exc
 
     def abort(self) -> None:
@@ -48,9 +50,29 @@ class Meeting:
         for meeting in subsets:
             meeting.abort()
 
+    def leave(self, rank: int, note: bytes) -> None:
+        """Let nobody wait for a rank any longer, here or in a subset that it is a member of."""
+        with self._lock:
+            if self._note is None:
+                self._note = note
+            subsets = [
+                (ranks.index(rank), meeting)
+                for (ranks, _), meetings in self._subsets.items()
+                for meeting in meetings
+                if rank in ranks
+            ]
+        self._barrier.abort()
+        for place, meeting in subsets:
+            meeting.leave(place, note)
+
+    def _check(self) -> None:
+        if self._note is not None:
+            raise Aborted(self._note)
+
     def subset(self, ranks: tuple[int, ...], tag: int, rank: int) -> Meeting:
         """Return the meeting of some ranks; the n-th call of each of them returns the same one."""
         with self._lock:
+            self._check()
             turn = self._asked.get((ranks, tag, rank), 0)
             self._asked[ranks, tag, rank] = turn + 1
             meetings = self._subsets.setdefault((ranks, tag), [])
@@ -135,6 +157,10 @@ class ThreadFabric:
         """Return the fabric of some ranks."""
         meeting = self._meeting.subset(tuple(ranks), tag, self.rank)
         return ThreadFabric(meeting, list(ranks).index(self.rank))
+
+    def abort(self, note: bytes) -> None:
+        """Let nobody wait for this rank any longer."""
+        self._meeting.leave(self.rank, note)
 
     def close(self) -> None:
         """Nothing to give up: the meeting goes with its threads."""

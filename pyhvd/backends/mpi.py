@@ -100,6 +100,9 @@ class MpiFabric:
             chosen.Free()
             group.Free()
 
+    def abort(self, note: bytes) -> None:
+        """Do nothing: MPI lets nobody out of a collective. The job ends when this rank shuts down."""
+
     def close(self) -> None:
         """Free the communicator; collective."""
         self.comm.Free()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,9 @@ import numpy.typing as npt
 
 from pyhvd import _engine
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.backends.base import Block, Fabric, Pieces
+from pyhvd.backends.base import Aborted, Block, Fabric, Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import DtypeInfo, ReduceOp
-from pyhvd.errors import TransportError
 
 _log = logging.getLogger("pyhvd")
 
@@ -87,6 +87,7 @@ class ShmFabric:
         self.size = inner.size
         self.inner = inner
         self._segment = segment
+        self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
         self.window = _engine.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
         self.window.clear()
         inner.barrier()
@@ -105,7 +106,9 @@ class ShmFabric:
         """Send block r to rank r."""
         sizes = [np.array(counts, np.int64) for counts in (send_counts, recv_counts)]
         starts = [_starts(counts) for counts in (send_counts, recv_counts)]
-        _check(self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1]))
+        self.check(
+            self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1])
+        )
 
     def exchange(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -115,14 +118,14 @@ class ShmFabric:
 
     def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Give each other blocks; what other pairs do holds up nobody."""
-        _check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+        self.check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
         counts = np.zeros(self.size, np.int64)
         counts[root] = len(buffer)
         here = address(buffer)
-        _check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
+        self.check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
 
     def takes_devices(self) -> str:
         """Ask the other fabric: a window is no way for memory on devices."""
@@ -134,19 +137,32 @@ class ShmFabric:
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        _check(self.window.barrier())
+        self.check(self.window.barrier())
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
         """Return the other fabric's subset: whether it gets a window is decided anew."""
         return self.inner.subset(ranks, tag)
 
+    def abort(self, note: bytes) -> None:
+        """Let no rank wait any longer, neither in the window nor on the way to another one."""
+        with self._ending:
+            if self._segment.memory is not None:
+                self.window.abort(note)
+        self.inner.abort(note)
+
     def close(self) -> None:
         """Give up window and fabric; collective."""
-        self._segment.memory = None
+        with self._ending:
+            self._segment.memory = None
         self.inner.close()
 
+    def check(self, done: bool) -> None:
+        """Raise :class:`~pyhvd.backends.base.Aborted` if something in the window was not done to its end."""
+        if not done:
+            raise Aborted(self.window.note() or b"")
+
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
-        _check(self.window.gather(send, address(recv), np.array(counts, np.int64), _starts(counts)))
+        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64), _starts(counts)))
 
 
 class ShmBackend(HostBackend):
@@ -157,6 +173,7 @@ class ShmBackend(HostBackend):
     def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
         super().__init__(fabric, pieces)
         self.window = fabric.window
+        self._check = fabric.check
 
     def resize(self, pieces: Pieces) -> None:
         """Change the size of the window's chunks, and of what else is walked."""
@@ -176,7 +193,7 @@ class ShmBackend(HostBackend):
         """Reduce tensors that ride together, straight from and to the callers' memory."""
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
-        _check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
+        self._check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
 
 
 def make_backend(
@@ -206,8 +223,3 @@ def make_backend(
 
 def _starts(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(counts) + 1)
-
-
-def _check(done: bool) -> None:
-    if not done:
-        raise TransportError("the shared window was given up by another rank of this node")

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pyhvd as hvd
 from tests.conformance.cases import is_last, last, outcome
 from tests.mpi.harness import on_ranks, run_function, run_mpi
 from tests.mpi.launch import ROOT
+from tests.mpi.run_support import pyhvdrun, script
 
 WITHIN_S = 12.0
 
@@ -99,22 +102,117 @@ def test_no_memory_for_an_output_on_one_rank() -> None:
             hvd.barrier()
 
 
-def _broken_carrier() -> None:
-    from pyhvd.backends.mpi import MpiFabric
+def _break_carrier(owner: type, verb: str) -> None:
+    """Let a method fail on rank 1."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the wire is cut")
+
+    if hvd.rank() == 1:
+        setattr(owner, verb, broken)
+
+
+def _check_told(error: BaseException | None) -> None:
+    assert isinstance(error, hvd.RankFailedError), repr(error)
+    assert str(error) == "rank 1 failed: RuntimeError: the wire is cut"
+    assert error.rank == 1
+    assert "in broken" in str(error.__cause__)
+    print(f"rank {hvd.rank()} was told", flush=True)
+
+
+def _end_together(number: int) -> None:
+    """Shut down where all ranks have made their checks: rank 1's shutdown ends the job."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    if number == 1:
+        hvd.shutdown()
+    time.sleep(30)
+
+
+def _broken_window(name: str) -> None:
     from pyhvd.backends.shm import ShmBackend
 
     hvd.init()
+    number = hvd.rank()
     hvd.barrier()
-    if hvd.rank() == 1:
+    _break_carrier(ShmBackend, "allreduce")
+    error = outcome(lambda: hvd.allreduce(np.ones(2 if name == "flat" else 300_000), name=name))
+    if number == 1:
+        assert isinstance(error, hvd.InternalError), repr(error)
+        assert "the wire is cut" in str(error)
+        assert name in str(error)
+    else:
+        _check_told(error)
+    later = outcome(hvd.barrier)
+    assert isinstance(later, hvd.HorovodInternalError)
+    assert "the wire is cut" in str(later)
+    _end_together(number)
 
-        def broken(*_: object) -> None:
-            raise RuntimeError("the wire is cut")
 
-        fast = os.environ["PYHVD_FAST_LANE"] == "1"
-        owner, verb = (ShmBackend, "allreduce") if fast else (MpiFabric, "allgather")
-        setattr(owner, verb, broken)
+def _broken_engine(name: str) -> None:
+    """Rank 1 breaks in a list that it carries out by itself; the others are in the engine's next batch."""
+    from pyhvd.executor import Executor
+
+    hvd.init(process_sets="dynamic")
+    number = hvd.rank()
+    alone = hvd.add_process_set([1])
+    array = np.ones(2 if name == "flat" else 300_000)
+    for _ in range(3):
+        hvd.allreduce(array, name=name)
+    hvd.barrier()
+    entered, posted, run = threading.Event(), threading.Event(), Executor.run
+
+    def broken(self: Executor, batch: Any) -> None:
+        if batch[0].request.name != "alone":
+            run(self, batch)
+            return
+        entered.set()
+        assert posted.wait(20)
+        time.sleep(0.1)  # by now the others sleep in the window, as a rule: they are told in any case
+        raise RuntimeError("the wire is cut")
+
+    Executor.run = broken  # type: ignore[method-assign]
+    if number == 1:
+        hvd.allreduce_async(np.ones(1), name="alone", process_set=alone).flush()
+        assert entered.wait(20)
+    handle = hvd.allreduce_async(array, name=name)
+    assert type(handle) is hvd.Handle, "not on the fast lane"
+    handle.flush()
+    posted.set()
+    error = handle.exception(20)
+    if number == 1:
+        assert isinstance(error, hvd.InternalError), repr(error)
+        assert "the wire is cut" in str(error)
+    else:
+        _check_told(error)
+    _end_together(number)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("size", ["flat", "chunks"])
+@pytest.mark.parametrize("broken", [_broken_window, _broken_engine])
+def test_a_rank_that_breaks_lets_the_others_out_of_the_window(
+    broken: Callable[[str], None], size: str, n: int
+) -> None:
+    """They learn whose failure it was, and why; its own shutdown then ends the job."""
+    report = run_function(n, broken, {"name": size}, timeout=25, env={"PYHVD_FAST_LANE": "1"})
+    assert not report.timed_out, report.text
+    assert not report.results, report.text
+    assert report.returncode != 0
+    assert report.seconds < WITHIN_S, report.text
+    told = {rank for rank in range(n) if f"rank {rank} was told" in report.output}
+    assert told == set(range(n)) - {1}, report.text
+
+
+def _broken_messages() -> None:
+    from pyhvd.backends.mpi import MpiFabric
+
+    hvd.init()
+    hvd.barrier()
+    _break_carrier(MpiFabric, "allgather")
     error = outcome(lambda: hvd.allreduce(np.ones(2), name="cut"))
-    assert hvd.rank() == 1, "the other ranks are inside the collective, and cannot be reached"
+    assert hvd.rank() == 1, "the other ranks are inside MPI, and cannot be reached"
     assert isinstance(error, hvd.InternalError), repr(error)
     assert "the wire is cut" in str(error)
     assert "cut" in str(error)
@@ -122,14 +220,38 @@ def _broken_carrier() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("lane", ["0", "1"])
-def test_a_broken_carrier_ends_the_job(lane: str) -> None:
+def test_without_a_window_a_rank_that_breaks_ends_the_job() -> None:
     """Its rank gets an error; shutting down there ends the ranks that are caught inside the collective."""
-    report = run_function(2, _broken_carrier, timeout=20, env={"PYHVD_FAST_LANE": lane})
+    report = run_function(2, _broken_messages, timeout=20, env={"PYHVD_FAST_LANE": "0"})
     assert report.seconds < WITHIN_S, report.text
     assert not report.timed_out, report.text
     assert report.returncode != 0
     assert "the wire is cut" in report.output
+
+
+UNCAUGHT = """\
+import numpy as np, pyhvd as hvd
+from pyhvd.backends.shm import ShmBackend
+
+def broken(*_):
+    raise MemoryError("no room")
+
+hvd.init()
+hvd.barrier()
+if hvd.rank() == 1:
+    ShmBackend.allreduce = broken
+hvd.allreduce(np.ones(3), name="cut")
+"""
+
+
+def test_the_first_failure_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    path = script(tmp_path, UNCAUGHT)
+    ended = pyhvdrun("-n", 4, path, env={"PYHVD_FAST_LANE": "1"})
+    assert ended.code == 1, ended.err
+    assert ended.last.endswith("InternalError: allreduce 'cut' failed on this rank: MemoryError: no room"), (
+        ended.err
+    )
+    assert ended.seconds < WITHIN_S, ended.err
 
 
 def test_an_error_of_any_class_is_told(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyhvd import errors
-from pyhvd.executor import exception_of
+from pyhvd.causes import exception_of
 from pyhvd.messages import ErrorInfo, ErrorKind
 from pyhvd.processes import Place
 

@@ -106,7 +106,7 @@ def test_a_collective_that_does_not_end() -> None:
     error = error_of_standing(standing, PLACES)
     assert error.missing == {"a": [2, 3], "b": [2, 3]}
     assert error.stacks[3] == "rank 3 on host node (pid 103): its process has ended"
-    assert str(error).startswith("this rank has given up: rank 0 has waited for 'a', 'b'")
+    assert str(error).startswith("rank 0 has given up: rank 0 has waited for 'a', 'b'")
 
 
 def test_where_nobody_is_stopped_all_are_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,7 @@ def on_threads(
             results[rank] = body(rank, window)
         except BaseException as exc:
             errors.append(exc)
-            window.abort()
+            window.abort(b"")
 
     threads = [threading.Thread(target=play, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -324,11 +325,74 @@ def test_chunks_must_fit_their_slots() -> None:
 def test_abort_ends_every_wait() -> None:
     def body(rank: int, window: _engine.Window) -> bool:
         if rank == 2:
-            window.abort()
+            window.abort(b"no room")
             return False
         return window.barrier()
 
     assert on_threads(3, body) == [False, False, False]
+
+
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_an_abort_wakes_sleepers_and_whoever_comes_finds_the_first_note(count: int) -> None:
+    """Rank 1 sleeps inside, rank 2 comes later; each has its own note to give, and reads rank 0's."""
+    aborted = threading.Event()
+
+    def body(rank: int, window: _engine.Window) -> tuple[bool, bytes | None, bytes | None]:
+        before = window.note()
+        if rank == 0:
+            time.sleep(0.05)  # by now rank 1 sleeps, as a rule: the outcome is the same if it does not
+            window.abort(b"rank 0 has failed")
+            window.abort(b"and again")
+            aborted.set()
+            return False, before, window.note()
+        if rank == 2:
+            assert aborted.wait(TIMEOUT)
+        values = np.ones(count)
+        where = addresses([values])
+        args = (where, where, starts_of([count]), Code.FLOAT64, ReduceOp.SUM, 1.0, 1.0)
+        done = window.allreduce(*args)
+        window.abort(b"a rank that only follows")
+        return done, before, window.note()
+
+    assert on_threads(3, body) == [(False, None, b"rank 0 has failed")] * 3
+
+
+def test_what_all_have_done_their_part_of_ends_well_in_an_aborted_window() -> None:
+    """Rank 0 has laid down its part, and is let go; rank 1 comes only then, and misses nothing."""
+    aborted = threading.Event()
+
+    def body(rank: int, window: _engine.Window) -> tuple[bool, list[float]]:
+        values = np.full(3, rank + 1.0)
+        where = addresses([values])
+
+        def abort() -> None:
+            time.sleep(0.05)
+            window.abort(b"later")
+            aborted.set()
+
+        helper = threading.Thread(target=abort)
+        if rank == 0:
+            helper.start()
+        else:
+            assert aborted.wait(TIMEOUT)
+        done = window.allreduce(where, where, starts_of([3]), Code.FLOAT64, ReduceOp.SUM, 1.0, 1.0)
+        if rank == 0:
+            helper.join(TIMEOUT)
+        return done, values.tolist()
+
+    assert on_threads(2, body) == [(False, [1.0] * 3), (True, [3.0] * 3)]
+
+
+def test_a_note_has_a_limit() -> None:
+    def body(rank: int, window: _engine.Window) -> None:
+        with pytest.raises(ValueError, match="a note has 8192 bytes at most, not 8193"):
+            window.abort(bytes(_engine.NOTE + 1))
+        assert window.note() is None
+        note = bytes(range(256)) * (_engine.NOTE // 256)
+        window.abort(note)
+        assert window.note() == note
+
+    on_threads(1, body)
 
 
 def test_what_makes_no_window_is_refused() -> None:

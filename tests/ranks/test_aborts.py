@@ -1,0 +1,257 @@
+"""A rank whose engine breaks: the others, in the middle of a collective with it, are told whose, and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd import context
+from pyhvd.backends.host import HostBackend
+from pyhvd.backends.inprocess import ThreadFabric
+from pyhvd.backends.shm import ShmBackend, ShmFabric
+from pyhvd.executor import Executor
+from pyhvd.testing import RanksFailed, run_ranks
+from tests.conformance.cases import outcome
+
+SECONDS = 20.0
+VICTIM = 1
+
+
+def break_on(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    verb: str,
+    rank: int = VICTIM,
+    ready: Callable[[], Any] = bool,
+) -> None:
+    """Let a method fail on one rank, once ``ready()`` has returned there."""
+    works = getattr(owner, verb)
+
+    def breaks(self: Any, *args: Any) -> Any:
+        if self.rank == rank:
+            ready()
+            raise MemoryError("no room")
+        return works(self, *args)
+
+    monkeypatch.setattr(owner, verb, breaks)
+
+
+def check_error(error: BaseException | None, kind: type = hvd.InternalError) -> None:
+    """See that a rank has been told what it should."""
+    if hvd.rank() == VICTIM:
+        assert isinstance(error, kind), repr(error)
+        assert "MemoryError" in str(error)
+    else:
+        assert isinstance(error, hvd.RankFailedError), repr(error)
+        assert error.rank == VICTIM
+        assert str(error) == "rank 1 failed: MemoryError: no room"
+        assert "in breaks" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("fast_lane", [False, True])
+@pytest.mark.parametrize("count", [3, 300_000])
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_allreduce_that_fails_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, size: int, count: int, fast_lane: bool
+) -> None:
+    break_on(monkeypatch, ShmBackend if fast_lane else HostBackend, "allreduce")
+
+    def body() -> None:
+        hvd.barrier()
+        other = hvd.allreduce_async(np.ones(2), name="beside")
+        check_error(outcome(lambda: hvd.allreduce(np.ones(count), name="cut")))
+        assert isinstance(other.exception(SECONDS), hvd.HorovodInternalError)
+        check_error(outcome(hvd.barrier), hvd.HorovodInternalError)
+
+    run_ranks(size, body, timeout=SECONDS, knobs={"fast_lane": fast_lane})
+
+
+VERBS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "allgather": ("allgatherv", lambda: hvd.allgather(np.ones(5), name="x")),
+    "broadcast": ("broadcast", lambda: hvd.broadcast(np.ones(5), 0, name="x")),
+    "alltoall": ("exchange", lambda: hvd.alltoall(np.ones(6), name="x")),
+    "reducescatter": ("alltoallv", lambda: hvd.reducescatter(np.ones(6), name="x")),
+    "adasum": ("swap", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
+}
+
+
+@pytest.mark.parametrize("fast_lane", [False, True])
+@pytest.mark.parametrize("verb", VERBS)
+def test_other_collectives_that_fail_on_one_rank(
+    monkeypatch: pytest.MonkeyPatch, verb: str, fast_lane: bool
+) -> None:
+    method, call = VERBS[verb]
+    break_on(monkeypatch, ShmFabric if fast_lane else ThreadFabric, method)
+
+    def body() -> None:
+        hvd.barrier()
+        check_error(outcome(call))
+
+    run_ranks(2, body, timeout=SECONDS, knobs={"fast_lane": fast_lane})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
+    monkeypatch: pytest.MonkeyPatch, count: int, waits: bool
+) -> None:
+    """Rank 1 has posted a tensor, and breaks in a list that comes before; the others are in the window."""
+    lanes: dict[int, Any] = {}
+    entered, posted = threading.Event(), threading.Event()
+    run = Executor.run
+
+    def breaks(self: Executor, batch: Any) -> None:
+        if batch[0].request.name == "alone":
+            entered.set()
+            assert posted.wait(SECONDS)
+            until = time.monotonic() + SECONDS
+            while not all(lanes[rank].look()[1] for rank in (0, 2)):
+                assert time.monotonic() < until
+                time.sleep(1e-3)
+            raise MemoryError("no room")
+        run(self, batch)
+
+    monkeypatch.setattr(Executor, "run", breaks)
+
+    def body() -> None:
+        alone = hvd.add_process_set([VICTIM])
+        for _ in range(3):
+            hvd.allreduce(np.ones(count), name="x")
+        lanes[hvd.rank()] = context.current().runtime._lane
+        hvd.barrier()
+        if hvd.rank() == VICTIM:
+            hvd.allreduce_async(np.ones(1), name="alone", process_set=alone).flush()
+            assert entered.wait(SECONDS)
+        handle = hvd.allreduce_async(np.ones(count), name="x")
+        assert type(handle) is hvd.Handle, "not on the fast lane"
+        handle.flush()
+        if hvd.rank() == VICTIM:
+            posted.set()
+        while not waits and not handle.done():
+            time.sleep(1e-3)
+        check_error(handle.exception(SECONDS))
+        check_error(outcome(hvd.barrier), hvd.HorovodInternalError)
+
+    knobs = {"fast_lane": True, "dynamic_process_sets": True}
+    run_ranks(3, body, timeout=SECONDS, knobs=knobs)
+
+
+@pytest.mark.parametrize("fast_lane", [False, True])
+def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, fast_lane: bool
+) -> None:
+    """Rank 2 waits for rank 1 in one set, and rank 3 for rank 2 in another one."""
+    owner: type = ShmBackend if fast_lane else HostBackend
+    works = owner.allreduce  # type: ignore[attr-defined]
+    inside, last_inside = threading.Event(), threading.Event()
+
+    def watched(self: Any, *args: Any) -> None:
+        rank = hvd.rank()
+        if rank == VICTIM:
+            inside.set()
+            assert last_inside.wait(SECONDS)
+            breaks()
+        if rank == 3:
+            last_inside.set()
+        works(self, *args)
+
+    def breaks() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(owner, "allreduce", watched)
+
+    def body() -> None:
+        pairs = [hvd.add_process_set(ranks) for ranks in ([2, 3], [1, 2])]
+        hvd.barrier()
+        if hvd.rank() == 3:
+            assert inside.wait(SECONDS)
+        handles = []
+        for pair in [pair for pair in pairs if pair.included()]:
+            handles.append(hvd.allreduce_async(np.ones(40_000), name="x", process_set=pair))
+            handles[-1].flush()
+        for handle in handles:
+            check_error(handle.exception(SECONDS))
+        check_error(outcome(hvd.barrier), hvd.HorovodInternalError)
+
+    run_ranks(4, body, timeout=SECONDS, knobs={"fast_lane": fast_lane, "dynamic_process_sets": True})
+
+
+def test_only_the_rank_that_broke_is_broken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others need not end the job, and log nothing: the first failure is the one that is read."""
+    break_on(monkeypatch, ShmBackend, "allreduce")
+    broken: dict[int, bool] = {}
+
+    def body() -> None:
+        runtime = context.current().runtime
+        outcome(lambda: hvd.allreduce(np.ones(3), name="cut"))
+        runtime.join()
+        broken[hvd.rank()] = runtime.broken
+
+    with caplog.at_level(logging.WARNING, "pyhvd"):
+        run_ranks(3, body, timeout=SECONDS)
+    assert broken == {0: False, 1: True, 2: False}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("rank 1: ")
+    assert "MemoryError" in said[0]
+
+
+def test_a_rank_that_gives_up_gives_the_others_its_facts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All but one are inside the window: the first to give up ends them, and the last one as it comes."""
+    told = threading.Barrier(3)
+    late = threading.Event()
+    works = ShmBackend.allreduce
+
+    def holds(self: ShmBackend, *args: Any) -> None:
+        if self.rank == VICTIM:
+            assert late.wait(SECONDS)
+        works(self, *args)
+
+    monkeypatch.setattr(ShmBackend, "allreduce", holds)
+
+    def body() -> None:
+        error = outcome(lambda: hvd.allreduce(np.ones(3), name="x"))
+        assert isinstance(error, hvd.StallError), repr(error)
+        assert "has given up: rank " in str(error)
+        assert "all ranks have submitted it, but some do not carry it out" in str(error)
+        assert list(error.missing) == ["x"]
+        told.wait(SECONDS)
+        late.set()
+
+    knobs = {"stall_check_time_seconds": 0.2, "stall_shutdown_time_seconds": 0.4}
+    with caplog.at_level(logging.ERROR, "pyhvd"):
+        run_ranks(3, body, timeout=SECONDS, knobs=knobs)
+    assert not any("did not end well" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_orderly_end_aborts_nothing(monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
+    """Neither a shutdown nor a program's own error: what was submitted before is still carried out."""
+    aborted: list[int] = []
+    monkeypatch.setattr(ShmFabric, "abort", lambda self, _: aborted.append(self.rank))
+
+    def body() -> None:
+        handles = [hvd.allreduce_async(np.ones(n), op=hvd.Sum, name=f"x{n}") for n in (1, 50_000)]
+        assert all((handle.result(SECONDS) == 3).all() for handle in handles)
+        if raises and hvd.rank() == VICTIM:
+            raise KeyError("the program's own")
+        if raises:
+            outcome(hvd.barrier)
+
+    if raises:
+        with pytest.raises(RanksFailed, match="the program's own"):
+            run_ranks(3, body, timeout=SECONDS)
+    else:
+        run_ranks(3, body, timeout=SECONDS)
+    assert aborted == []
