@@ -102,51 +102,79 @@ def test_no_memory_for_an_output_on_one_rank() -> None:
             hvd.barrier()
 
 
-def _break_carrier(owner: type, verb: str) -> None:
-    """Let a method fail on rank 1."""
+def _break_carrier(owner: type, verb: str, bad: int = 1) -> None:
+    """Let a method fail on one rank."""
 
     def broken(*_: object) -> None:
         raise RuntimeError("the wire is cut")
 
-    if hvd.rank() == 1:
+    if hvd.rank() == bad:
         setattr(owner, verb, broken)
 
 
-def _check_told(error: BaseException | None) -> None:
+def _check_told(error: BaseException | None, bad: int = 1) -> None:
     assert isinstance(error, hvd.RankFailedError), repr(error)
-    assert str(error) == "rank 1 failed: RuntimeError: the wire is cut"
-    assert error.rank == 1
+    assert str(error) == f"rank {bad} failed: RuntimeError: the wire is cut"
+    assert error.rank == bad
     assert "in broken" in str(error.__cause__)
     print(f"rank {hvd.rank()} was told", flush=True)
 
 
-def _end_together(number: int) -> None:
-    """Shut down where all ranks have made their checks: rank 1's shutdown ends the job."""
+def _end_together(number: int, bad: int = 1) -> None:
+    """Shut down on all ranks: that of the rank that broke, the last one, ends the job."""
     from mpi4py import MPI
 
+    if number != bad:
+        hvd.shutdown()
+        print(f"rank {number} has left", flush=True)
     MPI.COMM_WORLD.Barrier()
-    if number == 1:
+    if number == bad:
         hvd.shutdown()
     time.sleep(30)
 
 
-def _broken_window(name: str) -> None:
+def _broken_window(name: str, bad: int = 1) -> None:
     from pyhvd.backends.shm import ShmBackend
 
     hvd.init()
     number = hvd.rank()
     hvd.barrier()
-    _break_carrier(ShmBackend, "allreduce")
+    _break_carrier(ShmBackend, "allreduce", bad)
     error = outcome(lambda: hvd.allreduce(np.ones(2 if name == "flat" else 300_000), name=name))
-    if number == 1:
+    if number == bad:
         assert isinstance(error, hvd.InternalError), repr(error)
         assert "the wire is cut" in str(error)
         assert name in str(error)
     else:
-        _check_told(error)
+        _check_told(error, bad)
     later = outcome(hvd.barrier)
     assert isinstance(later, hvd.HorovodInternalError)
     assert "the wire is cut" in str(later)
+    _end_together(number, bad)
+
+
+def _broken_coordinator(name: str) -> None:
+    _broken_window(name, 0)
+
+
+def _broken_set(name: str) -> None:
+    """Rank 0 is in a window with rank 1, which breaks; the others hear of it by message."""
+    from pyhvd.backends.shm import ShmBackend
+
+    pairs = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([2, 3])]
+    hvd.init(process_sets=pairs)
+    number = hvd.rank()
+    hvd.barrier()
+    _break_carrier(ShmBackend, "allreduce")
+    mine, array = pairs[number // 2], np.ones(2 if name == "flat" else 300_000)
+    handle = hvd.allreduce_async(array, name=name, process_set=mine)
+    if number > 1:
+        assert handle.result(20).shape == array.shape  # they have nothing to do with it
+        _check_told(outcome(hvd.barrier))
+    elif number == 0:
+        _check_told(handle.exception(20))
+    else:
+        assert isinstance(handle.exception(20), hvd.InternalError)
     _end_together(number)
 
 
@@ -189,20 +217,30 @@ def _broken_engine(name: str) -> None:
     _end_together(number)
 
 
-@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("size", ["flat", "chunks"])
-@pytest.mark.parametrize("broken", [_broken_window, _broken_engine])
+@pytest.mark.parametrize(
+    ("broken", "n"),
+    [
+        (_broken_window, 2),
+        (_broken_window, 4),
+        (_broken_coordinator, 3),
+        (_broken_engine, 2),
+        (_broken_engine, 4),
+        (_broken_set, 4),
+    ],
+)
 def test_a_rank_that_breaks_lets_the_others_out_of_the_window(
     broken: Callable[[str], None], size: str, n: int
 ) -> None:
-    """They learn whose failure it was, and why; its own shutdown then ends the job."""
+    """They learn whose failure it was, and why, and can leave; its own shutdown then ends the job."""
     report = run_function(n, broken, {"name": size}, timeout=25, env={"PYHVD_FAST_LANE": "1"})
     assert not report.timed_out, report.text
     assert not report.results, report.text
     assert report.returncode != 0
     assert report.seconds < WITHIN_S, report.text
-    told = {rank for rank in range(n) if f"rank {rank} was told" in report.output}
-    assert told == set(range(n)) - {1}, report.text
+    others = set(range(n)) - {0 if broken is _broken_coordinator else 1}
+    for said in ("was told", "has left"):
+        assert {rank for rank in range(n) if f"rank {rank} {said}" in report.output} == others, report.text
 
 
 def _broken_messages() -> None:

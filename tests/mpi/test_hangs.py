@@ -87,6 +87,37 @@ def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said
     assert all(line.endswith(f"{{'x': [{late}]}}, [{late}]") for line in told)
 
 
+INSIDE = """\
+    import os, signal, numpy as np, pyhvd as hvd
+    from pyhvd.backends.shm import ShmBackend
+
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 2:
+        ShmBackend.allreduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        hvd.allreduce(np.ones(4), name="x")
+    except hvd.StallError as exc:
+        os.write(1, f"rank {hvd.rank()}: {exc.missing}, {sorted(exc.stacks)}\\n".encode())
+        raise
+"""
+
+
+def test_a_rank_that_is_stopped_while_the_others_are_in_the_window(tmp_path: Path) -> None:
+    """Whoever gives up first lets the other out as well, with the same facts."""
+    ended = run(launcher_command("-n", 3, *SHORT, script(tmp_path, INSIDE)), cwd=tmp_path)
+    assert ended.code == 1, ended.err
+    shown = ended.err.rstrip().rpartition("StallError: ")[2]
+    assert " has given up: rank " in shown, ended.err
+    assert "'x'" in shown
+    assert "all ranks have submitted it, but some do not carry it out" in shown
+    assert "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT" in shown
+    told = [line for line in ended.out.splitlines() if ": {'x': " in line]
+    assert told, ended.out
+    assert all(line.endswith("{'x': [2]}, [2]") for line in told)
+    assert "did not end well" not in ended.err
+
+
 def test_a_timeline_that_a_rank_does_not_begin(tmp_path: Path) -> None:
     program = """\
         import os, signal, numpy as np, pyhvd as hvd

@@ -359,7 +359,7 @@ def test_an_abort_wakes_sleepers_and_whoever_comes_finds_the_first_note(count: i
 
 def test_what_all_have_done_their_part_of_ends_well_in_an_aborted_window() -> None:
     """Rank 0 has laid down its part, and is let go; rank 1 comes only then, and misses nothing."""
-    aborted = threading.Event()
+    left = threading.Event()
 
     def body(rank: int, window: _engine.Window) -> tuple[bool, list[float]]:
         values = np.full(3, rank + 1.0)
@@ -368,15 +368,15 @@ def test_what_all_have_done_their_part_of_ends_well_in_an_aborted_window() -> No
         def abort() -> None:
             time.sleep(0.05)
             window.abort(b"later")
-            aborted.set()
 
         helper = threading.Thread(target=abort)
         if rank == 0:
             helper.start()
         else:
-            assert aborted.wait(TIMEOUT)
+            assert left.wait(TIMEOUT)
         done = window.allreduce(where, where, starts_of([3]), Code.FLOAT64, ReduceOp.SUM, 1.0, 1.0)
         if rank == 0:
+            left.set()
             helper.join(TIMEOUT)
         return done, values.tolist()
 
