@@ -78,7 +78,7 @@ cdef class BoardEnd:
             audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
         cdef int written
         with nogil:
-            written = pyhvd_board_list(&self.c.board, number, &audience)
+            written = pyhvd_lane_announce(&self.c, number, &audience)
         return written != 0
 
     def position(self):

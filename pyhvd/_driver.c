@@ -279,18 +279,21 @@ static int try_drive(pyhvd_lane *lane) {
     return 1;
 }
 
-/* Give up the seat; returns whether something is left to be done. */
-static int leave_seat(pyhvd_lane *lane) {
+/* Give up the seat, having come so far; returns whether something is left to be done. Waiters are told, as one of them
+ * is to drive: but not where a response list is next. They would find that out one after the other, tell each other
+ * and the background thread, and keep every core from whoever is to send that list. */
+static int leave_seat(pyhvd_lane *lane, int status) {
     /* Seen while it is still ours; what comes in later finds `driven` clear, and rings. */
     int left_over = is_under_way(lane);
     atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
-    pyhvd_tell_waiters(lane);
+    if (status != PYHVD_AT_LIST) pyhvd_tell_waiters(lane);
+    atomic_thread_fence(memory_order_seq_cst); /* `driven` before the look at the log */
     return left_over || pyhvd_board_behind(&lane->board);
 }
 
-static void stop_driving(pyhvd_lane *lane) {
-    if (leave_seat(lane)) pyhvd_lane_ring(lane);
+static void stop_driving(pyhvd_lane *lane, int status) {
+    if (leave_seat(lane, status)) pyhvd_lane_ring(lane);
 }
 
 /* Wait for a sign of those who drive. */
@@ -315,13 +318,13 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
         /* Posted only now: who completes the batch sees that somebody drives here, and wakes nobody else. */
         int posted = pyhvd_lane_flush(lane, 0, now);
         if (!posted) {
-            if (drives) stop_driving(lane);
+            if (drives) stop_driving(lane, PYHVD_IDLING);
             pyhvd_nap(GATHER);
             continue;
         }
         if (drives) {
             int status = run(lane, unit, turn, until);
-            stop_driving(lane);
+            stop_driving(lane, status);
             if (status == PYHVD_DONE) return PYHVD_DONE;
             if (status == PYHVD_LATE) continue;
             if (status == PYHVD_AT_LIST) {
@@ -398,7 +401,7 @@ static int drive_alone(pyhvd_lane *lane) {
     } else {
         lane->told = 0;
     }
-    leave_seat(lane);
+    leave_seat(lane, status);
     return news;
 }
 
@@ -419,17 +422,24 @@ uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
     }
 }
 
+int pyhvd_lane_announce(pyhvd_lane *lane, uint64_t number, const pyhvd_ranks *audience) {
+    int written = pyhvd_board_list(&lane->board, number, audience);
+    if (written) pyhvd_wake_driver(lane); /* the board wakes the other ranks; this one's driver is to give way */
+    return written;
+}
+
 int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number) {
     lane->told = 0;
     if (is_closed(lane) || !try_drive(lane)) return 0;
-    if (run(lane, NULL, 0, 0) == PYHVD_AT_LIST && pyhvd_board_next(&lane->board)->number == number) return 1;
-    stop_driving(lane);
+    int status = run(lane, NULL, 0, 0);
+    if (status == PYHVD_AT_LIST && pyhvd_board_next(&lane->board)->number == number) return 1;
+    stop_driving(lane, status);
     return 0;
 }
 
 void pyhvd_lane_leave(pyhvd_lane *lane) {
     pyhvd_board_advance(&lane->board);
-    stop_driving(lane);
+    stop_driving(lane, PYHVD_IDLING);
 }
 
 void pyhvd_lane_seize(pyhvd_lane *lane) {

@@ -145,6 +145,9 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
  * `ns` (negative: no end) have passed. */
 uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns);
 
+/* Put response list `number` into the log, where it concerns these ranks; 0 if that cannot be done just now. */
+int pyhvd_lane_announce(pyhvd_lane *lane, uint64_t number, const pyhvd_ranks *audience);
+
 /* Drive as far as the log goes; 1 if it has come to response list `number`, and the caller then drives until
  * it calls `leave`. */
 int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number);

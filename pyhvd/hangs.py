@@ -29,7 +29,7 @@ from pyhvd.stall import Inquiry, StallInspector
 
 _log = logging.getLogger("pyhvd")
 
-Send = Callable[[int, bytes], None]
+Send = Callable[[int, bytes], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,22 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pyhvd.transport import DELIVERY_SECONDS, Bell, Message
+from pyhvd.transport import Bell, Message
+
+
+class _Sending:
+    """A message that MPI has been given."""
+
+    __slots__ = ("_request", "destination", "payload")
+
+    def __init__(self, request: MPI.Request, payload: bytes, destination: int) -> None:
+        self._request = request
+        self.payload = payload  # MPI reads it until it has gone
+        self.destination = destination
+
+    def gone(self) -> bool:
+        """Return whether MPI needs this rank no more for it."""
+        return self._request.Test()
 
 
 class MpiTransport:
@@ -44,25 +59,37 @@ class MpiTransport:
         # Rank 0 hears from everybody, the others from rank 0 only.
         heard = range(self.size) if self.rank == 0 else (0,)
         self._rung_by_all = all(bells[r] is not None for r in heard)
-        self._sending: deque[tuple[MPI.Request, bytes, int]] = deque()
+        self._sending: list[_Sending] = []
+        # By source, in the order in which they were sent.
+        self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}
         self._rung_until = 0.0
 
-    def send(self, destination: int, payload: bytes) -> None:
+    def send(self, destination: int, payload: bytes) -> _Sending:
         """Send a message; returns at once."""
-        request = self._comm.Isend([payload, MPI.BYTE], destination)
-        if not request.Test():
-            self._sending.append((request, payload, destination))
+        sending = _Sending(self._comm.Isend([payload, MPI.BYTE], destination), payload, destination)
+        if not sending.gone():
+            self._sending.append(sending)
         self._ring(destination)
+        return sending
 
     def receive(self) -> list[Message]:
-        """Return what has arrived."""
+        """Return what has arrived as a whole.
+
+        The rest of a message may need its sender in MPI, who may wait for this rank in shared memory: so it
+        is never waited for.
+        """
         self._progress()
-        arrived: list[Message] = []
         status = MPI.Status()
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
             payload = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv([payload, MPI.BYTE])
-            arrived.append((status.Get_source(), payload))
+            request = message.Irecv([payload, MPI.BYTE])
+            self._receiving.setdefault(status.Get_source(), deque()).append((request, payload))
+        arrived: list[Message] = []
+        for source, line in list(self._receiving.items()):
+            while line and line[0][0].Test():  # what a rank sent later comes later
+                arrived.append((source, line.popleft()[1]))
+            if not line:
+                del self._receiving[source]
         if arrived:
             self._rung_until = 0.0
         return arrived
@@ -71,12 +98,11 @@ class MpiTransport:
         """Sleep; see :class:`ControlTransport`."""
         until = None if timeout is None else time.monotonic() + timeout
         for _ in range(self._YIELDS):
-            if self._comm.Iprobe():
+            if self._progress() or self._comm.Iprobe():
                 return
             os.sched_yield()
         pause = self._FIRST_PAUSE
-        while True:
-            self._progress()
+        while not self._progress():
             now = time.monotonic()
             left = None if until is None else until - now
             if left is not None and left <= 0:
@@ -86,14 +112,14 @@ class MpiTransport:
                 return
             if self._comm.Iprobe():
                 return
-            pause = min(pause * 1.5, 1e-3 if self._sending else self._LAST_PAUSE)
+            pause = min(pause * 1.5, 1e-3 if self._under_way() else self._LAST_PAUSE)
 
     def wake(self) -> None:
         """End the sleep of the thread in :meth:`wait`."""
         self._bell.ring()
 
-    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:
-        """Wait until all that was sent has gone out."""
+    def drain(self, timeout: float) -> bool:
+        """Wait for at most ``timeout`` s until all that was sent has gone out."""
         until = time.monotonic() + timeout
         while self._sending and time.monotonic() < until:
             self._progress()
@@ -107,7 +133,7 @@ class MpiTransport:
 
     def _longest_sleep(self, now: float, pause: float) -> float:
         """Return for how long (s) the bell may be trusted."""
-        if self._sending or not self._rung_by_all:
+        if self._under_way() or not self._rung_by_all:
             return pause  # MPI's own progress, and other hosts, ring no bell here
         if now < self._rung_until:
             return 1e-3  # a ring may come in before the message that it announces
@@ -122,10 +148,20 @@ class MpiTransport:
         time.sleep(nap)
         return self._bell.wait(0.0)
 
-    def _progress(self) -> None:
-        while self._sending and self._sending[0][0].Test():
-            _, _, destination = self._sending.popleft()
-            self._ring(destination)  # the ring before may have come too early
+    def _under_way(self) -> bool:
+        return bool(self._sending or self._receiving)
+
+    def _progress(self) -> bool:
+        """Let MPI go on; return whether a message has gone out, or one can be received."""
+        waiting: list[_Sending] = []
+        for sending in self._sending:
+            if sending.gone():
+                self._ring(sending.destination)  # the ring before may have come too early
+            else:
+                waiting.append(sending)
+        moved = len(waiting) < len(self._sending)
+        self._sending = waiting
+        return moved or any(line[0][0].Test() for line in self._receiving.values())
 
     def _ring(self, destination: int) -> None:
         if (address := self._bells[destination]) is not None:

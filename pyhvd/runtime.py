@@ -16,8 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,13 +47,13 @@ from pyhvd.messages import (
     Tuning,
     decode_aside,
     decode_requests,
-    decode_responses,
     encode,
     is_aside,
 )
 from pyhvd.meter import Meter
 from pyhvd.onlooker import Onlooker, give_up_time, make_watch
 from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.response_queue import ResponseQueue
 from pyhvd.stall import ANSWER_SECONDS
 from pyhvd.terms import kernel_terms
 from pyhvd.timeline import Recorder
@@ -160,7 +159,7 @@ class Runtime:
         self._recorder.members = self._worker.sets
         self._farewell = Farewell(control)
         self._outgoing: ResponseList | None = None
-        self._lists: deque[ResponseList] = deque()
+        self._lists = ResponseQueue(control)
         self._entered = False
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
@@ -284,7 +283,7 @@ class Runtime:
             elif self._coordinator is not None:
                 self._receive(self._coordinator, source, decode_requests(payload))
             else:
-                self._lists.append(decode_responses(payload))
+                self._lists.hear(payload)
         if self._coordinator is not None and self._outgoing is None:
             if self._tuner is not None:
                 self._look_at_samples(self._tuner, self._coordinator)
@@ -314,22 +313,19 @@ class Runtime:
         if self._lane is not None and not self._lane.lane.announce(responses.seq, audience):
             return False  # some rank is far behind: later
         self._outgoing = None
-        self._send_to_workers(encode(responses), audience)
-        self._control.drain()
-        if self._control.rank in audience:
-            self._lists.append(responses)
+        self._lists.publish(responses, audience)
         return True
 
     def _next_list(self) -> ResponseList | None:
         """Return the next list if it is its turn."""
         if self._verdict is not None:
             raise self._verdict
-        if not self._lists:
+        if (responses := self._lists.first()) is None:
             return None
-        if self._lane is not None and not self._lane.lane.enter(self._lists[0].seq):
+        if self._lane is not None and not self._lane.lane.enter(responses.seq):
             return None
         self._entered = self._lane is not None
-        return self._lists.popleft()
+        return self._lists.pop()
 
     def _carry_out(self, responses: ResponseList) -> None:
         if responses.tuning is not None:
@@ -400,18 +396,13 @@ class Runtime:
             entry.done(None, ShutDownError(text))
         return False
 
-    def _send_to_workers(self, payload: bytes, audience: Iterable[int]) -> None:
-        for rank in audience:
-            if rank != self._control.rank:
-                self._control.send(rank, payload)
-
     def _sleep(self) -> None:
         due = self._queue.sleep_until()
         now = time.monotonic()
         look = self._inspect(now)
         retry = now + 1e-3 if self._outgoing is not None else None
         drain = self._executor.look(now)
-        times = [t for t in (due, look, retry, drain) if t is not None]
+        times = [t for t in (due, look, retry, drain, self._lists.look_at()) if t is not None]
         timeout = max(min(times) - now, 0.0) if times else None
         if timeout is None or timeout > 0:
             self._control.wait(timeout)

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 Message = tuple[int, bytes | bytearray]
 
-DELIVERY_SECONDS = 0.2
-"""For how long rank 0 stays in MPI to bring the others a list before it goes about it itself.
 
-What MPI has to queue goes out only while its sender is in MPI. A rank that waits for the rest of its list
-must not wait for one that waits for it in shared memory.
-"""
+class Sending(Protocol):
+    """A message on its way."""
+
+    def gone(self) -> bool:
+        """Return whether its receiver can have it without this rank's thread."""
 
 
 class ControlTransport(Protocol):
@@ -31,20 +31,20 @@ class ControlTransport(Protocol):
     rank: int
     size: int
 
-    def send(self, destination: int, payload: bytes) -> None:
+    def send(self, destination: int, payload: bytes) -> Sending:
         """Send a message to another rank; returns at once."""
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, as (source, payload)."""
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep until something may have arrived, :meth:`wake` was called, or ``timeout`` s have passed."""
+        """Sleep until something may have arrived or gone out, until :meth:`wake`, or for ``timeout`` s."""
 
     def wake(self) -> None:
         """End the sleep of the thread in :meth:`wait`; from any thread."""
 
-    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:
-        """Wait until all that was sent has gone out; return whether it has."""
+    def drain(self, timeout: float) -> bool:
+        """Wait for at most ``timeout`` s until all that was sent has gone out; return whether it has."""
 
     def close(self) -> None:
         """Give up what the transport holds; collective."""
@@ -95,6 +95,17 @@ class Mailbox:
             self._rung = False
 
 
+class _Delivered:
+    """What is put has arrived."""
+
+    def gone(self) -> bool:
+        """Return True."""
+        return True
+
+
+_DELIVERED = _Delivered()
+
+
 class InProcessTransport:
     """Messages between ranks that are threads of one process.
 
@@ -107,11 +118,12 @@ class InProcessTransport:
         self._boxes = boxes
         self._bell = bell
 
-    def send(self, destination: int, payload: bytes) -> None:
+    def send(self, destination: int, payload: bytes) -> Sending:
         """Send a message."""
         self._boxes[destination].put((self.rank, payload))
         if self._bell is not None:
             self._bell.ring(destination)
+        return _DELIVERED
 
     def receive(self) -> list[Message]:
         """Return what has arrived."""
@@ -131,7 +143,7 @@ class InProcessTransport:
         else:
             self._boxes[self.rank].put(None)
 
-    def drain(self, timeout: float = DELIVERY_SECONDS) -> bool:  # noqa: ARG002 - what is put has arrived
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 - what is put has arrived
         """Return True: what is put has arrived."""
         return True
 

@@ -1,0 +1,58 @@
+"""Messages under way while their sender is not in MPI."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+
+from mpi4py import MPI
+
+from pyhvd.mpi_transport import MpiTransport
+from tests.mpi.harness import on_ranks
+
+
+class Silent:
+    """A bell that nobody rings."""
+
+    shortest = 1e-3
+
+    def ring(self, address: object = None) -> None:
+        """Ring nothing."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep."""
+        time.sleep(timeout or 0.0)
+        return False
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+@on_ranks(2, timeout=60)
+def test_who_receives_does_not_wait_for_who_is_elsewhere() -> None:
+    """As for a rank that waits in shared memory: it comes back to MPI only once this one has gone on."""
+    world = MPI.COMM_WORLD
+    rank = world.Get_rank()
+    flag = world.bcast(os.path.join(tempfile.mkdtemp(), "flag") if rank == 0 else None)
+    transport = MpiTransport(world.Dup(), Silent(), [None, None])
+    payloads = [bytes([k]) * size for k, size in enumerate([10, 30_000, 100_000, 3_000_000, 20] * 20)]
+    world.Barrier()
+    if rank == 1:
+        sendings = [transport.send(0, payload) for payload in payloads]
+        deadline = time.monotonic() + 10
+        while not os.path.exists(flag):
+            assert time.monotonic() < deadline, "rank 0 waits inside MPI"
+        assert transport.drain(20)
+        assert all(sending.gone() for sending in sendings)
+    else:
+        arrived: list[bytes] = []
+        deadline = time.monotonic() + 20
+        while len(arrived) < len(payloads):
+            arrived += [bytes(payload) for _, payload in transport.receive()]
+            with open(flag, "w", encoding="ascii"):
+                pass
+            transport.wait(0.01)
+            assert time.monotonic() < deadline
+        assert arrived == payloads
+    transport.close()
