@@ -150,7 +150,7 @@ void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes) {
 const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes) {
     uint32_t by = atomic_load_explicit(&control_of(w, w->rank)->aborted, memory_order_acquire);
     if (!by) return NULL;
-    *bytes = control_of(w, (int)by - 1)->note_bytes;
+    *bytes = MIN(control_of(w, (int)by - 1)->note_bytes, PYHVD_NOTE);
     return note_of(w, (int)by - 1);
 }
 
