@@ -217,6 +217,13 @@ def _active_context() -> Any:
         raise SparkError('pyspark is not installed: pip install "pyhvd[spark]"') from None
     context = SparkContext._active_spark_context
     if context is None:
+        from pyspark.sql.utils import is_remote
+
+        if is_remote():
+            raise SparkError(
+                "pyhvd.spark.run starts tasks that live together, for which Spark Connect has no call: run "
+                "the driver at the cluster, with a session of its own (spark-submit, master() for remote())"
+            )
         raise SparkError(
             "pyhvd.spark.run needs a running Spark session: SparkSession.builder.getOrCreate() first"
         )

