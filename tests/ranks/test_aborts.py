@@ -150,7 +150,7 @@ def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
     """Rank 2 waits for rank 1 in one set, and rank 3 for rank 2 in another one."""
     owner: type = ShmBackend if fast_lane else HostBackend
     works = owner.allreduce  # type: ignore[attr-defined]
-    inside, last_inside = threading.Event(), threading.Event()
+    inside, last_inside, told = threading.Event(), threading.Event(), threading.Barrier(4)
 
     def watched(self: Any, *args: Any) -> None:
         rank = hvd.rank()
@@ -179,6 +179,7 @@ def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
         for handle in handles:
             check_error(handle.exception(SECONDS))
         check_error(outcome(hvd.barrier), hvd.HorovodInternalError)
+        told.wait(SECONDS)  # a broken rank that leaves ends the others
 
     run_ranks(4, body, timeout=SECONDS, knobs={"fast_lane": fast_lane, "dynamic_process_sets": True})
 
@@ -197,7 +198,7 @@ def test_only_the_rank_that_broke_is_broken(
         broken[hvd.rank()] = runtime.broken
 
     with caplog.at_level(logging.WARNING, "pyhvd"):
-        run_ranks(3, body, timeout=SECONDS)
+        run_ranks(3, body, timeout=SECONDS, knobs={"fast_lane": True})
     assert broken == {0: False, 1: True, 2: False}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
@@ -229,7 +230,7 @@ def test_a_rank_that_gives_up_gives_the_others_its_facts(
         told.wait(SECONDS)
         late.set()
 
-    knobs = {"stall_check_time_seconds": 0.2, "stall_shutdown_time_seconds": 0.4}
+    knobs = {"fast_lane": True, "stall_check_time_seconds": 0.2, "stall_shutdown_time_seconds": 0.4}
     with caplog.at_level(logging.ERROR, "pyhvd"):
         run_ranks(3, body, timeout=SECONDS, knobs=knobs)
     assert not any("did not end well" in record.getMessage() for record in caplog.records)
@@ -251,7 +252,7 @@ def test_an_orderly_end_aborts_nothing(monkeypatch: pytest.MonkeyPatch, raises: 
 
     if raises:
         with pytest.raises(RanksFailed, match="the program's own"):
-            run_ranks(3, body, timeout=SECONDS)
+            run_ranks(3, body, timeout=SECONDS, knobs={"fast_lane": True})
     else:
-        run_ranks(3, body, timeout=SECONDS)
+        run_ranks(3, body, timeout=SECONDS, knobs={"fast_lane": True})
     assert aborted == []
