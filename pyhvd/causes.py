@@ -81,7 +81,7 @@ def _shorter(info: ErrorInfo) -> Iterator[ErrorInfo]:
 def _read(note: bytes) -> ErrorInfo:
     try:
         return msgspec.msgpack.decode(note, type=ErrorInfo)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ErrorInfo(
             ErrorKind.RANK_FAILED, "another rank has aborted the collective, and left no word why"
         )
