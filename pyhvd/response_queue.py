@@ -3,10 +3,10 @@
 Owns: the lists of one rank, and on rank 0 what is known of their delivery. Used by the runtime's thread.
 
 Rank 0 carries out a list only once all others can have it, and all lists before it, whomever they concern.
-MPI brings a message that it had to queue no further while its sender is elsewhere, and a collective in shared
-memory is elsewhere: its peers would wait for their list, or for other ranks that wait for an earlier one, and
-rank 0 for its peers. That it does not wait for later lists keeps the wait finite: the others have carried out,
-or can, all that is before this one, and then come to receive it.
+MPI brings a message that it had to queue no further while its sender is elsewhere, and a collective in
+shared memory is elsewhere: its peers would wait for their list, or for other ranks that wait for an earlier
+one, and rank 0 for its peers. That it does not wait for later lists keeps the wait finite: the others have
+carried out, or can, all that is before this one, and then come to receive it.
 """
 
 from __future__ import annotations

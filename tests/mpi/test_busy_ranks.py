@@ -42,7 +42,7 @@ _ALL_BY_THE_SENDER = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
 @on_ranks(3, timeout=60.0, env=_ALL_BY_THE_SENDER)
 def test_ranks_that_wait_for_one_with_an_older_list_to_come_do_not_wait_for_ever() -> None:
-    """Rank 0 waits for rank 1, that for rank 2, and that one for the rest of a long list, which rank 0 sends."""
+    """Rank 0 waits for rank 1, that for rank 2, and that one for the rest of a long list, which 0 sends."""
     late, early = hvd.ProcessSet([1, 2]), hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[late, early])
     hvd.barrier()

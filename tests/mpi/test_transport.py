@@ -71,7 +71,7 @@ class Counted(Silent):
 
 @on_ranks(2, timeout=60)
 def test_who_finds_that_a_message_has_gone_rings() -> None:
-    """As the sender may be elsewhere from then on, and the receiver has taken the first ring for a mistake."""
+    """As the sender may be elsewhere from then on, and the receiver asleep: the first ring came too early."""
     world = MPI.COMM_WORLD
     bell = Counted()
     transport = MpiTransport(world.Dup(), bell, [0, 1])
