@@ -324,13 +324,12 @@ int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t n
         }
         if (drives) {
             int status = run(lane, unit, turn, until);
+            /* Seen while the seat is still ours: nobody else has got past the list, which is news as soon as it is. */
+            seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
             stop_driving(lane, status);
             if (status == PYHVD_DONE) return PYHVD_DONE;
             if (status == PYHVD_LATE) continue;
-            if (status == PYHVD_AT_LIST) {
-                seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
-                pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_LIST);
-            }
+            if (status == PYHVD_AT_LIST) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_LIST);
         }
         await_progress(lane, seen, unit, turn, until);
     }

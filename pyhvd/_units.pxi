@@ -147,6 +147,7 @@ cdef class Handle:
         cdef int64_t slice
         cdef int64_t began = pyhvd_now()
         cdef int64_t now = began
+        cdef int64_t until = began + left
         cdef int status
         lane.check_thread()
         while True:
@@ -159,7 +160,7 @@ cdef class Handle:
                 return True
             PyErr_CheckSignals()
             if left >= 0:
-                left -= slice
+                left = until - pyhvd_now()  # an engine that has given up returns at once
                 if left <= 0:
                     pyhvd_lane_waited(&lane.c, began)
                     return False

@@ -31,6 +31,9 @@ from pyhvd.messages import ErrorInfo, ErrorKind, Response
 from pyhvd.processes import Place
 from pyhvd.validation import verb
 
+_FRAME = 64
+"""Bytes, at most, of an ErrorInfo of which only kind, rank and text are given, beside the text."""
+
 
 def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
     """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
@@ -74,14 +77,14 @@ def _shorter(info: ErrorInfo) -> Iterator[ErrorInfo]:
     yield info
     yield (bare := msgspec.structs.replace(info, stacks={}, traceback=""))
     yield msgspec.structs.replace(bare, missing={})
-    # A character has 4 bytes at most.
-    yield ErrorInfo(info.kind, info.message[: NOTE // 5], info.rank)
+    text = info.message.encode()[: NOTE - _FRAME].decode(errors="ignore")  # but for half a character
+    yield ErrorInfo(info.kind, text, info.rank)
 
 
 def _read(note: bytes) -> ErrorInfo:
     try:
         return msgspec.msgpack.decode(note, type=ErrorInfo)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ErrorInfo(
             ErrorKind.RANK_FAILED, "another rank has aborted the collective, and left no word why"
         )

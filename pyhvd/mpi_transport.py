@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -17,18 +18,25 @@ from pyhvd.transport import Bell, Message
 
 
 class _Sending:
-    """A message that MPI has been given."""
+    """A message that MPI has been given; ``ring`` is called once when it has gone."""
 
-    __slots__ = ("_request", "destination", "payload")
+    __slots__ = ("_gone", "_payload", "_request", "_ring")
 
-    def __init__(self, request: MPI.Request, payload: bytes, destination: int) -> None:
+    def __init__(self, request: MPI.Request, payload: bytes, ring: Callable[[], None]) -> None:
         self._request = request
-        self.payload = payload  # MPI reads it until it has gone
-        self.destination = destination
+        self._payload = payload  # MPI reads it until it has gone
+        self._ring = ring
+        self._gone = False
 
     def gone(self) -> bool:
-        """Return whether MPI needs this rank no more for it."""
-        return self._request.Test()
+        """Return whether MPI needs this rank no more for it.
+
+        Whoever finds that out rings: it may be the last thing that this rank does before it is elsewhere.
+        """
+        if not self._gone and self._request.Test():
+            self._gone = True
+            self._ring()
+        return self._gone
 
 
 class MpiTransport:
@@ -66,10 +74,11 @@ class MpiTransport:
 
     def send(self, destination: int, payload: bytes) -> _Sending:
         """Send a message; returns at once."""
-        sending = _Sending(self._comm.Isend([payload, MPI.BYTE], destination), payload, destination)
+        request = self._comm.Isend([payload, MPI.BYTE], destination)
+        sending = _Sending(request, payload, partial(self._ring, destination))
         if not sending.gone():
             self._sending.append(sending)
-        self._ring(destination)
+            self._ring(destination)  # too early, maybe: what MPI queues is there later
         return sending
 
     def receive(self) -> list[Message]:
@@ -153,12 +162,7 @@ class MpiTransport:
 
     def _progress(self) -> bool:
         """Let MPI go on; return whether a message has gone out, or one can be received."""
-        waiting: list[_Sending] = []
-        for sending in self._sending:
-            if sending.gone():
-                self._ring(sending.destination)  # the ring before may have come too early
-            else:
-                waiting.append(sending)
+        waiting = [sending for sending in self._sending if not sending.gone()]
         moved = len(waiting) < len(self._sending)
         self._sending = waiting
         return moved or any(line[0][0].Test() for line in self._receiving.values())

@@ -2,11 +2,11 @@
 
 Owns: the lists of one rank, and on rank 0 what is known of their delivery. Used by the runtime's thread.
 
-Rank 0 carries out a list only once all others that it concerns can have it. MPI brings a message that it had
-to queue no further while its sender is elsewhere, and a collective in shared memory is elsewhere: its peers
-would wait for their list, and rank 0 for its peers. That it is *this* list that has gone out, not a later
-one, keeps the wait finite: the others have carried out, or can, all that is before it, and then come to
-receive it.
+Rank 0 carries out a list only once all others can have it, and all lists before it, whomever they concern.
+MPI brings a message that it had to queue no further while its sender is elsewhere, and a collective in
+shared memory is elsewhere: its peers would wait for their list, or for other ranks that wait for an earlier
+one, and rank 0 for its peers. That it does not wait for later lists keeps the wait finite: the others have
+carried out, or can, all that is before this one, and then come to receive it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ResponseQueue:
     def __init__(self, control: ControlTransport) -> None:
         self._control = control
         self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
+        self._under_way: list[Sending] = []  # as far as is known; of lists that concern other ranks, too
 
     def hear(self, payload: bytes | bytearray) -> None:
         """Take a list that has arrived."""
@@ -46,9 +47,10 @@ class ResponseQueue:
         """Send a list to the ranks that it concerns, of which this one, rank 0, may be one."""
         payload = encode(responses)
         here = self._control.rank
-        sendings = [self._control.send(rank, payload) for rank in audience if rank != here]
+        earlier = [sending for sending in self._under_way if not sending.gone()]
+        self._under_way = earlier + [self._control.send(rank, payload) for rank in audience if rank != here]
         if here in audience:
-            self._lists.append((responses, sendings, time.monotonic() + _STOP_SECONDS))
+            self._lists.append((responses, self._under_way, time.monotonic() + _STOP_SECONDS))
 
     def first(self) -> ResponseList | None:
         """Return the next list to carry out, if it may be carried out by now."""

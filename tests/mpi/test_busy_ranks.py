@@ -36,6 +36,30 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
     assert took.max() < 3.5, f"the pair waited for a rank that is no member: {took} s"
 
 
+# As in many containers: MPI cannot read the sender's memory, who has to be in MPI for long messages then.
+_ALL_BY_THE_SENDER = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+
+
+@on_ranks(3, timeout=60.0, env=_ALL_BY_THE_SENDER)
+def test_ranks_that_wait_for_one_with_an_older_list_to_come_do_not_wait_for_ever() -> None:
+    """Rank 0 waits for rank 1, that for rank 2, and that one for the rest of a long list, which 0 sends."""
+    late, early = hvd.ProcessSet([1, 2]), hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[late, early])
+    hvd.barrier()
+    handles = []
+    time.sleep([1.2, 0.6, 0.0][hvd.rank()])
+    if hvd.rank() < 2:
+        handles.append(hvd.allreduce_async(np.ones(3), name="short", process_set=early))
+        handles[0].flush()
+    if hvd.rank() > 0:
+        handles.append(hvd.allreduce_async(np.ones(3), name="long" * 500_000, process_set=late))
+        handles[-1].flush()
+    if hvd.rank() == 2:
+        time.sleep(0.3)
+        _hold_the_gil(2.0)
+    assert all(handle.result(30.0)[0] == 1.0 for handle in handles)
+
+
 @on_ranks(2, timeout=60.0)
 def test_messages_for_a_busy_rank_are_found_when_it_is_back() -> None:
     hvd.init()

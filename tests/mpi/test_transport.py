@@ -56,3 +56,44 @@ def test_who_receives_does_not_wait_for_who_is_elsewhere() -> None:
             assert time.monotonic() < deadline
         assert arrived == payloads
     transport.close()
+
+
+class Counted(Silent):
+    """A bell that counts its rings."""
+
+    def __init__(self) -> None:
+        self.rings = 0
+
+    def ring(self, address: object = None) -> None:
+        """Count."""
+        self.rings += 1
+
+
+@on_ranks(2, timeout=60)
+def test_who_finds_that_a_message_has_gone_rings() -> None:
+    """As the sender may be elsewhere from then on, and the receiver asleep: the first ring came too early."""
+    world = MPI.COMM_WORLD
+    bell = Counted()
+    transport = MpiTransport(world.Dup(), bell, [0, 1])
+    world.Barrier()
+    if world.Get_rank() == 0:
+        sending = transport.send(1, bytes(3_000_000))
+        assert bell.rings == 1
+        deadline = time.monotonic() + 20
+        assert not sending.gone()
+        world.Barrier()
+        while not sending.gone():
+            assert time.monotonic() < deadline
+        assert bell.rings == 2
+        assert sending.gone()
+        assert transport.drain(20)
+        assert bell.rings == 2
+        transport.send(1, b"short")
+        assert bell.rings == 3
+    else:
+        world.Barrier()
+        arrived: list[bytes] = []
+        while len(arrived) < 2:
+            arrived += [bytes(payload) for _, payload in transport.receive()]
+        assert arrived == [bytes(3_000_000), b"short"]
+    transport.close()

@@ -17,6 +17,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.inprocess import ThreadFabric
 from pyhvd.backends.shm import ShmBackend, ShmFabric
 from pyhvd.executor import Executor
+from pyhvd.messages import ErrorInfo
 from pyhvd.testing import RanksFailed, run_ranks
 from tests.conformance.cases import outcome
 
@@ -97,12 +98,17 @@ def test_other_collectives_that_fail_on_one_rank(
     run_ranks(2, body, timeout=SECONDS, knobs={"fast_lane": fast_lane})
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("count", [3, 300_000])
+@pytest.mark.parametrize(
+    ("count", "waits", "late"),
+    [(3, False, 0.0), (300_000, False, 0.0), (300_000, True, 0.0), (3, True, 0.0), (3, True, 1.0)],
+)
 def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
-    monkeypatch: pytest.MonkeyPatch, count: int, waits: bool
+    monkeypatch: pytest.MonkeyPatch, count: int, waits: bool, late: float
 ) -> None:
-    """Rank 1 has posted a tensor, and breaks in a list that comes before; the others are in the window."""
+    """Rank 1 has posted a tensor, and breaks in a list that comes before; the others are in the window.
+
+    Whoever waits for so long at most does so, even if the background thread comes late to end it.
+    """
     lanes: dict[int, Any] = {}
     entered, posted = threading.Event(), threading.Event()
     run = Executor.run
@@ -119,6 +125,14 @@ def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
         run(self, batch)
 
     monkeypatch.setattr(Executor, "run", breaks)
+    abort = Executor.abort
+
+    def comes_late(self: Executor, info: ErrorInfo) -> None:
+        if info.rank != self._rank:
+            time.sleep(late)
+        abort(self, info)
+
+    monkeypatch.setattr(Executor, "abort", comes_late)
 
     def body() -> None:
         alone = hvd.add_process_set([VICTIM])

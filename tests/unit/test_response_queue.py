@@ -53,13 +53,18 @@ def test_a_list_waits_until_it_has_gone_out_to_all() -> None:
     assert queue.first() is None
 
 
-def test_a_list_does_not_wait_for_later_ones_nor_for_those_of_other_ranks() -> None:
+def test_a_list_waits_for_earlier_ones_of_other_ranks_and_for_no_later_ones() -> None:
+    """Rank 1 may wait for rank 2, which has not got the first list yet, before it comes to the second."""
     carrier = Carrier()
     queue = ResponseQueue(carrier)
     queue.publish(a_list(1), [1, 2])  # none of this rank's
     queue.publish(a_list(2), [0, 1])
     queue.publish(a_list(3), [0, 1, 2])
+    assert [rank for rank, _, _ in carrier.sent] == [1, 2, 1, 1, 2]
+    carrier.sent[0][2].out = True
     carrier.sent[2][2].out = True
+    assert queue.first() is None
+    carrier.sent[1][2].out = True
     first = queue.first()
     assert first is not None
     assert first.seq == 2
