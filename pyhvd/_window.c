@@ -7,7 +7,7 @@
 
 #define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
 #define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
-#define AHEAD 4096 /* bytes by which the lines that are about to be written are fetched */
+#define AHEAD 8192 /* bytes by which the lines that are about to be written are fetched: two blocks */
 #define SOON 4     /* tensors by which the beginnings of small ones are fetched */
 
 size_t pyhvd_window_area(size_t capacity) {
@@ -183,7 +183,7 @@ static inline void fetch_tensor(const pyhvd_job *job, const int64_t *bases, size
     size_t next = tensor + SOON;
     if (next >= job->n || !bases[next]) return;
     size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
-    pyhvd_fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, AHEAD));
+    pyhvd_fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, BLOCK));
 }
 
 /* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
@@ -215,10 +215,26 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     }
 }
 
-/* Of the lines up to AHEAD behind [k, k + length), fetch those that the block before has not. */
-static inline void fetch_next(const uint8_t *at, size_t k, size_t length, size_t end) {
-    size_t last = MIN(k + length + AHEAD, end), first = k + length + AHEAD - MIN(AHEAD, length);
-    if (first < last) pyhvd_fetch_for_writing(at + first, last - first);
+/* Copy a block of the result to a peer, and with each line fetch those AHEAD of it, there and here, if there are as many
+ * bytes left. Fetching takes longer than copying, and hides it; in a burst before the reduction it hid nothing. */
+static inline void take_home(uint8_t *there, size_t left_there, const uint8_t *here, size_t left_here, size_t length) {
+    size_t j = 0;
+    for (; j + PYHVD_FETCHED <= length; j += PYHVD_FETCHED) {
+        if (j + AHEAD < left_there) __builtin_prefetch(there + j + AHEAD, 1, 3);
+        if (j + AHEAD < left_here) __builtin_prefetch(here + j + AHEAD, 1, 3);
+        memcpy(there + j, here + j, PYHVD_FETCHED);
+    }
+    memcpy(there + j, here + j, length - j);
+}
+
+/* Before the first block: fetch the second one, as take_home fetches from the third one on. */
+static inline void fetch_second(const uint8_t *at, size_t bytes) {
+    if (bytes > BLOCK) pyhvd_fetch_for_writing(at + BLOCK, MIN(bytes, AHEAD) - BLOCK);
+}
+
+static inline void fetch_theirs(const pyhvd_window *w, uint8_t *const *theirs, size_t bytes) {
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) fetch_second(theirs[q], bytes);
 }
 
 /* Reduce a range of bytes, `own` of which is this rank's and theirs[q] rank q's, into `out`, and take the result home to the peers: each of
@@ -226,30 +242,32 @@ static inline void fetch_next(const uint8_t *at, size_t k, size_t length, size_t
  * lie `more` bytes that come next. */
 static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out, uint8_t *const *theirs,
                          size_t bytes, size_t more) {
-    size_t item = pyhvd_itemsize(job->dtype);
+    size_t item = pyhvd_itemsize(job->dtype), ours = own == out ? bytes : 0;
     int64_t from[PYHVD_MAX_LOCAL];
-    size_t length = BLOCK - (uintptr_t)out % 64; /* from the second block on, whole lines are written */
+    size_t length = BLOCK - (uintptr_t)out % PYHVD_FETCHED; /* from the second block on, whole lines are written */
     length -= length % item;
+    if (ours) fetch_second(own, bytes);
     for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
         length = MIN(bytes - k, length);
-        for (int q = 0; q < w->size; q++) {
-            from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
-            if (q != w->rank) fetch_next(theirs[q], k, length, bytes + more);
-            else if (own == out) fetch_next(own, k, length, bytes);
-        }
+        for (int q = 0; q < w->size; q++) from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
         pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
-        for (int q = 0; q < w->size; q++)
-            if (q != w->rank) memcpy(theirs[q] + k, out + k, length);
+        size_t left = ours ? ours - k : 0;
+        for (int q = 0; q < w->size; q++) {
+            if (q == w->rank) continue;
+            take_home(theirs[q] + k, bytes - k + more, out + k, left, length);
+            left = 0; /* fetched once */
+        }
     }
 }
 
 /* Reduce one piece of this rank's slice, which lies `at` bytes into the chunk. */
 static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
-                         size_t more) {
+                         size_t more, int fresh) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     uint8_t *slots[PYHVD_MAX_LOCAL];
     for (int q = 0; q < w->size; q++) slots[q] = slot_of(w, q, chunk) + at;
+    if (fresh) fetch_theirs(w, slots, (size_t)p->count * item + more);
     uint8_t *mine = slots[w->rank];
     const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
     uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
@@ -259,10 +277,11 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
 static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
                          int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
+    const int64_t begin = from;
     piece p;
     for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
         if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
-        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
+        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item, at == begin);
     }
 }
 
@@ -352,6 +371,7 @@ static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, 
             theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
         }
         uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
+        fetch_theirs(w, theirs, (size_t)p.count * item);
         reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
     }
 }
