@@ -96,13 +96,7 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
         return exc
     if isinstance(exc, Aborted):
         return exception_of(_read(exc.note))
-    error: HorovodInternalError
-    if library := _reporter_of(exc):
-        error = TransportError(f"{library} reported: {exc}")
-    else:
-        error = InternalError(f"pyhvd's background thread failed (please report this): {exc!r}")
-    error.__cause__ = exc
-    return error
+    return _wrapped(exc, "", f"pyhvd's background thread failed (please report this): {exc!r}")
 
 
 def error_of_response(exc: BaseException, response: Response) -> HorovodInternalError:
@@ -110,11 +104,13 @@ def error_of_response(exc: BaseException, response: Response) -> HorovodInternal
     if isinstance(exc, HorovodInternalError | Aborted):
         return error_of_thread(exc)
     what = f"{verb(response.request.type)} {response.request.name!r}"
-    error: HorovodInternalError
-    if library := _reporter_of(exc):
-        error = TransportError(f"{what}: {library} reported: {exc}")
-    else:
-        error = InternalError(f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+    return _wrapped(exc, f"{what}: ", f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+
+
+def _wrapped(exc: BaseException, where: str, ours: str) -> HorovodInternalError:
+    """Return what a library that moves data has reported, or, in our words, what is nobody else's fault."""
+    library = _reporter_of(exc)
+    error = TransportError(f"{where}{library} reported: {exc}") if library else InternalError(ours)
     error.__cause__ = exc
     return error
 
