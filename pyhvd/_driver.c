@@ -287,8 +287,8 @@ static int leave_seat(pyhvd_lane *lane, int status) {
     int left_over = is_under_way(lane);
     atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
-    if (status != PYHVD_AT_LIST) pyhvd_tell_waiters(lane);
-    atomic_thread_fence(memory_order_seq_cst); /* `driven` before the look at the log */
+    if (status != PYHVD_AT_LIST) pyhvd_tell_waiters(lane); /* with a fence: `driven` before the look at the log */
+    else atomic_thread_fence(memory_order_seq_cst);
     return left_over || pyhvd_board_behind(&lane->board);
 }
 

@@ -232,26 +232,22 @@ static inline void fetch_second(const uint8_t *at, size_t bytes) {
     if (bytes > BLOCK) pyhvd_fetch_for_writing(at + BLOCK, MIN(bytes, AHEAD) - BLOCK);
 }
 
-static inline void fetch_theirs(const pyhvd_window *w, uint8_t *const *theirs, size_t bytes) {
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank) fetch_second(theirs[q], bytes);
-}
-
 /* Reduce a range of bytes, `own` of which is this rank's and theirs[q] rank q's, into `out`, and take the result home to the peers: each of
  * their lines changes owner twice, instead of three times if they fetched the result themselves. Behind theirs[q]
  * lie `more` bytes that come next. */
 static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out, uint8_t *const *theirs,
                          size_t bytes, size_t more) {
-    size_t item = pyhvd_itemsize(job->dtype), ours = own == out ? bytes : 0;
+    size_t item = pyhvd_itemsize(job->dtype);
+    int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
     size_t length = BLOCK - (uintptr_t)out % PYHVD_FETCHED; /* from the second block on, whole lines are written */
     length -= length % item;
-    if (ours) fetch_second(own, bytes);
+    if (inplace) fetch_second(own, bytes);
     for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
         length = MIN(bytes - k, length);
         for (int q = 0; q < w->size; q++) from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
         pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
-        size_t left = ours ? ours - k : 0;
+        size_t left = inplace ? bytes - k : 0;
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
             take_home(theirs[q] + k, bytes - k + more, out + k, left, length);
@@ -262,12 +258,11 @@ static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *o
 
 /* Reduce one piece of this rank's slice, which lies `at` bytes into the chunk. */
 static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
-                         size_t more, int fresh) {
+                         size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     uint8_t *slots[PYHVD_MAX_LOCAL];
     for (int q = 0; q < w->size; q++) slots[q] = slot_of(w, q, chunk) + at;
-    if (fresh) fetch_theirs(w, slots, (size_t)p->count * item + more);
     uint8_t *mine = slots[w->rank];
     const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
     uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
@@ -277,11 +272,12 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
 static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
                          int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
-    const int64_t begin = from;
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) fetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item, (size_t)(to - from) * item);
     piece p;
     for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
         if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
-        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item, at == begin);
+        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
     }
 }
 
@@ -369,9 +365,9 @@ static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, 
         for (int q = 0; q < w->size; q++) {
             const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
             theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
+            if (q != w->rank) fetch_second(theirs[q], (size_t)p.count * item);
         }
         uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
-        fetch_theirs(w, theirs, (size_t)p.count * item);
         reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
     }
 }
