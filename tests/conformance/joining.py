@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
-from tests.conformance.cases import SEVERAL, Cases, Spawned, is_last, last, outcome, raised
+from tests.conformance.cases import SECONDS, SEVERAL, Cases, Spawned, is_last, last, outcome, raised
 from tests.conformance.oracle import DTYPES, OPS, SUMMABLE, inputs, reduced, rows, same
 
 CASES = Cases()
@@ -151,20 +156,45 @@ def three_rounds_with_cached_names() -> None:
 
 @CASES.add(*SEVERAL)
 def a_joined_rank_submits_nothing() -> None:
-    """Another thread of a rank that waits in join() is told so."""
-    joined = Spawned(lambda: _check_last(hvd.join())) if not is_last() else None
-    if joined is not None:
-        error: BaseException | None = None
-        until = time.monotonic() + 15
-        while not isinstance(error, hvd.HorovodInternalError) and time.monotonic() < until:
-            error = outcome(lambda: hvd.allreduce_async(np.ones(1), name="own").wait(0.01))
-            time.sleep(0.001)  # let the other thread come to its join
-        assert isinstance(error, hvd.HorovodInternalError), repr(error)
+    """Another thread of a rank that waits in join() is told so, until the last rank has joined."""
+    # A joined rank can tell the last one nothing by a collective, so it leaves a file.
+    made = tempfile.mkdtemp(prefix="pyhvd-told-") if is_last() else None
+    folder = Path(hvd.broadcast_object(made, root_rank=last(), name="told"))
+    told = [folder / str(rank) for rank in range(last())]
+    if not is_last():
+        joined = Spawned(lambda: _check_last(hvd.join()))
+        error = _refused_when_joined()
+        told[hvd.rank()].touch()
         assert "joined" in str(error)
         joined.join()
     else:
-        _alone_after_joins()
+        _until(lambda: all(path.exists() for path in told), "every other rank is refused")
+        shutil.rmtree(folder)
         assert hvd.join() == last()
+
+
+def _refused_when_joined() -> hvd.HorovodInternalError:
+    """Submit until that is refused; what goes out before this rank's join does is its contribution."""
+    refused: list[hvd.HorovodInternalError] = []
+
+    def submit() -> bool:
+        try:
+            hvd.allreduce_async(np.ones(1), name=f"own.{next(numbers)}")
+        except hvd.HorovodInternalError as error:
+            refused.append(error)
+        return bool(refused)
+
+    numbers = itertools.count()
+    _until(submit, "this rank has joined")
+    return refused[0]
+
+
+def _until(true: Callable[[], bool], what: str) -> None:
+    """Look every millisecond, in bounded time."""
+    until = time.monotonic() + SECONDS / 2
+    while not true():
+        assert time.monotonic() < until, f"not in {SECONDS / 2} s: {what}"
+        time.sleep(0.001)
 
 
 def _check_last(rank: int) -> None:
