@@ -380,8 +380,9 @@ cdef class Unit:
             held = pyhvd_lane_hold(&lane.c, &self.c)
             handle.turn = self.c.started
         pthread_mutex_unlock(&lane.c.mutex)
-        # The queue puts its names there before it looks here: if both have come at once, one of us sees it.
-        if held and not lane.is_free(self):
+        # The queue puts its names there before it looks here: if both have come at once, one of us sees it. A
+        # join is told to the others after the lane has been paused, and after what was held then has been posted.
+        if held and (lane.paused or not lane.is_free(self)):
             pthread_mutex_lock(&lane.c.mutex)
             held = not pyhvd_lane_withdraw(&lane.c, &self.c)
             pthread_mutex_unlock(&lane.c.mutex)

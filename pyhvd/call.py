@@ -28,7 +28,7 @@ from pyhvd.errors import (
     describe_traceback,
 )
 from pyhvd.handles import Handle, QueuedHandle
-from pyhvd.messages import GLOBAL_SET, HOST, UNNAMED, Request, RequestType
+from pyhvd.messages import HOST, UNNAMED, Request, RequestType
 from pyhvd.process_sets import ProcessSet, members_of
 from pyhvd.queue import TensorEntry
 from pyhvd.stacks import calling_site
@@ -162,16 +162,22 @@ class Call:
             )
         return root
 
-    def submit(self, inplace: Sequence[Any] | None = None) -> Handle:
-        """Submit everything added, as one unit; ``inplace`` are the caller's own objects, to be returned."""
-        if self.context.joined and self.set_id == GLOBAL_SET:
-            raise HorovodInternalError(
-                f"{verb(self.kind)} {self.name!r}: this rank has joined, and submits nothing until join()"
-                " has returned"
-            )
+    def submit(
+        self, inplace: Sequence[Any] | None = None, before_end: Callable[[], None] | None = None
+    ) -> Handle:
+        """Submit everything added, as one unit.
+
+        Parameters
+        ----------
+        inplace : sequence, optional
+            The caller's own objects, to be returned.
+        before_end : callable, optional
+            Called by the runtime when the others' answer is there, before anybody hears of it.
+        """
         runtime = self.context.runtime
         handle, entries = wrap(self.context, self.set_id, self.name, self.parts, self._result(inplace))
         if not self.parts:
+            runtime.check_joined(self.set_id, self._refusal(""))
             # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
@@ -181,14 +187,9 @@ class Call:
             for view in (source, target)
             if isinstance(view, DeviceView)
         )
-        # Before the others can hear of it: from then on this rank submits nothing.
-        joining, joined = self.kind is RequestType.JOIN, self.context.joined
-        self.context.joined = joined or joining
-        try:
-            runtime.submit(entries)
-        except BaseException:
-            self.context.joined = joined
-            raise
+        if before_end is not None:
+            entries[-1].done = _after(before_end, entries[-1].done)
+        runtime.submit(entries)
         return handle
 
     def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
@@ -222,6 +223,18 @@ class Call:
         self.context.runtime.announce(self.set_id, self._refusal(text, describe_traceback(exc)))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (what + exc.args[0],)
+
+
+def _after(
+    first: Callable[[], None], done: Callable[[Any, BaseException | None], None]
+) -> Callable[[Any, BaseException | None], None]:
+    """Return what calls one after the other."""
+
+    def both(result: Any, error: BaseException | None) -> None:
+        first()
+        done(result, error)
+
+    return both
 
 
 def _checked(name: str | None, kind: RequestType) -> str:

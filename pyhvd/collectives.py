@@ -17,6 +17,7 @@ call raise :class:`~pyhvd.errors.RankFailedError` on the ranks that wait for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pyhvd.arrays import Array
@@ -25,7 +26,7 @@ from pyhvd.compression import Compression, Compressor, compress_all, compress_on
 from pyhvd.devices.libraries import adopt, adopt_for_writing, target_like
 from pyhvd.dtypes import ReduceOp
 from pyhvd.handles import Handle
-from pyhvd.messages import JOIN_NAME, UNNAMED, RequestType
+from pyhvd.messages import GLOBAL_SET, JOIN_NAME, UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.reducing import queue_allreduce, reduce_tensors, start
 
@@ -461,7 +462,9 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: where 
 
     Until then this rank takes part in the others' collectives with the neutral element of their op (for
     allgather with no rows). Operations that need something of every rank (alltoall, barrier, a broadcast
-    from a rank that has joined) fail on the others.
+    from a rank that has joined) fail on the others, and other threads of this rank get an error for what
+    they submit to the global process set. Afterwards unnamed calls are counted anew, as some ranks have made
+    more of them.
 
     Returns
     -------
@@ -470,9 +473,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: where 
     """
     with Call(RequestType.JOIN, OwnName(JOIN_NAME), global_process_set) as call:
         call.add(None, None)
-        handle = call.submit()
-    # Not when the wait ends, which may be interrupted: the others count on this rank until all have joined.
-    handle.add_done_callback(lambda _: call.context.leave_join())
+        handle = call.submit(before_end=partial(call.context.recount, GLOBAL_SET))
     last: int = handle.result()
     return last
 

@@ -127,7 +127,6 @@ class Context:
         self.repeats: dict[Any, Any] = {}  # of :mod:`pyhvd.repeats`
         places = [hello.place for hello in heard]
         self.runtime = self._make_runtime(sets, places, autotune_log)
-        self.joined = False
         self.runtime.start()
 
     def _make_runtime(self, sets: Sequence[Ranks], places: Sequence[Place], log: SampleLog | None) -> Runtime:
@@ -225,25 +224,19 @@ class Context:
                 " a rank uses one device, so move the array there, or start a rank for each device"
             )
 
-    @property
-    def joined(self) -> bool:
-        """Whether this rank has joined, and submits nothing to the global set."""
-        return self._joined
-
-    @joined.setter
-    def joined(self, value: bool) -> None:
-        self._joined = value
-        if self.lane is not None:
-            self.lane.paused = value
-
-    def leave_join(self) -> None:
-        """Every rank has joined: this one submits again."""
-        self.joined = False
-
     def admit(self, set_id: int, ranks: Ranks) -> None:
         """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
         with self._lock:
             self.process_sets[set_id] = ranks
+        self.recount(set_id)
+
+    def recount(self, set_id: int) -> None:
+        """Count the unnamed tensors of a process set anew: every rank at the same place in their order.
+
+        It is needed where every rank has joined: some have called more often than others, and nothing of what
+        they have called is left.
+        """
+        with self._lock:
             for key in [key for key in self._counters if key[0] == set_id]:
                 del self._counters[key]
 

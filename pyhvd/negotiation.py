@@ -479,9 +479,10 @@ class Negotiation:
     # -- join ----------------------------------------------------------------------------------------
 
     def _join(self, rank: int, now: float) -> None:
-        self.joined.append(rank)
+        # Before this rank is excused: it may be among those that hold a bit.
         for slot in iter_bits(self._bits.anyone()):
             self._spill_slot(slot, now)
+        self.joined.append(rank)
         for name, entry in list(self._table.items()):
             if self._table.get(name) is entry:
                 self._settle(name, entry)

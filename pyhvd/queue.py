@@ -3,9 +3,11 @@
 Owns: the table of entries by (process set, name), the order of submission, and the signal that something
 is new. Any thread submits; the runtime's thread takes. No MPI, no arrays' contents.
 
-Invariant, under ``_lock``: a name in ``entries`` is in flight. ``_asleep`` is set by the runtime only
-while it holds the lock and has seen ``_fresh`` empty (or not due); a submitter that finds it set clears it
-and wakes the runtime after it has released the lock, so that no wake-up is lost and at most one is paid.
+Invariants, under ``_lock``: a name in ``entries`` is in flight. While the one of join() is there, this rank
+has joined, and nothing of the global set comes in: what came before it is sent before it, and its end frees
+the way before anybody hears of it. ``_asleep`` is set by the runtime only while it holds the lock and has
+seen ``_fresh`` empty (or not due); a submitter that finds it set clears it and wakes the runtime after it has
+released the lock, so that no wake-up is lost and at most one is paid.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from pyhvd.devices.libraries import View
-from pyhvd.errors import DuplicateNameError
-from pyhvd.messages import Request, RequestType
+from pyhvd.errors import DuplicateNameError, HorovodInternalError
+from pyhvd.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType
 from pyhvd.stacks import describe_site
 from pyhvd.validation import verb
 
@@ -28,6 +30,7 @@ Key = tuple[int, str]
 
 _IN_FLIGHT = "is still in flight on this rank"
 _REMEDY = ": give it another name, or synchronize the first one before"
+_JOIN: Key = (GLOBAL_SET, JOIN_NAME)
 
 
 class TensorEntry(msgspec.Struct, eq=False):
@@ -64,7 +67,15 @@ class TensorEntry(msgspec.Struct, eq=False):
 
 
 class Elsewhere(Protocol):
-    """Where tensors may be in flight past the queue; see :class:`pyhvd._lane.Lane`."""
+    """Where tensors may be in flight past the queue; see :class:`pyhvd._lane.Lane`.
+
+    Attributes
+    ----------
+    paused : bool
+        Whether this rank has joined, and nothing may come in: set before the others are told.
+    """
+
+    paused: bool
 
     def find(self, set_id: int, name: str) -> object | None:
         """Return what is in flight under a tensor's name, or None."""
@@ -110,11 +121,12 @@ class TensorQueue:
         DuplicateNameError
             One of the names is in flight, or occurs twice.
         HorovodInternalError
-            The runtime has ended; the error says why.
+            The runtime has ended, and the error says why; or this rank has joined.
         """
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
+            self._check_joined(entries[0].process_set, entries[0].request)
             keys: list[Key] = []
             fresh: list[tuple[int, Request]] = []
             for entry in entries:
@@ -135,6 +147,8 @@ class TensorQueue:
                 for key in keys:
                     self._take_out(key)
                 raise DuplicateNameError(clash)
+            if self._elsewhere is not None and _JOIN in keys:
+                self._elsewhere.paused = True  # it looks again once it has let something in
             wake = self._push(fresh)
         if wake:
             self._wake()
@@ -151,6 +165,11 @@ class TensorQueue:
         for entry in entries if error is not None else ():
             entry.done(None, error)
 
+    def check_joined(self, process_set: int, request: Request) -> None:
+        """Raise HorovodInternalError if this rank has joined, and the request is of the global set."""
+        with self._lock:
+            self._check_joined(process_set, request)
+
     def told(self, process_set: int, name: str) -> None:
         """A refusal has gone out."""
         with self._lock:
@@ -160,9 +179,12 @@ class TensorQueue:
                 del self.refusals[key]
 
     def announce(self, process_set: int, refusal: Request) -> None:
-        """Let the other ranks know that this rank refused a tensor, so that they do not wait for it."""
+        """Let the other ranks know that this rank refused a tensor, so that they do not wait for it.
+
+        While this rank has joined they do not wait for what is of the global set.
+        """
         with self._lock:
-            if self._closed is not None:
+            if self._closed is not None or (process_set == GLOBAL_SET and _JOIN in self.entries):
                 return
             self._flush = True
             key = (process_set, refusal.name)
@@ -254,8 +276,17 @@ class TensorQueue:
             self._flush = False
             return entries
 
+    def _check_joined(self, process_set: int, request: Request) -> None:
+        if process_set == GLOBAL_SET and _JOIN in self.entries:
+            what = f"{verb(RequestType(request.type))} {request.group or request.name!r}"
+            raise HorovodInternalError(
+                f"{what}: this rank has joined, and submits nothing until join() has returned"
+            )
+
     def _take_out(self, key: Key) -> TensorEntry | None:
         entry = self.entries.pop(key, None)
+        if key == _JOIN and self._elsewhere is not None:
+            self._elsewhere.paused = False
         if entry is not None and entry.request.group:
             group = (entry.process_set, entry.request.group)
             self.groups[group] -= 1

@@ -19,7 +19,7 @@ from pyhvd.devices.libraries import adopt, adopt_for_writing
 from pyhvd.devices.ordering import mark_ready
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.handles import Handle
-from pyhvd.messages import GLOBAL_SET, Request, RequestType
+from pyhvd.messages import Request, RequestType
 from pyhvd.process_sets import ProcessSet
 
 MOST = 4096
@@ -120,7 +120,6 @@ def _same_terms(
         and type(prescale) is type(postscale) is float
         and prescale == known.prescale
         and postscale == known.postscale
-        and not (active.joined and set_id == GLOBAL_SET)
     )
 
 

@@ -195,6 +195,10 @@ class Runtime:
             self._hooks.queued(entries)
         self._queue.add(entries)
 
+    def check_joined(self, process_set: int, request: Request) -> None:
+        """See :meth:`pyhvd.queue.TensorQueue.check_joined`."""
+        self._queue.check_joined(process_set, request)
+
     def record(self, order: TimelineOrder) -> None:
         """On rank 0: let all ranks begin or end a timeline; return when this one has."""
         if threading.current_thread() is self._thread:

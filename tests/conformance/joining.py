@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -164,12 +165,19 @@ def a_joined_rank_submits_nothing() -> None:
     if not is_last():
         joined = Spawned(lambda: _check_last(hvd.join()))
         error = _refused_when_joined()
+        # What is wrong with it concerns nobody else: the others do not wait for it.
+        wrong = outcome(lambda: hvd.allreduce(np.array(["text"]), name="healthy"))
+        empty = outcome(lambda: hvd.grouped_allreduce([], name="empty"))
         told[hvd.rank()].touch()
         assert "joined" in str(error)
+        assert isinstance(wrong, hvd.UnsupportedDtypeError), repr(wrong)
+        assert "joined" in str(empty)
         joined.join()
     else:
         _until(lambda: all(path.exists() for path in told), "every other rank is refused")
         shutil.rmtree(folder)
+        _alone_after_joins()  # that they have joined may have been on its way
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="healthy").tolist() == [1.0, 1.0]
         assert hvd.join() == last()
 
 
@@ -195,6 +203,68 @@ def _until(true: Callable[[], bool], what: str) -> None:
     while not true():
         assert time.monotonic() < until, f"not in {SECONDS / 2} s: {what}"
         time.sleep(0.001)
+
+
+@CASES.add(*SEVERAL)
+def a_thread_races_with_join() -> None:
+    """What comes in beside a join is this rank's contribution, or refused: not lost, nor left over."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(20):
+            _race()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _race() -> None:
+    """Each rank adds a digit of its own, so the sum says who has taken part."""
+    rank, here = hvd.rank(), set(range(hvd.size()))
+    mine = np.array([10.0**rank])
+
+    def go_on() -> None:
+        left = here
+        while True:
+            total = int(hvd.allreduce(mine, op=hvd.Sum, name="race")[0])
+            taking_part = {r for r in here if total // 10**r % 10 == 1}
+            assert total == sum(10**r for r in taking_part), total
+            assert rank in taking_part <= left, (taking_part, left)
+            left = taking_part
+            if is_last() and left == {rank}:
+                return
+
+    if is_last():
+        go_on()
+        for _ in range(3):
+            assert hvd.allreduce(mine, op=hvd.Sum, name="race")[0] == mine[0]
+        assert hvd.join() == last()
+    else:
+        others = Spawned(lambda: _expect_refusal(go_on))
+        _check_last(hvd.join())
+        others.join()
+    assert hvd.allreduce(mine, op=hvd.Sum, name="race")[0] == sum(10.0**r for r in here)
+
+
+def _expect_refusal(call: Callable[[], None]) -> None:
+    error = outcome(call)
+    assert "this rank has joined" in str(error), repr(error)
+
+
+@CASES.add()
+def unnamed_calls_after_uneven_steps() -> None:
+    """Some have called more often than others: from a join on all count alike again."""
+    size, rank = hvd.size(), hvd.rank()
+    for _ in range(2):
+        for step in range(rank + 1):
+            assert hvd.allreduce(np.ones(2), op=hvd.Sum)[0] == size - step
+        if is_last() and size > 1:
+            assert isinstance(outcome(hvd.barrier), hvd.MismatchError)
+            assert hvd.allgather_object("alone") == ["alone"]
+        assert hvd.join() == last()
+        hvd.barrier()
+        assert hvd.allreduce(np.full(2, rank), op=hvd.Sum)[0] == sum(range(size))
+        assert hvd.allgather_object(rank) == list(range(size))
+        assert hvd.broadcast_object(rank, root_rank=last()) == last()
 
 
 def _check_last(rank: int) -> None:

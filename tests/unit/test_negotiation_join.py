@@ -164,6 +164,25 @@ def test_bits_of_a_rank_that_has_not_heard_of_the_join() -> None:
     assert network.answered[-1].cached, "the cache has not been forgotten"
 
 
+@pytest.mark.parametrize("joining", [0, 1, 2])
+def test_bits_of_a_rank_that_joins_in_the_same_message(joining: int) -> None:
+    network = Network(3)
+    requests = [allreduce("x"), tensor(RequestType.ALLGATHER, "rows"), *grouped("g", [(1,), (2,)])]
+    for _ in range(2):
+        network.everywhere(requests)
+    for rank in {0, 1, 2} - {joining}:
+        network.submit(rank, requests)
+        network.settle()
+    ends = network.submit(joining, [*requests, JOIN])
+    network.settle()
+    assert network.sent[-1].bits
+    assert len(network.sent[-1].requests) == 1
+    assert [r.request.name for r in network.answered[-1].responses] == ["x", "rows", "g_1of2", "g_2of2"]
+    assert {r.joined for r in network.answered[-1].responses} == {()}, "it is among those that submitted"
+    assert ends is not None
+    finish(network)
+
+
 def test_what_a_rank_submitted_before_it_joined_counts() -> None:
     network = Network(2)
     first = network.submit(0, [allreduce("x")])

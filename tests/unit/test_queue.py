@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pyhvd.errors import DuplicateNameError, ShutDownError
-from pyhvd.messages import Request, RequestType
+from pyhvd.errors import DuplicateNameError, HorovodInternalError, ShutDownError
+from pyhvd.messages import JOIN_NAME, Request, RequestType
 from pyhvd.queue import TensorEntry, TensorQueue
 from tests.unit.simulation import allreduce, grouped
 
@@ -259,3 +259,69 @@ def test_closing_under_fire_answers_everybody_once() -> None:
     for thread in threads:
         thread.join()
     assert sorted(ended + refused) == sorted(f"{me}.{i}" for me in range(4) for i in range(2000))
+
+
+class Lane:
+    """The fast lane, as the queue knows it."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.held: set[str] = set()
+
+    def find(self, set_id: int, name: str) -> object | None:
+        """Return what is in flight under a name."""
+        return name if name in self.held else None
+
+    def find_group(self, set_id: int, name: str) -> object | None:
+        """There are no groups."""
+        return None
+
+
+def join_entry() -> TensorEntry:
+    return TensorEntry(0, Request(RequestType.JOIN, JOIN_NAME), None, None, ignore)
+
+
+def test_who_has_joined_submits_nothing_to_the_global_set() -> None:
+    lane = Lane()
+    queue = TensorQueue(Wakes(), 0.0, lane)
+    queue.add([entry("before")])
+    queue.add([join_entry()])
+    assert lane.paused
+    for late in ([entry("late")], [join_entry()], grouped_entries("late")):
+        with pytest.raises(HorovodInternalError, match=r"'(late|join\.noname)': this rank has joined"):
+            queue.add(late)
+    with pytest.raises(HorovodInternalError, match="this rank has joined"):
+        queue.check_joined(0, allreduce("late"))
+    queue.add([entry("elsewhere", set_id=1)])
+    queue.announce(0, Request(RequestType.ALLREDUCE, "late", error="no"))
+    queue.announce(1, Request(RequestType.ALLREDUCE, "late", error="no"))
+    queue.check_joined(1, allreduce("elsewhere"))
+    fresh = queue.take(time.monotonic())
+    assert names(fresh) == ["before", JOIN_NAME, "elsewhere", "late"]
+    assert [set_id for set_id, _ in fresh] == [0, 0, 1, 1]
+    assert queue.refusals == {(1, "late"): 1}
+
+
+def test_the_answer_to_a_join_lets_in_again_before_anybody_hears_of_it() -> None:
+    lane = Lane()
+    queue = TensorQueue(Wakes(), 0.0, lane)
+    queue.add([join_entry()])
+    queue.pop(0, JOIN_NAME)  # and then it is told
+    assert not lane.paused
+    queue.add([entry("after")])
+    queue.announce(0, Request(RequestType.ALLREDUCE, "wrong", error="no"))
+    assert queue.refusals == {(0, "wrong"): 1}
+
+
+def test_a_join_that_is_refused_is_none() -> None:
+    lane = Lane()
+    lane.held.add(JOIN_NAME)
+    queue = TensorQueue(Wakes(), 0.0, lane)
+    with pytest.raises(DuplicateNameError):
+        queue.add([join_entry()])
+    assert not lane.paused
+    queue.add([entry("a")])
+
+
+def grouped_entries(name: str) -> list[TensorEntry]:
+    return [TensorEntry(0, request, None, None, ignore) for request in grouped(name, [(2,), (3,)])]
