@@ -416,3 +416,23 @@ def test_program_ends_the_same_with_a_fast_lane(
     program.run(choices)
     program.check()
     program.network.check_all()
+
+
+@settings(max_examples=1500)
+@given(
+    size=st.integers(2, 3),
+    fast_lane=st.booleans(),
+    calls=st.lists(repetitive, min_size=1, max_size=2),
+    leave=st.lists(st.sampled_from([2, 2, 2, 1]), min_size=3, max_size=3),
+    choices=st.lists(st.integers(0, 12), min_size=100, max_size=200),
+)
+def test_joins_amid_what_is_cached(
+    size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
+) -> None:
+    """A rank joins right behind calls that all ranks remember, and have made as well."""
+    same = [replace(call, odd={}, impatient=False) for call in calls]
+    steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
+    program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)
+    program.run(choices)
+    program.check()
+    program.network.check_all()
