@@ -290,7 +290,7 @@ cdef class Lane(BoardEnd):
         request : Request
             This rank's own.
         since : int
-            Number of the response list that says so.
+            Number of the response list that gave it this meaning, on any rank.
         op : int
             What the kernels do, which have no Average.
         postscale : float
@@ -305,10 +305,9 @@ cdef class Lane(BoardEnd):
         record.direct = direct
         if part is not None and part.unit is not None:
             part.unit.c.alike = PYHVD_UNKNOWN
-        if part is not None and part.request == request:
-            if not part.unit.retired:
-                return
-            since = part.since
+        if part is not None and part.request == request and (part.unit is None or not part.unit.retired):
+            part.renew(since)
+            return
         if len(request.shape) > 32:
             return
         new = Part.__new__(Part)
