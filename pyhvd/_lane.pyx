@@ -273,6 +273,7 @@ cdef class Lane(BoardEnd):
         self.groups[set_id] = None
         self.parts[set_id] = None
         self.windows[set_id] = None
+        self.gathering = {key: parts for key, parts in self.gathering.items() if key[0] != set_id}
 
     def has_set(self, int set_id):
         """Return whether a process set's allreduces can go this way."""

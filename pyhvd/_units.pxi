@@ -213,6 +213,8 @@ cdef class Part:
         by message.
         """
         cdef Unit unit = self.unit
+        if since == self.since:
+            return
         self.since = since
         if unit is None:  # its group is not complete
             return

@@ -36,7 +36,8 @@ GLOBAL = 0
 class Call:
     """One call of every member of a set.
 
-    ``odd`` says which ranks (by number) do something else, and what; ``shared``, whose arrays need not be moved.
+    ``odd`` says which ranks (by number) do something else, and what; ``shared``, whose arrays are in shared
+    memory.
     """
 
     set: int
