@@ -273,6 +273,7 @@ cdef class Lane(BoardEnd):
         self.groups[set_id] = None
         self.parts[set_id] = None
         self.windows[set_id] = None
+        self.gathering = {key: parts for key, parts in self.gathering.items() if key[0] != set_id}
 
     def has_set(self, int set_id):
         """Return whether a process set's allreduces can go this way."""
@@ -290,7 +291,7 @@ cdef class Lane(BoardEnd):
         request : Request
             This rank's own.
         since : int
-            Number of the response list that says so.
+            Number of the response list that gave it this meaning, on any rank.
         op : int
             What the kernels do, which have no Average.
         postscale : float
@@ -305,10 +306,9 @@ cdef class Lane(BoardEnd):
         record.direct = direct
         if part is not None and part.unit is not None:
             part.unit.c.alike = PYHVD_UNKNOWN
-        if part is not None and part.request == request:
-            if not part.unit.retired:
-                return
-            since = part.since
+        if part is not None and part.request == request and (part.unit is None or not part.unit.retired):
+            part.renew(since)
+            return
         if len(request.shape) > 32:
             return
         new = Part.__new__(Part)

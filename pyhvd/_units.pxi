@@ -205,6 +205,23 @@ cdef class Part:
         form.window = self.window
         form.unscaled = self.prescale == 1.0
 
+    cdef void renew(self, uint64_t since) noexcept:
+        """Post it from now on under the number of another response list, which changed another rank's part.
+
+        What has not been posted yet is as it was: this rank's own request is the same. What was posted before
+        that list has been answered by it, and what comes behind it under the old number is refused, and goes
+        by message.
+        """
+        cdef Unit unit = self.unit
+        if since == self.since:
+            return
+        self.since = since
+        if unit is None:  # its group is not complete
+            return
+        pthread_mutex_lock(&unit.lane.c.mutex)
+        unit.c.since[unit.lane.c.sets[unit.set_id].records[self.slot].at] = since
+        pthread_mutex_unlock(&unit.lane.c.mutex)
+
     cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
         """Return whether a call is made as the cached one was."""
         if type(prescale) is not float or type(postscale) is not float:

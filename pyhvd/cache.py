@@ -27,7 +27,13 @@ def group_of(request: Request) -> Group | None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a slot means: each set rank's request, and the response list that assigned it."""
+    """What a slot means: each set rank's request, and the response list that assigned it.
+
+    Invariant: ``since`` names the whole meaning. It is another one as soon as any rank's request is, and the
+    ranks have it from the response, as they cannot see each other's requests. So a rank that has processed
+    the last answer about a slot knows it by the same number as the coordinator; one that has not knows it
+    by an older one, and what it posts under that is refused.
+    """
 
     name: str
     group: Group | None

@@ -191,7 +191,7 @@ class FastLane:
                 if unit is not None:
                     self._convert(unit)
 
-    def install(self, todo: Sequence[Response], number: int) -> None:
+    def install(self, todo: Sequence[Response]) -> None:
         """Let in from now on what a response list, carried out by now, has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
@@ -202,7 +202,7 @@ class FastLane:
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 op, postscale = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, number, op, postscale, response.direct)
+                self.lane.install(set_id, slot, own, response.since, op, postscale, response.direct)
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:

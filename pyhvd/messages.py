@@ -16,7 +16,7 @@ import msgspec
 
 from pyhvd.errors import InternalError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 GLOBAL_SET = 0
 
 UNNAMED = "noname"
@@ -160,6 +160,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
         Last joined rank (JOIN) or the new set's id (ADD_PROCESS_SET).
     direct : bool
         Whether every rank reduces it in place in shared memory.
+    since : int
+        Number of the response list that gave the slot the meaning that it has now, for any of the ranks.
     """
 
     request: Request
@@ -171,6 +173,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     only: tuple[int, ...] = ()
     value: int = -1
     direct: bool = False
+    since: int = 0
 
 
 class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):

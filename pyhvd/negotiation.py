@@ -343,7 +343,8 @@ class Negotiation:
         if slot < 0:
             self.sites.forget(name)
         direct = slot >= 0 and all(request.window for request in entry.requests.values())
-        self.responses.append(Response(first, self.set_id, slot, dims, joined, direct=direct))
+        since = self.cache[slot].since if slot >= 0 else 0
+        self.responses.append(Response(first, self.set_id, slot, dims, joined, direct=direct, since=since))
 
     def _drop(self, names: Iterable[str]) -> None:
         """Take settled tensors out of the table, then let in what came behind them under the same names."""

@@ -346,7 +346,7 @@ class Runtime:
             if self._tuner is not None:
                 self._tuner.count(batch)
         if self._lane is not None:
-            self._lane.install(todo, responses.seq)
+            self._lane.install(todo)
         if responses.timeline is not None:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 

@@ -271,3 +271,45 @@ def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: b
             hvd.barrier()
 
     _on(3, body)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one", "grouped"])
+@pytest.mark.parametrize("before", ["ordinary", "shared"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_ranks_change_of_memory_goes_by_message_once(who: int, before: str, grouped: bool) -> None:
+    """The others' arrays are as they were; yet all know the tensor by the same number afterwards."""
+
+    def by_lane() -> tuple[int, int]:
+        tensors = hvd.metrics().tensors.get("allreduce", {})
+        return tensors.get("fast", 0), sum(tensors.values())
+
+    def reduce(arrays: list[Any], turn: int) -> None:
+        for array in arrays:
+            array[:] = hvd.rank() + turn
+        if grouped:
+            hvd.grouped_allreduce_(arrays, name="g", op=hvd.Sum)
+        else:
+            hvd.allreduce_(arrays[0], name="t", op=hvd.Sum)
+        assert all((array == 3 + 3 * turn).all() for array in arrays)
+
+    def body() -> None:
+        n = 3 if grouped else 1
+        arrays = {
+            "ordinary": [np.empty(5 + k, np.float32) for k in range(n)],
+            "shared": [hvd.empty(5 + k) for k in range(n)],
+        }
+        after = "shared" if before == "ordinary" else "ordinary"
+        for change, memory in enumerate((before, after, before, after)):
+            # One array of a grouped call changes; the others' slots stay what they were.
+            mine = [arrays[memory][0], *arrays[before][1:]] if hvd.rank() == who else arrays[before]
+            # A rank may come again before it has heard the end of the first answer: a second one then.
+            for turn in range(2):
+                reduce(mine, turn)
+            hvd.barrier()
+            fast, every = by_lane()
+            for turn in range(8):
+                reduce(mine, turn)
+            assert by_lane() == (fast + 8 * n, every + 8 * n), f"after change {change}"
+            hvd.barrier()
+
+    _on(3, body)

@@ -168,11 +168,10 @@ class FakeLane:
         assert request.type == RequestType.ALLREDUCE, "the lane's kernels have no other verb"
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
-        if before is not None and before[:2] == (request, slot):
-            if unit is not None and not unit.retired:
-                return
-            since = before[2]
         self.parts[key] = (request, slot, since)
+        if before is not None and before[:2] == (request, slot) and unit is not None and not unit.retired:
+            unit.parts = [self.parts[set_id, part.name] for part, _, _ in unit.parts]
+            return
         names = [request.name]
         if n := request.group_size:
             names = [f"{request.group}_{i}of{n}" for i in range(1, n + 1)]
@@ -318,7 +317,7 @@ class LaneNetwork(Network):
         half.prepare(message)
         todo = super().deliver_down(rank)
         half.follow(todo)
-        half.install(todo, message.seq)
+        half.install(todo)
         lane.cursor += 1
         return todo
 
@@ -373,6 +372,15 @@ class LaneNetwork(Network):
             partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
         ]
         return can
+
+    def check_slots(self) -> None:
+        """Whatever is lent can be posted by every rank: they all know it by the same number."""
+        super().check_slots()
+        for (set_id, slot), since in self.board.lent.items():
+            for rank in self.board.members[set_id]:
+                parts = self.lanes[rank].parts.items()
+                known = [part[2] for key, part in parts if key[0] == set_id and part[1] == slot]
+                assert known == [since], f"rank {rank}, set {set_id}, slot {slot}"
 
     def check_no_residue(self) -> None:
         super().check_no_residue()

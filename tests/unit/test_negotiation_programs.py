@@ -34,7 +34,11 @@ GLOBAL = 0
 
 @dataclass(frozen=True)
 class Call:
-    """One call of every member of a set; ``odd`` says which ranks (by number) do something else, and what."""
+    """One call of every member of a set.
+
+    ``odd`` says which ranks (by number) do something else, and what; ``shared``, whose arrays are in shared
+    memory.
+    """
 
     set: int
     unit: int
@@ -42,6 +46,7 @@ class Call:
     shape: int
     odd: dict[int, str]
     impatient: bool
+    shared: frozenset[int] = frozenset()
 
     def names(self) -> list[str]:
         name, size = UNITS[self.unit]
@@ -54,6 +59,8 @@ class Call:
         made = [self._request(kind, name, rank, members) for name in self.names()]
         if size:
             made = [structs.replace(r, group=group, group_size=size) for r in made]
+        if rank in self.shared:
+            made[-1] = structs.replace(made[-1], window=True)
         odd = self.odd.get(rank)
         if odd == "shape":
             made[0] = structs.replace(made[0], shape=(*made[0].shape, 5))
@@ -328,6 +335,8 @@ def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -
         agreed = [[(end.seq, end.response) for end in subs[rank].ends] for rank in made]
         assert all(each == agreed[0] for each in agreed)
         for _, response in agreed[0]:
+            shared = [r.window for rs in made.values() for r in rs if r.name == response.request.name]
+            assert response.direct == (response.slot >= 0 and all(shared))
             if response.request.type in ROWS_DIFFER:
                 own = {
                     rank: r.shape[0]
@@ -393,6 +402,7 @@ repetitive = st.builds(
     | st.just({})
     | st.dictionaries(small, st.sampled_from(["shape", "refuse", "refuse"]), max_size=1),
     impatient=st.booleans(),
+    shared=st.just(frozenset()) | st.sampled_from([frozenset({0}), frozenset({1}), frozenset(range(4))]),
 )
 """Calls of which many are as they were before, so that they go by the board."""
 
