@@ -223,16 +223,16 @@ class Worker:
         """
         bits: dict[int, int] = {}
         requests: list[tuple[int, Request]] = []
-        refused: set[tuple[int, str]] = set()
+        refused: set[int] = set()
         for set_id, request in submitted:
             key = (set_id, request.name)
             if request.error:
-                refused.update((key, (set_id, request.group)))
+                refused.add(set_id)
                 requests.append((set_id, request))
                 continue
             slot = self._caches[set_id].hit(request) if set_id in self._caches else -1
-            # Behind a refusal in the same message comes a full request, as bits are read first.
-            if slot >= 0 and not (refused and (key in refused or (set_id, request.group) in refused)):
+            # Behind a refusal in the same message come full requests, as bits are read first.
+            if slot >= 0 and set_id not in refused:
                 bits[set_id] = bits.get(set_id, 0) | 1 << slot
             else:
                 requests.append((set_id, request))

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from pyhvd.cache import Group, Slot, SlotTable, group_of
 from pyhvd.heldbits import HeldBits
 from pyhvd.lateness import Lateness
@@ -30,9 +28,9 @@ from pyhvd.messages import (
     Response,
     iter_bits,
 )
-from pyhvd.refusals import Key, Refusal, key_of, keys_of
+from pyhvd.refusals import Refusal, Refusals
 from pyhvd.sites import Sites
-from pyhvd.validation import check, describe_values, verb
+from pyhvd.validation import check, sizes_differ, verb
 
 _CACHED = frozenset(
     (
@@ -44,6 +42,13 @@ _CACHED = frozenset(
         RequestType.REDUCESCATTER,
     )
 )
+
+
+def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> None:
+    if group in groups:
+        groups[group].discard(name)
+        if not groups[group]:
+            del groups[group]
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class Negotiation:
         self._table: dict[str, Entry] = {}
         self._group_ready: dict[Group, set[str]] = {}
         self._groups: dict[Group, set[str]] = {}
-        self._refusals: dict[Key, list[Refusal]] = {}
+        self._refusals = Refusals()
         self._bits = HeldBits(ranks)
         self._seq = 0
         self._now = 0.0
@@ -107,7 +112,7 @@ class Negotiation:
         """Take one full request of a rank; ``seq`` is the number of the list being built."""
         self._seq, self._now = seq, now
         self._take(rank, request, now)
-        self._excuse_joined()
+        self._refusals.excuse(self.joined)
 
     def _take(self, rank: int, request: Request, now: float) -> None:
         self._recall_for(request)
@@ -116,11 +121,12 @@ class Negotiation:
             if not request.error:
                 self._join(rank, now)
             return
-        if request.group and not request.error:
-            self._check_group_size(rank, request, now)
+        self._spill(request, now)
         if self._told_of_refusal(rank, request):
             return
-        self._spill(request, now)
+        if request.group and not request.error and self._check_group_size(rank, request, now):
+            self._told_of_refusal(rank, request)
+            return
         if request.error:
             self._refuse(rank, request)
         else:
@@ -139,7 +145,7 @@ class Negotiation:
             assert meant is not None, f"rank {rank} sent slot {slot}, which held nothing as of list {seen}"
             request = meant.requests[self.ranks.index(rank)]
             current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
-            refused = any(key in self._refusals for key in keys_of(request))
+            refused = self._refusals.touch(request)
             if not current or self.joined or refused or self._is_tabled(request):
                 self.submit(rank, request, seq, now)
             else:
@@ -180,7 +186,7 @@ class Negotiation:
 
         def is_free(meant: Slot, slot: int) -> bool:
             request = meant.requests[0]
-            refused = any(key in self._refusals for key in keys_of(request))
+            refused = self._refusals.touch(request)
             return not (held >> slot & 1 or refused or self.joined or self._is_tabled(request))
 
         self._loans.lend(is_free)
@@ -305,7 +311,7 @@ class Negotiation:
         joined = [r for r in self.joined if r not in entry.requests]
         error = check(entry.requests, joined)
         if error is not None:
-            self._fail_with_group(name, self.sites.add_to(error, name))
+            self._fail_with_group(name, Refusal(self.sites.add_to(error, name), origin=name))
             return
         group = group_of(self._first(entry))
         if group is None:
@@ -351,11 +357,7 @@ class Negotiation:
         gone = [self._table.pop(name) for name in names]
         for entry in gone:
             for request in entry.requests.values():
-                group = group_of(request)
-                if group in self._groups:
-                    self._groups[group].discard(request.name)
-                    if not self._groups[group]:
-                        del self._groups[group]
+                _discard(self._groups, group_of(request), request.name)
         for entry in gone:
             for rank, request in entry.deferred:
                 self._take(rank, request, entry.since)
@@ -366,30 +368,26 @@ class Negotiation:
         for_ranks = tuple(sorted(entry.requests))
         self.responses.append(Response(self._first(entry), self.set_id, error=error, only=for_ranks))
 
-    def _fail_with_group(self, name: str, error: ErrorInfo, refused: Iterable[str] = ()) -> None:
+    def _fail_with_group(self, name: str, refusal: Refusal) -> None:
         """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit.
 
-        ``refused`` are the tensors of whose fate the missing ranks learn by a refusal of theirs.
+        What the ranks have yet to submit of it fails as it comes.
         """
         groups = {group for r in self._table[name].requests.values() if (group := group_of(r))}
         names = {name}.union(*(self._groups.get(group, ()) for group in groups))
         failed = [n for n in self._table if n in names]
         for member in failed:
-            text = error.message if member == name else f"Its group failed with {name!r}: {error.message}"
-            fault = replace(error, message=text)
             entry = self._table[member]
-            self._fail(entry, fault)
-            # A rank whose own tensor of this name is still to come must not wait for the others.
-            missing = self._members - entry.requests.keys() - set(self.joined)
-            if missing and member not in refused:
-                refusal = Refusal(fault, dict.fromkeys(missing, -1))
-                self._refusals.setdefault(("", member), []).append(refusal)
+            self._fail(entry, refusal.error_for(member))
+            for rank, request in entry.requests.items():
+                refusal.count(rank, request)
         for group in groups:
             self._group_ready.pop(group, None)
+        self._refusals.add(refusal)
         self._drop(failed)
 
-    def _check_group_size(self, rank: int, request: Request, now: float) -> None:
-        """Fail grouped calls of one name that are of one size here and of another there.
+    def _check_group_size(self, rank: int, request: Request, now: float) -> bool:
+        """Fail grouped calls of one name that are of one size here and of another there; return if any did.
 
         They have no tensor in common, so each rank would wait for the others' for ever.
         """
@@ -399,20 +397,16 @@ class Negotiation:
                 self._spill_slot(slot, now)
         for group in [g for g in self._groups if g[0] == request.group and g[1] != request.group_size]:
             names = self._groups[group]
-            sizes = {r: group[1] for name in names for r in self._table[name].requests}
+            requests = [item for name in names for item in self._table[name].requests.items()]
+            sizes = {r: group[1] for r, each in requests if group_of(each) == group}
             if rank in sizes:
                 continue
-            per_rank = {r: f"{n} tensors" for r, n in {**sizes, rank: request.group_size}.items()}
-            error = ErrorInfo(
-                ErrorKind.MISMATCH,
-                f"Mismatched sizes of the group {request.group!r} ({verb(request.type)}):"
-                f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
-                per_rank=per_rank,
-            )
+            error = sizes_differ(request, {**sizes, rank: request.group_size})
             error = self.sites.add_to(error, *names, request.name)
-            refusal = Refusal(error, dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1))
-            self._refusals.setdefault(key_of(request), []).append(refusal)
-            self._fail_with_group(next(iter(names)), error, names)
+            waiting = dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1)
+            self._fail_with_group(min(names), Refusal(error, waiting, group=request.group))
+            return True
+        return False
 
     def _refuse(self, rank: int, request: Request) -> None:
         """A rank refused what the others submit, or will submit, under this name: tell them at once."""
@@ -428,13 +422,11 @@ class Negotiation:
             rank,
             traceback=request.traceback,
         )
-        told = {r for entry in entries for r in entry.requests}
-        waiting = dict.fromkeys(self._members - {rank} - told, -1)
-        if waiting:
-            refusal = Refusal(error, waiting, request.group_size)
-            self._refusals.setdefault(key_of(request), []).append(refusal)
+        refusal = Refusal.by(rank, request, error, self._members - {rank})
         if entries:
-            self._fail_with_group(self._first(entries[0]).name, error, names)
+            self._fail_with_group(self._first(entries[0]).name, refusal)
+        else:
+            self._refusals.add(refusal)
 
     def _names_of(self, refusal: Request) -> set[str]:
         """Return the tensors in the table that a refusal is about."""
@@ -446,36 +438,48 @@ class Negotiation:
         return set()
 
     def _told_of_refusal(self, rank: int, request: Request) -> bool:
-        """Answer a rank's request for what another rank has refused before."""
-        pending = ((key, refusal) for key in keys_of(request) for refusal in self._refusals.get(key, ()))
-        for key, refusal in pending:
-            if rank not in refusal.waiting or not refusal.concerns(request):
-                continue
-            left = refusal.waiting[rank]
-            # A rank that refuses a group as well says so once, whatever the group's size.
-            whole = request.group_size if key[0] else 1
-            left = 0 if request.error else (left if left > 0 else whole) - 1
-            refusal.waiting[rank] = left
-            if not left:
-                self._forget_refusal(key, refusal, rank)
-            if not request.error:
-                self.responses.append(Response(request, self.set_id, error=refusal.error, only=(rank,)))
-            return True
-        return False
+        """Answer a rank's request for what has failed before, and what belongs to it in the table."""
+        refusal, news = self._refusals.tell(rank, request)
+        if refusal is not None and not request.error:
+            self._respond_to(rank, request, refusal)
+            if news and (group := group_of(request)):
+                self._withdraw_group(rank, group, refusal)
+        return refusal is not None
 
-    def _forget_refusal(self, key: Key, refusal: Refusal, rank: int) -> None:
-        refusal.waiting.pop(rank, None)
-        if not refusal.waiting:
-            self._refusals[key].remove(refusal)
-            if not self._refusals[key]:
-                del self._refusals[key]
+    def _withdraw_group(self, rank: int, group: Group, refusal: Refusal) -> None:
+        """Fail what a rank has in the table of a group that has failed, and what others have of it alone."""
+        pending = [(r, q) for entry in self._table.values() for r, q in entry.requests.items()]
+        gone = [(r, q) for r, q in pending if r == rank and group_of(q) == group]
+        for _, request in gone:
+            refusal.tell(rank, request)
+        # Only now is it known that these names are of the group.
+        gone += [(r, q) for r, q in pending if not q.group and refusal.expects(r, q.name)]
+        for other, request in gone:
+            if not request.group:
+                refusal.tell(other, request)
+        self._refusals.update(refusal)
+        behind = [each for r, request in gone for each in self._withdraw(r, request, refusal)]
+        for other, request, since in behind:
+            self._take(other, request, since)
 
-    def _excuse_joined(self) -> None:
-        """Joined ranks need not be told of refusals; those of theirs that were deferred came before."""
-        for rank in self.joined if self._refusals else ():
-            for key, refusals in list(self._refusals.items()):
-                for refusal in list(refusals):
-                    self._forget_refusal(key, refusal, rank)
+    def _respond_to(self, rank: int, request: Request, refusal: Refusal) -> None:
+        error = refusal.error_for(request.name)
+        self.responses.append(Response(request, self.set_id, error=error, only=(rank,)))
+
+    def _withdraw(self, rank: int, request: Request, refusal: Refusal) -> list[tuple[int, Request, float]]:
+        """Fail one rank's request in the table alone; return what came behind it, and since when it waits."""
+        self._respond_to(rank, request, refusal)
+        entry = self._table[request.name]
+        del entry.requests[rank]
+        if group := group_of(request):
+            _discard(self._group_ready, group, request.name)
+            if all(group_of(each) != group for each in entry.requests.values()):
+                _discard(self._groups, group, request.name)
+        if not entry.requests:
+            del self._table[request.name]
+        behind = [each for each in entry.deferred if each[0] == rank]
+        entry.deferred = [each for each in entry.deferred if each[0] != rank]
+        return [(*each, entry.since) for each in behind]
 
     # -- join ----------------------------------------------------------------------------------------
 
@@ -487,7 +491,7 @@ class Negotiation:
         for name, entry in list(self._table.items()):
             if self._table.get(name) is entry:
                 self._settle(name, entry)
-        self._excuse_joined()
+        self._refusals.excuse(self.joined)
         if len(self.joined) == len(self.ranks):
             last, self.joined = self.joined[-1], []
             self.responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))

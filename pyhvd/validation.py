@@ -127,6 +127,17 @@ def check(requests: Mapping[int, Request], joined: Sequence[int]) -> ErrorInfo |
     return None
 
 
+def sizes_differ(request: Request, sizes: Mapping[int, int]) -> ErrorInfo:
+    """Say that a grouped call has these numbers of tensors on these ranks."""
+    per_rank = {rank: f"{size} tensors" for rank, size in sizes.items()}
+    return ErrorInfo(
+        ErrorKind.MISMATCH,
+        f"Mismatched sizes of the group {request.group!r} ({_operation(request)}):"
+        f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
+        per_rank=per_rank,
+    )
+
+
 def _differs(requests: Mapping[int, Request], what: Check) -> ErrorInfo | None:
     label, key, show = what
     values = {rank: key(request) for rank, request in requests.items()}

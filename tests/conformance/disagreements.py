@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.conformance.cases import SEVERAL, Cases, is_last, last, raised
 from tests.conformance.oracle import BF16, Array
 
 CASES = Cases()
+T = TypeVar("T")
 F4, F8 = np.float32, np.float64
 
 
@@ -229,6 +231,96 @@ def a_failing_member_fails_its_group_alone() -> None:
     assert [out[0] for out in other.result()] == [hvd.size()] * 3
     again = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="group")
     assert [out[0] for out in again] == [hvd.size()] * 3
+
+
+def _in_turn(first: bool, submit: Callable[[], T]) -> T:
+    """Submit before, or after, all other ranks have: a rank's messages arrive in their order."""
+    if first:
+        submitted = submit()
+        hvd.barrier()
+        return submitted
+    hvd.barrier()
+    return submit()
+
+
+def _check_pair_works(name: str) -> None:
+    """The group can be reduced at once: by messages, and again, as the cache has it."""
+    for _ in range(3):
+        outs = hvd.grouped_allreduce([_zeros(2) + 1, _zeros(3) + 1], op=hvd.Sum, name=name)
+        assert [out.tolist() for out in outs] == [[hvd.size()] * 2, [hvd.size()] * 3]
+
+
+@CASES.add_each(["grouped 1", "grouped 2", "alone 1", "alone 2"], *SEVERAL)
+def a_member_by_itself(first: str) -> None:
+    """A group on most ranks; on the last one a tensor that has the name of one of its members."""
+    kind, _, member = first.partition(" ")
+    name = f"clash {first}"
+    pair = [_zeros(2), _zeros(3)]
+    for _ in range(2):
+        if is_last():
+            alone, tensor = f"{name}_{member}of2", pair[int(member) - 1]
+            handle = _in_turn(kind == "alone", lambda: hvd.allreduce_async(tensor, name=alone, op=hvd.Sum))  # noqa: B023
+        else:
+            handle = _in_turn(
+                kind == "grouped", lambda: hvd.grouped_allreduce_async(pair, name=name, op=hvd.Sum)
+            )
+        error = raised(handle)
+        assert isinstance(error, hvd.MismatchError), repr(error)
+        assert error.per_rank.keys() == set(range(hvd.size()))
+        for word in ("grouping", f"{name}_{member}of2", f"rank {last()}: not grouped", "Every rank must"):
+            assert word in str(error), (word, str(error))
+        _check_pair_works(name)
+
+
+@CASES.add(*SEVERAL)
+def all_members_by_themselves() -> None:
+    name = "clash of all"
+    pair = [_zeros(2), _zeros(3)]
+    for grouped_first in (True, False):
+        if is_last():
+            handles = _in_turn(
+                not grouped_first,
+                lambda: [hvd.allreduce_async(a, name=f"{name}_{i}of2") for i, a in enumerate(pair, 1)],
+            )
+        else:
+            handles = [_in_turn(grouped_first, lambda: hvd.grouped_allreduce_async(pair, name=name))]
+        for handle in handles:
+            assert isinstance(raised(handle), hvd.MismatchError)
+        _check_pair_works(name)
+
+
+@CASES.add(3, 4)
+def a_pair_here_and_a_triple_and_a_member_there() -> None:
+    name = "clash of sizes"
+    for _ in range(2):
+        if hvd.rank() == 0:
+            handle = hvd.grouped_allreduce_async([_zeros(2), _zeros(3)], name=name)
+        elif is_last():
+            handle = hvd.grouped_allreduce_async([_zeros(2), _zeros(3), _zeros(4)], name=name)
+        else:
+            handle = hvd.allreduce_async(_zeros(2), name=f"{name}_1of2")
+        assert isinstance(raised(handle), hvd.MismatchError)
+        _check_pair_works(name)
+
+
+@CASES.add_each(["grouped", "alone"], *SEVERAL)
+def a_member_refused_by_itself(first: str) -> None:
+    name = f"refused first {first}"
+
+    def refuse() -> None:
+        with pytest.raises(hvd.UnsupportedDtypeError):
+            hvd.allreduce(np.array(["a"]), name=f"{name}_1of2")
+
+    for _ in range(2):
+        if is_last():
+            _in_turn(first == "alone", refuse)
+        else:
+            pair = [_zeros(2), _zeros(3)]
+            handle = _in_turn(first == "grouped", lambda: hvd.grouped_allreduce_async(pair, name=name))  # noqa: B023
+            error = raised(handle)
+            assert isinstance(error, hvd.RankFailedError), repr(error)
+            assert error.rank == last()
+        _check_pair_works(name)
 
 
 @CASES.add(*SEVERAL)
