@@ -77,6 +77,7 @@ cdef extern from "_driver.h" nogil:
         int64_t own[2]
         int64_t* starts
         int alike
+        int64_t posted
         void* owner
 
     ctypedef struct pyhvd_record:

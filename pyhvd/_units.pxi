@@ -352,8 +352,9 @@ cdef class Unit:
 
         Returns
         -------
-        (bool, list of (request, source, target)), or None
-            Whether the board had it, and its tensors; None if it is not in flight, or taken already.
+        (int, list of (request, source, target)), or None
+            When (monotonic ns) the board got it, 0 if it did not, and its tensors; None if it is not in flight,
+            or taken already.
         """
         cdef Handle handle = None
         cdef int was
@@ -368,7 +369,7 @@ cdef class Unit:
         sources = handle.source if self.grouped else [handle.source]
         targets = handle.target if self.grouped else [handle.target]
         requests = [part.request for part in self.parts]
-        return was == PYHVD_POSTED, list(zip(requests, sources, targets, strict=True))
+        return self.c.posted if was == PYHVD_POSTED else 0, list(zip(requests, sources, targets, strict=True))
 
     def settle(self, error):
         """One tensor of a unit that was taken has ended."""

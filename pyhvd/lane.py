@@ -226,20 +226,21 @@ class FastLane:
         taken = unit.take()
         if taken is None:
             return False, []
-        known, tensors = taken
+        posted, tensors = taken
 
         def done(_: Any, error: BaseException | None) -> None:
             if error is not None:
                 self._meter.failed(type(error).__name__)
             unit.settle(error)
 
-        return known, [
+        return posted > 0, [
             TensorEntry(
                 unit.set_id,
                 request,
                 TensorView(source, lookup(source.dtype)),
                 TensorView(target, lookup(target.dtype)),
                 done,
+                told=posted,
             )
             for request, source, target in tensors
         ]

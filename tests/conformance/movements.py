@@ -164,7 +164,6 @@ def rank_zero_tensors() -> None:
 @CASES.add(*SEVERAL)
 def barrier_waits_for_everybody() -> None:
     hvd.barrier()
-    before = time.monotonic()
     if hvd.rank() == hvd.size() - 1:
         time.sleep(0.1)  # the late rank
     entered = np.array([time.monotonic()])
@@ -172,7 +171,6 @@ def barrier_waits_for_everybody() -> None:
     left = time.monotonic()
     # One machine, one clock.
     assert hvd.allreduce(entered, op=hvd.Max)[0] <= left
-    assert left - before >= 0.05
 
 
 @CASES.add()

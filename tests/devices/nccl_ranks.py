@@ -74,7 +74,7 @@ def on_ranks(
     *,
     nccl: FakeNccl | None = None,
     seed: int = 0,
-    timeout: float = 30.0,
+    timeouts: Sequence[float] | None = None,
 ) -> list[Any]:
     """Return what each rank's thread returns, or the exception that it raised."""
     nccl = nccl or FakeNccl()
@@ -83,7 +83,7 @@ def on_ranks(
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Rank(nccl, meeting, rank, seed, timeout))
+            results[rank] = work(Rank(nccl, meeting, rank, seed, timeouts[rank] if timeouts else 30.0))
         except Exception as exc:
             results[rank] = exc
 

@@ -36,7 +36,7 @@ def test_one_rank_that_is_refused_is_named_on_all() -> None:
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_no_longer() -> None:
     nccl = FakeNccl()
     nccl.refuses = {1: NcclError("NCCL_ERROR_SYSTEM_ERROR: é" + "x" * 600)}
-    results = on_ranks(2, lambda rank: None, nccl=nccl, timeout=0.2)
+    results = on_ranks(2, lambda rank: None, nccl=nccl, timeouts=[0.2, 30.0])
     assert {type(result) for result in results} == {Refused}
     assert len({str(result) for result in results}) == 1
     text = str(results[0])

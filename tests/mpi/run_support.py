@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pyhvd.run.mpi_flavour import find_library, find_mpiexec
@@ -27,12 +27,13 @@ _OURS = ("PMI", "MPI_LOCAL", "HYDI_", "OMPI_", "PRTE_", "PYHVD_", "OMP_")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: `out` and `err` apart, `code`, and the seconds it took."""
+    """How a job ended: `out` and `err` apart, `code`, the seconds it took; `at` is when (``time.time()``)."""
 
     code: int
     out: str
     err: str
     seconds: float
+    at: float = field(default_factory=time.time)
 
     @property
     def last(self) -> str:

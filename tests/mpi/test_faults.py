@@ -303,6 +303,11 @@ def test_an_error_of_any_class_is_told(tmp_path: Path) -> None:
     assert "rank 0 learned: rank 1 failed: Odd: caf" in run.stderr
 
 
+def _wait_interrupted(handle: hvd.Handle) -> None:
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    handle.wait()
+
+
 def _interrupted_wait() -> None:
     hvd.init()
     for _ in range(2):
@@ -311,9 +316,8 @@ def _interrupted_wait() -> None:
     if hvd.rank() == 0:
         handle = hvd.allreduce_async(np.ones(2), name="again")
         assert type(handle) is hvd.Handle, "not on the fast lane"
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            handle.wait()
+            _wait_interrupted(handle)
         hvd.barrier()
         assert handle.result().tolist() == [1.0, 1.0]
     else:

@@ -174,7 +174,8 @@ def test_start_timeout(tmp_path: Path) -> None:
         "-n", 2, "--start-timeout", "2", "-c", "import time; time.sleep(60)", env={"PYTHONPATH": path}
     )
     assert ended.code == 1
-    assert ended.last.startswith("pyhvd: only 1 of 2 ranks started in 2 s (missing: 1)")
+    # Rank 0 may be late.
+    assert re.match(r"pyhvd: only [01] of 2 ranks started in 2 s \(missing: (0, )?1\)", ended.last)
     assert time.monotonic() - begun < 8
 
 

@@ -29,7 +29,7 @@ TRAIN = f"""
     data = np.ones(50_000, np.float32)
     for step in range(20):
         if hvd.rank() == {SLOW}:
-            time.sleep(0.01)
+            time.sleep(0.05)
         handles = [hvd.allreduce_async(data, name=f"grad/w{{k}}") for k in range(4)]
         for handle in handles:
             handle.result()
@@ -102,7 +102,10 @@ def test_a_killed_job(tmp_path: Path) -> None:
     with support.started(command) as job:
         pids = support.read_pids(job, 4)
         until = time.monotonic() + 20
-        while not all("stuck" in rank_path(folder, rank).read_text() for rank in range(3)):
+        while not (
+            all("stuck" in rank_path(folder, rank).read_text() for rank in range(3))
+            and all(sum(turn.key[2] == "w" for turn in trace.turns) == 20 for trace in load([folder]))
+        ):
             assert time.monotonic() < until, "the ranks do not write"
             time.sleep(0.02)
         os.kill(pids[1], signal.SIGKILL)

@@ -65,7 +65,13 @@ def test_a_bad_setting_on_one_rank_is_an_error_on_all(monkeypatch: pytest.Monkey
 def test_callbacks_may_raise_anything_and_submit_but_not_wait(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "pyhvd")
 
+    waits = threading.Event()
+
     def body() -> float:
+        if hvd.rank() == 1:
+            assert waits.wait(20)
+            hvd.allreduce(1.0, name="first")
+            return float(hvd.allreduce(2.0, name="submitted", op=hvd.Sum))
         submitted: list[hvd.Handle] = []
         called = threading.Event()
 
@@ -81,7 +87,8 @@ def test_callbacks_may_raise_anything_and_submit_but_not_wait(caplog: pytest.Log
 
         handle = hvd.allreduce_async(1.0, name="first")
         for callback in (leave, wait, submit):
-            handle.add_done_callback(callback)
+            handle.add_done_callback(callback)  # before it has ended: else it would be called in here
+        waits.set()
         assert called.wait(20)
         return float(submitted[0].result(20))
 

@@ -93,10 +93,10 @@ def test_whom_the_others_wait_for(knobs: dict[str, Any]) -> None:
         tensor = np.ones(10)
         for _ in range(3):
             hvd.allreduce(tensor, name="x")
-        hvd.barrier()
+        handle = hvd.allreduce_async(tensor, name="x") if hvd.rank() == 0 else None
+        hvd.barrier()  # behind it rank 0's engine knows of what was submitted before
         before = hvd.metrics()
-        if hvd.rank() == 0:
-            handle = hvd.allreduce_async(tensor, name="x")
+        if handle is not None:
             assert not handle.wait(patience)
             posted.set()
             hvd.synchronize(handle)
@@ -219,7 +219,8 @@ def test_stalls_are_counted_on_rank_0(knobs: dict[str, Any]) -> None:
                 if handle.wait(0.05) or hvd.metrics().stall_warnings:
                     break
             seen = hvd.metrics()
-            assert (seen.stalled_tensors, seen.stall_warnings) == (1, 1)
+            assert seen.stalled_tensors == 1
+            assert seen.stall_warnings >= 1  # one more for each further 0.2 s
             warned.set()
             hvd.synchronize(handle)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,15 @@ def test_stopping_after_another_rank_has_shut_down(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_leaves_whole_files(tmp_path: Path) -> None:
+    submitted = threading.Event()
+
     def train() -> None:
-        hvd.barrier()
         if hvd.rank() == 1:
+            assert submitted.wait(20)
             raise KeyError("lost")
-        hvd.allreduce(1.0, name="never")
+        handle = hvd.allreduce_async(1.0, name="never")
+        submitted.set()
+        handle.result()
 
     with pytest.raises(RanksFailed, match="lost"):
         run_ranks(2, train, knobs={"timeline": str(tmp_path)})
@@ -326,6 +331,8 @@ def test_what_has_no_room_is_counted_and_told(tmp_path: Path, caplog: pytest.Log
 
 
 def test_callbacks_must_not_wait_for_it(tmp_path: Path) -> None:
+    waits = threading.Event()
+
     def train() -> None:
         raised: list[BaseException] = []
 
@@ -335,9 +342,14 @@ def test_callbacks_must_not_wait_for_it(tmp_path: Path) -> None:
             except RuntimeError as exc:
                 raised.append(exc)
 
-        handle = hvd.allgather_async(np.ones(3), name="g")
-        handle.add_done_callback(start)
-        handle.result()
+        if hvd.rank() == 0:
+            handle = hvd.allgather_async(np.ones(3), name="g")
+            handle.add_done_callback(start)  # before it has ended: else it would be called at once, in here
+            waits.set()
+            handle.result()
+        else:
+            assert waits.wait(20)
+            hvd.allgather(np.ones(3), name="g")
         hvd.barrier()
         assert hvd.rank() or "a callback of a handle must not start or stop the timeline" in str(raised[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,28 @@ def requests(grouped: bool) -> list[Request]:
     if not grouped:
         return [one]
     return [structs.replace(one, name=f"g_{k}of2", shape=(k,), group="g", group_size=2) for k in (1, 2)]
+
+
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
+    """For how long it was on its way is counted from there, whichever way it ends."""
+    here, mine = Lane(), requests(grouped)
+    here.install(1, mine)
+    for lends in (False, True):
+        if lends:
+            here.lend(1, len(mine))
+        before = time.monotonic_ns()
+        with here.submitted(grouped):
+            if lends:
+                here.lane.post()
+            (unit,) = here.lane.in_flight()
+            taken = unit.take()
+            assert taken is not None
+            posted, tensors = taken
+            assert before <= posted <= time.monotonic_ns() if lends else posted == 0
+            assert [request for request, _, _ in tensors] == mine
+            for _ in tensors:
+                unit.settle(None)
 
 
 @pytest.mark.parametrize("grouped", GROUPED)

@@ -17,20 +17,25 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /pr
 
 
 def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", code])
+    """A process that has come to `code` {ready}: what it does before that is not what is looked at."""
+    said = "__import__('os').write(1, b'.')"
+    process = subprocess.Popen([sys.executable, "-c", code.replace("{ready}", said)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(1) == b"."
     yield process
     process.kill()
     process.wait(10)
+    process.stdout.close()
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    yield from child("import time; time.sleep(60)")
+    yield from child("import time; {ready}; time.sleep(60)")
 
 
 @pytest.fixture
 def counter() -> Iterator[subprocess.Popen[bytes]]:
-    yield from child("while True: pass")
+    yield from child("{ready}\nwhile True: pass")
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def waiter() -> Iterator[subprocess.Popen[bytes]]:
     """Two threads that wait for the GIL: they are runnable for a moment every 5 ms."""
     spin = "def spin():\n    while True: pass\n"
     waiting = "for _ in 'ab': threading.Thread(target=spin, daemon=True).start()\n"
-    yield from child(f"import ctypes, threading\n{spin}{waiting}ctypes.PyDLL(None).sleep(60)")
+    yield from child(f"import ctypes, threading\n{spin}{waiting}{{ready}}\nctypes.PyDLL(None).sleep(60)")
 
 
 def of(process: subprocess.Popen[bytes]) -> State:
