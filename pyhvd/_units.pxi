@@ -353,8 +353,8 @@ cdef class Unit:
         Returns
         -------
         (int, list of (request, source, target)), or None
-            When (monotonic ns) the board got it, 0 if it did not, and its tensors; None if it is not in flight,
-            or taken already.
+            When (monotonic ns) the board got it, 0 if it did not, and its tensors; None if it is not in
+            flight, or taken already.
         """
         cdef Handle handle = None
         cdef int was
@@ -399,7 +399,7 @@ cdef class Unit:
             handle.turn = self.c.started
         pthread_mutex_unlock(&lane.c.mutex)
         # The queue puts its names there before it looks here: if both have come at once, one of us sees it. A
-        # join is told to the others after the lane has been paused, and after what was held then has been posted.
+        # join is told to the others once the lane has been paused, and then what was held has been posted.
         if held and (lane.paused or not lane.is_free(self)):
             pthread_mutex_lock(&lane.c.mutex)
             held = not pyhvd_lane_withdraw(&lane.c, &self.c)
