@@ -226,9 +226,9 @@ class Context:
 
     def admit(self, set_id: int, ranks: Ranks) -> None:
         """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
+        self.recount(set_id)  # until the set is there, nobody counts in it
         with self._lock:
             self.process_sets[set_id] = ranks
-        self.recount(set_id)
 
     def recount(self, set_id: int) -> None:
         """Count the unnamed tensors of a process set anew: every rank at the same place in their order.

@@ -184,7 +184,7 @@ class TensorQueue:
         While this rank has joined they do not wait for what is of the global set.
         """
         with self._lock:
-            if self._closed is not None or (process_set == GLOBAL_SET and _JOIN in self.entries):
+            if self._closed is not None or self._has_joined(process_set):
                 return
             self._flush = True
             key = (process_set, refusal.name)
@@ -276,8 +276,11 @@ class TensorQueue:
             self._flush = False
             return entries
 
+    def _has_joined(self, process_set: int) -> bool:
+        return process_set == GLOBAL_SET and _JOIN in self.entries
+
     def _check_joined(self, process_set: int, request: Request) -> None:
-        if process_set == GLOBAL_SET and _JOIN in self.entries:
+        if self._has_joined(process_set):
             what = f"{verb(RequestType(request.type))} {request.group or request.name!r}"
             raise HorovodInternalError(
                 f"{what}: this rank has joined, and submits nothing until join() has returned"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import struct
 import tempfile
 import time
@@ -48,6 +49,8 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
         if hvd.rank() == 0:
             os.write(tell, b".")
     hvd.barrier()
+    if hvd.rank() == 0:
+        shutil.rmtree(os.path.dirname(path))
 
 
 # As in many containers: MPI cannot read the sender's memory, who has to be in MPI for long messages then.
