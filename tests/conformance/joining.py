@@ -158,10 +158,7 @@ def three_rounds_with_cached_names() -> None:
 @CASES.add(*SEVERAL)
 def a_joined_rank_submits_nothing() -> None:
     """Another thread of a rank that waits in join() is told so, until the last rank has joined."""
-    # A joined rank can tell the last one nothing by a collective, so it leaves a file.
-    made = tempfile.mkdtemp(prefix="pyhvd-told-") if is_last() else None
-    folder = Path(hvd.broadcast_object(made, root_rank=last(), name="told"))
-    told = [folder / str(rank) for rank in range(last())]
+    told = _files_of_the_joined("told")
     if not is_last():
         joined = Spawned(lambda: _check_last(hvd.join()))
         error = _refused_when_joined()
@@ -175,10 +172,17 @@ def a_joined_rank_submits_nothing() -> None:
         joined.join()
     else:
         _until(lambda: all(path.exists() for path in told), "every other rank is refused")
-        shutil.rmtree(folder)
+        shutil.rmtree(told[0].parent)
         _alone_after_joins()  # that they have joined may have been on its way
         assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="healthy").tolist() == [1.0, 1.0]
         assert hvd.join() == last()
+
+
+def _files_of_the_joined(name: str) -> list[Path]:
+    """Return a file for each rank but the last: by a collective a joined rank can tell it nothing."""
+    made = tempfile.mkdtemp(prefix="pyhvd-told-") if is_last() else None
+    folder = Path(hvd.broadcast_object(made, root_rank=last(), name=name))
+    return [folder / str(rank) for rank in range(last())]
 
 
 def _refused_when_joined() -> hvd.HorovodInternalError:
@@ -208,17 +212,24 @@ def _until(true: Callable[[], bool], what: str) -> None:
 @CASES.add(*SEVERAL)
 def a_thread_races_with_join() -> None:
     """What comes in beside a join is this rank's contribution, or refused: not lost, nor left over."""
+    told = _files_of_the_joined("refused")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for _ in range(20):
-            _race()
+        for turn in range(20):
+            _race([path.with_suffix(f".{turn}") for path in told])
     finally:
         sys.setswitchinterval(interval)
+    if is_last():
+        shutil.rmtree(told[0].parent)
 
 
-def _race() -> None:
-    """Each rank adds a digit of its own, so the sum says who has taken part."""
+def _race(told: list[Path]) -> None:
+    """Each rank adds a digit of its own, so the sum says who has taken part.
+
+    A rank's file in *told* says that it has refused; before that its thread may be about to submit, and what
+    it submits once the last rank has joined is a contribution like any other.
+    """
     rank, here = hvd.rank(), set(range(hvd.size()))
     mine = np.array([10.0**rank])
 
@@ -235,18 +246,20 @@ def _race() -> None:
 
     if is_last():
         go_on()
+        _until(lambda: all(path.exists() for path in told), "every other rank has refused")
         for _ in range(3):
             assert hvd.allreduce(mine, op=hvd.Sum, name="race")[0] == mine[0]
         assert hvd.join() == last()
     else:
-        others = Spawned(lambda: _expect_refusal(go_on))
+        others = Spawned(lambda: _expect_refusal(go_on, told[rank]))
         _check_last(hvd.join())
         others.join()
     assert hvd.allreduce(mine, op=hvd.Sum, name="race")[0] == sum(10.0**r for r in here)
 
 
-def _expect_refusal(call: Callable[[], None]) -> None:
+def _expect_refusal(call: Callable[[], None], told: Path) -> None:
     error = outcome(call)
+    told.touch()
     assert "this rank has joined" in str(error), repr(error)
 
 
