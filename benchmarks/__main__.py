@@ -44,7 +44,7 @@ def main() -> int:
         help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)}",
     )
     parser.add_argument("--sizes", type=sizes, help="of all questions asked (each has its own default)")
-    add_flags(parser, "each question's own", "each question's own")
+    add_flags(parser, *["each question's own"] * 3)
     parser.add_argument(
         "--python",
         action="append",
@@ -55,10 +55,11 @@ def main() -> int:
     given = parser.parse_args()
     folder = (given.results or ROOT / "benchmarks" / "results").absolute()
     names = given.questions or QUESTIONS
-    flags = ["--seconds", str(given.seconds), "--results", str(folder), *(["--tiny"] if given.tiny else [])]
+    flags = ["--results", str(folder), *(["--tiny"] if given.tiny else [])]
     for flag, value in (("--sizes", given.sizes), ("--ranks", given.ranks)):
         flags += [flag, ",".join(map(str, value))] if value else []
     flags += ["--repeats", str(given.repeats)] if given.repeats else []
+    flags += ["--seconds", str(given.seconds)] if given.seconds else []
     begun, failed = time.time(), []
     for python in given.python or [Path(sys.executable)]:
         for name in names:

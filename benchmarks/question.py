@@ -57,6 +57,8 @@ class Question:
         Rank counts, a job each.
     repeats : int
         Most repetitions.
+    seconds : float
+        ... or fewer after so long, a case.
     cases : callable, optional
         ``cases(world, sizes)`` yields cases; called on every rank.
     probe : callable, optional
@@ -74,6 +76,7 @@ class Question:
     tiny: tuple[int, ...]
     ranks: tuple[int, ...] = (2,)
     repeats: int = 30
+    seconds: float = 8.0
     cases: Callable[[World, Sequence[int]], Iterable[Case]] | None = None
     probe: Callable[[int, Options], tuple[list[Outcome], list[str]]] | None = None
     targets: tuple[Target, ...] = field(default=())
@@ -92,7 +95,7 @@ def main(question: Question) -> int:
         given.sizes or (question.tiny if given.tiny else question.sizes),
         given.ranks or question.ranks[: 1 if given.tiny else None],
         given.repeats or (2 if given.tiny else question.repeats),
-        given.seconds,
+        given.seconds or question.seconds,
     )
     if find_place() is not None:
         if question.cases is None:
@@ -184,23 +187,22 @@ def _parse(question: Question) -> argparse.Namespace:
         f" --json {question.name}.json --plot {question.name}.png",
     )
     parser.add_argument("--sizes", type=sizes, help=f"{question.sizes_are} (default: {default})")
-    add_flags(parser, ",".join(map(str, question.ranks)), question.repeats)
+    add_flags(parser, ",".join(map(str, question.ranks)), question.repeats, f"{question.seconds:g}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (needs matplotlib)")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)  # a rank of ours: the run goes there
     return parser.parse_args()
 
 
-def add_flags(parser: argparse.ArgumentParser, ranks: str, repeats: int | str) -> None:
+def add_flags(parser: argparse.ArgumentParser, ranks: str, repeats: int | str, seconds: str) -> None:
     """Add the flags that one question and a series of them share."""
     parser.add_argument("--ranks", type=sizes, help=f"rank counts, a job each (default: {ranks})")
     parser.add_argument("--repeats", type=int, metavar="N", help=f"most repetitions (default: {repeats})")
     parser.add_argument(
         "--seconds",
         type=float,
-        default=8.0,
         metavar="S",
-        help="... or fewer after S seconds a case (default: 8)",
+        help=f"... or fewer after S seconds a case (default: {seconds})",
     )
     parser.add_argument("--tiny", action="store_true", help="tiny and few: shows that it works, nothing else")
     parser.add_argument(
