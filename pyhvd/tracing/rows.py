@@ -41,6 +41,7 @@ class Row:
     open: list[str] = field(default_factory=list)
     early: list[tuple[int, int]] = field(default_factory=list)
     pool: str = ""
+    turn: Tensor | None = None
     args: Event = field(default_factory=dict)
 
 
@@ -83,6 +84,10 @@ class Rows:
         """This rank has submitted tensors."""
         for tensor in tensors:
             row = self._row(tensor)
+            if row.turn is not None:
+                # The turn before: its handle has completed, though its batch has not ended so far.
+                self._finish(row, at, row.turn)
+                row = self._row(tensor)
             self._negotiate(row, at, tensor[1])
             row.mine = at
 
@@ -120,8 +125,7 @@ class Rows:
         """... and has ended."""
         for tensor in tensors:
             row = self._row(tensor)
-            # Its handle may have completed, and its next turn begun.
-            if row.open and not row.open[0].startswith("NEGOTIATE_"):
+            if row.turn is not None:  # else its handle had completed, and its next turn has begun
                 self._finish(row, at, tensor)
         nbytes = sum(_bytes(request) for _, request in tensors)
         self._close(self._path, at, {"batch": self._batch, "tensors": len(tensors), "bytes": nbytes})
@@ -220,8 +224,6 @@ class Rows:
     def _negotiate(self, row: Row, at: int, request: Request) -> None:
         if row.open and row.open[0].startswith("NEGOTIATE_"):
             return  # another rank was first
-        while row.open:
-            self._close(row, at, {})
         self._begin(row, at, f"NEGOTIATE_{_operation(request)}")
         for when, rank in row.early:
             self._tick(row, when, rank)
@@ -234,6 +236,7 @@ class Rows:
     def _ready(self, row: Row, at: int, tensor: Tensor, turn: str) -> None:
         while row.open:
             self._end(row, at)
+        row.turn = tensor
         row.args = {"id": turn}
         if row.mine is not None:
             row.args["submitted"] = self.microseconds(row.mine)
@@ -252,6 +255,7 @@ class Rows:
         row.args["tensor"] = request.name
         row.args["process_set"] = tensor[0]
         self._close(row, at, row.args)
+        row.turn = None
         self._release(row, tensor)
 
     # -- events --------------------------------------------------------------------------------------

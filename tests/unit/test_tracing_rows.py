@@ -123,6 +123,10 @@ def test_a_handle_that_completes_early_and_is_used_again() -> None:
     rows.ended(5 * US, [W])
     check_events(events := rows.take(), complete=False)
     assert [e["name"] for e in events if e["ph"] == "B"][-1] == "NEGOTIATE_ALLREDUCE"
+    told = [e["args"] for e in events if e["name"] == "ALLREDUCE" and "id" in e.get("args", {})]
+    assert [(each["id"], each["submitted"], each["batch"], each["bytes"]) for each in told] == [
+        ("1", 1.0, 0, 1024)
+    ]
 
 
 def test_unnamed_tensors_share_rows() -> None:
