@@ -67,6 +67,7 @@ class Supervisor:
         self._overdue = False  # had to be killed
         self._is_first = False  # to fail, on this host
         self._stopping = False  # told to end by a signal or by the launcher
+        self._job_stops = False  # the launcher has said so, and not somebody else to this rank alone
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
 
@@ -146,6 +147,7 @@ class Supervisor:
         assert self._line is not None
         for what, value in self._line.receive():
             if what == "signal":
+                self._job_stops = self._job_stops or value in _ENDING
                 self._forward(value)
         if not self._line.open:  # the launcher is gone, or wants us gone
             self._forget(self._line)
@@ -194,7 +196,7 @@ class Supervisor:
 
     def _leave(self, code: int) -> int:
         """With the rank ended: show its failure unless the launcher will, and end the job if it failed."""
-        if self._stopping and self._line is not None:
+        if self._stopping and self._line is not None and (code or self._job_stops):
             self._pause(math.inf)  # the launcher lets every rank stop before it ends the job
             self._line.remove_traces()
             end_job(self._place, code, signal_mpiexec=False)

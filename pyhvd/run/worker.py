@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 from pyhvd.run.channel import Line, connect
 from pyhvd.run.cli import Options
@@ -14,6 +15,9 @@ from pyhvd.run.report import EXIT, Record
 from pyhvd.run.supervisor import BLOCKED_OVER_FORK, Supervisor
 from pyhvd.run.tuning import set_defaults
 from pyhvd.run.world import Place
+
+# A rank that cannot begin, and is not the first, leaves the first this long to end the job, and this process.
+_FIRST_ENDS_JOB_S = 1.0
 
 
 def run_rank(options: Options, place: Place) -> int:
@@ -67,10 +71,14 @@ def _refuse(place: Place, line: Line | None, why: str) -> int:
     if line is not None:
         line.send("record", record.dump().decode())
         line.send("ended", record.code)
-    elif claim_first_failure(os.getppid()):
+    if not claim_first_failure(os.getppid()):
+        time.sleep(_FIRST_ENDS_JOB_S)
+        return record.code
+    if line is None:
         os.write(2, f"{record.text}\n".encode())
         drain_stderr()
-    end_job(place, record.code, signal_mpiexec=True)
+    # Ranks that have not started yet would signal again, of which Open MPI's mpiexec speaks.
+    end_job(place, record.code, signal_mpiexec=False)
     return record.code
 
 
