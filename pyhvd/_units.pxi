@@ -18,6 +18,9 @@ cdef class Handle:
     cdef object target
     cdef object error
 
+    def __init__(self):
+        raise TypeError("a Handle is what pyhvd's *_async functions return, and is not made by hand")
+
     @property
     def name(self):
         """Name of the tensor, or of the grouped call."""

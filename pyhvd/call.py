@@ -84,7 +84,7 @@ class Call:
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(self.context.topology.rank)
-        own = str(name) if isinstance(name, OwnName) else _checked(name, kind)
+        own = str(name) if isinstance(name, OwnName) else checked_name(name, kind)
         self.name = own or self.context.next_name(self.set_id, prefix)
         self.kind = kind
         self._grouped = grouped
@@ -237,8 +237,14 @@ def _after(
     return both
 
 
-def _checked(name: str | None, kind: RequestType) -> str:
-    """Return the user's name as it travels, empty for none."""
+def checked_name(name: str | None, kind: RequestType) -> str:
+    """Return the user's name as it travels, empty for none.
+
+    Raises
+    ------
+    ValueError
+        It is no str, is empty, is one of pyhvd's own, or is no text that can be sent.
+    """
     if name is None:
         return ""
     if not isinstance(name, str) or not name:

@@ -20,6 +20,10 @@ from pyhvd.errors import ConfigError
 _PREFIXES = ("PYHVD_", "HOROVOD_")
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off", ""))
+# Sizes and numbers of things travel, and are added up, in 64 bits.
+_MOST = 1 << 60
+# Longer times than some thirty years are no time that a thread can wait.
+_LONGEST = 1e9
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -32,40 +36,48 @@ def _bool(text: str) -> bool:
     raise ValueError("expected one of 1, 0, true, false, yes, no, on, off")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("expected a number >= 0")
+def _whole(text: str, least: int, most: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError("expected a whole number, in digits alone") from None
+    if value < least:
+        raise ValueError(f"expected a number >= {least}")
+    if value > most:
+        raise ValueError(f"expected a number <= {most}")
     return value
+
+
+def _count(text: str) -> int:
+    return _whole(text, 0, _MOST)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("expected a number >= 1")
-    return value
+    return _whole(text, 1, _MOST)
 
 
 def _chunk(text: str) -> int:
-    value = int(text)
-    if value < 16384 or value % 128:
-        raise ValueError("expected a multiple of 128, and 16384 at least")
+    value = _whole(text, 16384, 1 << 40)
+    if value % 128:
+        raise ValueError("expected a multiple of 128")
     return value
 
 
 def _port(text: str) -> int | None:
     if not text.strip():
         return None
-    value = int(text)
-    if not 0 <= value < 1 << 16:
-        raise ValueError("expected a port, 0 to 65535")
-    return value
+    return _whole(text, 0, (1 << 16) - 1)
 
 
 def _duration(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
     if not math.isfinite(value) or value < 0:
         raise ValueError("expected a finite number >= 0")
+    if value > _LONGEST:
+        raise ValueError(f"expected a number <= {_LONGEST:g}")
     return value
 
 

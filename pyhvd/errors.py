@@ -213,8 +213,15 @@ MAX_TEXT = 6000
 
 
 def exception_text(exc: BaseException) -> str:
-    """Return an exception's kind and text, as long as they are."""
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    """Return an exception's kind and text, as long as they are.
+
+    One that cannot say its text still has a kind: who tells others of a failure must not fail of it.
+    """
+    try:
+        text = str(exc)
+    except Exception as of_str:
+        text = f"<its str() raised {type(of_str).__name__}>"
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
 
 
 def describe_exception(exc: BaseException) -> str:

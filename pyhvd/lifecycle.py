@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyhvd import context, logs, process_sets
+from pyhvd import context, logs, process_sets, supervision
 from pyhvd._version import __version__
 from pyhvd.call import Call
 from pyhvd.config import Config
@@ -65,6 +65,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     if slot.make_world is None:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
+        supervision.is_up(True)
 
 
 def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
@@ -182,6 +183,8 @@ def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()
     """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
     active = slot.context
     assert active is not None
+    if slot.make_world is None:
+        supervision.is_up(False)
     active.shutdown(cause, how)  # if this is interrupted, it can be called again
     if active.endpoint is not None:
         active.endpoint.close()

@@ -8,7 +8,7 @@ import cloudpickle
 import numpy as np
 
 from pyhvd import context
-from pyhvd.call import OwnName, refusing
+from pyhvd.call import OwnName, checked_name, refusing
 from pyhvd.collectives import allgather, broadcast, broadcast_
 from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set, members_of
@@ -33,7 +33,7 @@ def broadcast_object(
     process_set : ProcessSet
         Who takes part.
     """
-    name = _name(name, process_set)
+    name = _name(name, process_set, RequestType.BROADCAST)
     here = context.current().topology.rank == root_rank
     data = np.empty(0, np.uint8)
     if here:
@@ -59,7 +59,7 @@ def allgather_object(
     process_set : ProcessSet
         Who takes part.
     """
-    name = _name(name, process_set)
+    name = _name(name, process_set, RequestType.ALLGATHER)
     data = refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set, lambda: _pickled(obj))
     sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
     everything = allgather(data, _part(name, "t"), process_set)
@@ -67,10 +67,10 @@ def allgather_object(
     return [cloudpickle.loads(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
 
 
-def _name(name: str | None, process_set: ProcessSet) -> str:
+def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:
     active = context.current()
     set_id, _ = members_of(active, process_set)
-    return name if name is not None else OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
+    return checked_name(name, kind) or OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
 
 
 def _part(name: str, part: str) -> str:

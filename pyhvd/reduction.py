@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
 from pyhvd.messages import RequestType
@@ -36,13 +38,16 @@ class Reduction:
         Raises
         ------
         ValueError
-            Both ``average`` and ``op``, an unknown op, or a factor that is not a finite number.
+            Both ``average`` and ``op``, an ``average`` that is no bool, an unknown op, or a factor that is
+            not a finite number.
         UnsupportedOpError
             The verb does not have this op.
         """
         if average is not None:
             if op is not None:
                 raise ValueError("give op or average, not both; average is deprecated")
+            if not isinstance(average, (bool, int, np.bool_)):
+                raise ValueError(f"average={average!r} is no bool: was it meant as name={average!r}?")
             text = "average is deprecated: use op=Average or op=Sum"
             warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
             op = ReduceOp.AVERAGE if average else ReduceOp.SUM

@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
     """
     parser = _parser()
     own, program = _split(list(arguments), parser)
-    known = parser.parse_args(own)
+    known = parser.parse_args(_joined(own))
     if known.check_build:
         return Options(program=[], verbose=known.verbose, check_build=True)
     if not program:
@@ -87,17 +87,29 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         settings = settings_of(known)
     except ConfigFileError as exc:
         parser.error(str(exc))
+    try:
+        mpi_args = shlex.split(known.mpi_args)
+    except ValueError as exc:
+        parser.error(f"argument --mpi-args: {exc}: {known.mpi_args!r}")
     return Options(
         program=program,
         num_proc=known.num_proc,
         verbose=known.verbose,
-        mpi_args=shlex.split(known.mpi_args),
+        mpi_args=mpi_args,
         start_timeout=known.start_timeout,
         output_filename=known.output_filename,
         prefix_output=known.prefix_output or known.prefix_timestamp,
         prefix_timestamp=known.prefix_timestamp,
         settings=settings,
     )
+
+
+def _joined(own: list[str]) -> list[str]:
+    """Make ``--mpi-args ARGS`` one word: argparse would take ARGS, which begin with a dash, for an option."""
+    if "--mpi-args" not in own[:-1]:
+        return own
+    at = own.index("--mpi-args")
+    return [*own[:at], f"--mpi-args={own[at + 1]}", *own[at + 2 :]]
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -191,14 +203,20 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
 
 def positive_int(text: str) -> int:
     """Return a number of things, for argparse."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, not {text!r}") from None
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+        raise argparse.ArgumentTypeError(f"must be positive, and less than 1e9, not {text}")
     return value

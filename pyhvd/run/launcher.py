@@ -22,7 +22,7 @@ from pyhvd.run.channel import JOB_DIR, Line, listen
 from pyhvd.run.cli import Options
 from pyhvd.run.mpi_flavour import LaunchError, find_library, find_mpiexec
 from pyhvd.run.report import INTERRUPT, LOST, Record, root_cause
-from pyhvd.run.supervisor import FORWARDED
+from pyhvd.run.supervisor import to_handle
 from pyhvd.run.world import OPENMPI
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -121,7 +121,7 @@ class _Job:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in FORWARDED:
+        for number in to_handle():
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
@@ -192,6 +192,9 @@ class _Job:
             self._hang_up(line)
             if rank >= 0 and rank not in self._ended and self._kill_at is None:
                 text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
+                if self._ended:
+                    before = ", ".join(map(str, sorted(self._ended)[:20]))
+                    text += f" (ended before it: rank {before}; without MPI_Finalize, mpiexec then ends all)"
                 self._records.append(Record(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
 

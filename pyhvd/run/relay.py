@@ -30,6 +30,7 @@ class Relay:
         self._target = target
         self._prefix = prefix
         self._timestamp = timestamp
+        self._path = path
         self._file: BinaryIO | None = open(path, "wb", buffering=0) if path is not None else None  # noqa: SIM115
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -62,12 +63,24 @@ class Relay:
         if not chunk:
             self.closed = True
             return
-        if self._file is not None:
-            self._file.write(chunk)
+        self._keep(chunk)
         *lines, self._line = (self._line + chunk).split(b"\n")
         self._show(b"".join(self._decorate(line + b"\n") for line in lines))
         if len(self._line) > 65536:
             self.flush()
+
+    def _keep(self, chunk: bytes) -> None:
+        """Write to the file; where it takes no more, say so, and go on without it: the job is worth more."""
+        if self._file is None:
+            return
+        try:
+            while chunk:
+                chunk = chunk[self._file.write(chunk) :]
+        except OSError as exc:
+            self._file.close()
+            self._file = None
+            with contextlib.suppress(OSError):
+                os.write(2, f"pyhvd: {self._path} gets no more output: {exc.strerror}\n".encode())
 
     def flush(self) -> None:
         """Pass on a line that has begun and not ended."""

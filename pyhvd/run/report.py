@@ -18,6 +18,8 @@ SECONDARY = "secondary"
 LOST = "lost"
 # Not a failure: what to say should the rank end without another word; an empty one takes it back.
 DOUBT = "doubt"
+# Nor this: pyhvd is up in the rank (code 1), or is no more (code 0).
+UP = "up"
 _EXPLAINS = {EXCEPTION: 0, EXIT: 0, SIGNAL: 0, INTERRUPT: 1, SECONDARY: 2, LOST: 3}
 
 # Raised on a rank because another rank failed or left (pyhvd.errors); known by name, to import nothing.

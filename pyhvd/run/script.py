@@ -17,7 +17,7 @@ from mpi4py.run import run_command_line, set_abort_status
 from pyhvd import supervision
 from pyhvd.run.ending import can_end_job, drain_stderr
 from pyhvd.run.foreign import watch_mpi_import
-from pyhvd.run.report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, Record, is_secondary
+from pyhvd.run.report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, UP, Record, is_secondary
 from pyhvd.run.world import Place
 
 
@@ -39,6 +39,7 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     ending = _Ending(place, report_fd)
     supervision.supervised = True
+    supervision.tell_up = ending.tell_up
     watch_mpi_import(place, ending.doubt)
     atexit.register(ending.leave)  # the first registered runs last
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
@@ -91,6 +92,11 @@ class _Ending:
     def doubt(self, text: str) -> None:
         """Tell the supervisor what to say should this rank end without another word; "" takes it back."""
         self._send(Record(self._place.rank, DOUBT, 1, text))
+
+    def tell_up(self, up: bool) -> None:
+        """Tell the supervisor whether pyhvd is up: then even code 0 is no good end for the others."""
+        if os.getpid() == self._pid:  # a process that the rank has forked is not the rank
+            self._send(Record(self._place.rank, UP, int(up), ""))
 
     def _send(self, record: Record) -> None:
         line = record.dump()

@@ -18,7 +18,7 @@ from types import FrameType
 from pyhvd.run.channel import Line
 from pyhvd.run.ending import can_end_job, claim_first_failure, drain_stderr, end_job
 from pyhvd.run.relay import Relay
-from pyhvd.run.report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, SIGNAL, Record
+from pyhvd.run.report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, SIGNAL, UP, Record
 from pyhvd.run.world import Place
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -63,9 +63,11 @@ class Supervisor:
         self._relays = relays
         self._reported = False
         self._doubt = ""
+        self._up = False  # pyhvd is, in the rank
         self._overdue = False  # had to be killed
         self._is_first = False  # to fail, on this host
         self._stopping = False  # told to end by a signal or by the launcher
+        self._job_stops = False  # the launcher has said so, and not somebody else to this rank alone
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
 
@@ -78,15 +80,15 @@ class Supervisor:
                 self._kill()  # over its time, or mpiexec is gone: nobody is left to run for
             self._wait(min(self._deadline - time.monotonic(), _PARTIAL_LINE_S if self._relays else math.inf))
         self._read_report()
-        ended_well = self._exit_code() == 0 and self._record is None
+        ended_well = self._exit_code() == 0 and self._record is None and not self._up
         if not ended_well:
             self._kill()  # what the rank had started; it is a zombie still, so its group's number is its own
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         for relay in self._relays:
             relay.finish()
-        if self._record is None and exit_code and not self._stopping:
+        if self._record is None and not ended_well and not self._stopping:
             self._announce(self._describe_end(exit_code))
-        self._tell("ended", exit_code)
+        self._tell("ended", exit_code or int(not ended_well))
         if self._record is not None and not self._stopping:
             return self._leave(self._record.code)
         return self._leave(exit_code if exit_code >= 0 else 128 - exit_code)
@@ -96,7 +98,7 @@ class Supervisor:
         os.set_blocking(read, False)
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in FORWARDED:
+        for number in to_handle():
             signal.signal(number, self._forward)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_OVER_FORK)
@@ -145,6 +147,7 @@ class Supervisor:
         assert self._line is not None
         for what, value in self._line.receive():
             if what == "signal":
+                self._job_stops = self._job_stops or value in _ENDING
                 self._forward(value)
         if not self._line.open:  # the launcher is gone, or wants us gone
             self._forget(self._line)
@@ -161,6 +164,9 @@ class Supervisor:
         for record in map(Record.load, lines):
             if record.kind == DOUBT:
                 self._doubt = record.text
+                continue
+            if record.kind == UP:
+                self._up = bool(record.code)
                 continue
             self._reported = True
             self._deadline = time.monotonic() + _EXIT_HANDLERS_S
@@ -179,12 +185,18 @@ class Supervisor:
             return Record(self._place.rank, SIGNAL, 128 - exit_code, f"{who} {describe_signal(-exit_code)}")
         if self._doubt:
             return Record(self._place.rank, EXIT, 1, f"{who} exited with code {exit_code}: {self._doubt}")
+        if not exit_code:
+            text = (
+                f"{who} exited with code 0 while pyhvd was up, without its exit handlers (as os._exit does):"
+                " the other ranks still counted on it; call pyhvd.shutdown() first"
+            )
+            return Record(self._place.rank, EXIT, 1, text)
         text = f"{who} exited with code {exit_code}, without a Python exception"
         return Record(self._place.rank, EXIT, exit_code, text)
 
     def _leave(self, code: int) -> int:
         """With the rank ended: show its failure unless the launcher will, and end the job if it failed."""
-        if self._stopping and self._line is not None:
+        if self._stopping and self._line is not None and (code or self._job_stops):
             self._pause(math.inf)  # the launcher lets every rank stop before it ends the job
             self._line.remove_traces()
             end_job(self._place, code, signal_mpiexec=False)
@@ -231,6 +243,12 @@ class Supervisor:
     def _tell(self, what: str, value: object) -> None:
         if self._line is not None:
             self._line.send(what, value)
+
+
+def to_handle() -> list[signal.Signals]:
+    """The signals to take and pass on: not SIGHUP under nohup, which has had it ignored."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
 
 
 def describe_signal(number: int) -> str:

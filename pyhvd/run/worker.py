@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 from pyhvd.run.channel import Line, connect
 from pyhvd.run.cli import Options
-from pyhvd.run.ending import die_with_parent
+from pyhvd.run.ending import claim_first_failure, die_with_parent, drain_stderr, end_job
 from pyhvd.run.relay import make_relays
+from pyhvd.run.report import EXIT, Record
 from pyhvd.run.supervisor import BLOCKED_OVER_FORK, Supervisor
 from pyhvd.run.tuning import set_defaults
 from pyhvd.run.world import Place
+
+# A rank that cannot begin, and is not the first, leaves the first this long to end the job, and this process.
+_FIRST_ENDS_JOB_S = 1.0
 
 
 def run_rank(options: Options, place: Place) -> int:
@@ -27,7 +32,10 @@ def run_rank(options: Options, place: Place) -> int:
     said = set_defaults(place, os.environ)
     if said is not None and place.rank == 0:
         print(said, file=sys.stderr, flush=True)
-    relays = make_relays(options, place)
+    try:
+        relays = make_relays(options, place)
+    except OSError as exc:
+        return _refuse(place, line, f"cannot write the files of --output-filename: {exc}")
     read, write = os.pipe()
     os.set_blocking(read, False)
     # A signal that comes before the handlers are in place waits for them.
@@ -55,6 +63,23 @@ def run_rank(options: Options, place: Place) -> int:
     for relay in relays:
         relay.detach()
     return _supervise(Supervisor(place, pid, read, line, relays))
+
+
+def _refuse(place: Place, line: Line | None, why: str) -> int:
+    """End the job before this rank's script has begun; return the exit code to leave with."""
+    record = Record(place.rank, EXIT, 1, f"pyhvd: {place.title} {why}")
+    if line is not None:
+        line.send("record", record.dump().decode())
+        line.send("ended", record.code)
+    if not claim_first_failure(os.getppid()):
+        time.sleep(_FIRST_ENDS_JOB_S)
+        return record.code
+    if line is None:
+        os.write(2, f"{record.text}\n".encode())
+        drain_stderr()
+    # Ranks that have not started yet would signal again, of which Open MPI's mpiexec speaks.
+    end_job(place, record.code, signal_mpiexec=False)
+    return record.code
 
 
 def _take_stdin(line: Line, place: Place) -> None:

@@ -194,6 +194,50 @@ def test_exit_0_of_one_rank_ends_that_rank_only(tmp_path: Path, launched: bool) 
 
 
 @both
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_just_goes_while_pyhvd_is_up_has_failed(
+    tmp_path: Path, launched: bool, rank: int
+) -> None:
+    """Hydra kills the others then, and may well return 0."""
+    path = script(
+        tmp_path,
+        TOGETHER + "import numpy as np, pyhvd as hvd\nhvd.init(); hvd.allreduce(np.ones(3), name='x')\n"
+        f"if rank == {rank}: os._exit(0)\nhvd.allreduce(np.ones(3), name='x')\n",
+    )
+    ended = run_both(launched, 2, path)
+    assert ended.code == 1
+    assert took(ended, path) < WITHIN_S
+    assert ended.last.startswith(f"pyhvd: rank {rank} of 2 on host "), ended.err
+    assert "exited with code 0 while pyhvd was up, without its exit handlers" in ended.last
+
+
+@both
+def test_a_rank_that_has_shut_pyhvd_down_may_just_go(tmp_path: Path, launched: bool) -> None:
+    path = script(
+        tmp_path,
+        RANK + "import pyhvd as hvd\nfor _ in range(2): hvd.init(); hvd.barrier(); hvd.shutdown()\n"
+        "from mpi4py import MPI\nMPI.Finalize()\nos._exit(0)\n",
+    )
+    ended = run_both(launched, 2, path)
+    assert ended.code == 0, ended.err
+
+
+def test_who_has_ended_before_a_rank_was_lost_is_named(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        RANK + "import time\nif rank == 0: os.write(1, b'pid %d\\n' % os.getppid()); os._exit(0)\n"
+        "open(__file__ + '.pid', 'w').write(str(os.getpid())); os.write(1, b'pid 0\\n'); time.sleep(60)\n",
+    )
+    with started(launcher_command("-n", 2, path)) as job:
+        wait_gone([pid for pid in read_pids(job, 2) if pid])
+        rank = int(Path(f"{path}.pid").read_text())
+        os.kill(parent_of(rank), signal.SIGKILL)
+        _, err = job.communicate(timeout=10)
+        wait_gone([rank])
+    assert "rank 1 of 2 was lost: the process that watched it was killed (ended before it: rank 0; " in err
+
+
+@both
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_killed_rank_is_named(tmp_path: Path, launched: bool, number: signal.Signals) -> None:
     path = script(tmp_path, TOGETHER + f"if rank == 1: os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n")

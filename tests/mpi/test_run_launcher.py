@@ -46,7 +46,9 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         (["-n", "0", "x.py"], "must be at least 1, not 0"),
-        (["-n", "two", "x.py"], "invalid"),
+        (["-n", "two", "x.py"], "-n/-np/--num-proc: expected a whole number, not 'two'"),
+        (["-n", "2", "--start-timeout", "soon", "x.py"], "--start-timeout: expected a number, not 'soon'"),
+        (["-n", "2", "--mpi-args", "-x 'a", "x.py"], '--mpi-args: No closing quotation: "-x \'a"'),
         (["x.py"], "say how many ranks"),
         (["-n", "2"], "no script"),
         (["-n", "2", "-m"], "argument expected for the -m option"),
@@ -65,11 +67,16 @@ def test_options_end_where_the_program_begins() -> None:
     assert (options.num_proc, options.verbose, options.program) == (3, True, ["a.py", "-n", "5"])
     assert parse(["--num-proc=3", "-mpkg.mod", "-v"], under_mpiexec=False).program == ["-m", "pkg.mod", "-v"]
     assert parse(["-n", "1", "--", "-odd.py"], under_mpiexec=False).program == ["-odd.py"]
-    assert parse(["--mpi-args", "-l -x 'a b'", "-n1", "x"], under_mpiexec=False).mpi_args == [
-        "-l",
-        "-x",
-        "a b",
-    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("-l -x 'a b'", ["-l", "-x", "a b"]), ("-hosts h", ["-hosts", "h"]), ("-l", ["-l"])],
+)
+def test_arguments_for_mpiexec_may_begin_with_a_dash(text: str, expected: list[str]) -> None:
+    for given in (["--mpi-args", text], [f"--mpi-args={text}"]):
+        options = parse([*given, "-n1", "x", "--mpi-args", "-mine"], under_mpiexec=False)
+        assert (options.mpi_args, options.program) == (expected, ["x", "--mpi-args", "-mine"])
 
 
 def test_missing_script_is_said_once() -> None:
@@ -117,6 +124,28 @@ def test_output_files_are_padded(tmp_path: Path) -> None:
     ended = pyhvdrun("-n", 11, "--output-filename", tmp_path, "-c", "print('hello')")
     assert ended.code == 0, ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank.{rank:02d}" for rank in range(11)]
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> None:
+    arguments = ("--output-filename", script(tmp_path, ""), "-c", "print('ran')")
+    ended = pyhvdrun("-n", 2, *arguments) if launched else bare(2, *arguments)
+    assert (ended.code, ended.out) == (1, "")
+    said = ended.last if launched else ended.err  # Open MPI's own mpiexec has its banner after it
+    assert "cannot write the files of --output-filename: [Errno 20] Not a directory" in said
+    assert ended.err.count("Errno 20") == 1
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_does_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    ended = pyhvdrun("-n", 2, "--output-filename", tmp_path, "-c", "print('one'); print('two')")
+    assert (ended.code, ended.out.count("one"), ended.out.count("two")) == (0, 2, 2)
+    path = tmp_path / "rank.0" / "stdout"
+    assert ended.err.count(f"pyhvd: {path} gets no more output: No space left on device\n") == 1
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "one\ntwo\n"
 
 
 def test_timestamps() -> None:

@@ -137,6 +137,46 @@ def test_killed_mpiexec_leaves_no_rank_behind(tmp_path: Path) -> None:
         wait_gone([*pids, *supervisors])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_one_rank_that_handles_it_holds_nothing_up(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Its supervisor gets it too where a batch system signals all processes of a host."""
+    path = script(
+        tmp_path,
+        f"import os, signal, sys, time\nsignal.signal({int(number)}, lambda *_: sys.exit(0))\n"
+        "os.write(1, b'pid %d\\n' % os.getpid()); time.sleep(60)\n",
+    )
+    with started(launcher_command("-n", 2, path)) as job:
+        pids = read_pids(job, 2)
+        for pid in pids:
+            os.kill(parent_of(pid), number)
+        _, err = job.communicate(timeout=TIMEOUT_S)
+        assert job.returncode == 0, err
+        wait_gone(pids)
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["pyhvdrun", "mpiexec"])
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path, launched: bool) -> None:
+    go_on = tmp_path / "go on"
+    path = script(
+        tmp_path,
+        READY
+        + f"ready()\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\nos.write(1, b'whole\\n')\n",
+    )
+    command = launcher_command("-n", 2, path) if launched else bare_command(2, path)
+    nohup = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]
+    with started([*nohup, *command]) as job:
+        pids = read_pids(job, 2)
+        if launched:
+            job.send_signal(signal.SIGHUP)
+        for pid in pids:
+            os.kill(parent_of(pid), signal.SIGHUP)
+        go_on.touch()
+        out, err = job.communicate(timeout=TIMEOUT_S)
+    assert (job.returncode, out) == (0, "whole\nwhole\n"), err
+
+
 def test_signal_to_one_rank_ends_the_job(tmp_path: Path) -> None:
     with started(launcher_command("-n", 2, script(tmp_path, RUNS))) as job:
         pids = read_pids(job, 2)

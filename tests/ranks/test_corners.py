@@ -104,6 +104,43 @@ def test_names_are_any_text() -> None:
     assert run_ranks(2, body, timeout=20) == [[2.0] * 5] * 2
 
 
+def test_objects_have_names_like_tensors() -> None:
+    def body() -> None:
+        for bad in ("", 3, b"bytes"):
+            with pytest.raises(
+                ValueError, match=f"broadcast: name must be a str that is not empty, not {bad!r}"
+            ):
+                hvd.broadcast_object({}, name=bad)  # type: ignore[arg-type]
+            with pytest.raises(
+                ValueError, match=f"allgather: name must be a str that is not empty, not {bad!r}"
+            ):
+                hvd.allgather_object({}, name=bad)  # type: ignore[arg-type]
+        assert hvd.broadcast_object(hvd.rank(), name=_Name("object")) == 0
+
+    run_ranks(2, body, timeout=20)
+
+
+def test_a_name_in_the_place_of_average_is_an_error_that_says_so() -> None:
+    def body() -> float:
+        with pytest.raises(
+            ValueError, match="average='gradient' is no bool: was it meant as name='gradient'"
+        ):
+            hvd.allreduce(np.ones(2), "gradient")  # type: ignore[arg-type]
+        with pytest.warns(DeprecationWarning, match="use op=Average or op=Sum"):
+            return float(hvd.allreduce(1.0, average=np.bool_(False)))  # type: ignore[arg-type]
+
+    assert run_ranks(1, body, timeout=20) == [1.0]
+
+
+def test_a_handle_is_not_made_by_hand() -> None:
+    class Mine(hvd.Handle):
+        pass
+
+    for kind in (hvd.Handle, Mine):
+        with pytest.raises(TypeError, match=r"what pyhvd's \*_async functions return"):
+            kind()
+
+
 def test_masked_arrays_are_refused_on_every_rank() -> None:
     def body() -> float:
         tensor = np.ma.masked_array(np.ones(2), [True, False]) if hvd.rank() else np.ones(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -120,16 +121,17 @@ def test_words_for_false(word: str) -> None:
     ("suffix", "text"),
     [
         *[("FUSION_THRESHOLD", text) for text in ("", "lots", "-1", "1.5", "64MB", "(None,)", "nan")],
-        *[("CYCLE_TIME", text) for text in ("", "fast", "-1", "nan", "inf", "(None,)")],
-        *[("CACHE_CAPACITY", text) for text in ("-1", "yes", "1e3")],
+        *[("CYCLE_TIME", text) for text in ("", "fast", "-1", "nan", "inf", "(None,)", "1e10")],
+        *[("CACHE_CAPACITY", text) for text in ("-1", "yes", "1e3", str(2**60 + 1))],
         *[("DISABLE_GROUP_FUSION", text) for text in ("2", "maybe", "tru")],
-        *[("CHUNK_SIZE", text) for text in ("0", "16000", "16385", "1e6")],
-        *[("STAGING_SIZE", text) for text in ("0", "-4")],
+        *[("CHUNK_SIZE", text) for text in ("0", "16000", "16385", "1e6", str(2**41))],
+        *[("STAGING_SIZE", text) for text in ("0", "-4", str(10**30))],
         ("AUTOTUNE_WARMUP_SAMPLES", "-1"),
         *[("AUTOTUNE_STEPS_PER_SAMPLE", text) for text in ("0", "many")],
         *[("LOG_LEVEL", text) for text in ("", "loud", "10")],
         *[("CONTROLLER", "gloo"), ("CPU_OPERATIONS", "ccl")],
-        ("STALL_CHECK_TIME_SECONDS", "-0.1"),
+        *[("STALL_CHECK_TIME_SECONDS", text) for text in ("-0.1", "1e300")],
+        *[("METRICS_PORT", text) for text in ("-1", "65536", "http")],
     ],
 )
 def test_a_value_that_is_none_is_an_error_that_names_the_variable(
@@ -146,6 +148,30 @@ def test_the_message_says_what_was_expected() -> None:
         "PYHVD_LOG_HIDE_TIME='ja': expected one of 1, 0, true, false, yes, no, on, off"
     )
     assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("PYHVD_FUSION_THRESHOLD", "64MB", "expected a whole number, in digits alone"),
+        ("PYHVD_FUSION_THRESHOLD", "-1", "expected a number >= 0"),
+        ("PYHVD_CHUNK_SIZE", "16385", "expected a multiple of 128"),
+        ("PYHVD_METRICS_PORT", "65536", "expected a number <= 65535"),
+        ("PYHVD_CYCLE_TIME", "fast", "expected a number"),
+        ("PYHVD_STALL_CHECK_TIME_SECONDS", "1e10", "expected a number <= 1e+09"),
+    ],
+)
+def test_what_is_said_of_numbers(variable: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_env({variable: text})
+    assert str(error.value) == f"{variable}={text!r}: {expected}"
+
+
+def test_the_longest_time_can_be_waited_for() -> None:
+    config, _ = Config.from_env({"PYHVD_STALL_CHECK_TIME_SECONDS": "1e9"})
+    event = threading.Event()
+    event.set()
+    assert event.wait(2 * config.stall_check_time_seconds)
 
 
 def test_a_job_must_not_end_before_its_warning() -> None:

@@ -101,6 +101,15 @@ def test_long_tracebacks_are_cut_in_the_middle() -> None:
     assert len(errors.describe_exception(ValueError("a" * 50_000))) < errors.MAX_TEXT + 100
 
 
+def test_an_exception_that_cannot_say_its_text_is_told_all_the_same() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    assert errors.describe_exception(Mute()) == "Mute: <its str() raised KeyError>"
+    assert "Mute" in errors.describe_traceback(Mute())
+
+
 def test_what_travels_is_text_though_a_files_name_is_none() -> None:
     exc = ValueError("bad\udcff.py")
     assert errors.describe_exception(exc) == "ValueError: bad\\udcff.py"

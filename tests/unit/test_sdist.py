@@ -1,0 +1,58 @@
+"""The source distribution: whoever has no wheel builds from what is in it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".c", ".h", ".cu", ".typed"}
+
+# Which files are packed does not depend on what Cython writes, and it would take its time.
+BUILD = """
+import runpy, sys, types
+import setuptools
+
+def cythonize(extensions, **options):
+    for extension in extensions:
+        extension.sources = [name.replace(".pyx", ".c") for name in extension.sources]
+        open(extension.sources[0], "w").close()
+    return extensions
+
+sys.modules["Cython.Build"] = types.SimpleNamespace(cythonize=cythonize)
+sys.argv = ["setup.py", "-q", "sdist", "--formats=tar", "--dist-dir", "dist"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="no source tree here")
+def test_it_has_every_source_and_nothing_that_is_made_of_them(tmp_path: Path) -> None:
+    pytest.importorskip("Cython")
+    generated = {path.with_suffix(".c").name for path in (ROOT / "pyhvd").glob("*.pyx")}
+    assert generated == {"_engine.c", "_fusion.c", "_lane.c"}
+    tree = tmp_path / "tree"
+    shutil.copytree(
+        ROOT / "pyhvd", tree / "pyhvd", ignore=shutil.ignore_patterns("__pycache__", "*.so", *generated)
+    )
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    sources = {
+        path.relative_to(tree).as_posix() for path in (tree / "pyhvd").rglob("*") if path.suffix in SOURCES
+    }
+    assert {"pyhvd/_lane.pyx", "pyhvd/_start.pxi", "pyhvd/devices/fusion.cu", "pyhvd/py.typed"} <= sources
+
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True, timeout=100
+    )
+    assert built.returncode == 0, built.stderr
+    (archive,) = (tree / "dist").iterdir()
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {name for name in names if name.startswith("pyhvd/") and Path(name).suffix in SOURCES} == sources
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
