@@ -65,6 +65,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     place: Place = Place("", 0)
 
 
+# Made once: ranks that are threads come here all at once, and msgspec must not learn one type from two threads.
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
 class Context:
     """One rank's runtime. Collective: every rank of the world builds one at the same time.
 
@@ -108,9 +112,7 @@ class Context:
             _make_job_name(),
             here(),
         )
-        heard = [
-            msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
-        ]
+        heard = [_hello_decoder.decode(data) for data in world.exchange(msgspec.msgpack.encode(hello))]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job

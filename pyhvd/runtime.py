@@ -345,6 +345,7 @@ class Runtime:
             self._executor.run(batch)
             if self._tuner is not None:
                 self._tuner.count(batch)
+        self._worker.carried_out()
         if self._lane is not None:
             self._lane.install(todo)
         if responses.timeline is not None:
