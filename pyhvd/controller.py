@@ -286,7 +286,7 @@ class Worker:
         return todo
 
     def carried_out(self) -> None:
-        """Forget the sets that the last list has removed: until now, what it has answered before needed them."""
+        """Forget the sets that the last list has removed; what it answered before needed them until now."""
         for set_id in self._removed:
             self.sets.pop(set_id, None)
             self._caches.pop(set_id, None)
