@@ -85,7 +85,13 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
     hvd.init()
     late = hvd.allreduce_async(np.ones(1), name=f"alone.{hvd.rank()}")
     told, go = threading.Event(), threading.Event()
-    late.add_done_callback(lambda _: (told.set(), go.wait(SECONDS)))  # keeps the thread that is to end
+
+    def keep(_: hvd.Handle) -> None:
+        """Keep the thread that is to end."""
+        told.set()
+        go.wait(SECONDS)
+
+    late.add_done_callback(keep)
 
     def end(*_: object) -> None:
         threading.Timer(0.1, go.set).start()
