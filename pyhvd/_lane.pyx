@@ -269,6 +269,8 @@ cdef class Lane(BoardEnd):
 
     def close_set(self, int set_id):
         """Forget a process set. Its units have been taken, and nobody submits to it."""
+        for unit in self.names[set_id].values():
+            (<Unit>unit).retire()
         self.names[set_id] = None
         self.groups[set_id] = None
         self.parts[set_id] = None
@@ -367,9 +369,7 @@ cdef class Lane(BoardEnd):
             waiting = self.gathering.get((set_id, (old.group, old.group_size)), {})
             waiting.pop(old.name, None)
             return None
-        pthread_mutex_lock(&self.c.mutex)
-        unit.retired = True
-        pthread_mutex_unlock(&self.c.mutex)
+        unit.retire()
         for each in unit.parts:
             if self.names[set_id].get(each.request.name) is unit:
                 del self.names[set_id][each.request.name]

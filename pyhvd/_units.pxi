@@ -377,10 +377,25 @@ cdef class Unit:
     def settle(self, error):
         """One tensor of a unit that was taken has ended."""
         cdef Handle handle = self.handle
-        if error is not None and handle.error is None:
+        if error is not None and handle is not None and handle.error is None:
             handle.error = error
         with nogil:
             pyhvd_lane_settle(&self.lane.c, &self.c)
+        if self.retired:
+            self.retire()
+
+    cdef int retire(self) except -1:
+        """Let it be submitted no more. Once it has ended, nobody but who has its handle keeps its arrays.
+
+        Nobody would ever let go of them otherwise: the two refer to each other.
+        """
+        cdef object handle = None
+        pthread_mutex_lock(&self.lane.c.mutex)
+        self.retired = True
+        if pyhvd_unit_finished(&self.c, self.c.started):
+            handle, self.handle = self.handle, None  # let go of outside the mutex
+        pthread_mutex_unlock(&self.lane.c.mutex)
+        return 0
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
         """Submit it: n addresses to read from, n to write to. None if it is in flight."""

@@ -65,6 +65,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     place: Place = Place("", 0)
 
 
+# Made here: where ranks are threads, several would be the first to use it, and msgspec may crash of that.
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
 class Context:
     """One rank's runtime. Collective: every rank of the world builds one at the same time.
 
@@ -108,9 +112,7 @@ class Context:
             _make_job_name(),
             here(),
         )
-        heard = [
-            msgspec.msgpack.decode(data, type=Hello) for data in world.exchange(msgspec.msgpack.encode(hello))
-        ]
+        heard = [_hello_decoder.decode(data) for data in world.exchange(msgspec.msgpack.encode(hello))]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job
@@ -240,17 +242,19 @@ class Context:
             for key in [key for key in self._counters if key[0] == set_id]:
                 del self._counters[key]
 
+    def is_forked(self) -> bool:
+        """Return whether this is a forked child, which has the context, but not its thread."""
+        return os.getpid() != self._pid
+
     def check_usable(self) -> None:
-        """Raise NotInitializedError in a forked child, which has the context, but not its thread."""
-        if os.getpid() != self._pid:
+        """Raise NotInitializedError in a forked child."""
+        if self.is_forked():
             raise NotInitializedError(
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )
 
     def shutdown(self, cause: BaseException | None, how: str) -> None:
         """End the runtime of every rank; pending collectives fail with the cause."""
-        if os.getpid() != self._pid:
-            return
         rank = self.topology.rank
         failed = cause is not None
         if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
@@ -317,7 +321,7 @@ class Slot:
     def __init__(self) -> None:
         self.rank: int | None = None
         self.context: Context | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler may call shutdown() in the middle of it
         self.make_world: Callable[[], World] | None = None
         self.overrides: dict[str, Any] = {}
 

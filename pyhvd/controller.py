@@ -10,6 +10,7 @@ ranks as soon as anything has become ready everywhere. Nothing is sent while not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ class Coordinator:
         self.lateness = Lateness(size)
         self._ended = False
         self._timeline: TimelineOrder | None = None
+        self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
         members = [tuple(range(size)), *sets]
         self._sets = {
             i: Negotiation(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
@@ -122,6 +124,7 @@ class Coordinator:
             return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
+        self._removed.clear()
         for set_id in sorted(self._sets):
             negotiation = self._sets.get(set_id)
             if negotiation is None:
@@ -177,7 +180,7 @@ class Coordinator:
         if response.error is not None:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
-            set_id = next(i for i in range(1, len(self._sets) + 1) if i not in self._sets)
+            set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
             self._sets[set_id] = Negotiation(
                 set_id, request.ranks, self._capacity, self._sequence + 1, self._board, self.lateness
             )
@@ -186,6 +189,7 @@ class Coordinator:
             removed = self._sets.pop(request.ranks[0], None)
             if removed is None:
                 raise InternalError(f"process set {request.ranks[0]} was removed twice")
+            self._removed.add(removed.set_id)
             gone = ErrorInfo(ErrorKind.SHUT_DOWN, f"process set {removed.set_id} has been removed")
             return [*removed.take_responses(), *removed.abort(gone), response]
         return [response]
@@ -209,6 +213,7 @@ class Worker:
         self.sets: dict[int, tuple[int, ...]] = dict(enumerate([tuple(range(size)), *sets]))
         self._caches = {i: WorkerCache() for i, ranks in self.sets.items() if rank in ranks}
         self._in_flight: dict[tuple[int, str], Request] = {}
+        self._removed: list[int] = []
         self._seen = 0
 
     def compose(
@@ -258,7 +263,10 @@ class Worker:
         return self._caches[set_id].slots_of(name) if set_id in self._caches else []
 
     def process(self, message: ResponseList) -> list[Response]:
-        """Return what this rank is to do, in order, and bring its caches up to date."""
+        """Return what this rank is to do, in order, and bring its caches up to date.
+
+        Once that has been done, :meth:`carried_out` is to be called.
+        """
         if message.seq <= self._seen:
             raise InternalError(f"rank {self.rank} got response list {message.seq} after {self._seen}")
         self._seen = message.seq
@@ -277,6 +285,13 @@ class Worker:
             todo.append(response)
         return todo
 
+    def carried_out(self) -> None:
+        """Forget the sets that the last list has removed; what it answered before needed them until now."""
+        for set_id in self._removed:
+            self.sets.pop(set_id, None)
+            self._caches.pop(set_id, None)
+        self._removed.clear()
+
     def _follow(self, response: Response, own: Request | None) -> None:
         if response.slot >= 0:
             if own is None:
@@ -288,7 +303,6 @@ class Worker:
                 self._caches[response.value] = WorkerCache()
         elif response.request.type == RequestType.REMOVE_PROCESS_SET:
             removed = response.request.ranks[0]
-            self.sets.pop(removed, None)
-            self._caches.pop(removed, None)
+            self._removed.append(removed)
             for key in [k for k in self._in_flight if k[0] == removed]:
                 del self._in_flight[key]

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pyhvd import context, logs, process_sets, supervision
@@ -16,12 +17,15 @@ from pyhvd.call import Call
 from pyhvd.config import Config
 from pyhvd.context import Context, Slot, StaticSet
 from pyhvd.exposition import Endpoint
+from pyhvd.handles import Handle
 from pyhvd.messages import UNNAMED, RequestType
 from pyhvd.process_sets import ProcessSet, global_process_set
 from pyhvd.tuner import SampleLog, open_log
 from pyhvd.worlds import World
 
 _log = logging.getLogger("pyhvd")
+
+_HOW = "called shutdown()"
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
@@ -46,6 +50,8 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
         MPI's thread level does not allow a background thread.
     ImportError
         There is no MPI library for mpi4py.
+    RuntimeError
+        It is called in a callback of a handle.
 
     Examples
     --------
@@ -55,11 +61,13 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     True
     """
     slot = context.current_slot()
+    if slot.context is not None and slot.context.runtime.is_here():
+        raise RuntimeError("a callback of a handle must not call init(): that waits")
     with slot.lock:
-        if slot.context is not None and slot.context.runtime.ended is None:
-            slot.context.check_usable()
-            return
         if slot.context is not None:
+            slot.context.check_usable()
+            if slot.context.runtime.ended is None:
+                return
             leave(slot, None)
         _start(slot, comm, process_sets)
     if slot.make_world is None:
@@ -172,17 +180,24 @@ def shutdown() -> None:
 
     Collectives that are pending anywhere fail with :class:`~pyhvd.errors.ShutDownError`, which says which
     rank asked for the shutdown; the other ranks go on answering ``rank()`` until they call it themselves.
+
+    In a callback of a handle, which runs on the thread that is to end, it asks for the end and does not wait
+    for it: whoever calls it next does. In a forked child it does nothing.
     """
     slot = context.current_slot()
+    active = slot.context
+    if active is not None and active.runtime.is_here():
+        active.shutdown(None, _HOW)
+        return
     with slot.lock:
-        if slot.context is not None:
-            leave(slot, None)
+        leave(slot, None)
 
 
-def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()") -> None:
+def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
     """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
     active = slot.context
-    assert active is not None
+    if active is None or active.is_forked():  # whose it is, in a forked child, is the parent's affair
+        return
     if slot.make_world is None:
         supervision.is_up(False)
     active.shutdown(cause, how)  # if this is interrupted, it can be called again
@@ -196,8 +211,6 @@ def leave(slot: Slot, cause: BaseException | None, how: str = "called shutdown()
 def _at_exit() -> None:
     """Let nobody wait for a rank that has gone, and let them know what it died of."""
     slot = context.current_slot()
-    if slot.context is None:
-        return
     cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     leave(slot, cause, "has ended")
 
@@ -240,8 +253,19 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
         call.add(None, None, ranks=ranks)
         handle = call.submit()
-    process_sets.register(active, new, handle.result())
+    try:
+        set_id = handle.result()
+    except BaseException:
+        handle.add_done_callback(partial(_register_late, active, new))
+        raise
+    process_sets.register(active, new, set_id)
     return new
+
+
+def _register_late(active: Context, new: ProcessSet, handle: Handle) -> None:
+    """The caller has been interrupted, but the ranks agreed: the set is there on this one too."""
+    if handle.exception() is None:
+        process_sets.register(active, new, handle.result())
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -267,16 +291,25 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     # Before anything else, as another thread may be given the id for a new set.
     process_set.process_set_id = None
     ranks = active.process_sets.pop(set_id)
+
+    def restore() -> None:
+        if active.runtime.ended is None:
+            active.process_sets[set_id] = ranks
+            process_set.process_set_id = set_id
+
     try:
         with Call(
             RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
         ) as call:
             call.add(None, None, ranks=(set_id,))
             handle = call.submit()
-        handle.result()
     except BaseException:
-        active.process_sets[set_id] = ranks
-        process_set.process_set_id = set_id
+        restore()
+        raise
+    try:
+        handle.result()
+    except BaseException:  # if the caller has been interrupted, the removal goes on
+        handle.add_done_callback(lambda ended: restore() if ended.exception() is not None else None)
         raise
     return True
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -124,10 +125,9 @@ class Runtime:
         make_backend: Callable[[Fabric], Backend],
         fittings: Fittings,
     ) -> None:
-        self._control = control
+        self._control, self._config = control, config
         lane = fittings.lane
         self._fit(fittings)
-        self._config = config
         self.tuning = tuning_of(config)
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
@@ -160,18 +160,16 @@ class Runtime:
         self._farewell = Farewell(control)
         self._outgoing: ResponseList | None = None
         self._lists = ResponseQueue(control)
-        self._entered = False
+        self._entered = self._abandoned = self.broken = False
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
         # As _stop, but from the watch: why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._abandoned = False
         self._onlooker = Onlooker(self._where, self._queue, self._executor, self._lane, self._recorder)
         self._watch = make_watch(config, control.rank, self._onlooker, self._give_up)
         self.ended: HorovodInternalError | None = None
-        self.broken = False
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
 
     def _fit(self, fittings: Fittings) -> None:
@@ -217,9 +215,16 @@ class Runtime:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
+        if os.getpid() != self._where.places[self._where.rank].pid:
+            raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self._queue.flush()
         if self._lane is not None:
             self._lane.lane.flush()
+
+    def is_here(self) -> bool:
+        """Return whether this is one of the runtime's own threads, which cannot wait for its end."""
+        here = threading.current_thread()
+        return here is self._thread or (self._watch is not None and self._watch.is_here())
 
     def stop(self, reason: ErrorInfo) -> None:
         """End every rank's runtime, and wait until this one's has ended."""
@@ -230,7 +235,7 @@ class Runtime:
 
     def join(self) -> None:
         """Wait until the background thread has ended, or can no longer be waited for."""
-        if self._thread is threading.current_thread():
+        if self.is_here():
             return
         limit = give_up_time(self._config)
         if not self._over.wait(limit or None):
@@ -345,6 +350,7 @@ class Runtime:
             self._executor.run(batch)
             if self._tuner is not None:
                 self._tuner.count(batch)
+        self._worker.carried_out()
         if self._lane is not None:
             self._lane.install(todo)
         if responses.timeline is not None:

@@ -95,9 +95,13 @@ class Watch:
         """End the thread, from whichever thread; it may be about to end by itself."""
         self._over.set()
 
+    def is_here(self) -> bool:
+        """Return whether this is the thread that looks."""
+        return threading.current_thread() is self._thread
+
     def join(self) -> None:
         """Wait for its end, which is near after :meth:`stop`; in a callback that it runs, do not."""
-        if threading.current_thread() is not self._thread:
+        if not self.is_here():
             self._thread.join()
 
     def _main(self) -> None:

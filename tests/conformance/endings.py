@@ -48,6 +48,24 @@ def not_initialized(rank: int, size: int) -> None:
             hvd.shutdown()
 
 
+def in_a_callback(rank: int, size: int) -> None:
+    """There shutdown() does not wait, nor does init() begin: it would be for the thread that they run on."""
+    hvd.init()
+    seen: list[BaseException | None] = []
+    alone = hvd.allreduce_async(np.ones(1), name=f"alone.{rank}")
+    alone.add_done_callback(lambda _: seen.extend(outcome(call) for call in (hvd.shutdown, hvd.init)))
+    hvd.barrier()
+    if rank == size - 1:
+        hvd.shutdown()
+    error = raised(alone)
+    assert isinstance(error, hvd.ShutDownError), repr(error)
+    assert error.rank == size - 1
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    assert [type(each) for each in seen] == [type(None), RuntimeError], seen
+    assert "callback" in str(seen[1])
+
+
 def again_and_again(rank: int, size: int) -> None:
     """Life after shutdown, several times; a second init() or shutdown() does nothing."""
     for turn in range(5):
@@ -146,6 +164,7 @@ ENDINGS: dict[str, Ending] = {
     each.__name__: each
     for each in (
         not_initialized,
+        in_a_callback,
         again_and_again,
         pending_at_shutdown,
         own_pending_at_shutdown,

@@ -150,6 +150,24 @@ def removal_ends_what_is_pending() -> None:
 
 
 @DYNAMIC.add(3, 4)
+def what_is_ready_with_the_removal_is_carried_out() -> None:
+    """Every member has submitted it, and calls remove_process_set() in the same message."""
+    for step in range(5):
+        added, other = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])
+        mine = [each for each in (added, other) if each.included()]
+        x, row = np.full(3, step), np.full(1, hvd.rank())
+        reduced = [hvd.allreduce_async(x, op=hvd.Sum, name="reduced", process_set=each) for each in mine]
+        rooted = [hvd.broadcast_async(row, 2, name="rooted", process_set=each) for each in mine]
+        rows = [hvd.allgather_async(row, name="rows", process_set=each) for each in mine]
+        members = [each.ranks for each in mine]
+        assert hvd.remove_process_set(added)
+        assert hvd.remove_process_set(other)
+        assert [handle.result(30).tolist() for handle in reduced] == [[2 * step] * 3] * len(mine)
+        assert [handle.result(30).tolist() for handle in rooted] == [[2]] * len(mine)
+        assert [handle.result(30).tolist() for handle in rows] == members
+
+
+@DYNAMIC.add(3, 4)
 def a_mismatch_in_a_set_stays_there() -> None:
     added = hvd.add_process_set([0, 1])
     if added.included():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +51,65 @@ def _in_child() -> int:
     if hvd.is_initialized():
         return 90
     hvd.shutdown()
-    return 0
+    error = outcome(hvd.init)  # would meet the parent's ranks in its stead
+    return 0 if isinstance(error, hvd.NotInitializedError) else 91
+
+
+@on_ranks(2, timeout=60)
+def test_a_forked_child_does_not_wait() -> None:
+    _fork_while_it_waits()
+
+
+@on_ranks(2, timeout=60, env={"PYHVD_FAST_LANE": "0"})
+def test_a_forked_child_does_not_wait_without_a_lane() -> None:
+    _fork_while_it_waits()
+
+
+def _fork_while_it_waits() -> None:
+    hvd.init()
+    pending = hvd.allgather_async(np.ones(2), name="pending") if hvd.rank() else None
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        error = outcome(pending.result) if pending is not None else RuntimeError("fork")
+        os._exit(0 if isinstance(error, RuntimeError) and "fork" in str(error) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    if pending is None:
+        pending = hvd.allgather_async(np.ones(2), name="pending")
+    assert pending.result(SECONDS).tolist() == [1.0] * 4
+
+
+@on_ranks(2, timeout=60)
+def test_a_signal_in_the_middle_of_shutdown() -> None:
+    """Its handler calls shutdown() too, while the other rank is late."""
+    hvd.init()
+    late = hvd.allreduce_async(np.ones(1), name=f"alone.{hvd.rank()}")
+    told, go = threading.Event(), threading.Event()
+
+    def keep(_: hvd.Handle) -> None:
+        """Keep the thread that is to end."""
+        told.set()
+        go.wait(SECONDS)
+
+    late.add_done_callback(keep)
+
+    def end(*_: object) -> None:
+        threading.Timer(0.1, go.set).start()
+        hvd.shutdown()
+
+    def interrupt() -> None:
+        told.wait(SECONDS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, end)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    hvd.barrier()
+    hvd.shutdown()
+    sender.join(SECONDS)
+    assert go.is_set()
+    assert isinstance(late.exception(), hvd.ShutDownError)
+    assert not hvd.is_initialized()
 
 
 @on_ranks(2, timeout=60)

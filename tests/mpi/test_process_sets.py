@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -27,6 +30,32 @@ def _use_all(given: list[hvd.ProcessSet]) -> None:
 def test_dynamic() -> None:
     hvd.init()
     run_all(sets.DYNAMIC)
+
+
+def _interrupted(call: Callable[[], object]) -> None:
+    """Wait in a call that the other ranks are yet to make, until Ctrl-C."""
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+
+
+@on_ranks(2, timeout=60)
+def test_what_was_interrupted_goes_on() -> None:
+    """The ranks change the sets when all have asked for it, also if one of them no longer waits."""
+    hvd.init(process_sets="dynamic")
+    pair = hvd.ProcessSet([1])
+    for verb in (hvd.add_process_set, hvd.remove_process_set, hvd.add_process_set):
+        if hvd.rank() == 0:
+            _interrupted(lambda verb=verb: verb(pair))  # type: ignore[misc]
+            hvd.broadcast_object("now", 0)
+        else:
+            hvd.broadcast_object(None, 0)
+            verb(pair)
+        hvd.barrier()
+        assert pair.process_set_id == (None if verb is hvd.remove_process_set else 1)
+    assert hvd.remove_process_set(pair)
+    assert not hvd.remove_process_set(pair)
+    hvd.barrier()
 
 
 WRONG: dict[str, Callable[[int], list[list[int]]]] = {

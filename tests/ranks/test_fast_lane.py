@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,39 @@ def test_nobody_need_wait_for_a_tensor_to_end() -> None:
             assert time.monotonic() < until
             time.sleep(1e-3)
         assert [handle.result().tolist() for handle in handles] == [[hvd.size()] * 4] * 2
+
+    _on(3, body)
+
+
+@pytest.mark.parametrize("end", ["another shape", "removal"])
+def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) -> None:
+    """A handle that was dropped and its arrays do not keep each other."""
+
+    def body() -> None:
+        arrays = []
+        given = hvd.add_process_set([0, 1])
+        for n in range(1, 6):
+            if given.included():
+                hvd.allreduce(np.ones(n, np.float32), name="x", op=hvd.Sum, process_set=given)
+                for inplace in (False, True):
+                    x = np.ones(n, np.float32)
+                    arrays.append(weakref.ref(x))
+                    submit = hvd.allreduce_async_ if inplace else hvd.allreduce_async
+                    handle = submit(x, name="x", op=hvd.Sum, process_set=given)
+                    assert type(handle) is hvd.Handle, "not on the fast lane"
+                    if not inplace:
+                        handle.wait()
+                    del x, handle
+            if end == "removal":
+                assert hvd.remove_process_set(given)
+                given = hvd.add_process_set([0, 1])
+            elif given.included():
+                hvd.barrier(given)  # behind it the name is free
+        if given.included():
+            hvd.allreduce(np.ones(9), name="x", process_set=given)
+        hvd.barrier()
+        gc.collect()
+        assert [each() for each in arrays] == [None] * len(arrays)
 
     _on(3, body)
 

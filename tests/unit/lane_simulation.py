@@ -316,10 +316,12 @@ class LaneNetwork(Network):
         message = next(m for m in self.answered if m.seq == number)
         half.prepare(message)
         todo = super().deliver_down(rank)
-        half.follow(todo)
         half.install(todo)
         lane.cursor += 1
         return todo
+
+    def _follow(self, rank: int, todo: list[Response]) -> None:
+        self.halves[rank].follow(todo)
 
     def run_batch(self, rank: int) -> None:
         """Let a rank carry out the batch at its cursor."""

@@ -163,6 +163,7 @@ class Network:
         here = self.ranks[rank]
         message = decode_responses(self.down[rank].popleft())
         todo = here.worker.process(message)
+        self._follow(rank, todo)
         for batch in plan(todo, THRESHOLD):
             if batch[0].error is None:
                 names = tuple(response.request.name for response in batch)
@@ -170,8 +171,12 @@ class Network:
                 here.batches.append((message.seq, (set_id, here.born.get(set_id, 0)), names))
         for response in todo:
             self._complete(rank, message.seq, response)
+        here.worker.carried_out()
         self._compare_caches(rank, message.seq)
         return todo
+
+    def _follow(self, rank: int, todo: list[Response]) -> None:
+        """What a rank does before it carries out what it is to do."""
 
     def _complete(self, rank: int, seq: int, response: Response) -> None:
         here = self.ranks[rank]

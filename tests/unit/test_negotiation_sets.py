@@ -96,6 +96,31 @@ def test_what_is_ready_in_the_same_moment_still_runs(cached: bool) -> None:
     network.check_all()
 
 
+def test_what_is_ready_with_the_removal_finds_its_set_as_it_was() -> None:
+    """Though the next set is added in the same response list."""
+    network = Network(3, sets=[(0, 1)])
+    for rank in range(3):
+        network.submit(rank, [removal()])
+        network.submit(rank, [Request(RequestType.ADD_PROCESS_SET, "add", ranks=(1, 2))])
+        if rank < 2:
+            network.submit(rank, [allreduce("x")], 1)
+        network.send(rank)
+        network.deliver_up(rank)
+    network.respond()
+    assert len(network.answered) == 1
+    worker = network.ranks[0].worker
+    todo = worker.process(network.answered[0])
+    assert [(r.process_set, r.request.type, r.slot) for r in todo] == [
+        (1, RequestType.ALLREDUCE, 0),
+        (0, RequestType.REMOVE_PROCESS_SET, -1),
+        (0, RequestType.ADD_PROCESS_SET, -1),
+    ]
+    assert worker.sets[1] == (0, 1)
+    assert worker.own(1, 0).name == "x"
+    worker.carried_out()
+    assert worker.sets == {0: (0, 1, 2), 2: (1, 2)}
+
+
 def test_refusals_of_a_removed_set_are_forgotten() -> None:
     network = Network(2, sets=[(0, 1)])
     network.refuse(0, allreduce("x"), 1)
@@ -114,15 +139,17 @@ def test_late_messages_to_a_removed_set_reach_nobody(cached: bool) -> None:
         network.everywhere([allreduce("x")], 1)
     for rank in (0, 1, 2):
         network.submit(rank, [removal()])
+        network.send(rank)
         network.submit(rank, [Request(RequestType.ADD_PROCESS_SET, "add", ranks=(0, 1, 2))])
         network.send(rank)
     late = network.submit(0, [allreduce("x")], 1)
     network.send(0)
     network.refuse(0, allreduce("y"), 1)
     network.send(0)
-    for rank in (0, 1, 2):
-        network.deliver_up(rank)
-    network.respond()
+    for _ in ("removal", "addition"):
+        for rank in (0, 1, 2):
+            network.deliver_up(rank)
+        network.respond()
     network.settle()
     assert late is not None
     assert late[0].response.request.type == RequestType.REMOVE_PROCESS_SET, "failed by the removal itself"
