@@ -1,0 +1,147 @@
+"""The C code of the shared segment under the sanitizers: data races, memory errors, undefined behaviour.
+
+``races/`` plays ranks as threads of one process, by the same calls that the Cython code makes. It is compiled
+here with all C sources that setup.py names, once for ThreadSanitizer and once for AddressSanitizer and UBSan.
+PYHVD_STRESS_RACES multiplies the number of rounds (default 1).
+
+What ThreadSanitizer does not see: ``atomic_thread_fence``. Nothing but flags may therefore depend on a fence (who
+sleeps, who looks); data goes by release and acquire of the word that announces it, and a fence that data
+depends on is reported as a race. The kernels run without their clones for several instruction sets, and
+what the 16-bit floats load and store with masks goes unseen; all else of them is plain loops.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RACES = Path(__file__).resolve().parent / "races"
+TIMES = int(os.environ.get("PYHVD_STRESS_RACES", "1"))
+LIMIT_S = 60.0 * (1 + TIMES)
+
+MANY = max(4, min(8, (os.cpu_count() or 1) + 1))
+"""More ranks than cores, where that is not too many."""
+
+SCENARIOS = [
+    (scenario, ranks, rounds)
+    for ranks in (2, 3, MANY)
+    for scenario, rounds in (
+        ("windows", 600),
+        ("aborts", 40),
+        ("board", 100),
+        ("lanes", 400),
+        ("lane-aborts", 15),
+    )
+]
+
+KINDS = {
+    # gcc warns of every fence; see above.
+    "thread": ["-fsanitize=thread", "-Wno-tsan"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+}
+
+BROKEN = [
+    ("_window.c", "counter, value, memory_order_release", "counter, value, memory_order_relaxed", "windows"),
+    (
+        "_board.c",
+        "&b->head->lock, 0, memory_order_release",
+        "&b->head->lock, 0, memory_order_relaxed",
+        "board",
+    ),
+    ("_board.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "board"),
+    ("_units.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "lanes"),
+    ("_driver.c", "driven, 0, memory_order_release", "driven, 0, memory_order_relaxed", "lanes"),
+]
+"""What is made worse, to see that it is found: of which file, what by what, and in which scenario it shows."""
+
+Build = Callable[[str, Path, Path], Path]
+
+
+def _sources() -> list[str]:
+    """Return the C sources that setup.py names."""
+    nodes = ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted(name for name in named if name.endswith(".c") and (ROOT / name).exists())
+
+
+def _compile(kind: str, sources: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Build the program out of a folder that holds ``pyhvd/`` as the tree does."""
+    command = ["gcc", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", *KINDS[kind], f"-I{sources / 'pyhvd'}"]
+    command += [f"-I{RACES}", *(str(sources / name) for name in _sources())]
+    command += [*map(str, sorted(RACES.glob("*.c"))), "-o", str(out), "-pthread", "-lm"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def _run(program: Path, scenario: str, ranks: int, rounds: int) -> subprocess.CompletedProcess[str]:
+    options = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [str(program), scenario, str(ranks), str(rounds * TIMES), "1"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **options}
+    )
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A kind of sanitizer that this machine can build and run programs with."""
+    name = str(request.param)
+    _need(name, tmp_path_factory.mktemp("trial"))
+    return name
+
+
+def _need(kind: str, folder: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    (folder / "trial.c").write_text("int main(void) { return 0; }\n")
+    command = ["gcc", *KINDS[kind], "trial.c", "-o", "trial"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    if built.returncode:
+        pytest.skip(f"gcc cannot build for the {kind} sanitizer: {built.stderr.strip()[-300:]}")
+    ran = subprocess.run([folder / "trial"], capture_output=True, text=True, timeout=LIMIT_S)
+    if ran.returncode:
+        pytest.skip(f"the {kind} sanitizer does not run here: {ran.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def program(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("races") / kind
+    built = _compile(kind, ROOT, out)
+    assert built.returncode == 0, built.stderr
+    return out
+
+
+def test_setup_names_the_sources_of_the_segment() -> None:
+    assert {"pyhvd/_window.c", "pyhvd/_moving.c", "pyhvd/_board.c", "pyhvd/_driver.c"} <= set(_sources())
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize(("scenario", "ranks", "rounds"), SCENARIOS)
+def test_nothing_is_reported(program: Path, scenario: str, ranks: int, rounds: int) -> None:
+    ran = _run(program, scenario, ranks, rounds)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize(("name", "right", "wrong", "scenario"), BROKEN)
+def test_a_wrong_ordering_is_reported(
+    tmp_path: Path, name: str, right: str, wrong: str, scenario: str
+) -> None:
+    _need("thread", tmp_path)
+    sources = tmp_path / "pyhvd"
+    sources.mkdir()
+    for path in (ROOT / "pyhvd").glob("*.[ch]"):
+        shutil.copy(path, sources)
+    text = (sources / name).read_text()
+    assert right in text, f"{name} no longer says {right!r}: break it otherwise here"
+    (sources / name).write_text(text.replace(right, wrong))
+    built = _compile("thread", tmp_path, tmp_path / "broken")
+    assert built.returncode == 0, built.stderr
+    ran = _run(tmp_path / "broken", scenario, 3, 400)
+    assert ran.returncode == 66 and "data race" in ran.stderr, ran.stdout + ran.stderr
