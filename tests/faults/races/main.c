@@ -101,7 +101,7 @@ int main(int argc, char **argv) {
         const char *name;
         void (*play)(const terms *);
     } scenarios[] = {{"windows", play_windows}, {"aborts", play_aborts}, {"board", play_board},
-                     {"lanes", play_lanes},     {"lane-aborts", play_lane_aborts}};
+                     {"lanes", play_lanes},     {"lane-aborts", play_lane_aborts}, {"calls", play_calls}};
     if (argc != 5) fail("usage: races SCENARIO RANKS ROUNDS SEED");
     terms t = {atoi(argv[2]), atoi(argv[3]), strtoull(argv[4], NULL, 10)};
     if (t.size < 1 || t.size > MOST_RANKS) fail("1 to %d ranks", MOST_RANKS);

@@ -56,6 +56,7 @@ int is_note(const uint8_t *note, size_t bytes, int rank, uint64_t which);
 void play_windows(const terms *t);
 void play_aborts(const terms *t);
 void play_board(const terms *t);
+void play_calls(const terms *t);
 void play_lanes(const terms *t);
 void play_lane_aborts(const terms *t);
 
