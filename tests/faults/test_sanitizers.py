@@ -13,9 +13,11 @@ where it goes by a fence. The kernels run without their clones for several instr
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,12 +61,21 @@ def _sources() -> list[str]:
     return sorted(name for name in named if name.endswith(".c") and (ROOT / name).exists())
 
 
-def _compile(kind: str, sources: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """Build the program out of a folder that holds ``pyhvd/`` as the tree does."""
-    command = ["gcc", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", *KINDS[kind], f"-I{sources / 'pyhvd'}"]
-    command += [f"-I{RACES}", *(str(sources / name) for name in _sources())]
-    command += [*map(str, sorted(RACES.glob("*.c"))), "-o", str(out), "-pthread", "-lm"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+def _gcc(kind: str, folder: Path, *arguments: str | Path) -> str:
+    """Run gcc in a folder; return what it complains of, or nothing."""
+    command = ["gcc", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", *KINDS[kind], *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    return f"{command}: {done.stderr}" if done.returncode else ""
+
+
+def _compile(kind: str, folder: Path, sources: list[Path]) -> None:
+    """Compile sources into the folder."""
+    assert not _gcc(kind, folder, f"-I{ROOT / 'pyhvd'}", f"-I{RACES}", "-c", *sources)
+
+
+def _link(kind: str, folder: Path, objects: list[Path]) -> Path:
+    assert not _gcc(kind, folder, *objects, "-o", "races", "-pthread", "-lm")
+    return folder / "races"
 
 
 def _run(program: Path, scenario: str, ranks: int, rounds: int) -> subprocess.CompletedProcess[str]:
@@ -75,33 +86,41 @@ def _run(program: Path, scenario: str, ranks: int, rounds: int) -> subprocess.Co
     )
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A kind of sanitizer that this machine can build and run programs with."""
-    name = str(request.param)
-    _need(name, tmp_path_factory.mktemp("trial"))
-    return name
-
-
 def _need(kind: str, folder: Path) -> None:
+    """Skip where this machine cannot build programs with a sanitizer, or not run them."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
     (folder / "trial.c").write_text("int main(void) { return 0; }\n")
-    command = ["gcc", *KINDS[kind], "trial.c", "-o", "trial"]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-    if built.returncode:
-        pytest.skip(f"gcc cannot build for the {kind} sanitizer: {built.stderr.strip()[-300:]}")
+    complaint = _gcc(kind, folder, "trial.c", "-o", "trial")
+    if complaint:
+        pytest.skip(f"gcc cannot build for the {kind} sanitizer: {complaint[-300:]}")
     ran = subprocess.run([folder / "trial"], capture_output=True, text=True, timeout=LIMIT_S)
     if ran.returncode:
-        pytest.skip(f"the {kind} sanitizer does not run here: {ran.stderr.strip()[-300:]}")
+        pytest.skip(f"the {kind} sanitizer does not run here: {ran.stderr[-300:]}")
 
 
 @pytest.fixture(scope="module")
-def program(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("races") / kind
-    built = _compile(kind, ROOT, out)
-    assert built.returncode == 0, built.stderr
-    return out
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
+    """What the program for a kind of sanitizer is linked of; compiled when it is first asked for."""
+
+    @functools.cache
+    def build(kind: str) -> list[Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        _need(kind, folder)
+        _compile(kind, folder, [*(ROOT / name for name in _sources()), *RACES.glob("*.c")])
+        return sorted(folder.glob("*.o"))
+
+    return build
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def program(
+    request: pytest.FixtureRequest,
+    objects: Callable[[str], list[Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    kind = str(request.param)
+    return _link(kind, tmp_path_factory.mktemp("races"), objects(kind))
 
 
 def test_setup_names_the_sources_of_the_segment() -> None:
@@ -119,18 +138,15 @@ def test_nothing_is_reported(program: Path, scenario: str, ranks: int, rounds: i
 @pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.parametrize(("name", "right", "wrong", "scenario"), BROKEN)
 def test_a_wrong_ordering_is_reported(
-    tmp_path: Path, name: str, right: str, wrong: str, scenario: str
+    objects: Callable[[str], list[Path]], tmp_path: Path, name: str, right: str, wrong: str, scenario: str
 ) -> None:
-    _need("thread", tmp_path)
-    sources = tmp_path / "pyhvd"
-    sources.mkdir()
-    for path in (ROOT / "pyhvd").glob("*.[ch]"):
-        shutil.copy(path, sources)
-    text = (sources / name).read_text()
+    whole = objects("thread")
+    text = (ROOT / "pyhvd" / name).read_text()
     assert right in text, f"{name} no longer says {right!r}: break it otherwise here"
-    (sources / name).write_text(text.replace(right, wrong))
-    built = _compile("thread", tmp_path, tmp_path / "broken")
-    assert built.returncode == 0, built.stderr
-    ran = _run(tmp_path / "broken", scenario, 3, 400)
+    (tmp_path / name).write_text(text.replace(right, wrong))
+    _compile("thread", tmp_path, [tmp_path / name])
+    broken = Path(name).with_suffix(".o").name
+    kept = [path for path in whole if path.name != broken]
+    ran = _run(_link("thread", tmp_path, [*kept, tmp_path / broken]), scenario, 3, 400)
     assert ran.returncode == 66, ran.stdout + ran.stderr
     assert "data race" in ran.stderr

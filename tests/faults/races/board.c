@@ -95,7 +95,8 @@ static void compare(player *p, const pyhvd_entry *entry) {
     if (place >= PLACES) fail("the log is longer than %d", PLACES);
     if (entry->kind == PYHVD_LIST) what += mixed(entry->number + 7);
     else
-        for (uint32_t w = entry->first; w < entry->last; w++) what += mixed(entry->words[w] + w + entry->set + entry->by);
+        for (uint32_t w = entry->first; w < entry->last; w++)
+            what += mixed(entry->words[w] + w + entry->set + entry->by);
     if (!atomic_compare_exchange_strong(&p->s->seen[place], &first, what) && first != what)
         fail("rank %d: the entry at %d is another one", p->rank, (int)place);
 }
@@ -110,7 +111,6 @@ static void follow(player *p) {
         pyhvd_board_advance(&p->b);
         linger(&p->draw);
     }
-    if (pyhvd_board_behind(&p->b)) pyhvd_pause(); /* something has come in meanwhile */
 }
 
 /* What the coordinator does. */

@@ -1,6 +1,6 @@
-/* Callbacks at the end of a turn. Every other turn somebody only looks whether it has ended, and submits the next one at
- * once, of whose end the background thread is to be told: whoever has ended the turn before may still be at it. Each rank
- * is alone on a board of its own, so that no other call makes up for one that is lost. */
+/* Callbacks at the end of a turn. Every other turn somebody only looks whether it has ended, and submits the next one
+ * at once, of whose end the background thread is to be told: whoever has ended the turn before may still be at it.
+ * Each rank is alone on a board of its own, so that no other call makes up for one that is lost. */
 #include "races.h"
 
 #include <stdlib.h>

@@ -1,7 +1,7 @@
-/* The engine, as Python uses it: on every rank two threads that submit and wait, a background thread that posts, drives,
- * and takes over what is refused, and one that looks at what is recorded. Two process sets share the board. Rank 0
- * recalls units and announces lists, on which all background threads meet in a window. Then the same with windows
- * that are aborted at any moment.
+/* The engine, as Python uses it: on every rank two threads that submit and wait, a background thread that posts,
+ * drives, and takes over what is refused, and one that looks at what is recorded. Two process sets share the board.
+ * Rank 0 recalls units and announces lists, on which all background threads meet in a window. Then the same with
+ * windows that are aborted at any moment.
  *
  * What is taken over is submitted again, by all ranks whose submission was taken: it had been completed on none. */
 #include "races.h"

@@ -1,6 +1,8 @@
-/* Ranks that are threads of one process, so that sanitizers see all that they share: what the scenarios have in common.
+/* Ranks that are threads of one process, so that sanitizers see all that they share; what the scenarios have in
+ * common.
  *
- * Every rank draws from a *plan*, which is the same on all of them, and from a *draw* of its own, for delays and orders.
+ * Every rank draws from a *plan*, which is the same on all of them, and from a *draw* of its own, for delays and
+ * orders.
  */
 #ifndef PYHVD_RACES_H
 #define PYHVD_RACES_H

@@ -154,7 +154,8 @@ static void alltoall(player *p) {
         }
     for (int q = 0; q < p->size; q++) fill_in(p, p->send + from[q], (size_t)sent[q], PYHVD_UINT8, p->rank, q);
     linger(&p->draw);
-    if (pyhvd_window_alltoall(&p->w, p->send, sent, from, p->recv, got, to)) fail("rank %d: aborted by nobody", p->rank);
+    if (pyhvd_window_alltoall(&p->w, p->send, sent, from, p->recv, got, to))
+        fail("rank %d: aborted by nobody", p->rank);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)got[q], PYHVD_UINT8, q, p->rank);
         if (memcmp(p->expected, p->recv + to[q], (size_t)got[q]))
@@ -260,7 +261,8 @@ static void use_until_aborted(int rank, void *what) {
     int helped = 0, status = PYHVD_OK;
     enter(&p, s, rank);
     for (int number = 0; !status; number++) {
-        int64_t count = counts[number % 4], at = (int64_t)(intptr_t)p.send, starts[] = {0, count}, *values = (int64_t *)p.send;
+        int64_t count = counts[number % 4], starts[] = {0, count}, *values = (int64_t *)p.send;
+        int64_t at = (int64_t)(intptr_t)values;
         pyhvd_job job = {&at, &at, starts, 1, PYHVD_INT64, PYHVD_SUM, 1.0, 1.0, 0};
         if (number == s->ends[rank] && s->beside) start_thread(&helper, abort_soon, &p), helped = 1;
         else if (number == s->ends[rank]) {
