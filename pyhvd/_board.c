@@ -117,35 +117,51 @@ void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons) {
 
 /* ---- the log ---- */
 
-/* Step a rank's cursor past entries that do not concern it; return where it stands. */
-static uint64_t skip_for(pyhvd_board *b, uint32_t rank) {
+static int is_for(const pyhvd_entry *entry, uint32_t rank) {
+    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >> (rank % 64) & 1);
+}
+
+/* Step a rank's cursor past entries that do not concern it, and say where it stands then; returns whether an entry is
+ * there, which concerns the rank. */
+static int skip_for(pyhvd_board *b, uint32_t rank, uint64_t *place) {
     _Atomic uint64_t *cursor = &b->seats[rank].cursor;
     uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
-    while (at < atomic_load_explicit(&b->head->tail, memory_order_acquire)) {
-        int mine = concerns(&entry_at(b, at)->audience, rank);
-        atomic_thread_fence(memory_order_acquire);
-        if (mine) {
+    int found = 0;
+    while (!found && at < atomic_load_explicit(&b->head->tail, memory_order_acquire)) {
+        if (is_for(entry_at(b, at), rank)) {
             uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
-            if (now == at) return at;
+            found = now == at;
             at = now;
         } else if (atomic_compare_exchange_strong_explicit(cursor, &at, at + 1, memory_order_acq_rel,
                                                            memory_order_acquire)) {
             at++;
         }
     }
-    return at;
+    *place = at;
+    return found;
 }
 
 static int has_room(pyhvd_board *b) {
-    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed), lowest = tail;
+    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed), lowest = tail, place;
     if (tail - b->head->floor < PYHVD_LOG) return 1;
-    for (int rank = 0; rank < b->size; rank++) lowest = MIN(lowest, skip_for(b, (uint32_t)rank));
+    for (int rank = 0; rank < b->size; rank++) {
+        skip_for(b, (uint32_t)rank, &place);
+        lowest = MIN(lowest, place);
+    }
     b->head->floor = lowest;
     return tail - lowest < PYHVD_LOG;
 }
 
 static void add_ranks(pyhvd_ranks *to, const pyhvd_ranks *more) {
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) to->ranks[k] |= more->ranks[k];
+}
+
+/* The room at the tail, for an entry that concerns these ranks. */
+static pyhvd_entry *begin_entry(pyhvd_board *b, const pyhvd_ranks *audience) {
+    pyhvd_entry *entry = entry_at(b, b->head->tail);
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
+        atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
+    return entry;
 }
 
 /* Publish the entry that was written at the tail. */
@@ -159,8 +175,8 @@ int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audienc
     if (!pyhvd_board_lock(b, ROOM_WAIT)) return 0;
     int room = has_room(b);
     if (room) {
-        pyhvd_entry *entry = entry_at(b, b->head->tail);
-        entry->audience = woken = *audience;
+        pyhvd_entry *entry = begin_entry(b, audience);
+        woken = *audience;
         entry->kind = PYHVD_LIST;
         entry->number = number;
         publish(b);
@@ -208,8 +224,7 @@ void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to,
         atomic_thread_fence(memory_order_seq_cst);
         if (!has_room(b)) return;
     }
-    pyhvd_entry *entry = entry_at(b, b->head->tail);
-    entry->audience = s->members;
+    pyhvd_entry *entry = begin_entry(b, &s->members);
     entry->kind = PYHVD_BATCH;
     entry->set = set;
     entry->by = (uint32_t)b->rank;
@@ -226,8 +241,8 @@ void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to,
 }
 
 const pyhvd_entry *pyhvd_board_next(pyhvd_board *b) {
-    uint64_t at = skip_for(b, (uint32_t)b->rank);
-    return at < atomic_load_explicit(&b->head->tail, memory_order_acquire) ? entry_at(b, at) : NULL;
+    uint64_t place;
+    return skip_for(b, (uint32_t)b->rank, &place) ? entry_at(b, place) : NULL;
 }
 
 void pyhvd_board_advance(pyhvd_board *b) {

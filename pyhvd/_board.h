@@ -11,7 +11,10 @@
  * is written under the lock before `tail` (release) says that it is there, and is read after `tail` has been
  * seen (acquire); it is written again only when every rank's `cursor` has passed it. A rank's cursor is moved
  * by the rank's engine, or, past entries that do not concern it, by whoever needs the room: both by
- * compare-and-swap, and what was read from an entry counts only if the cursor still stood there afterwards.
+ * compare-and-swap. So a rank may look at an entry past which it has been moved, and which is just written again: of
+ * such an entry it reads one word of `audience` only, which is stored with release and read with acquire, and counts
+ * only if the cursor still stands there then, as it does not for whoever has read the new word. The rest of an entry
+ * is read by the ranks that it concerns, whose cursors nobody else moves.
  * An abandoned job ends by `closed`. A rank that is stopped (SIGSTOP, a debugger) may hold the lock meanwhile: nobody
  * waits for it with the GIL or anything else in hand that the rank's watch needs, nor once the rank has given up.
  *
@@ -42,7 +45,7 @@ typedef struct {
 
 /* One decision. */
 typedef struct {
-    pyhvd_ranks audience;
+    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64]; /* as pyhvd_ranks */
     uint32_t kind, set;
     uint64_t number; /* of the response list */
     uint32_t by; /* whose post completed the batch */

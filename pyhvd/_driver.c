@@ -198,7 +198,7 @@ static int run_batch(pyhvd_lane *lane) {
     return PYHVD_DONE;
 }
 
-/* Whether an entry has been taken from the log, and not been carried out to its end. */
+/* Whether an entry has been taken from the log, and not been carried out to its end. For who drives. */
 static int is_under_way(const pyhvd_lane *lane) { return lane->running || lane->at < lane->pendings; }
 
 static int finished(const pyhvd_unit *unit, uint64_t turn) { return unit && pyhvd_unit_finished(unit, turn); }
@@ -389,8 +389,9 @@ static void rest(pyhvd_lane *lane, int64_t ns, int watching) {
 
 /* Drive where nobody does; returns whether the caller is wanted for a list that it does not know of. */
 static int drive_alone(pyhvd_lane *lane) {
-    if (!is_under_way(lane) && !pyhvd_board_behind(&lane->board)) return 0;
-    if (!try_drive(lane)) return 0;
+    /* Whoever drives just now rings if anything is left over. */
+    int left_over = atomic_load_explicit(&lane->left_over, memory_order_relaxed) != 0;
+    if ((!left_over && !pyhvd_board_behind(&lane->board)) || !try_drive(lane)) return 0;
     int status = run(lane, NULL, 0, 0);
     int news = 0;
     if (status == PYHVD_AT_LIST) {

@@ -43,7 +43,7 @@ typedef struct {
     _Atomic uint64_t finished;
     uint64_t started;
     _Atomic uint32_t left;   /* tensors of this turn that have not ended */
-    _Atomic uint32_t notify; /* whether the background thread is to be called when the turn ends */
+    _Atomic uint64_t notify; /* the last turn at whose end the background thread is to be called; never goes back */
     int state;
     uint32_t set, n;
     int grouped;
@@ -176,9 +176,13 @@ static inline void pyhvd_lane_waited(pyhvd_lane *lane, int64_t began) {
     if (pyhvd_is_timed(&lane->tally)) pyhvd_observe_shared(&lane->tally.waits, (uint64_t)(pyhvd_now() - began));
 }
 
-/* Call the background thread when the unit ends, if it has not ended yet. */
+/* Call the background thread when the unit ends, if it has not ended yet. The turn is named: whoever has ended the one
+ * before may still be about to look here, and is not to take this for his own. */
 static inline int pyhvd_unit_notify(pyhvd_unit *unit, uint64_t turn) {
-    atomic_store_explicit(&unit->notify, 1, memory_order_relaxed);
+    uint64_t last = atomic_load_explicit(&unit->notify, memory_order_relaxed);
+    while (last < turn && !atomic_compare_exchange_weak_explicit(&unit->notify, &last, turn, memory_order_relaxed,
+                                                                 memory_order_relaxed)) {
+    }
     atomic_thread_fence(memory_order_seq_cst);
     return pyhvd_unit_finished(unit, turn);
 }

@@ -24,8 +24,9 @@
 
 /* A function under CLONED is compiled three times, and the dynamic linker picks one; that needs ifuncs, so
  * glibc. The levels v3 and v4 of gcc 12 have the byte and word instructions that the 16-bit floats want.
- * They have FMA too: see -ffp-contract=off in _kernels.h. */
-#if !HAVE_X86 || !defined(__GLIBC__) || !__has_attribute(target_clones)
+ * They have FMA too: see -ffp-contract=off in _kernels.h. Not under ThreadSanitizer, which the linker calls then, before
+ * it is there. */
+#if defined(__SANITIZE_THREAD__) || !HAVE_X86 || !defined(__GLIBC__) || !__has_attribute(target_clones)
 #define CLONED
 #elif !defined(__clang__) && __GNUC__ >= 12
 #define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -127,9 +127,9 @@ int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit) {
 
 void pyhvd_end_parts(pyhvd_lane *lane, pyhvd_unit *unit, uint32_t n) {
     if (atomic_fetch_sub_explicit(&unit->left, n, memory_order_acq_rel) != n) return;
-    atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release);
+    uint64_t turn = atomic_fetch_add_explicit(&unit->finished, 1, memory_order_release) + 1;
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_exchange_explicit(&unit->notify, 0, memory_order_relaxed))
+    if (atomic_load_explicit(&unit->notify, memory_order_relaxed) >= turn)
         pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_DONE);
 }
 

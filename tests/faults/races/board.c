@@ -1,0 +1,176 @@
+/* The board without an engine: every rank posts, carries out what the log says in an order of its own delays, and now
+ * and then leaves the log alone until it is full. What a rank wrote before its post, in plain words, is what the others
+ * read when the log says that all have posted. Ranks that a set is not for find their cursors moved by others.
+ * Rank 0 recalls slots, lends them again, and writes down lists. */
+#include "races.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "_board.h"
+
+#define SLOTS 128
+#define WORDS (SLOTS / 64)
+#define SETS 3
+#define PLACES (1 << 20) /* of the log */
+
+typedef struct {
+    const terms *t;
+    void *base;
+    _Atomic uint32_t closed;
+    uint32_t ranks[SETS][MOST_RANKS], count[SETS];
+    uint64_t values[SETS][MOST_RANKS][SLOTS][2]; /* which turn a rank has posted, of odd and even turns */
+    _Atomic uint64_t again[SETS][MOST_RANKS][WORDS]; /* recalled, to be posted again */
+    _Atomic uint64_t seen[PLACES];                   /* what the entry at a place was to the first rank that saw it */
+    pthread_barrier_t meet;
+} stage;
+
+typedef struct {
+    stage *s;
+    int rank;
+    pyhvd_board b;
+    dice draw;
+    uint64_t turns[SETS][SLOTS], flying[SETS][WORDS], left, told, listed;
+} player;
+
+static int is_member(const stage *s, uint32_t set, int rank) {
+    for (uint32_t k = 0; k < s->count[set]; k++)
+        if (s->ranks[set][k] == (uint32_t)rank) return 1;
+    return 0;
+}
+
+static void post(player *p, uint32_t set, const uint32_t *slots, uint32_t n) {
+    uint64_t since[SLOTS];
+    pyhvd_ranks audience = {{0}};
+    for (uint32_t k = 0; k < n; k++) since[k] = 1;
+    if (!pyhvd_board_lock(&p->b, -1)) fail("rank %d: no lock", p->rank);
+    int taken = pyhvd_board_post(&p->b, set, slots, since, n, pyhvd_now());
+    uint32_t first = slots[0] / 64, last = slots[n - 1] / 64 + 1;
+    if (taken) pyhvd_board_match(&p->b, set, first, last, pyhvd_now(), &audience);
+    pyhvd_board_unlock(&p->b, &audience);
+    for (uint32_t k = 0; k < n && !taken; k++) /* recalled at the moment */
+        atomic_fetch_or(&p->s->again[set][p->rank][slots[k] / 64], (uint64_t)1 << slots[k] % 64);
+}
+
+/* Post what is not in flight, in pieces of a drawn length. */
+static void post_some(player *p, uint32_t set) {
+    uint32_t slots[SLOTS], n = 0, most = 1 + (uint32_t)roll(&p->draw, roll(&p->draw, 4) ? 2 : 16);
+    for (uint32_t slot = 0; slot < SLOTS; slot++) {
+        uint64_t bit = (uint64_t)1 << slot % 64, turn = p->turns[set][slot] + 1;
+        if (p->flying[set][slot / 64] & bit || turn > (uint64_t)p->s->t->rounds || !roll(&p->draw, 8)) continue;
+        p->flying[set][slot / 64] |= bit;
+        p->turns[set][slot] = turn;
+        p->s->values[set][p->rank][slot][turn % 2] = turn;
+        slots[n++] = slot;
+        if (n < most) continue;
+        post(p, set, slots, n);
+        n = 0;
+        linger(&p->draw);
+    }
+    if (n) post(p, set, slots, n);
+    for (uint32_t w = 0; w < WORDS; w++)
+        for (uint64_t bits = atomic_exchange(&p->s->again[set][p->rank][w], 0); bits; bits &= bits - 1) {
+            slots[0] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+            post(p, set, slots, 1);
+        }
+}
+
+static void carry_out(player *p, const pyhvd_entry *entry) {
+    for (uint32_t w = entry->first; w < entry->last; w++)
+        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1) {
+            uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits), set = entry->set;
+            uint64_t bit = (uint64_t)1 << slot % 64, turn = p->turns[set][slot];
+            if (!(p->flying[set][w] & bit)) fail("rank %d: slot %d of set %d was not posted", p->rank, slot, set);
+            for (uint32_t k = 0; k < p->s->count[set]; k++)
+                if (p->s->values[set][p->s->ranks[set][k]][slot][turn % 2] != turn)
+                    fail("rank %d: rank %d is not at turn %d", p->rank, p->s->ranks[set][k], (int)turn);
+            p->flying[set][w] &= ~bit;
+            p->left--;
+        }
+}
+
+/* Whether all who see an entry see the same. */
+static void compare(player *p, const pyhvd_entry *entry) {
+    uint64_t place = pyhvd_board_position(&p->b), what = mixed(entry->kind), first = 0;
+    if (place >= PLACES) fail("the log is longer than %d", PLACES);
+    if (entry->kind == PYHVD_LIST) what += mixed(entry->number + 7);
+    else
+        for (uint32_t w = entry->first; w < entry->last; w++)
+            what += mixed(entry->words[w] + w + entry->set + entry->by);
+    if (!atomic_compare_exchange_strong(&p->s->seen[place], &first, what) && first != what)
+        fail("rank %d: the entry at %d is another one", p->rank, (int)place);
+}
+
+static void follow(player *p) {
+    const pyhvd_entry *entry;
+    while ((entry = pyhvd_board_next(&p->b))) {
+        compare(p, entry);
+        if (entry->kind == PYHVD_BATCH) carry_out(p, entry);
+        else if (entry->number <= p->listed) fail("rank %d: list %d again", p->rank, (int)entry->number);
+        else p->listed = entry->number;
+        pyhvd_board_advance(&p->b);
+        linger(&p->draw);
+    }
+}
+
+/* What the coordinator does. */
+static void coordinate(player *p) {
+    uint64_t bits[WORDS], posted[MOST_RANKS * WORDS], used[WORDS];
+    uint32_t set = (uint32_t)roll(&p->draw, SETS);
+    stage *s = p->s;
+    for (uint32_t w = 0; w < WORDS; w++) bits[w] = mixed(roll(&p->draw, 1000)) & mixed(roll(&p->draw, 1000));
+    pyhvd_board_look(&p->b, set, posted, used);
+    if (roll(&p->draw, 2)) pyhvd_board_freeze(&p->b, set, (uint32_t)__builtin_ctzll(bits[0] | 1));
+    bits[0] |= bits[0] ? 0 : 1;
+    pyhvd_board_recall(&p->b, set, bits, posted);
+    for (int q = 0; q < s->t->size; q++)
+        for (uint32_t w = 0; w < WORDS; w++) atomic_fetch_or(&s->again[set][q][w], posted[(uint32_t)q * WORDS + w]);
+    linger(&p->draw);
+    for (uint32_t slot = 0; slot < SLOTS; slot++) pyhvd_board_lend(&p->b, set, slot, 1);
+    pyhvd_ranks audience = {{1 + roll(&p->draw, ((uint64_t)1 << s->t->size) - 1)}};
+    if (pyhvd_board_list(&p->b, p->told + 1, &audience)) p->told++;
+}
+
+static void use(int rank, void *what) {
+    stage *s = what;
+    player *p = make(sizeof *p);
+    p->s = s;
+    p->rank = rank;
+    p->draw = dice_of(s->t->seed, (uint64_t)rank);
+    p->b.over = &s->closed;
+    pyhvd_board_attach(&p->b, s->base, rank, s->t->size, SLOTS);
+    if (!rank) {
+        pyhvd_board_clear(&p->b);
+        for (uint32_t set = 0; set < SETS; set++) {
+            pyhvd_board_open(&p->b, set, s->ranks[set], s->count[set]);
+            for (uint32_t slot = 0; slot < SLOTS; slot++) pyhvd_board_lend(&p->b, set, slot, 1);
+        }
+    }
+    for (uint32_t set = 0; set < SETS; set++)
+        if (is_member(s, set, rank)) p->left += SLOTS * (uint64_t)s->t->rounds;
+    pthread_barrier_wait(&s->meet);
+    while (p->left) {
+        for (uint32_t set = 0; set < SETS; set++)
+            if (is_member(s, set, rank)) post_some(p, set);
+        if (!rank && !roll(&p->draw, 4)) coordinate(p);
+        if (!roll(&p->draw, 16)) pyhvd_nap(2000000); /* the log fills up */
+        follow(p);
+    }
+    free(p);
+}
+
+void play_board(const terms *t) {
+    stage *s = make(sizeof *s);
+    s->t = t;
+    s->base = make(pyhvd_board_bytes(t->size, SLOTS));
+    pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
+    for (uint32_t q = 0; q < (uint32_t)t->size; q++) {
+        s->ranks[0][s->count[0]++] = q;
+        if (q + 1 < (uint32_t)t->size || t->size == 2) s->ranks[1][s->count[1]++] = q;
+        if (!q || q + 1 == (uint32_t)t->size) s->ranks[2][s->count[2]++] = q;
+    }
+    play(t->size, use, s);
+    pthread_barrier_destroy(&s->meet);
+    free(s->base);
+    free(s);
+}

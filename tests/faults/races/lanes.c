@@ -1,0 +1,447 @@
+/* The engine, as Python uses it: on every rank two threads that submit and wait, a background thread that posts,
+ * drives, and takes over what is refused, and one that looks at what is recorded. Two process sets share the board.
+ * Rank 0 recalls units and announces lists, on which all background threads meet in a window. Then the same with
+ * windows that are aborted at any moment.
+ *
+ * What is taken over is submitted again, by all ranks whose submission was taken: it had been completed on none. */
+#include "races.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "_engine_parts.h"
+#include "_kernels.h"
+
+#define CAPACITY ((size_t)PYHVD_FLAT)
+#define SLOTS 64
+#define SETS 2
+#define UNITS 11
+#define GROUPED 3  /* tensors of a group */
+#define LONGEST 9000
+#define SLICE 3000000     /* ns; another unit may have been taken meanwhile, and is to be submitted again */
+#define LOST 10000000000 /* ns from the end to when a callback has been forgotten */
+#define CELLS 256       /* of the recorder's ring */
+
+enum { SUBMITTERS = 2 };
+
+/* Which tensors there are, the same on every rank; a group has those of its slot and the next ones. */
+static const struct {
+    uint32_t set, slot, n;
+    int64_t count[GROUPED];
+    int direct, submitter;
+} known[UNITS] = {
+    {0, 0, 1, {1}, 0, 0},     {0, 1, 1, {3}, 0, 0},    {0, 2, 1, {500}, 0, 0}, {0, 3, 1, {4096}, 1, 0},
+    {0, 4, 1, {9000}, 1, 0},  {0, 5, 1, {2}, 0, 1},    {0, 6, 3, {7, 1200, 1}, 0, 0},
+    {0, 9, 1, {2500}, 0, 1},  {1, 0, 1, {40}, 0, 1},   {1, 1, 1, {5000}, 0, 1}, {1, 2, 3, {1, 2, 3}, 0, 1},
+};
+
+typedef struct stage stage;
+
+/* One rank's submission of one unit. */
+typedef struct {
+    pyhvd_unit c;
+    uint32_t slots[GROUPED];
+    uint64_t since[GROUPED];
+    int64_t srcs[2 * GROUPED], starts[GROUPED + 1];
+    int64_t *values[GROUPED], *results[GROUPED];
+    int taken; /* written before the turn ends, read after */
+    _Atomic uint64_t called; /* the last turn of whose end the background thread has been told */
+} unit;
+
+typedef struct {
+    stage *s;
+    int rank;
+    pyhvd_lane lane;
+    pyhvd_window windows[SETS];
+    pyhvd_trace trace;
+    pyhvd_sampler sampler;
+    unit units[UNITS];
+    dice draw; /* the background thread's */
+    uint64_t done;
+} end;
+
+struct stage {
+    const terms *t;
+    int members[SETS];
+    void *base;
+    uint8_t *areas[SETS][MOST_RANKS], *arenas[MOST_RANKS];
+    end *ends[MOST_RANKS];
+    pthread_barrier_t meet;
+    int recalled; /* the unit that the next list is about */
+    _Atomic uint64_t announced, wanted; /* the last list; 1 + a unit that has been frozen */
+    _Atomic uint32_t over, closing;
+    int aborts, aborted, aborter;
+    uint64_t which;
+};
+
+/* ---- submitting ---- */
+
+static void fill(end *e, unit *u, uint64_t turn, dice *draw) {
+    int inplace = known[u - e->units].direct || roll(draw, 2);
+    for (uint32_t k = 0; k < u->c.n; k++) {
+        int64_t count = known[u - e->units].count[k];
+        for (int64_t i = 0; i < count; i++) u->values[k][i] = (int64_t)turn * (e->rank + 1) + i;
+        u->srcs[k] = (int64_t)(intptr_t)u->values[k];
+        u->srcs[GROUPED + k] = (int64_t)(intptr_t)(inplace ? u->values[k] : u->results[k]);
+    }
+}
+
+static void check(const end *e, const unit *u, uint64_t turn) {
+    int64_t members = e->s->members[u->c.set];
+    for (uint32_t k = 0; k < u->c.n; k++) {
+        const int64_t *result = (const int64_t *)(intptr_t)u->srcs[GROUPED + k];
+        for (int64_t i = 0; i < known[u - e->units].count[k]; i++)
+            if (result[i] != (int64_t)turn * members * (members + 1) / 2 + members * i)
+                fail("rank %d, turn %d of unit %d: torn", e->rank, (int)turn, (int)(u - e->units));
+    }
+}
+
+static uint64_t submit(end *e, unit *u, int ring) {
+    pthread_mutex_lock(&e->lane.mutex);
+    if (!pyhvd_unit_finished(&u->c, u->c.started)) fail("rank %d: a unit is in flight", e->rank);
+    u->taken = 0;
+    memcpy(u->c.srcs, u->srcs, u->c.n * sizeof(int64_t));
+    memcpy(u->c.dsts, u->srcs + GROUPED, u->c.n * sizeof(int64_t));
+    if (!pyhvd_lane_hold(&e->lane, &u->c)) fail("no memory");
+    uint64_t turn = u->c.started;
+    pthread_mutex_unlock(&e->lane.mutex);
+    if (ring) pyhvd_lane_ring(&e->lane);
+    return turn;
+}
+
+/* Wait for a while until a turn of a unit has ended, in a way that is drawn. */
+static int await(end *e, unit *u, uint64_t turn, dice *draw) {
+    uint64_t how = roll(draw, 8);
+    int64_t began = pyhvd_now(), until = began + SLICE;
+    if (how > 1) {
+        int status = pyhvd_lane_wait(&e->lane, &u->c, turn, began, SLICE);
+        if (status == PYHVD_DONE) pyhvd_lane_waited(&e->lane, began);
+        return status;
+    }
+    pyhvd_lane_flush(&e->lane, 0, began);
+    int called = how && !pyhvd_unit_notify(&u->c, turn), status = PYHVD_LATE;
+    while (status == PYHVD_LATE && pyhvd_now() < until) { /* left to the background thread */
+        int ended = pyhvd_unit_finished(&u->c, turn);
+        if (called && ended) until = began + LOST; /* a callback is to come */
+        if (called ? atomic_load(&u->called) >= turn : ended) status = PYHVD_DONE;
+        else if (atomic_load(&e->lane.closed)) status = PYHVD_CLOSED;
+        else sched_yield();
+    }
+    if (status == PYHVD_LATE && until == began + LOST)
+        fail("rank %d: nobody was called at the end of unit %d", e->rank, (int)(u - e->units));
+    return status;
+}
+
+typedef struct {
+    end *e;
+    int which;
+} submitter;
+
+static void *run_submitter(void *what) {
+    submitter *me = what;
+    end *e = me->e;
+    stage *s = e->s;
+    dice plan = dice_of(s->t->seed + s->which, 100 + (uint64_t)me->which);
+    dice draw = dice_of(s->t->seed + s->which, (uint64_t)(e->rank * SUBMITTERS + me->which));
+    for (uint64_t number = 1; s->aborts || number <= (uint64_t)s->t->rounds; number++) {
+        int chosen[UNITS], n = 0;
+        uint64_t turns[UNITS], from = roll(&draw, UNITS), each = 1 + roll(&plan, 4);
+        uint64_t lot = mixed(roll(&plan, 1u << 30));
+        for (int k = 0; k < UNITS; k++) { /* every rank in an order of its own */
+            int which = (int)((from + (uint64_t)k) % UNITS);
+            int mine = known[which].submitter == me->which && e->rank < s->members[known[which].set];
+            if (mine && (lot >> which * 4) % each == 0) chosen[n++] = which;
+        }
+        for (int k = 0; k < n; k++) {
+            unit *u = &e->units[chosen[k]];
+            fill(e, u, number, &draw);
+            linger(&draw);
+            turns[k] = submit(e, u, roll(&draw, 3) != 0);
+        }
+        for (int k = 0; n; k = (k + 1) % n) {
+            unit *u = &e->units[chosen[k]];
+            int status = await(e, u, turns[k], &draw);
+            if (status == PYHVD_CLOSED) return NULL;
+            if (status == PYHVD_LATE) continue;
+            if (u->taken) {
+                fill(e, u, number, &draw);
+                turns[k] = submit(e, u, 1);
+                continue;
+            }
+            check(e, u, number);
+            turns[k] = turns[--n];
+            chosen[k] = chosen[n];
+            if (!n) break;
+        }
+    }
+    return NULL;
+}
+
+/* ---- the background thread ---- */
+
+/* Take a unit over if it is in flight, and end it: whoever submitted it does so again. */
+static void take(end *e, unit *u, uint64_t since) {
+    pthread_mutex_lock(&e->lane.mutex);
+    int flies = !pyhvd_unit_finished(&u->c, u->c.started);
+    if (flies) pyhvd_lane_take(&e->lane, &u->c);
+    for (uint32_t k = 0; since && k < u->c.n; k++) u->since[k] = since;
+    pthread_mutex_unlock(&e->lane.mutex);
+    if (!flies) return;
+    u->taken = 1;
+    for (uint32_t k = 0; k < u->c.n; k++) pyhvd_lane_settle(&e->lane, &u->c);
+}
+
+static void take_refused(end *e) {
+    for (;;) {
+        pthread_mutex_lock(&e->lane.mutex);
+        unit *u = e->lane.refusals ? e->lane.refused[0]->owner : NULL;
+        pthread_mutex_unlock(&e->lane.mutex);
+        if (!u) return;
+        take(e, u, 0);
+        linger(&e->draw);
+    }
+}
+
+/* Note what has ended, so that callbacks would be called. */
+static void call_back(end *e) {
+    for (int k = 0; k < UNITS; k++)
+        atomic_store(&e->units[k].called, atomic_load(&e->units[k].c.finished));
+}
+
+/* Rank 0: recall a unit, and announce that from now on it is posted under another number. */
+static void announce(end *e) {
+    stage *s = e->s;
+    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, posted[MOST_RANKS], used[1];
+    int which = wanted ? (int)wanted - 1 : (int)roll(&e->draw, UNITS);
+    pyhvd_ranks audience = {{((uint64_t)1 << s->t->size) - 1}};
+    for (uint32_t k = 0; k < known[which].n; k++) bits[0] |= (uint64_t)1 << (known[which].slot + k);
+    pyhvd_board_recall(&e->lane.board, known[which].set, bits, posted);
+    pyhvd_board_look(&e->lane.board, known[which].set, posted, used);
+    s->recalled = which;
+    uint64_t number = atomic_load(&s->announced) + 1;
+    atomic_store(&s->announced, number);
+    while (!pyhvd_lane_announce(&e->lane, number, &audience)) sched_yield();
+}
+
+/* Go through the list that has been announced, if the engine has come to it. */
+static void meet_at_list(end *e) {
+    stage *s = e->s;
+    uint64_t number = atomic_load(&s->announced);
+    if (number == e->done || !pyhvd_lane_enter(&e->lane, number)) return;
+    unit *u = &e->units[s->recalled];
+    take(e, u, number + 1);
+    e->lane.threshold = (size_t)1024 << number % 8;
+    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: aborted by nobody", e->rank);
+    for (uint32_t k = 0; !e->rank && k < u->c.n; k++)
+        pyhvd_board_lend(&e->lane.board, known[s->recalled].set, known[s->recalled].slot + k, number + 1);
+    if (!pyhvd_sampler_counts(&e->sampler)) pyhvd_sampler_start(&e->sampler, 3, 100, 0);
+    e->done = number;
+    /* Nobody goes on to the next list before all have read which unit this one is about. */
+    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: aborted by nobody", e->rank);
+    pyhvd_lane_leave(&e->lane);
+}
+
+/* What a rank does of its own accord. */
+static void act(end *e) {
+    stage *s = e->s;
+    uint64_t what = roll(&e->draw, 16), which = roll(&e->draw, UNITS);
+    if (what < 2 && e->rank && !atomic_load(&s->wanted) && !atomic_load(&s->over)) {
+        for (uint32_t k = 0; k < known[which].n; k++)
+            pyhvd_board_freeze(&e->lane.board, known[which].set, known[which].slot + k);
+        atomic_store(&s->wanted, which + 1);
+    }
+    if (e->rank || atomic_load(&s->announced) != e->done) return;
+    if (atomic_load(&s->over)) {
+        if (!atomic_exchange(&s->closing, 1))
+            for (int q = 0; q < s->t->size; q++) pyhvd_board_call(&e->lane.board, q, PYHVD_CALL_WORK);
+    } else if (what < 4 || atomic_load(&s->wanted)) {
+        announce(e);
+    }
+}
+
+static void check_note(end *e, int set) {
+    size_t bytes;
+    const uint8_t *note = pyhvd_window_note(&e->windows[set], &bytes);
+    if (!note || !is_note(note, bytes, e->s->aborter, e->s->which)) fail("rank %d: no note", e->rank);
+}
+
+static void *run_background(void *what) {
+    end *e = what;
+    stage *s = e->s;
+    for (;;) {
+        uint32_t calls = pyhvd_lane_doze(&e->lane, 1000000 + (int64_t)roll(&e->draw, 3000000));
+        if (calls & PYHVD_CALL_REFUSED) take_refused(e);
+        if (calls & PYHVD_CALL_DONE) call_back(e);
+        if (calls & PYHVD_CALL_ABORTED) {
+            uint32_t found = pyhvd_lane_aborted(&e->lane);
+            if (!found) fail("rank %d: nothing is aborted", e->rank);
+            check_note(e, (int)found - 1);
+            break;
+        }
+        if (s->aborts && atomic_load(&s->over)) break;
+        if (s->aborts) continue;
+        meet_at_list(e);
+        act(e);
+        if (atomic_load(&s->closing) && atomic_load(&s->announced) == e->done) break;
+    }
+    pyhvd_lane_shut(&e->lane);
+    pyhvd_lane_seize(&e->lane);
+    return NULL;
+}
+
+/* ---- the recorder ---- */
+
+static void *run_recorder(void *what) {
+    end *e = what;
+    dice draw = dice_of(e->s->t->seed, 200 + (uint64_t)e->rank);
+    pyhvd_event event;
+    uint64_t sum = 0, before = 0;
+    while (!atomic_load(&e->lane.closed)) {
+        if (roll(&draw, 2)) pyhvd_trace_start(&e->trace, CELLS);
+        pyhvd_nap((int64_t)roll(&draw, 1000000));
+        for (int k = 0; k < CELLS && pyhvd_trace_take(&e->trace, &event); k++)
+            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING || event.end < event.begin)
+                fail("rank %d: a torn record", e->rank);
+        if (roll(&draw, 2)) pyhvd_trace_stop(&e->trace);
+        sum = atomic_load_explicit(&e->lane.tally.tensors.sum, memory_order_relaxed);
+        if (sum < before) fail("rank %d: a count went back", e->rank);
+        before = sum;
+        pyhvd_lane_is_running(&e->lane);
+    }
+    return NULL;
+}
+
+/* ---- a rank ---- */
+
+static void install(end *e, int which) {
+    unit *u = &e->units[which];
+    u->c.slots = u->slots, u->c.since = u->since, u->c.owner = u;
+    u->c.set = known[which].set;
+    u->c.n = known[which].n;
+    u->c.grouped = u->c.n > 1;
+    u->c.srcs = u->c.grouped ? make(2 * GROUPED * sizeof(int64_t)) : u->c.own;
+    u->c.dsts = u->c.srcs + u->c.n;
+    u->c.starts = u->starts;
+    for (uint32_t k = 0; k < u->c.n; k++) {
+        int64_t count = known[which].count[k];
+        pyhvd_record *r = &e->lane.sets[u->c.set].records[known[which].slot + k];
+        u->slots[k] = known[which].slot + k;
+        u->since[k] = 1;
+        u->starts[k + 1] = u->starts[k] + count;
+        u->results[k] = make((size_t)count * sizeof(int64_t));
+        u->values[k] = known[which].direct ? (int64_t *)e->s->arenas[e->rank] + known[which].slot * LONGEST
+                                           : make((size_t)count * sizeof(int64_t));
+        *r = (pyhvd_record){.unit = &u->c, .at = k, .count = count, .prescale = 1, .postscale = 1,
+                            .dtype = PYHVD_INT64, .op = PYHVD_SUM, .direct = known[which].direct};
+        if (!e->rank) pyhvd_board_lend(&e->lane.board, u->c.set, u->slots[k], 1);
+    }
+}
+
+static void set_up(stage *s, int rank) {
+    end *e = s->ends[rank];
+    uint32_t members[MOST_RANKS];
+    e->s = s;
+    e->rank = rank;
+    e->draw = dice_of(s->t->seed + s->which, 300 + (uint64_t)rank);
+    pyhvd_board_attach(&e->lane.board, s->base, rank, s->t->size, SLOTS);
+    e->lane.trace = &e->trace;
+    e->lane.sampler = &e->sampler;
+    e->lane.threshold = 1 << 16;
+    e->lane.cycle = 500000;
+    atomic_store(&e->lane.tally.timed, 1);
+    if (!pyhvd_lane_init(&e->lane)) fail("no memory");
+    for (uint32_t k = 0; k < MOST_RANKS; k++) members[k] = k;
+    for (uint32_t set = 0; set < SETS; set++) {
+        if (!rank) pyhvd_board_open(&e->lane.board, set, members, (uint32_t)s->members[set]);
+        if (rank >= s->members[set]) continue;
+        look_at(&e->windows[set], s->areas[set], rank, s->members[set], CAPACITY, CAPACITY);
+        memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);
+        e->windows[set].trace = &e->trace;
+        if (!pyhvd_lane_open(&e->lane, set, &e->windows[set])) fail("no memory");
+    }
+    for (int k = 0; k < UNITS; k++)
+        if (rank < s->members[known[k].set]) install(e, k);
+}
+
+static void tear_down(end *e) {
+    for (int k = 0; k < UNITS; k++) {
+        unit *u = &e->units[k];
+        for (uint32_t i = 0; i < u->c.n; i++) {
+            free(u->results[i]);
+            if (!known[k].direct) free(u->values[i]);
+        }
+        if (u->c.grouped) free(u->c.srcs);
+    }
+    pyhvd_lane_free(&e->lane);
+    pyhvd_trace_free(&e->trace);
+}
+
+/* The rank that aborts does so in the middle of something, from a thread that has no part in it. */
+static void abort_soon(end *e) {
+    uint8_t note[PYHVD_NOTE];
+    stage *s = e->s;
+    dice draw = dice_of(s->t->seed + s->which, 400);
+    pyhvd_nap((int64_t)roll(&draw, 5000000));
+    size_t bytes = write_note(note, e->rank, s->which);
+    pyhvd_window_abort(&e->windows[s->aborted], note, bytes);
+    pyhvd_nap((int64_t)roll(&draw, 5000000));
+    atomic_store(&s->over, 1);
+    for (int q = 0; q < s->t->size; q++) pyhvd_board_call(&e->lane.board, q, PYHVD_CALL_WORK);
+}
+
+static void use(int rank, void *what) {
+    stage *s = what;
+    end *e = s->ends[rank];
+    pthread_t submitting[SUBMITTERS], background, recorder;
+    submitter parts[SUBMITTERS];
+    set_up(s, rank);
+    pthread_barrier_wait(&s->meet);
+    start_thread(&background, run_background, e);
+    start_thread(&recorder, run_recorder, e);
+    for (int k = 0; k < SUBMITTERS; k++) {
+        parts[k] = (submitter){e, k};
+        start_thread(&submitting[k], run_submitter, &parts[k]);
+    }
+    if (s->aborts && rank == s->aborter) abort_soon(e);
+    for (int k = 0; k < SUBMITTERS; k++) pthread_join(submitting[k], NULL);
+    pthread_barrier_wait(&s->meet);
+    atomic_store(&s->over, 1);
+    pthread_join(background, NULL);
+    pthread_join(recorder, NULL);
+    if (s->aborts && rank < s->members[s->aborted]) check_note(e, s->aborted);
+    pthread_barrier_wait(&s->meet);
+    tear_down(e);
+}
+
+static void play_one(const terms *t, int aborts, uint64_t which) {
+    stage *s = make(sizeof *s);
+    dice plan = dice_of(t->seed + which, 7);
+    s->t = t;
+    s->which = which;
+    s->aborts = aborts;
+    s->aborted = (int)roll(&plan, SETS);
+    s->members[0] = t->size;
+    s->members[1] = t->size > 2 ? t->size - 1 : t->size;
+    s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
+    s->base = make(pyhvd_board_bytes(t->size, SLOTS));
+    for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
+    for (int q = 0; q < t->size; q++) {
+        s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));
+        s->ends[q] = make(sizeof(end));
+    }
+    pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
+    /* Rank 0 opens and lends before anybody submits: all meet before they begin. */
+    play(t->size, use, s);
+    pthread_barrier_destroy(&s->meet);
+    for (int set = 0; set < SETS; set++)
+        for (int q = 0; q < s->members[set]; q++) free(s->areas[set][q]);
+    for (int q = 0; q < t->size; q++) free(s->arenas[q]), free(s->ends[q]);
+    free(s->base);
+    free(s);
+}
+
+void play_lanes(const terms *t) { play_one(t, 0, 0); }
+
+void play_lane_aborts(const terms *t) {
+    for (int k = 0; k < t->rounds; k++) play_one(t, 1, (uint64_t)k + 1);
+}

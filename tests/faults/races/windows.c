@@ -1,0 +1,300 @@
+/* The window: everything that it offers, in an order that is drawn, of every size and kind; and windows that are
+ * aborted at any moment. What a reduction gives is compared with the kernels' own result over all ranks' values. */
+#include "races.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "_kernels.h"
+
+#define CAPACITY ((size_t)2 * PYHVD_FLAT)
+#define MOST ((size_t)6 * PYHVD_FLAT) /* bytes of an operation; several chunks */
+#define TENSORS 4
+
+typedef struct {
+    const terms *t;
+    uint8_t *areas[MOST_RANKS], *arenas[MOST_RANKS];
+    pthread_barrier_t meet;
+    uint64_t which; /* of the windows that are aborted */
+    int ends[MOST_RANKS], beside;
+} stage;
+
+/* One rank's own things. */
+typedef struct {
+    stage *s;
+    int rank, size;
+    pyhvd_window w;
+    dice plan, draw;
+    uint64_t round;
+    uint8_t *send, *recv, *expected, *inputs[MOST_RANKS];
+} player;
+
+/* Bits that leave finite numbers below one, or 0 and 1; signed integers may overflow: they wrap around. */
+static uint64_t mask_of(int dtype) {
+    switch (dtype) {
+    case PYHVD_BOOL: return 0x0101010101010101u;
+    case PYHVD_FLOAT16: return 0x3bff3bff3bff3bffu;
+    case PYHVD_BFLOAT16: return 0x3f7f3f7f3f7f3f7fu;
+    case PYHVD_FLOAT32:
+    case PYHVD_COMPLEX64: return 0x3f7fffff3f7fffffu;
+    case PYHVD_FLOAT64:
+    case PYHVD_COMPLEX128: return 0x3fefffffffffffffu;
+    default: return ~(uint64_t)0;
+    }
+}
+
+/* What rank `from` has for rank `to` (or for all) in this round. */
+static void fill_in(const player *p, uint8_t *out, size_t bytes, int dtype, int from, int to) {
+    uint64_t key = mixed(p->round * 65536 + (uint64_t)from * 256 + (uint64_t)to), mask = mask_of(dtype);
+    for (size_t k = 0; k < bytes; k += 8) {
+        uint64_t word = mixed(key + k) & mask;
+        memcpy(out + k, &word, bytes - k < 8 ? bytes - k : 8);
+    }
+}
+
+static size_t draw_bytes(player *p, size_t most) {
+    size_t kind = roll(&p->plan, 8);
+    if (kind == 0) return roll(&p->plan, 64);
+    if (kind < 4) return roll(&p->plan, most / 16);
+    return roll(&p->plan, kind < 7 ? most / 3 : most);
+}
+
+static int draw_op(player *p, int dtype) {
+    static const int ops[] = {PYHVD_SUM, PYHVD_MIN, PYHVD_MAX, PYHVD_PRODUCT};
+    uint64_t which = roll(&p->plan, 4);
+    while (!pyhvd_can_reduce(dtype, ops[which])) which = (which + 1) % 4;
+    return ops[which];
+}
+
+static double draw_factor(player *p, int dtype) {
+    double factor = roll(&p->plan, 3) ? 1.0 : 0.5;
+    return pyhvd_can_scale(dtype, factor) ? factor : 1.0;
+}
+
+static void reduce(player *p, const pyhvd_job *job) {
+    pyhvd_course course;
+    if (roll(&p->draw, 2)) {
+        if (pyhvd_window_allreduce(&p->w, job)) fail("rank %d: aborted by nobody", p->rank);
+        return;
+    }
+    pyhvd_window_begin(&course, job);
+    p->w.brief = 1;
+    int status = PYHVD_LATER;
+    while (status == PYHVD_LATER) status = pyhvd_window_proceed(&p->w, &course);
+    p->w.brief = 0;
+    if (status) fail("rank %d: aborted by nobody", p->rank);
+}
+
+/* What all ranks' values come to. */
+static void foretell(player *p, const pyhvd_job *job, int joined) {
+    size_t count = (size_t)job->starts[job->n], bytes = count * pyhvd_itemsize(job->dtype);
+    int64_t from[MOST_RANKS];
+    for (int q = 0; q < p->size; q++) {
+        from[q] = (int64_t)(intptr_t)p->inputs[q];
+        fill_in(p, p->inputs[q], bytes, job->dtype, q, 0);
+        if (q == joined) pyhvd_fill(p->inputs[q], count, job->dtype, job->op);
+        else if (job->prescale != 1.0)
+            pyhvd_scale(p->inputs[q], p->inputs[q], count, job->dtype, job->prescale);
+    }
+    pyhvd_reduce(p->expected, from, (size_t)p->size, count, job->dtype, job->op, job->postscale);
+}
+
+static void allreduce(player *p) {
+    int64_t srcs[TENSORS], dsts[TENSORS], starts[TENSORS + 1] = {0};
+    pyhvd_job job = {srcs, dsts, starts, 1 + roll(&p->plan, TENSORS), (int)roll(&p->plan, PYHVD_DTYPES), 0, 1, 1, 0};
+    int joined = (int)roll(&p->plan, 8), inplace = (int)roll(&p->draw, 2);
+    size_t item = pyhvd_itemsize(job.dtype), total = draw_bytes(p, MOST) / item;
+    job.op = draw_op(p, job.dtype);
+    job.postscale = draw_factor(p, job.dtype);
+    job.direct = joined >= p->size && !roll(&p->plan, 3);
+    if (!job.direct) job.prescale = draw_factor(p, job.dtype);
+    for (size_t k = 1; k < job.n; k++) starts[k] = starts[k - 1] + (int64_t)roll(&p->plan, total / job.n + 1);
+    starts[job.n] = (int64_t)total;
+    uint8_t *in = job.direct ? p->s->arenas[p->rank] : p->send, *out = job.direct || inplace ? in : p->recv;
+    int skipped = job.direct ? TENSORS : (int)roll(&p->draw, 2 * TENSORS); /* a result that nobody wants */
+    for (size_t k = 0; k < job.n; k++) {
+        srcs[k] = joined == p->rank ? 0 : (int64_t)(intptr_t)(in + (size_t)starts[k] * item);
+        dsts[k] = joined == p->rank || (int)k == skipped ? 0 : (int64_t)(intptr_t)(out + (size_t)starts[k] * item);
+    }
+    fill_in(p, in, total * item, job.dtype, p->rank, 0);
+    linger(&p->draw);
+    reduce(p, &job);
+    foretell(p, &job, joined);
+    for (size_t k = 0; k < job.n; k++) {
+        size_t at = (size_t)starts[k] * item, bytes = (size_t)(starts[k + 1] - starts[k]) * item;
+        if (dsts[k] && memcmp(out + at, p->expected + at, bytes))
+            fail("rank %d, round %d: dtype %d, %zu elements are torn", p->rank, (int)p->round, job.dtype, total);
+    }
+}
+
+static void gather(player *p) {
+    int64_t counts[MOST_RANKS], starts[MOST_RANKS + 1] = {0};
+    for (int q = 0; q < p->size; q++) {
+        counts[q] = (int64_t)draw_bytes(p, MOST / (size_t)p->size);
+        starts[q + 1] = starts[q] + counts[q];
+    }
+    uint8_t *send = roll(&p->draw, 2) ? p->send : p->recv + starts[p->rank];
+    fill_in(p, send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, 0);
+    linger(&p->draw);
+    if (pyhvd_window_gather(&p->w, send, p->recv, counts, starts)) fail("rank %d: aborted by nobody", p->rank);
+    for (int q = 0; q < p->size; q++) {
+        fill_in(p, p->expected, (size_t)counts[q], PYHVD_UINT8, q, 0);
+        if (memcmp(p->expected, p->recv + starts[q], (size_t)counts[q]))
+            fail("rank %d, round %d: gathered from %d", p->rank, (int)p->round, q);
+    }
+}
+
+static void alltoall(player *p) {
+    int64_t sent[MOST_RANKS], from[MOST_RANKS], got[MOST_RANKS], to[MOST_RANKS], s = 0, r = 0;
+    for (int q = 0; q < p->size; q++)
+        for (int k = 0; k < p->size; k++) {
+            int64_t n = (int64_t)draw_bytes(p, MOST / (size_t)p->size);
+            if (q == p->rank) from[k] = s, sent[k] = n, s += n;
+            if (k == p->rank) to[q] = r, got[q] = n, r += n;
+        }
+    for (int q = 0; q < p->size; q++) fill_in(p, p->send + from[q], (size_t)sent[q], PYHVD_UINT8, p->rank, q);
+    linger(&p->draw);
+    if (pyhvd_window_alltoall(&p->w, p->send, sent, from, p->recv, got, to))
+        fail("rank %d: aborted by nobody", p->rank);
+    for (int q = 0; q < p->size; q++) {
+        fill_in(p, p->expected, (size_t)got[q], PYHVD_UINT8, q, p->rank);
+        if (memcmp(p->expected, p->recv + to[q], (size_t)got[q]))
+            fail("rank %d, round %d: alltoall from %d", p->rank, (int)p->round, q);
+    }
+}
+
+static void swap(player *p) {
+    int64_t counts[MOST_RANKS];
+    int mask = roll(&p->plan, 2) ? p->size / 2 : 1, partner = p->rank ^ mask;
+    for (int q = 0; q < p->size; q++) counts[q] = (int64_t)draw_bytes(p, MOST);
+    fill_in(p, p->send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, partner);
+    if (pyhvd_window_swap(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
+        fail("rank %d: aborted by nobody", p->rank);
+    fill_in(p, p->expected, (size_t)counts[partner], PYHVD_UINT8, partner, p->rank);
+    if (memcmp(p->expected, p->recv, (size_t)counts[partner]))
+        fail("rank %d, round %d: swapped with %d", p->rank, (int)p->round, partner);
+}
+
+/* Whoever returns from a barrier sees what the others did before it: `shared` is no atomic. */
+static void barrier(player *p) {
+    uint64_t *shared = (uint64_t *)p->s->arenas[p->rank];
+    *shared = p->round;
+    linger(&p->draw);
+    if (pyhvd_window_barrier(&p->w)) fail("rank %d: aborted by nobody", p->rank);
+    for (int q = 0; q < p->size; q++)
+        if (*(uint64_t *)p->s->arenas[q] != p->round) fail("rank %d: no barrier in round %d", p->rank, (int)p->round);
+    if (pyhvd_window_barrier(&p->w)) fail("rank %d: aborted by nobody", p->rank);
+}
+
+static void enter(player *p, stage *s, int rank) {
+    memset(p, 0, sizeof *p);
+    p->s = s;
+    p->rank = rank;
+    p->size = s->t->size;
+    p->plan = dice_of(s->t->seed + s->which, MOST_RANKS);
+    p->draw = dice_of(s->t->seed + s->which, (uint64_t)rank);
+    look_at(&p->w, s->areas, rank, p->size, CAPACITY, PYHVD_FLAT);
+    memcpy(p->w.arena, s->arenas, sizeof s->arenas);
+    p->send = make(MOST + 64), p->recv = make(MOST + 64), p->expected = make(MOST + 64);
+    for (int q = 0; q < p->size; q++) p->inputs[q] = make(MOST);
+    pthread_barrier_wait(&s->meet);
+}
+
+static void leave(player *p) {
+    free(p->send), free(p->recv), free(p->expected);
+    for (int q = 0; q < p->size; q++) free(p->inputs[q]);
+}
+
+static void use(int rank, void *what) {
+    stage *s = what;
+    player p;
+    enter(&p, s, rank);
+    for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
+        uint64_t kind = roll(&p.plan, 16);
+        linger(&p.draw);
+        if (kind < 10) allreduce(&p);
+        else if (kind < 12) gather(&p);
+        else if (kind < 13) alltoall(&p);
+        else if (kind < 14) barrier(&p);
+        else if (kind < 15) p.w.chunk = PYHVD_FLAT + roll(&p.plan, (CAPACITY - PYHVD_FLAT) / PYHVD_LINE) * PYHVD_LINE;
+        else if (p.size % 2 == 0 && (p.size & (p.size - 1)) == 0) swap(&p);
+    }
+    leave(&p);
+}
+
+static void set_up(stage *s, const terms *t) {
+    s->t = t;
+    make_areas(s->areas, t->size, CAPACITY);
+    for (int q = 0; q < t->size; q++) s->arenas[q] = make(MOST);
+    pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
+}
+
+static void tear_down(stage *s) {
+    for (int q = 0; q < s->t->size; q++) free(s->areas[q]), free(s->arenas[q]);
+    pthread_barrier_destroy(&s->meet);
+}
+
+void play_windows(const terms *t) {
+    stage s = {0};
+    set_up(&s, t);
+    play(t->size, use, &s);
+    tear_down(&s);
+}
+
+/* ---- aborts ---- */
+
+static void *abort_soon(void *what) {
+    player *p = what;
+    uint8_t note[PYHVD_NOTE];
+    dice draw = dice_of(p->s->which, 99);
+    pyhvd_nap((int64_t)roll(&draw, 300000));
+    pyhvd_window_abort(&p->w, note, write_note(note, p->rank, p->s->which));
+    return NULL;
+}
+
+/* Reduce until it ends. */
+static void use_until_aborted(int rank, void *what) {
+    static const int64_t counts[] = {1, 500, 4096, 9000};
+    stage *s = what;
+    player p;
+    pthread_t helper;
+    int helped = 0, status = PYHVD_OK;
+    enter(&p, s, rank);
+    for (int number = 0; !status; number++) {
+        int64_t count = counts[number % 4], starts[] = {0, count}, *values = (int64_t *)p.send;
+        int64_t at = (int64_t)(intptr_t)values;
+        pyhvd_job job = {&at, &at, starts, 1, PYHVD_INT64, PYHVD_SUM, 1.0, 1.0, 0};
+        if (number == s->ends[rank] && s->beside) start_thread(&helper, abort_soon, &p), helped = 1;
+        else if (number == s->ends[rank]) {
+            abort_soon(&p);
+            break;
+        }
+        for (int64_t k = 0; k < count; k++) values[k] = number * (rank + 1) + k;
+        linger(&p.draw);
+        status = pyhvd_window_allreduce(&p.w, &job);
+        for (int64_t k = 0; k < count && !status; k++)
+            if (values[k] != number * p.size * (p.size + 1) / 2 + p.size * k)
+                fail("rank %d, window %d, reduction %d: torn", rank, (int)s->which, number);
+    }
+    if (helped) pthread_join(helper, NULL);
+    size_t bytes;
+    const uint8_t *note = pyhvd_window_note(&p.w, &bytes);
+    int known = 0;
+    for (int q = 0; q < p.size && note; q++) known |= s->ends[q] >= 0 && is_note(note, bytes, q, s->which);
+    if (!known) fail("rank %d, window %d: no note", rank, (int)s->which);
+    leave(&p);
+}
+
+void play_aborts(const terms *t) {
+    dice plan = dice_of(t->seed, 7);
+    for (int k = 0; k < t->rounds; k++) {
+        stage s = {.which = (uint64_t)k + 1};
+        for (int q = 0; q < t->size; q++) s.ends[q] = -1;
+        s.ends[roll(&plan, (uint64_t)t->size)] = (int)roll(&plan, 20);
+        if (roll(&plan, 3) == 0) s.ends[roll(&plan, (uint64_t)t->size)] = (int)roll(&plan, 20);
+        s.beside = (int)roll(&plan, 2);
+        set_up(&s, t);
+        play(t->size, use_until_aborted, &s);
+        tear_down(&s);
+    }
+}

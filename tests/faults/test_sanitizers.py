@@ -1,0 +1,152 @@
+"""The C code of the shared segment under the sanitizers: data races, memory errors, undefined behaviour.
+
+``races/`` plays ranks as threads of one process, by the same calls that the Cython code makes. It is compiled
+here with all C sources that setup.py names, once for ThreadSanitizer and once for AddressSanitizer and UBSan.
+PYHVD_STRESS_RACES multiplies the number of rounds (default 1).
+
+What ThreadSanitizer does not see: ``atomic_thread_fence``. Nothing but flags (who sleeps, who looks) may
+depend on a fence; data goes by release and acquire of the word that announces it, and is reported as a race
+where it goes by a fence. The kernels run without their clones for several instruction sets, and what the
+16-bit floats load and store with masks goes unseen; all else of them is plain loops.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RACES = Path(__file__).resolve().parent / "races"
+TIMES = int(os.environ.get("PYHVD_STRESS_RACES", "1"))
+LIMIT_S = 60.0 * (1 + TIMES)
+
+MANY = max(4, min(8, (os.cpu_count() or 1) + 1))
+"""More ranks than cores, where that is not too many."""
+
+ROUNDS = {"windows": 600, "aborts": 40, "board": 400, "calls": 2000, "lanes": 400, "lane-aborts": 15}
+SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]
+
+KINDS = {
+    # gcc warns of every fence; see above.
+    "thread": ["-fsanitize=thread", "-Wno-tsan"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+}
+
+BROKEN = [
+    ("_window.c", "counter, value, memory_order_release", "counter, value, memory_order_relaxed", "windows"),
+    (
+        "_board.c",
+        "&b->head->lock, 0, memory_order_release",
+        "&b->head->lock, 0, memory_order_relaxed",
+        "board",
+    ),
+    ("_board.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "board"),
+    ("_units.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "lanes"),
+    ("_driver.c", "driven, 0, memory_order_release", "driven, 0, memory_order_relaxed", "lanes"),
+]
+"""What is made worse, to see that it is found: in which file, what by what, in which scenario it shows."""
+
+
+def _sources() -> list[str]:
+    """Return the C sources that setup.py names."""
+    nodes = ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted(name for name in named if name.endswith(".c") and (ROOT / name).exists())
+
+
+def _gcc(kind: str, folder: Path, *arguments: str | Path) -> str:
+    """Run gcc in a folder; return what it complains of, or nothing."""
+    command = ["gcc", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", *KINDS[kind], *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    return f"{command}: {done.stderr}" if done.returncode else ""
+
+
+def _compile(kind: str, folder: Path, sources: list[Path]) -> None:
+    """Compile sources into the folder."""
+    assert not _gcc(kind, folder, f"-I{ROOT / 'pyhvd'}", f"-I{RACES}", "-c", *sources)
+
+
+def _link(kind: str, folder: Path, objects: list[Path]) -> Path:
+    assert not _gcc(kind, folder, *objects, "-o", "races", "-pthread", "-lm")
+    return folder / "races"
+
+
+def _run(program: Path, scenario: str, ranks: int, rounds: int) -> subprocess.CompletedProcess[str]:
+    options = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    command = [str(program), scenario, str(ranks), str(rounds * TIMES), "1"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **options}
+    )
+
+
+def _need(kind: str, folder: Path) -> None:
+    """Skip where this machine cannot build programs with a sanitizer, or not run them."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    (folder / "trial.c").write_text("int main(void) { return 0; }\n")
+    complaint = _gcc(kind, folder, "trial.c", "-o", "trial")
+    if complaint:
+        pytest.skip(f"gcc cannot build for the {kind} sanitizer: {complaint[-300:]}")
+    ran = subprocess.run([folder / "trial"], capture_output=True, text=True, timeout=LIMIT_S)
+    if ran.returncode:
+        pytest.skip(f"the {kind} sanitizer does not run here: {ran.stderr[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
+    """What the program for a kind of sanitizer is linked of; compiled when it is first asked for."""
+
+    @functools.cache
+    def build(kind: str) -> list[Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        _need(kind, folder)
+        _compile(kind, folder, [*(ROOT / name for name in _sources()), *RACES.glob("*.c")])
+        return sorted(folder.glob("*.o"))
+
+    return build
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def program(
+    request: pytest.FixtureRequest,
+    objects: Callable[[str], list[Path]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    kind = str(request.param)
+    return _link(kind, tmp_path_factory.mktemp("races"), objects(kind))
+
+
+def test_setup_names_the_sources_of_the_segment() -> None:
+    assert {"pyhvd/_window.c", "pyhvd/_moving.c", "pyhvd/_board.c", "pyhvd/_driver.c"} <= set(_sources())
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize(("scenario", "ranks", "rounds"), SCENARIOS)
+def test_nothing_is_reported(program: Path, scenario: str, ranks: int, rounds: int) -> None:
+    ran = _run(program, scenario, ranks, rounds)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize(("name", "right", "wrong", "scenario"), BROKEN)
+def test_a_wrong_ordering_is_reported(
+    objects: Callable[[str], list[Path]], tmp_path: Path, name: str, right: str, wrong: str, scenario: str
+) -> None:
+    whole = objects("thread")
+    text = (ROOT / "pyhvd" / name).read_text()
+    assert right in text, f"{name} no longer says {right!r}: break it otherwise here"
+    (tmp_path / name).write_text(text.replace(right, wrong))
+    _compile("thread", tmp_path, [tmp_path / name])
+    broken = Path(name).with_suffix(".o").name
+    kept = [path for path in whole if path.name != broken]
+    ran = _run(_link("thread", tmp_path, [*kept, tmp_path / broken]), scenario, 3, 400)
+    assert ran.returncode == 66, ran.stdout + ran.stderr
+    assert "data race" in ran.stderr
