@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pyhvd._version import __version__
 from pyhvd.config import LOG_LEVELS
 from pyhvd.run.settings import ConfigFileError, add_flags, settings_of
 
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _EXAMPLES = """\
 examples:
   pyhvdrun -n 4 train.py --epochs 3             4 ranks on this host
@@ -73,12 +75,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
     known = parser.parse_args(_joined(own))
     if known.check_build:
         return Options(program=[], verbose=known.verbose, check_build=True)
-    if not program:
-        parser.error("no script: give a script, -m module or -c code")
-    if program[0] == "-":
-        parser.error("a script read from stdin would reach rank 0 only: save it to a file")
-    if program[0] in ("-m", "-c") and len(program) < 2:
-        parser.error(f"argument expected for the {program[0]} option")
+    _check_program(program, parser)
     if under_mpiexec and known.num_proc is not None:
         parser.error("mpiexec has started this rank already: give either mpiexec or -n, not both")
     if not under_mpiexec and known.num_proc is None:
@@ -102,6 +99,21 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         prefix_timestamp=known.prefix_timestamp,
         settings=settings,
     )
+
+
+def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse what can be no program."""
+    if not program:
+        parser.error("no script: give a script, -m module or -c code")
+    if program[0] == "-":
+        parser.error("a script read from stdin would reach rank 0 only: save it to a file")
+    if program[0] in ("-m", "-c") and len(program) < 2:
+        parser.error(f"argument expected for the {program[0]} option")
+    if _PYTHON.fullmatch(os.path.basename(program[0])):
+        rest = shlex.join(program[1:]) or "script.py"
+        parser.error(
+            f"the program is a Python script, without {program[0]!r} before it: pyhvdrun -n N {rest}"
+        )
 
 
 def _joined(own: list[str]) -> list[str]:

@@ -52,6 +52,10 @@ def test_version() -> None:
         (["x.py"], "say how many ranks"),
         (["-n", "2"], "no script"),
         (["-n", "2", "-m"], "argument expected for the -m option"),
+        (
+            ["-n", "2", "python", "train.py", "--lr", "1"],
+            "without 'python' before it: pyhvdrun -n N train.py --lr 1",
+        ),
         (["-n", "2", "-"], "stdin would reach rank 0 only"),
         (["-n", "2", "--nonsense", "x.py"], "unrecognized arguments: --nonsense"),
     ],
