@@ -222,7 +222,7 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         (
             "problem",
             "environment",
-            "HOROVOD_CYCLE_TIME='fast': could not convert string to float: 'fast'; init() fails with it",
+            "HOROVOD_CYCLE_TIME='fast': expected a number; init() fails with it",
         ),
     ),
     (
