@@ -84,7 +84,7 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
     """Its handler calls shutdown() too, while the other rank is late."""
     hvd.init()
     late = hvd.allreduce_async(np.ones(1), name=f"alone.{hvd.rank()}")
-    told, go = threading.Event(), threading.Event()
+    told, heard, go = threading.Event(), threading.Event(), threading.Event()
 
     def keep(_: hvd.Handle) -> None:
         """Keep the thread that is to end."""
@@ -94,12 +94,18 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
     late.add_done_callback(keep)
 
     def end(*_: object) -> None:
+        heard.set()
         threading.Timer(0.1, go.set).start()
         hvd.shutdown()
 
     def interrupt() -> None:
         told.wait(SECONDS)
         os.kill(os.getpid(), signal.SIGUSR1)
+        # Python runs no handler of a signal that came just before a thread began to wait for a lock.
+        for _ in range(100):
+            if heard.wait(0.2):
+                break
+            os.kill(os.getpid(), signal.SIGUSR1)
 
     signal.signal(signal.SIGUSR1, end)
     sender = threading.Thread(target=interrupt)
