@@ -194,7 +194,7 @@ class _Job:
                 text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
                 if self._ended:
                     before = ", ".join(map(str, sorted(self._ended)[:20]))
-                    text += f" (ended before it: rank {before}; without MPI_Finalize, mpiexec then ends all)"
+                    text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
                 self._records.append(Record(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
 
