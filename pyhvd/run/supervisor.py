@@ -28,7 +28,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # After it reported a failure, a rank has this long for its exit handlers; then the job ends without them.
 _EXIT_HANDLERS_S = 0.5
 # A rank that did not fail first leaves the first this long to end the job, and to be the one shown.
-_FIRST_ENDS_JOB_S = 1.0
+FIRST_ENDS_JOB_S = 1.0
 # An unfinished line of output is passed on after this long, so that a prompt or a progress bar shows.
 _PARTIAL_LINE_S = 0.2
 
@@ -225,12 +225,12 @@ class Supervisor:
         """Unless this rank was the first to fail, wait for that one to end the job, and us with it."""
         if self._is_first:
             return
-        self._pause(_FIRST_ENDS_JOB_S)
+        self._pause(FIRST_ENDS_JOB_S)
         if record.kind == SECONDARY and not self._stopping:
             # No rank has a better reason: one of those that waited like this one shows its own.
             self._is_first = claim_first_failure(self._parent)
             if not self._is_first:
-                self._pause(_FIRST_ENDS_JOB_S)
+                self._pause(FIRST_ENDS_JOB_S)
 
     def _pause(self, seconds: float) -> None:
         """Wait until the launcher hangs up or mpiexec is gone; without a launcher, until told to stop."""

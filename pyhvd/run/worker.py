@@ -12,12 +12,9 @@ from pyhvd.run.cli import Options
 from pyhvd.run.ending import claim_first_failure, die_with_parent, drain_stderr, end_job
 from pyhvd.run.relay import make_relays
 from pyhvd.run.report import EXIT, Record
-from pyhvd.run.supervisor import BLOCKED_OVER_FORK, Supervisor
+from pyhvd.run.supervisor import BLOCKED_OVER_FORK, FIRST_ENDS_JOB_S, Supervisor
 from pyhvd.run.tuning import set_defaults
 from pyhvd.run.world import Place
-
-# A rank that cannot begin, and is not the first, leaves the first this long to end the job, and this process.
-_FIRST_ENDS_JOB_S = 1.0
 
 
 def run_rank(options: Options, place: Place) -> int:
@@ -72,7 +69,7 @@ def _refuse(place: Place, line: Line | None, why: str) -> int:
         line.send("record", record.dump().decode())
         line.send("ended", record.code)
     if not claim_first_failure(os.getppid()):
-        time.sleep(_FIRST_ENDS_JOB_S)
+        time.sleep(FIRST_ENDS_JOB_S)
         return record.code
     if line is None:
         os.write(2, f"{record.text}\n".encode())
