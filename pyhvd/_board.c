@@ -264,16 +264,25 @@ int pyhvd_board_behind(const pyhvd_board *b) {
 
 /* ---- slots ---- */
 
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n,
-                     int64_t now) {
-    const uint64_t *lent = lent_of(b, set), *meant = since_of(b, set);
+/* Whether all slots are lent, and mean what they mean to this rank. Looked up again only once something has changed. */
+static int are_lent(const pyhvd_board *b, uint32_t set, pyhvd_posting *p) {
+    const uint64_t *lent = lent_of(b, set), *meant = since_of(b, set), changes = set_of(b, set)->changes;
+    if (p->checked == changes) return 1;
+    for (uint32_t k = 0; k < p->n; k++) {
+        uint32_t slot = p->slots[k];
+        if (!(lent[slot / 64] >> (slot % 64) & 1) || meant[slot] != p->since[k]) return 0;
+    }
+    p->checked = changes;
+    return 1;
+}
+
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, pyhvd_posting *p, int64_t now) {
     pyhvd_posts *mine = posted_of(b, set, (uint32_t)b->rank);
-    for (uint32_t k = 0; k < n; k++)
-        if (!(lent[slots[k] / 64] >> (slots[k] % 64) & 1) || meant[slots[k]] != since[k]) return 0;
-    for (uint32_t k = 0; k < n;) {
-        uint32_t word = slots[k] / 64;
+    if (!are_lent(b, set, p)) return 0;
+    for (uint32_t k = 0; k < p->n;) {
+        uint32_t word = p->slots[k] / 64;
         uint64_t bits = 0;
-        for (; k < n && slots[k] / 64 == word; k++) bits |= (uint64_t)1 << (slots[k] % 64);
+        for (; k < p->n && p->slots[k] / 64 == word; k++) bits |= (uint64_t)1 << (p->slots[k] % 64);
         mine[word].bits |= bits;
         mine[word].time = now;
     }
@@ -284,7 +293,9 @@ void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint3
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_board_lock(b, NO_END)) return;
     pyhvd_board_set *s = set_of(b, set);
+    uint64_t changes = s->changes;
     memset(s, 0, b->set_bytes);
+    s->changes = changes + 1;
     b->head->charged[set] = 0;
     s->count = count;
     for (uint32_t k = 0; k < count; k++) {
@@ -299,6 +310,7 @@ void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t sinc
     if (!pyhvd_board_lock(b, NO_END)) return;
     since_of(b, set)[slot] = since;
     lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
+    set_of(b, set)->changes++;
     pyhvd_board_unlock(b, &nobody);
 }
 
@@ -306,12 +318,14 @@ void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot) {
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_board_lock(b, NO_END)) return;
     lent_of(b, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
+    set_of(b, set)->changes++;
     pyhvd_board_unlock(b, &nobody);
 }
 
 void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted) {
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_board_lock(b, NO_END)) return;
+    set_of(b, set)->changes++;
     for (uint32_t w = 0; w < b->words; w++) {
         lent_of(b, set)[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {

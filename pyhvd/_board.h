@@ -76,6 +76,7 @@ typedef struct {
 /* One process set; behind it lie since[slots], lent[words], used[words] and posted[size][words]. */
 typedef struct {
     pyhvd_ranks members;
+    uint64_t changes; /* of what is lent, and of what it means; never 0 in a set that is open, and never goes back */
     uint32_t count;
     uint32_t ranks[PYHVD_MAX_LOCAL];
 } pyhvd_board_set;
@@ -134,9 +135,22 @@ void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);
 /* Let nobody post a slot any more, nor what is posted be taken down, until the coordinator has recalled it. */
 void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot);
 
+/* Slots of one set, in ascending order, that a rank posts together, and what they mean to it. */
+typedef struct {
+    uint32_t n;
+    uint32_t *slots;
+    uint64_t *since;
+    uint64_t checked; /* the set's `changes` when they were last found lent as `since` has them; 0: look again */
+} pyhvd_posting;
+
+/* What the k-th of them means to the rank from now on. */
+static inline void pyhvd_posting_renew(pyhvd_posting *p, uint32_t k, uint64_t since) {
+    p->since[k] = since;
+    p->checked = 0;
+}
+
 /* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. `now` is the time (ns). */
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, const uint32_t *slots, const uint64_t *since, uint32_t n,
-                     int64_t now);
+int pyhvd_board_post(pyhvd_board *b, uint32_t set, pyhvd_posting *p, int64_t now);
 
 /* Under the lock: take down what all members have posted in words [first, last); adds to `audience`. `now` is when
  * this rank posted the last of it, or 0 where that may have been another rank. */

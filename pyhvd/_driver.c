@@ -76,18 +76,18 @@ static int is_alike(const pyhvd_lane *lane, pyhvd_unit *unit) {
     const pyhvd_record *records = lane->sets[unit->set].records;
     if (unit->alike == PYHVD_UNKNOWN) {
         uint32_t k = 1;
-        while (k < unit->n && rides_with(lane, &records[unit->slots[0]], &records[unit->slots[k]])) k++;
-        unit->alike = k == unit->n ? PYHVD_ALIKE : PYHVD_UNLIKE;
+        while (k < unit->post.n && rides_with(lane, &records[unit->post.slots[0]], &records[unit->post.slots[k]])) k++;
+        unit->alike = k == unit->post.n ? PYHVD_ALIKE : PYHVD_UNLIKE;
     }
     return unit->alike == PYHVD_ALIKE;
 }
 
-/* The grouped call that is all that is pending, in the order of its slots, and may ride as it is; or NULL. */
+/* The grouped call that is all that is pending, and may ride as it is; or NULL. */
 static pyhvd_unit *whole_unit(const pyhvd_lane *lane, const pyhvd_record *first) {
     pyhvd_unit *unit = first->unit;
-    if (!unit->grouped || lane->at || unit->n != lane->pendings) return NULL;
-    if (memcmp(lane->pending, unit->slots, unit->n * sizeof *unit->slots)) return NULL;
-    if ((size_t)unit->starts[unit->n] * pyhvd_itemsize(first->dtype) > lane->threshold) return NULL;
+    if (!unit->grouped || lane->at || unit->post.n != lane->pendings) return NULL;
+    if (memcmp(lane->pending, unit->post.slots, unit->post.n * sizeof *unit->post.slots)) return NULL;
+    if ((size_t)unit->starts[unit->post.n] * pyhvd_itemsize(first->dtype) > lane->threshold) return NULL;
     return is_alike(lane, unit) ? unit : NULL;
 }
 
@@ -122,7 +122,7 @@ static uint32_t gather_batch(pyhvd_lane *lane) {
 static void load_batch(pyhvd_lane *lane) {
     const pyhvd_record *first = &lane->sets[lane->set].records[lane->pending[lane->at]];
     pyhvd_unit *whole = lane->whole = whole_unit(lane, first);
-    uint32_t n = lane->members = whole ? whole->n : gather_batch(lane);
+    uint32_t n = lane->members = whole ? whole->post.n : gather_batch(lane);
     lane->job = (pyhvd_job){whole ? whole->srcs : lane->srcs, whole ? whole->dsts : lane->dsts,
                             whole ? whole->starts : lane->starts, n, first->dtype, first->op,
                             first->prescale, first->postscale, first->direct};

@@ -45,11 +45,10 @@ typedef struct {
     _Atomic uint32_t left;   /* tensors of this turn that have not ended */
     _Atomic uint64_t notify; /* the last turn at whose end the background thread is to be called; never goes back */
     int state;
-    uint32_t set, n;
+    uint32_t set;
     int grouped;
-    uint32_t *slots;
-    uint64_t *since;
-    int64_t *srcs, *dsts; /* addresses of this turn, one for each tensor; of a single one in `own` */
+    pyhvd_posting post;   /* its slots, one for each tensor; what follows is in their order */
+    int64_t *srcs, *dsts; /* addresses of this turn; of a single tensor in `own` */
     int64_t own[2];
     int64_t *starts; /* of a grouped call: n + 1 prefix sums of the element counts */
     int alike;       /* whether its tensors ride together: PYHVD_ALIKE, PYHVD_UNLIKE; the driver's */

@@ -64,14 +64,17 @@ cdef extern from "_driver.h" nogil:
         uint64_t late
         uint64_t awaited
 
+    ctypedef struct pyhvd_posting:
+        uint32_t n
+        uint32_t* slots
+        uint64_t* since
+
     ctypedef struct pyhvd_unit:
         uint64_t started
         int state
         uint32_t set
-        uint32_t n
         int grouped
-        uint32_t* slots
-        uint64_t* since
+        pyhvd_posting post
         int64_t* srcs
         int64_t* dsts
         int64_t own[2]
@@ -108,6 +111,7 @@ cdef extern from "_driver.h" nogil:
         pyhvd_tally tally
 
     size_t pyhvd_board_bytes(int size, uint32_t slots)
+    void pyhvd_posting_renew(pyhvd_posting* p, uint32_t k, uint64_t since)
     void pyhvd_board_attach(pyhvd_board* b, void* base, int rank, int size, uint32_t slots)
     void pyhvd_board_clear(pyhvd_board* b)
     void pyhvd_board_open(pyhvd_board* b, uint32_t set, const uint32_t* ranks, uint32_t count)

@@ -12,8 +12,12 @@ MAX_SLOTS: int
 _log: logging.Logger
 
 def board_bytes(size: int, slots: int) -> int: ...
+
+class LaneSlot:
+    lane: Lane | None
+
 def meet(
-    current_slot: Callable[[], Any], process_slot: object, set_class: type, global_set: object
+    current_slot: Callable[[], LaneSlot], process_slot: LaneSlot, set_class: type, global_set: object
 ) -> None: ...
 def count_players(change: int) -> None: ...
 def start(

@@ -172,13 +172,12 @@ cdef class Lane(BoardEnd):
             return None
         fetch_all(<PyObject*>tensors)
         source = list(tensors)
-        if len(source) != unit.c.n:
-            return None
-        return self._submit_group(unit, source, inplace, ring)
+        return self._submit_group(unit, source, inplace, ring) if len(source) == unit.c.post.n else None
 
     cdef Handle _submit_group(self, Unit unit, list source, bint inplace, bint ring):
         cdef Py_ssize_t n = len(source)
         cdef Py_ssize_t k
+        cdef Py_ssize_t at
         cdef list target = source if inplace else []
         cdef PyObject* tensor
         cdef int64_t* addresses = <int64_t*>PyMem_Malloc(2 * n * sizeof(int64_t))
@@ -193,10 +192,11 @@ cdef class Lane(BoardEnd):
                 tensor = PyList_GET_ITEM(<PyObject*>source, k)
                 if not unit.suits(k, tensor, inplace):
                     return None
-                addresses[n + k] = addresses[k] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+                at = unit.forms[k].at
+                addresses[n + at] = addresses[at] = <int64_t>PyArray_DATA(<PyArray*>tensor)
                 if not inplace:
                     target.append((<Part>unit.parts[k]).empty())
-                    addresses[n + k] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
+                    addresses[n + at] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
             return unit.hold(source, target, addresses, ring)
         finally:
             PyMem_Free(addresses)

@@ -1,14 +1,34 @@
 # The way in: from a verb to the lane of the rank that calls it; a part of _lane.pyx.
 
+cdef class LaneSlot:
+    """Where :func:`start` finds the lane of a rank; None: everything goes by message."""
+
+    cdef Lane _lane
+
+    @property
+    def lane(self):
+        """The rank's lane, or None."""
+        return self.get()
+
+    @lane.setter
+    def lane(self, Lane lane):
+        with cython.critical_section(self):
+            self._lane = lane
+
+    cdef Lane get(self):
+        with cython.critical_section(self):  # without the GIL, another thread may let go of it meanwhile
+            return self._lane
+
+
 cdef object _current_slot = None
-cdef object _process_slot = None
+cdef LaneSlot _process_slot = None
 cdef object _set_class = None
 cdef object _global_set = None
 cdef int _players = 0
 
 
-def meet(current_slot, process_slot, set_class, global_set):
-    """Tell :func:`start` how to find a context, and what process sets are."""
+def meet(current_slot, LaneSlot process_slot, set_class, global_set):
+    """Tell :func:`start` how to find the caller's lane, and what process sets are."""
     global _current_slot, _process_slot, _set_class, _global_set
     _current_slot, _process_slot = current_slot, process_slot
     _set_class, _global_set = set_class, global_set
@@ -39,14 +59,10 @@ def start(
     Handle or None
         None: it has to go by message.
     """
-    cdef object slot = _process_slot if _players == 0 else _current_slot()
-    cdef object active = slot.context
+    cdef LaneSlot slot = _process_slot if _players == 0 else _current_slot()
+    cdef Lane lane = slot.get()
     cdef object set_id = 0
-    cdef Lane lane
-    if active is None or average is not None:
-        return None
-    lane = active.lane
-    if lane is None:
+    if lane is None or average is not None:
         return None
     if process_set is not _global_set:
         if not isinstance(process_set, _set_class):

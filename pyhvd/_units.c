@@ -35,11 +35,11 @@ int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit) {
     if (n + lane->refusals >= lane->capacity && !grow(lane)) return 0;
     unit->started++;
     unit->state = PYHVD_HELD;
-    atomic_store_explicit(&unit->left, unit->n, memory_order_relaxed);
+    atomic_store_explicit(&unit->left, unit->post.n, memory_order_relaxed);
     lane->held[n] = unit;
     atomic_fetch_add_explicit(&lane->holds, 1, memory_order_relaxed);
     atomic_store_explicit(&lane->holding, n + 1, memory_order_release);
-    pyhvd_trace_add(lane->trace, PYHVD_SUBMITTED, pyhvd_trace_now(lane->trace), unit->set, unit->slots[0], 0, 0);
+    pyhvd_trace_add(lane->trace, PYHVD_SUBMITTED, pyhvd_trace_now(lane->trace), unit->set, unit->post.slots[0], 0, 0);
     return 1;
 }
 
@@ -68,19 +68,17 @@ static int try_flush(pyhvd_lane *lane, int64_t now) {
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_unit *unit = lane->held[k];
         unit->posted = now;
-        if (!pyhvd_board_post(board, unit->set, unit->slots, unit->since, unit->n, now)) {
+        if (!pyhvd_board_post(board, unit->set, &unit->post, now)) {
             unit->state = PYHVD_REFUSED;
             lane->refused[lane->refusals++] = unit;
             refusals++;
             continue;
         }
         unit->state = PYHVD_POSTED;
-        pyhvd_trace_add(lane->trace, PYHVD_PUT_UP, traced, unit->set, unit->slots[0], 0, 0);
-        for (uint32_t i = 0; i < unit->n; i++) {
-            uint32_t word = unit->slots[i] / 64;
-            if (word < from[unit->set]) from[unit->set] = word;
-            if (word + 1 > to[unit->set]) to[unit->set] = word + 1;
-        }
+        pyhvd_trace_add(lane->trace, PYHVD_PUT_UP, traced, unit->set, unit->post.slots[0], 0, 0);
+        uint32_t first = unit->post.slots[0] / 64, last = unit->post.slots[unit->post.n - 1] / 64;
+        if (first < from[unit->set]) from[unit->set] = first;
+        if (last + 1 > to[unit->set]) to[unit->set] = last + 1;
     }
     for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
         if (to[set]) pyhvd_board_match(board, set, from[set], to[set], now, &audience);

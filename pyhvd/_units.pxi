@@ -178,6 +178,7 @@ cdef struct Form:
     void* dtype
     cnp.npy_intp first  # the first of dims
     cnp.npy_intp* dims
+    uint32_t at  # its place among the unit's slots
     int ndim
     bint window  # whether it must be in the arena
     bint unscaled  # whether it may be reduced there
@@ -222,7 +223,7 @@ cdef class Part:
         if unit is None:  # its group is not complete
             return
         pthread_mutex_lock(&unit.lane.c.mutex)
-        unit.c.since[unit.lane.c.sets[unit.set_id].records[self.slot].at] = since
+        pyhvd_posting_renew(&unit.c.post, unit.lane.c.sets[unit.set_id].records[self.slot].at, since)
         pthread_mutex_unlock(&unit.lane.c.mutex)
 
     cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
@@ -271,10 +272,11 @@ cdef class Unit:
 
     def __cinit__(self, Lane lane, int set_id, str name, bint grouped, list parts):
         cdef Py_ssize_t n = len(parts)
+        cdef Py_ssize_t at
         cdef pyhvd_record* record
         cdef Part part
-        self.c.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
-        self.c.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
+        self.c.post.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
+        self.c.post.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
         self.forms = <Form*>PyMem_Calloc(n, sizeof(Form))
         self.grouped = grouped
         self.c.srcs = self.c.own
@@ -282,7 +284,7 @@ cdef class Unit:
             self.c.srcs = <int64_t*>PyMem_Calloc(2 * n, sizeof(int64_t))
             self.c.starts = <int64_t*>PyMem_Calloc(n + 1, sizeof(int64_t))
         if (
-            self.c.slots == NULL or self.c.since == NULL or self.forms == NULL
+            self.c.post.slots == NULL or self.c.post.since == NULL or self.forms == NULL
             or self.c.srcs == NULL or (grouped and self.c.starts == NULL)
         ):
             raise MemoryError
@@ -294,24 +296,25 @@ cdef class Unit:
         self.first = parts[0]
         self.key = (set_id, name)
         self.c.set = <uint32_t>set_id
-        self.c.n = <uint32_t>n
+        self.c.post.n = <uint32_t>n
         self.c.grouped = grouped
         self.c.owner = <void*>self
-        for k in range(n):
+        for at, k in enumerate(sorted(range(n), key=[(<Part>each).slot for each in parts].__getitem__)):
             part = <Part>parts[k]
             part.unit = self
             part.describe(&self.forms[k])
-            self.c.slots[k] = part.slot
-            self.c.since[k] = part.since
+            self.forms[k].at = <uint32_t>at
+            self.c.post.slots[at] = part.slot
+            self.c.post.since[at] = part.since
             record = &lane.c.sets[set_id].records[part.slot]
             record.unit = &self.c
-            record.at = <uint32_t>k
+            record.at = <uint32_t>at
             if grouped:
-                self.c.starts[k + 1] = self.c.starts[k] + record.count
+                self.c.starts[at + 1] = self.c.starts[at] + record.count
 
     def __dealloc__(self):
-        PyMem_Free(self.c.slots)
-        PyMem_Free(self.c.since)
+        PyMem_Free(self.c.post.slots)
+        PyMem_Free(self.c.post.since)
         PyMem_Free(self.forms)
         if self.grouped:
             PyMem_Free(self.c.srcs)
@@ -398,12 +401,12 @@ cdef class Unit:
         return 0
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
-        """Submit it: n addresses to read from, n to write to. None if it is in flight."""
+        """Submit it: n addresses to read from, n to write to, by slot. None if it is in flight."""
         cdef Lane lane = self.lane
         cdef Handle handle = Handle.__new__(Handle)
         cdef Handle before = None
         cdef int held = 0
-        cdef uint32_t n = self.c.n
+        cdef uint32_t n = self.c.post.n
         handle.unit = self
         handle.source = source
         handle.target = target

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pyhvd import supervision
-from pyhvd._lane import count_players
+from pyhvd._lane import LaneSlot, count_players
 from pyhvd._version import __version__
 from pyhvd.arena import Arena, NoArena
 from pyhvd.autotune import LARGEST_CHUNK
@@ -312,10 +312,11 @@ class _ThreadSlot(threading.local):
     rank: Slot | None = None
 
 
-class Slot:
+class Slot(LaneSlot):
     """A place for a context: the process's own, or that of a thread that plays a rank.
 
-    ``rank`` is known from the moment on in which ``init()`` knows it, for log records.
+    ``rank`` is known from the moment on in which ``init()`` knows it, for log records. ``lane`` is the
+    context's, where a submission finds it without asking for the context.
     """
 
     def __init__(self) -> None:
@@ -324,6 +325,11 @@ class Slot:
         self.lock = threading.RLock()  # a signal's handler may call shutdown() in the middle of it
         self.make_world: Callable[[], World] | None = None
         self.overrides: dict[str, Any] = {}
+
+    def use(self, context: Context | None) -> None:
+        """Let the module-level functions use a context, or none."""
+        self.context = context
+        self.lane = None if context is None else context.lane
 
 
 process_slot = Slot()

@@ -108,7 +108,7 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])
-    slot.context = active
+    slot.use(active)
     if endpoint is not None:
         active.endpoint = endpoint
         endpoint.serve(active.runtime.meter.snapshot, active.job)
@@ -204,7 +204,7 @@ def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
     if active.endpoint is not None:
         active.endpoint.close()
     process_sets.forget(active)
-    slot.context = None
+    slot.use(None)
     slot.rank = None
 
 

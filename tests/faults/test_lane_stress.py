@@ -102,7 +102,7 @@ def _main(
     meet.wait()
     here.thread.start()
     slot = Slot()
-    slot.context = type("Context", (), {"lane": here.lane})()
+    slot.lane = here.lane
     with playing_rank(slot):
         _play(here, rank, size, rounds, progress)
 

@@ -39,12 +39,13 @@ static int is_member(const stage *s, uint32_t set, int rank) {
     return 0;
 }
 
-static void post(player *p, uint32_t set, const uint32_t *slots, uint32_t n) {
+static void post(player *p, uint32_t set, uint32_t *slots, uint32_t n) {
     uint64_t since[SLOTS];
+    pyhvd_posting posting = {.n = n, .slots = slots, .since = since};
     pyhvd_ranks audience = {{0}};
     for (uint32_t k = 0; k < n; k++) since[k] = 1;
     if (!pyhvd_board_lock(&p->b, -1)) fail("rank %d: no lock", p->rank);
-    int taken = pyhvd_board_post(&p->b, set, slots, since, n, pyhvd_now());
+    int taken = pyhvd_board_post(&p->b, set, &posting, pyhvd_now());
     uint32_t first = slots[0] / 64, last = slots[n - 1] / 64 + 1;
     if (taken) pyhvd_board_match(&p->b, set, first, last, pyhvd_now(), &audience);
     pyhvd_board_unlock(&p->b, &audience);

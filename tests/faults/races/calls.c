@@ -53,7 +53,7 @@ static void use(int rank, void *what) {
     if (!pyhvd_lane_init(&e->lane) || !pyhvd_lane_open(&e->lane, 0, &e->window)) fail("no memory");
     pyhvd_board_open(&e->lane.board, 0, &alone, 1);
     pyhvd_board_lend(&e->lane.board, 0, e->slot, e->since);
-    e->unit = (pyhvd_unit){.n = 1, .slots = &e->slot, .since = &e->since, .owner = e};
+    e->unit = (pyhvd_unit){.post = {.n = 1, .slots = &e->slot, .since = &e->since}, .owner = e};
     e->unit.srcs = e->unit.own, e->unit.dsts = e->unit.own + 1;
     e->unit.own[0] = e->unit.own[1] = (int64_t)(intptr_t)&e->value;
     e->lane.sets[0].records[e->slot] = (pyhvd_record){.unit = &e->unit, .count = 1, .prescale = 1, .postscale = 1,

@@ -78,7 +78,7 @@ struct stage {
 
 static void fill(end *e, unit *u, uint64_t turn, dice *draw) {
     int inplace = known[u - e->units].direct || roll(draw, 2);
-    for (uint32_t k = 0; k < u->c.n; k++) {
+    for (uint32_t k = 0; k < u->c.post.n; k++) {
         int64_t count = known[u - e->units].count[k];
         for (int64_t i = 0; i < count; i++) u->values[k][i] = (int64_t)turn * (e->rank + 1) + i;
         u->srcs[k] = (int64_t)(intptr_t)u->values[k];
@@ -88,7 +88,7 @@ static void fill(end *e, unit *u, uint64_t turn, dice *draw) {
 
 static void check(const end *e, const unit *u, uint64_t turn) {
     int64_t members = e->s->members[u->c.set];
-    for (uint32_t k = 0; k < u->c.n; k++) {
+    for (uint32_t k = 0; k < u->c.post.n; k++) {
         const int64_t *result = (const int64_t *)(intptr_t)u->srcs[GROUPED + k];
         for (int64_t i = 0; i < known[u - e->units].count[k]; i++)
             if (result[i] != (int64_t)turn * members * (members + 1) / 2 + members * i)
@@ -100,8 +100,8 @@ static uint64_t submit(end *e, unit *u, int ring) {
     pthread_mutex_lock(&e->lane.mutex);
     if (!pyhvd_unit_finished(&u->c, u->c.started)) fail("rank %d: a unit is in flight", e->rank);
     u->taken = 0;
-    memcpy(u->c.srcs, u->srcs, u->c.n * sizeof(int64_t));
-    memcpy(u->c.dsts, u->srcs + GROUPED, u->c.n * sizeof(int64_t));
+    memcpy(u->c.srcs, u->srcs, u->c.post.n * sizeof(int64_t));
+    memcpy(u->c.dsts, u->srcs + GROUPED, u->c.post.n * sizeof(int64_t));
     if (!pyhvd_lane_hold(&e->lane, &u->c)) fail("no memory");
     uint64_t turn = u->c.started;
     pthread_mutex_unlock(&e->lane.mutex);
@@ -184,11 +184,11 @@ static void take(end *e, unit *u, uint64_t since) {
     pthread_mutex_lock(&e->lane.mutex);
     int flies = !pyhvd_unit_finished(&u->c, u->c.started);
     if (flies) pyhvd_lane_take(&e->lane, &u->c);
-    for (uint32_t k = 0; since && k < u->c.n; k++) u->since[k] = since;
+    for (uint32_t k = 0; since && k < u->c.post.n; k++) pyhvd_posting_renew(&u->c.post, k, since);
     pthread_mutex_unlock(&e->lane.mutex);
     if (!flies) return;
     u->taken = 1;
-    for (uint32_t k = 0; k < u->c.n; k++) pyhvd_lane_settle(&e->lane, &u->c);
+    for (uint32_t k = 0; k < u->c.post.n; k++) pyhvd_lane_settle(&e->lane, &u->c);
 }
 
 static void take_refused(end *e) {
@@ -232,7 +232,7 @@ static void meet_at_list(end *e) {
     take(e, u, number + 1);
     e->lane.threshold = (size_t)1024 << number % 8;
     if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: aborted by nobody", e->rank);
-    for (uint32_t k = 0; !e->rank && k < u->c.n; k++)
+    for (uint32_t k = 0; !e->rank && k < u->c.post.n; k++)
         pyhvd_board_lend(&e->lane.board, known[s->recalled].set, known[s->recalled].slot + k, number + 1);
     if (!pyhvd_sampler_counts(&e->sampler)) pyhvd_sampler_start(&e->sampler, 3, 100, 0);
     e->done = number;
@@ -315,14 +315,14 @@ static void *run_recorder(void *what) {
 
 static void install(end *e, int which) {
     unit *u = &e->units[which];
-    u->c.slots = u->slots, u->c.since = u->since, u->c.owner = u;
+    u->c.post.slots = u->slots, u->c.post.since = u->since, u->c.owner = u;
     u->c.set = known[which].set;
-    u->c.n = known[which].n;
-    u->c.grouped = u->c.n > 1;
+    u->c.post.n = known[which].n;
+    u->c.grouped = u->c.post.n > 1;
     u->c.srcs = u->c.grouped ? make(2 * GROUPED * sizeof(int64_t)) : u->c.own;
-    u->c.dsts = u->c.srcs + u->c.n;
+    u->c.dsts = u->c.srcs + u->c.post.n;
     u->c.starts = u->starts;
-    for (uint32_t k = 0; k < u->c.n; k++) {
+    for (uint32_t k = 0; k < u->c.post.n; k++) {
         int64_t count = known[which].count[k];
         pyhvd_record *r = &e->lane.sets[u->c.set].records[known[which].slot + k];
         u->slots[k] = known[which].slot + k;
@@ -366,7 +366,7 @@ static void set_up(stage *s, int rank) {
 static void tear_down(end *e) {
     for (int k = 0; k < UNITS; k++) {
         unit *u = &e->units[k];
-        for (uint32_t i = 0; i < u->c.n; i++) {
+        for (uint32_t i = 0; i < u->c.post.n; i++) {
             free(u->results[i]);
             if (!known[k].direct) free(u->values[i]);
         }
