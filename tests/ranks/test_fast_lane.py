@@ -229,6 +229,29 @@ def test_what_differs_from_before_goes_by_message_and_is_right() -> None:
     _on(2, body)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_group_rides_whatever_slots_its_tensors_have(inplace: bool) -> None:
+    """Its tensors came to be known one by one, in another order than the group's, and are of different sizes."""
+
+    def body() -> None:
+        order = [3, 1, 6, 0, 5, 2, 4]
+        sizes = [1, 700, 3, 64, 5000, 2, 17]
+        for k in order:
+            hvd.allreduce(np.ones(sizes[k], np.float32), name=f"g_{k + 1}of{len(sizes)}", op=hvd.Sum)
+        for step in range(5):
+            arrays = [np.full(n, hvd.rank() + step + 10 * k, np.float32) for k, n in enumerate(sizes)]
+            start = hvd.grouped_allreduce_async_ if inplace else hvd.grouped_allreduce_async
+            handle = start(arrays, name="g", op=hvd.Sum)
+            assert not step or type(handle) is hvd.Handle, "not on the fast lane"
+            results = handle.result()
+            base = sum(range(hvd.size()))
+            for k, n in enumerate(sizes):
+                assert results[k].tolist() == [base + hvd.size() * (step + 10 * k)] * n
+                assert (results[k] is arrays[k]) == inplace
+
+    _on(3, body)
+
+
 def test_one_rank_with_another_shape_is_an_error_on_all() -> None:
     def body() -> None:
         _remember("x")

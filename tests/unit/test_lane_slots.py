@@ -132,6 +132,50 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
         assert here.lane.look(0) == ({}, 0)
 
 
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew"])
+def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
+    """That the slots were lent is remembered, for as long as nothing changes there."""
+    here, mine = Lane(), requests(grouped)
+    last = len(mine) - 1
+    here.install(1, mine)
+    here.lend(1, len(mine))
+    for _ in range(2):
+        with here.submitted(grouped):
+            here.lane.post()
+            assert here.lane.refused() is None
+    if what == "recalled":
+        here.lane.recall(0, 1 << last)
+    elif what == "frozen":
+        here.lane.freeze(0, last)
+    elif what == "lent anew":
+        here.lane.lend(0, last, 2)
+    else:  # and as many slots lent as before, but others
+        here.lane.open_board(0, range(2))
+        for slot in range(len(mine)):
+            here.lane.lend(0, 10 + slot, 1)
+    with here.submitted(grouped):
+        here.lane.post()
+        assert here.lane.refused() is not None
+
+
+def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
+    here, mine = Lane(), requests(True)
+    for slot, request in ((3, mine[0]), (1, mine[1])):
+        here.install(1, [request], slot)
+    here.lend(1, 4)
+    with here.submitted(True):
+        here.lane.post()
+        assert here.lane.refused() is None
+        assert here.lane.look(0) == ({0: 0b1010}, 0)
+        (unit,) = here.lane.in_flight()
+        taken = unit.take()
+        assert taken is not None
+        assert [(request, source.size) for request, source, _ in taken[1]] == [(mine[0], 1), (mine[1], 2)]
+        for _ in mine:
+            unit.settle(None)
+
+
 def test_what_was_refused_stays_so_when_the_number_comes() -> None:
     """It goes by message once, and is then posted again."""
     here, mine = Lane(), requests(False)
