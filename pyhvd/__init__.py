@@ -59,12 +59,24 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]
 
+_BY_HAND = {
+    "DistributedOptimizer": "average the gradients with grouped_allreduce_() before the optimizer's step",
+    "DistributedGradientTape": "average the gradients with grouped_allreduce_() before the optimizer's step",
+    "broadcast_parameters": "call broadcast_() for each parameter, in the same order on every rank",
+    "broadcast_variables": "call broadcast_() for each variable, in the same order on every rank",
+    "broadcast_optimizer_state": "send optimizer.state_dict() with broadcast_object()",
+    "sparse_allreduce_async": "gather indices and values with allgather(), and add them up on each rank",
+}
+"""Horovod's names that are not here, and what does their work."""
+
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module (PEP 562)."""
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module 'pyhvd' has no attribute {name!r}")
+        remedy = _BY_HAND.get(name)
+        hint = f" yet: {remedy}; see docs/from_horovod.md" if remedy else ""
+        raise AttributeError(f"module 'pyhvd' has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(f"pyhvd.{home}"), name)
     globals()[name] = value
     return value

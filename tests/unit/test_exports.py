@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_every_name_is_there() -> None:
     assert set(hvd.__all__) <= set(dir(hvd))
     with pytest.raises(AttributeError, match="module 'pyhvd' has no attribute 'allreduc'"):
         _ = hvd.allreduc  # type: ignore[attr-defined]
+
+
+def test_a_name_of_horovods_that_is_missing_says_what_does_its_work() -> None:
+    """The functions that the message names exist."""
+    remedy = r"has no attribute 'DistributedOptimizer' yet: average the gradients with grouped_allreduce_\(\)"
+    with pytest.raises(AttributeError, match=remedy):
+        _ = hvd.DistributedOptimizer  # type: ignore[attr-defined]
+    assert not hasattr(hvd, "DistributedOptimizer")
+    for name, text in hvd._BY_HAND.items():  # type: ignore[attr-defined]
+        named = re.findall(r"\b(?<!\.)(\w+)\(\)", text)
+        assert named, name
+        assert set(named) <= set(hvd.__all__), name
+
 
 
 def test_the_stub_says_the_same() -> None:
