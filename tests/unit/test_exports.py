@@ -130,7 +130,6 @@ def test_a_name_of_horovods_that_is_missing_says_what_does_its_work() -> None:
         assert set(named) <= set(hvd.__all__), name
 
 
-
 def test_the_stub_says_the_same() -> None:
     stub = ast.parse((Path(hvd.__file__).parent / "__init__.pyi").read_text())
     names = {"__version__": ""}
