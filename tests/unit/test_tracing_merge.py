@@ -178,6 +178,19 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_where_one_rank_alone_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = _record(tmp_path / "t.json")
+    for recording in ranks:
+        recording.close()
+    for recording in ranks[:2]:
+        recording.path.unlink()
+    assert main(["summary", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "of 3 ranks, there is no file of ranks 0-1" in told.err
+    assert told.out.splitlines()[-2].split()[:3] == ["all", "together", "20"]
+    assert "was the last to submit" not in told.out
+
+
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "merged.json").write_text('{"traceEvents": []}')
     assert main(["summary", str(tmp_path)]) == 1
