@@ -6,6 +6,7 @@ going once from its submission to its end. Files of killed ranks are read as far
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,26 +96,38 @@ def load(paths: Sequence[str]) -> list[RankTrace]:
         No files, files that cannot be read, or files of several recordings.
     """
     found: dict[Path, tuple[list[Event], bool]] = {}
-    jobs: set[str] = set()
+    named: list[Path] = []
     for each in map(Path, paths):
         if each.is_dir():
             found |= _traces_in(each)
         elif each.exists():
-            events, cut = read_events(each)
-            jobs.add(_header(each, events)["job"])
-            found |= {**_traces_in(each.parent), each: (events, cut)}
+            found |= {**_traces_in(each.parent), each: read_events(each)}
+            named.append(each)
         else:
             raise TraceError(f"{each}: no such file or directory")
     if not found:
         raise TraceError(f"{', '.join(paths)}: no trace files; a timeline writes *.json there")
-    traces = [_read(path, events, cut) for path, (events, cut) in found.items()]
-    traces = [trace for trace in traces if not jobs or trace.job in jobs]
+    traces = {path.resolve(): _read(path, events, cut) for path, (events, cut) in found.items()}
+    jobs = {traces[path.resolve()].job for path in named}
     by_job: dict[str, list[RankTrace]] = {}
-    for trace in traces:
-        by_job.setdefault(trace.job, []).append(trace)
+    for trace in traces.values():
+        if not jobs or trace.job in jobs:
+            by_job.setdefault(trace.job, []).append(trace)
     if len(by_job) > 1:
         raise TraceError(_mixed(by_job.values()))
-    return sorted(traces, key=lambda trace: trace.rank)
+    return _in_order(next(iter(by_job.values())))
+
+
+def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
+    """Return the traces by rank; what a rank did must not count twice."""
+    traces = sorted(traces, key=lambda trace: (trace.rank, trace.path))
+    for one, other in itertools.pairwise(traces):
+        if one.rank == other.rank:
+            raise TraceError(
+                f"{one.path} and {other.path} are both of rank {one.rank} in the same recording: move the one"
+                " that is a copy to another directory"
+            )
+    return traces
 
 
 def _traces_in(directory: Path) -> dict[Path, tuple[list[Event], bool]]:

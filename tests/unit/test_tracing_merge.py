@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,19 @@ def test_several_recordings_in_one_directory(tmp_path: Path, capsys: pytest.Capt
     assert f"{tmp_path / 'one.json'} (ranks 0-2, begun at" in told
     assert main(["summary", str(tmp_path / "two.rank1.json")]) == 0
     assert "allreduce.w0" in capsys.readouterr().out
+
+
+def test_a_file_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    monkeypatch.chdir(tmp_path)
+    assert len(load([".", str(tmp_path), "t.json", str(tmp_path / "t.rank1.json")])) == 3
+    shutil.copy(tmp_path / "t.rank1.json", tmp_path / "u.json")
+    assert main(["summary", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 't.rank1.json'} and {tmp_path / 'u.json'} are both of rank 1" in told
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
