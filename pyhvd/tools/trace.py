@@ -118,6 +118,8 @@ def _tell(traces: list[RankTrace]) -> None:
 
 
 def _merge(traces: list[RankTrace], output: str) -> None:
+    if Path(output).resolve() in {trace.path.resolve() for trace in traces}:
+        raise TraceError(f"{output}: is a file of the recording, which would be lost: give another")
     merged = merge(traces)
     try:
         Path(output).write_bytes(msgspec.json.encode(merged))

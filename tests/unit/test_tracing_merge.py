@@ -238,6 +238,18 @@ def test_the_output_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
 
+def test_the_output_is_no_file_of_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json", turns=1):
+        recording.close()
+    recorded = (tmp_path / "t.json").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", str(tmp_path), "-o", "t.json"]) == 1
+    assert "t.json: is a file of the recording" in capsys.readouterr().err
+    assert (tmp_path / "t.json").read_bytes() == recorded
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["merge", "--help"], ["summary", "--help"]])
 def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
