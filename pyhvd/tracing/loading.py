@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from pyhvd.tracing.clocks import ClockMap, Reading
 from pyhvd.tracing.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
@@ -147,13 +150,26 @@ def _begins_like_a_trace(path: Path) -> bool:
         raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
 
-def _header(path: Path, events: list[Event]) -> Event:
-    args: Event = events[0].get("args", {}) if events and events[0].get("name") == HEADER else {}
-    if not args:
+class Header(msgspec.Struct):
+    """What a file says of itself; ``origin_ns`` is the rank's clock at time 0."""
+
+    job: str
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    host: str
+    origin_ns: int
+
+
+def _header(path: Path, events: list[Event]) -> Header:
+    args = events[0].get("args") if events and events[0].get("name") == HEADER else None
+    if not isinstance(args, dict):
         raise TraceError(f"{path}: no trace of a pyhvd timeline: it has no header")
     if args.get("format") != FORMAT:
         raise TraceError(f"{path}: format {args.get('format')!r}; this version of pyhvd reads {FORMAT}")
-    return args
+    try:
+        return msgspec.convert(args, Header)
+    except msgspec.ValidationError as exc:
+        raise TraceError(f"{path}: broken: its header: {exc}") from exc
 
 
 def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
@@ -167,6 +183,15 @@ def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
 
 def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
     header = _header(path, events)
+    try:
+        return _read_body(path, header, events, cut)
+    except TraceError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
+        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+
+
+def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
     readings: dict[str, Reading] = {}
     dropped, complete, epoch = 0, False, 0
     for event in events:
@@ -179,23 +204,19 @@ def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
             epoch = args["start_time_since_epoch_in_micros"]
     if "start" not in readings:
         raise TraceError(f"{path}: broken: it has no measurement of its clock")
-    clock = ClockMap(readings["start"], readings.get("end"))
     trace = RankTrace(
         path,
-        header["job"],
-        header["rank"],
-        header["size"],
-        header["host"],
+        header.job,
+        header.rank,
+        header.size,
+        header.host,
         epoch / 1e6,
-        clock,
+        ClockMap(readings["start"], readings.get("end")),
         cut,
         complete,
         dropped,
     )
-    try:
-        _Reader(trace, header["origin_ns"]).read(events)
-    except (KeyError, TypeError, IndexError, ValueError) as exc:
-        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+    _Reader(trace, header.origin_ns).read(events)
     return trace
 
 

@@ -224,6 +224,11 @@ def test_files_that_are_broken_inside(tmp_path: Path) -> None:
         ([event for event in events if event["name"] != "pyhvd_clock"], "no measurement of its clock"),
         ([{k: v for k, v in event.items() if k != "ts"} for event in events], "lacks something"),
         ([{**events[0], "args": {**events[0]["args"], "format": 9}}, *events[1:]], "format 9"),
+        ([{**events[0], "args": [1]}, *events[1:]], "no header"),
+        ([{**events[0], "args": {"format": 1, "job": "job"}}, *events[1:]], "header: .* `rank`"),
+        ([{**events[0], "args": {**events[0]["args"], "rank": "1"}}, *events[1:]], r"header: .* `\$\.rank`"),
+        ([*events, {"ph": "X"}], "lacks something: KeyError.*name"),
+        ([*events, {"name": "x", "ph": "X", "args": 3}], "lacks something: TypeError"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(TraceError, match=says) as caught:
