@@ -18,8 +18,8 @@ import pytest
 from pyhvd.exposition import Endpoint
 from pyhvd.meter import Meter
 from pyhvd.rankfiles import RankFile, write_file
-from pyhvd.tools import top
-from pyhvd.tools.scraping import Reading, Row, parse, rates, scrape
+from pyhvd.tools import scraping, top
+from pyhvd.tools.scraping import Reading, Row, Scrape, parse, rates, scrape
 
 
 @pytest.fixture(autouse=True)
@@ -122,18 +122,54 @@ def test_who_does_not_answer_is_not_gone() -> None:
     assert scrape([nobody]).over
 
 
-def _greet(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
-    start("200 OK", [])
-    return [b"hello"]
+def _answer(*pieces: bytes, length: int | None = None) -> Scrape:
+    """Return what one sees of a server that answers so."""
+
+    def speak(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
+        start("200 OK", [] if length is None else [("Content-Length", str(length))])
+        return list(pieces)
+
+    with make_server("127.0.0.1", 0, speak) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        seen = scrape([f"http://127.0.0.1:{server.server_port}/"])
+        thread.join()
+    return seen
+
+
+_INFO = 'pyhvd_info{rank="0",size="2",job="j"} 1.0\n'
 
 
 def test_what_is_no_rank_counts_as_gone() -> None:
-    with make_server("127.0.0.1", 0, _greet) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        assert scrape([f"http://127.0.0.1:{server.server_port}/"]).over
-        thread.join()
+    assert _answer(b"hello").over
     assert parse("some_metric 1\n", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _INFO.replace('rank="0"', 'rank="zero"'),
+        _INFO.replace('size="2",', ""),
+        _INFO.replace('job="j"', ""),
+        _INFO.replace("job=", " =ob=") + "some_metric\\{",
+    ],
+)
+def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
+    assert parse(_INFO, 0.0) == Reading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
+    assert parse(wrong, 0.0) is None
+
+
+_LABELS = (("job", "j"), ("rank", "0"), ("size", "2"))
+
+
+def test_an_answer_that_breaks_off_or_has_no_end_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = _INFO.encode()
+    assert len(_answer(info).readings) == 1
+    assert _answer(info, length=len(info) + 1).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info) - 1)
+    assert _answer(info).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info))
+    assert len(_answer(info).readings) == 1
 
 
 def test_once(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
