@@ -199,6 +199,34 @@ def test_no_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "pyhvd top: no rank answers at http://127.0.0.1:1/metrics\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--interval soon", "argument --interval: expected a number, not 'soon'"),
+        ("--interval 0", "argument --interval: must be positive, and less than 1e9, not 0"),
+        ("--interval nan", "argument --interval: must be positive, and less than 1e9, not nan"),
+        ("--interval 0.001", "argument --interval: must be at least 0.01 s, not 0.001"),
+        ("--port 70000", "argument --port: a port is at most 65535, not 70000"),
+        ("--port 65535 --ranks 2", "argument --ranks: the last one's port would be 65536"),
+        ("--port 9400 --ranks 0", "argument --ranks: must be at least 1, not 0"),
+        ("--ports 9400,x", "argument --ports: expected ports such as 9400,9401, not '9400,x'"),
+        ("--ports 9400,70000", "not '9400,70000': a port is at most 65535"),
+        (
+            "--url localhost:9400",
+            "argument --url: expected an address such as http://node2:9400/metrics, not",
+        ),
+        ("--url file:///etc/hosts", "argument --url: expected an address such as http"),
+        ("--url http://[::1", "argument --url: expected an address such as http"),
+        ("--url http://node2:70000/", "argument --url: expected an address such as http"),
+    ],
+)
+def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        top.main(arguments.split())
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_several_jobs(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     other = Endpoint(0, "127.0.0.1", 0)
     try:

@@ -255,6 +255,17 @@ def test_the_output_is_no_file_of_the_recording(
     assert (tmp_path / "t.json").read_bytes() == recorded
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("few", "expected a whole number, not 'few'"), ("-1", "must not be negative, and is -1")],
+)
+def test_how_many_tensors(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["summary", ".", "--top", text])
+    assert caught.value.code == 2
+    assert f"argument --top: {says}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["merge", "--help"], ["summary", "--help"]])
 def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
