@@ -200,13 +200,14 @@ class _Rich(_Lines):
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=title, caption=_KEY, title_justify="left")
+        table = Table(title=escape(title), caption=_KEY, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
         for row in rows:
-            table.add_row(*cells(row))
+            table.add_row(*map(escape, cells(row)))
         self._live.update(table, refresh=True)
 
 
