@@ -75,7 +75,9 @@ def test_no_run_starts_no_ranks() -> None:
     assert LIBRARY.name in ended.out
 
 
-@pytest.mark.parametrize("arguments", [["-np", "0"], ["--nonsense"], ["--timeout", "-1"], ["--timeout", "soon"], ["x"]])
+@pytest.mark.parametrize(
+    "arguments", [["-np", "0"], ["--nonsense"], ["--timeout", "-1"], ["--timeout", "soon"], ["x"]]
+)
 def test_bad_usage(arguments: list[str]) -> None:
     ended = doctor(*arguments)
     assert ended.code == 2
