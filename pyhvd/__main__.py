@@ -35,7 +35,7 @@ def usage() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run a subcommand; return the exit code, 2 for bad usage."""
+    """Run a subcommand; return the exit code: 2 for bad usage, 130 after Ctrl-C."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage())
         return 0
@@ -47,7 +47,10 @@ def main(argv: list[str]) -> int:
         print(usage() + "\n" + wrong, file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[argv[0]][0])
-    code: int = module.main(argv[1:])
+    try:
+        code: int = module.main(argv[1:])
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

@@ -81,6 +81,14 @@ def _duration(text: str) -> float:
     return value
 
 
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("expected text in UTF-8, as the ranks tell each other") from None
+    return text
+
+
 def _log_level(text: str) -> str:
     word = text.strip().lower()
     if word not in LOG_LEVELS:
@@ -192,7 +200,7 @@ class Config:
     timeline: str = _knob(
         "",
         "TIMELINE",
-        str,
+        _text,
         "record to this path (file or directory) from the start; DYNAMIC: when start_timeline() is called",
     )
     timeline_mark_cycles: bool = _knob(

@@ -8,6 +8,7 @@ Knows nothing of how things are counted: it reads snapshots.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import math
@@ -207,6 +208,9 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return [("+Inf" if math.isinf(b) else repr(b), n) for b, n in zip(bounds, below, strict=True)]
 
 
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
 class Endpoint:
     """Serves one rank's metrics over HTTP, from now until :meth:`close`.
 
@@ -224,7 +228,7 @@ class Endpoint:
     ImportError
         prometheus-client is not installed.
     ConfigError
-        The port cannot be had.
+        The port cannot be had, or the address is none of this host's.
     """
 
     def __init__(self, port: int, address: str, local_rank: int) -> None:
@@ -243,7 +247,13 @@ class Endpoint:
             raise ConfigError(f"PYHVD_METRICS_PORT={port}: with local rank {local_rank} that is past 65535")
         try:
             self._server, self._thread = start_http_server(wanted, address, self._registry)
-        except OSError as exc:
+        except (OSError, UnicodeError) as exc:
+            # UnicodeError: no name of a host can look like that.
+            if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno in _NOT_HERE:
+                why = exc.strerror if isinstance(exc, OSError) else exc
+                raise ConfigError(
+                    f"PYHVD_METRICS_ADDRESS={address!r}: no address of this host: {why}"
+                ) from exc
             raise ConfigError(
                 f"PYHVD_METRICS_PORT={port}: local rank {local_rank} cannot serve metrics on"
                 f" {address}:{wanted}: {exc.strerror}; choose another port, or 0 for any free one"

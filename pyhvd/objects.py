@@ -40,7 +40,9 @@ def broadcast_object(
         data = refusing(RequestType.BROADCAST, _part(name, "sz"), process_set, lambda: _pickled(obj))
     size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
     if not here:
-        data = np.empty(int(size), np.uint8)
+        data = refusing(
+            RequestType.BROADCAST, _part(name, "t"), process_set, lambda: np.empty(int(size), np.uint8)
+        )
     broadcast_(data, root_rank, _part(name, "t"), process_set)
     return obj if here else cloudpickle.loads(data.data)
 

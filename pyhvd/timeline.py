@@ -322,9 +322,9 @@ class Recorder:
         TimelineError
             Some rank cannot write its file; the same on every rank, and nothing is recorded.
         """
-        error = ""
-        path = rank_path(order.path, self._rank)
+        error, path = "", Path(order.path)
         try:
+            path = rank_path(order.path, self._rank)  # it looks at the path
             self._writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
         except OSError as exc:
             error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "

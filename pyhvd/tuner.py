@@ -11,6 +11,7 @@ ever comes again, a sample is a number of batches.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import time
@@ -66,14 +67,16 @@ class SampleLog:
     """
 
     def __init__(self, path: str) -> None:
-        try:
-            self._file: TextIO = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
-        except OSError as exc:
-            raise ConfigError(f"PYHVD_AUTOTUNE_LOG={path!r} cannot be written: {exc.strerror}") from None
-        self._writer = csv.writer(self._file, lineterminator="\n")
+        self._path = path
         self._began = time.monotonic()
         self._samples = 0
-        self._row(COLUMNS)
+        self._file: TextIO | None = None
+        try:
+            self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
+            self._write(COLUMNS)
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"PYHVD_AUTOTUNE_LOG={path!r} cannot be written: {exc.strerror}") from None
 
     def sample(self, state: str, tuning: Tuning, nbytes: int, seconds: float) -> None:
         """Write down one sample."""
@@ -86,16 +89,24 @@ class SampleLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written, which has been told
+                file.close()
 
     def _line(self, state: str, tuning: Tuning, measured: Sequence[object]) -> None:
         now = f"{time.monotonic() - self._began:.3f}"
         knobs = (tuning.fusion_threshold, tuning.cycle_time_ms, tuning.chunk_size, tuning.staging_size)
-        self._row((now, self._samples, state, *knobs, *measured))
+        try:
+            self._write((now, self._samples, state, *knobs, *measured))
+        except OSError as exc:  # a full disk does not end the job
+            _log.error("PYHVD_AUTOTUNE_LOG=%r ends here: %s", self._path, exc.strerror)
+            self.close()
 
-    def _row(self, cells: Sequence[object]) -> None:
-        self._writer.writerow(cells)
-        self._file.flush()  # a job that is killed leaves what it has measured
+    def _write(self, cells: Sequence[object]) -> None:
+        if self._file is not None:
+            csv.writer(self._file, lineterminator="\n").writerow(cells)
+            self._file.flush()  # a job that is killed leaves what it has measured
 
 
 def open_log(config: Config, rank: int) -> SampleLog | None:

@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="further arguments for mpiexec")
     parser.add_argument(
         "--start-timeout",
-        type=_positive_float,
+        type=positive_float,
         default=30.0,
         metavar="S",
         help="give up when not all ranks have started after S seconds (default: 30)",
@@ -224,7 +224,8 @@ def positive_int(text: str) -> int:
     return value
 
 
-def _positive_float(text: str) -> float:
+def positive_float(text: str) -> float:
+    """Return a number of seconds, for argparse."""
     try:
         value = float(text)
     except ValueError:

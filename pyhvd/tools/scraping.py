@@ -14,6 +14,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+MOST_BYTES = 1 << 24
+"""More than a rank's metrics ever take: what is longer is not read to its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -81,12 +84,12 @@ def parse(text: str, when: float) -> Reading | None:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    except ValueError:
+        if not samples.get("pyhvd_info"):
+            return None
+        info = dict(next(iter(samples["pyhvd_info"])))
+        return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples)
+    except (ValueError, LookupError):  # the parser raises either where the text is none of the format
         return None
-    if not samples.get("pyhvd_info"):
-        return None
-    info = dict(next(iter(samples["pyhvd_info"])))
-    return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples)
 
 
 def _fetch(url: str, timeout: float) -> tuple[str | None, float]:
@@ -94,13 +97,23 @@ def _fetch(url: str, timeout: float) -> tuple[str | None, float]:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=timeout) as answer:
-            return answer.read().decode(), time.monotonic()
+            return _read(answer).decode(), time.monotonic()
     except TimeoutError:
         return None, 0.0
     except urllib.error.URLError as exc:
         return (None if isinstance(exc.reason, TimeoutError) else ""), 0.0
     except (OSError, ValueError, http.client.HTTPException):
         return "", 0.0
+
+
+def _read(answer: http.client.HTTPResponse) -> bytes:
+    """Return all that comes; ValueError if it is too much for metrics, IncompleteRead if it breaks off."""
+    data = answer.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes are no metrics of a rank")
+    if answer.length:
+        raise http.client.IncompleteRead(data, answer.length)
+    return data
 
 
 @dataclass(slots=True)

@@ -7,15 +7,18 @@ given as ports or addresses; what they do is read from their metrics endpoints.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
 import time
+import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
 from pyhvd.rankfiles import RankFile, read_files
+from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.scraping import Row, rates, scrape
 
 _EXAMPLES = """\
@@ -26,6 +29,8 @@ examples:
   python -m pyhvd top --port 9400 --ranks 4  ports 9400 to 9403, as --metrics-port 9400 has them
   python -m pyhvd top --url http://node2:9400/metrics --url http://node3:9400/metrics
 """
+
+MOST_PORT = (1 << 16) - 1
 
 _COLUMNS = ("rank", "tensors/s", "GB/s", "cache hits", "lane", "waits", "awaited", "errors", "stalled")
 _KEY = (
@@ -195,13 +200,14 @@ class _Rich(_Lines):
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Replace the table."""
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=title, caption=_KEY, title_justify="left")
+        table = Table(title=escape(title), caption=_KEY, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
         for row in rows:
-            table.add_row(*cells(row))
+            table.add_row(*map(escape, cells(row)))
         self._live.update(table, refresh=True)
 
 
@@ -225,29 +231,51 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--job", metavar="NAME", help="which job, if several run here")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", action="append", help="a rank's endpoint; may be given again")
+    where.add_argument("--url", type=_address, action="append", help="a rank's endpoint; may be given again")
     where.add_argument("--ports", type=_ports, metavar="P,P,...", help="the ranks' ports")
-    where.add_argument("--port", type=int, metavar="P", help="rank 0's port; the others' follow")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="... how many (default: 1)")
+    where.add_argument("--port", type=_port, metavar="P", help="rank 0's port; the others' follow")
+    parser.add_argument(
+        "--ranks", type=positive_int, default=1, metavar="N", help="... how many (default: 1)"
+    )
     parser.add_argument("--address", default="127.0.0.1", help="of the ports (default: 127.0.0.1)")
     parser.add_argument(
         "--interval", type=_seconds, default=0.5, metavar="S", help="seconds between tables (default: 0.5)"
     )
     parser.add_argument("--once", action="store_true", help="one table, over one interval, then end")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of each table")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.port is not None and (last := given.port + given.ranks - 1) > MOST_PORT:
+        parser.error(
+            f"argument --ranks: the last one's port would be {last}, but a port is at most {MOST_PORT}"
+        )
+    return given
+
+
+def _port(text: str) -> int:
+    value = positive_int(text)
+    if value > MOST_PORT:
+        raise argparse.ArgumentTypeError(f"a port is at most {MOST_PORT}, not {value}")
+    return value
 
 
 def _ports(text: str) -> list[int]:
     try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected ports such as 9400,9401, not {text!r}") from None
+        return [_port(word) for word in text.split(",")]
+    except argparse.ArgumentTypeError as exc:
+        raise argparse.ArgumentTypeError(f"expected ports such as 9400,9401, not {text!r}: {exc}") from None
+
+
+def _address(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port):
+            return text
+    raise argparse.ArgumentTypeError(f"expected an address such as http://node2:9400/metrics, not {text!r}")
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.01 <= value < 1e6:
+    value = positive_float(text)
+    if value < 0.01:
         raise argparse.ArgumentTypeError(f"must be at least 0.01 s, not {text}")
     return value
 

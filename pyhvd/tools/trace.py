@@ -82,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, not {text!r}") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"must not be negative, and is {value}")
     return value
@@ -118,6 +121,8 @@ def _tell(traces: list[RankTrace]) -> None:
 
 
 def _merge(traces: list[RankTrace], output: str) -> None:
+    if Path(output).resolve() in {trace.path.resolve() for trace in traces}:
+        raise TraceError(f"{output}: is a file of the recording, which would be lost: give another")
     merged = merge(traces)
     try:
         Path(output).write_bytes(msgspec.json.encode(merged))

@@ -6,10 +6,14 @@ going once from its submission to its end. Files of killed ranks are read as far
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from pyhvd.tracing.clocks import ClockMap, Reading
 from pyhvd.tracing.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
@@ -95,26 +99,38 @@ def load(paths: Sequence[str]) -> list[RankTrace]:
         No files, files that cannot be read, or files of several recordings.
     """
     found: dict[Path, tuple[list[Event], bool]] = {}
-    jobs: set[str] = set()
+    named: list[Path] = []
     for each in map(Path, paths):
         if each.is_dir():
             found |= _traces_in(each)
         elif each.exists():
-            events, cut = read_events(each)
-            jobs.add(_header(each, events)["job"])
-            found |= {**_traces_in(each.parent), each: (events, cut)}
+            found |= {**_traces_in(each.parent), each: read_events(each)}
+            named.append(each)
         else:
             raise TraceError(f"{each}: no such file or directory")
     if not found:
         raise TraceError(f"{', '.join(paths)}: no trace files; a timeline writes *.json there")
-    traces = [_read(path, events, cut) for path, (events, cut) in found.items()]
-    traces = [trace for trace in traces if not jobs or trace.job in jobs]
+    traces = {path.resolve(): _read(path, events, cut) for path, (events, cut) in found.items()}
+    jobs = {traces[path.resolve()].job for path in named}
     by_job: dict[str, list[RankTrace]] = {}
-    for trace in traces:
-        by_job.setdefault(trace.job, []).append(trace)
+    for trace in traces.values():
+        if not jobs or trace.job in jobs:
+            by_job.setdefault(trace.job, []).append(trace)
     if len(by_job) > 1:
         raise TraceError(_mixed(by_job.values()))
-    return sorted(traces, key=lambda trace: trace.rank)
+    return _in_order(next(iter(by_job.values())))
+
+
+def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
+    """Return the traces by rank; what a rank did must not count twice."""
+    traces = sorted(traces, key=lambda trace: (trace.rank, trace.path))
+    for one, other in itertools.pairwise(traces):
+        if one.rank == other.rank:
+            raise TraceError(
+                f"{one.path} and {other.path} are both of rank {one.rank} in the same recording: move the one"
+                " that is a copy to another directory"
+            )
+    return traces
 
 
 def _traces_in(directory: Path) -> dict[Path, tuple[list[Event], bool]]:
@@ -134,13 +150,26 @@ def _begins_like_a_trace(path: Path) -> bool:
         raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
 
-def _header(path: Path, events: list[Event]) -> Event:
-    args: Event = events[0].get("args", {}) if events and events[0].get("name") == HEADER else {}
-    if not args:
+class Header(msgspec.Struct):
+    """What a file says of itself; ``origin_ns`` is the rank's clock at time 0."""
+
+    job: str
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    host: str
+    origin_ns: int
+
+
+def _header(path: Path, events: list[Event]) -> Header:
+    args = events[0].get("args") if events and events[0].get("name") == HEADER else None
+    if not isinstance(args, dict):
         raise TraceError(f"{path}: no trace of a pyhvd timeline: it has no header")
     if args.get("format") != FORMAT:
         raise TraceError(f"{path}: format {args.get('format')!r}; this version of pyhvd reads {FORMAT}")
-    return args
+    try:
+        return msgspec.convert(args, Header)
+    except msgspec.ValidationError as exc:
+        raise TraceError(f"{path}: broken: its header: {exc}") from exc
 
 
 def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
@@ -154,6 +183,15 @@ def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
 
 def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
     header = _header(path, events)
+    try:
+        return _read_body(path, header, events, cut)
+    except TraceError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
+        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+
+
+def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
     readings: dict[str, Reading] = {}
     dropped, complete, epoch = 0, False, 0
     for event in events:
@@ -166,23 +204,19 @@ def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
             epoch = args["start_time_since_epoch_in_micros"]
     if "start" not in readings:
         raise TraceError(f"{path}: broken: it has no measurement of its clock")
-    clock = ClockMap(readings["start"], readings.get("end"))
     trace = RankTrace(
         path,
-        header["job"],
-        header["rank"],
-        header["size"],
-        header["host"],
+        header.job,
+        header.rank,
+        header.size,
+        header.host,
         epoch / 1e6,
-        clock,
+        ClockMap(readings["start"], readings.get("end")),
         cut,
         complete,
         dropped,
     )
-    try:
-        _Reader(trace, header["origin_ns"]).read(events)
-    except (KeyError, TypeError, IndexError, ValueError) as exc:
-        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+    _Reader(trace, header.origin_ns).read(events)
     return trace
 
 

@@ -92,7 +92,8 @@ def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
         for rank, number, turn in parts:
             for part, interval in _before_the_batch(turn, last).items():
                 own.parts[part] += (interval[1] - interval[0]) / len(parts)
-                who = last[1] if part == "slowest" and last is not None else -1
+                # Where one rank alone tells of a turn, nobody is known to have waited for another.
+                who = last[1] if part == "slowest" and last is not None and len(parts) > 1 else -1
                 spans.setdefault((rank, part, who), []).append(interval)
                 if who >= 0:
                     own.waited_for[who] = own.waited_for.get(who, 0.0) + (interval[1] - interval[0]) / len(

@@ -75,11 +75,14 @@ def test_no_run_starts_no_ranks() -> None:
     assert LIBRARY.name in ended.out
 
 
-@pytest.mark.parametrize("arguments", [["-np", "0"], ["--nonsense"], ["--timeout", "-1"], ["x"]])
+@pytest.mark.parametrize(
+    "arguments", [["-np", "0"], ["--nonsense"], ["--timeout", "-1"], ["--timeout", "soon"], ["x"]]
+)
 def test_bad_usage(arguments: list[str]) -> None:
     ended = doctor(*arguments)
     assert ended.code == 2
     assert "usage: python -m pyhvd doctor" in ended.err
+    assert "invalid _" not in ended.err, "of a function of ours the user knows nothing"
 
 
 def test_a_setting_that_breaks_init_is_a_problem() -> None:

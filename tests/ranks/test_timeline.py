@@ -253,6 +253,16 @@ def test_bad_paths(tmp_path: Path) -> None:
     run_ranks(2, try_it, knobs=DYNAMIC)
 
 
+def test_a_path_that_cannot_even_be_looked_at(tmp_path: Path) -> None:
+    def try_it() -> None:
+        if hvd.rank() == 0:
+            with pytest.raises(hvd.TimelineError, match=r"File name too long \(and 1 more ranks\): give"):
+                hvd.start_timeline(tmp_path / ("x" * 300))
+        assert hvd.allreduce(1, op=hvd.Sum, name="goes on") == 2
+
+    run_ranks(2, try_it, knobs=DYNAMIC)
+
+
 def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "t.rank1.json").mkdir()
 

@@ -106,6 +106,12 @@ def test_the_environment_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert Config.from_env()[0].cache_capacity == 77
 
 
+def test_a_path_that_all_ranks_are_told_is_text() -> None:
+    assert Config.from_env({"PYHVD_TIMELINE": "für/alle.json"})[0].timeline == "für/alle.json"
+    with pytest.raises(ConfigError, match=r"^PYHVD_TIMELINE='\\udcff.json': expected text in UTF-8"):
+        Config.from_env({"PYHVD_TIMELINE": "\udcff.json"})  # as Python reads the byte 0xff
+
+
 @pytest.mark.parametrize("word", ["1", "true", "yes", "on", "TRUE", "Yes", " on "])
 def test_words_for_true(word: str) -> None:
     assert Config.from_env({"PYHVD_LOG_HIDE_TIME": word})[0].log_hide_time

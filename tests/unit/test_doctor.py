@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -408,3 +409,12 @@ def test_every_subcommand_has_help_with_an_example(name: str) -> None:
     )
     assert done.returncode == 0
     assert f"python -m pyhvd {name}" in done.stdout.partition("example")[2]
+
+
+@pytest.mark.parametrize("name", dispatcher.COMMANDS)
+def test_ctrl_c_leaves_no_traceback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(dispatcher.COMMANDS[name][0]), "main", interrupted)
+    assert dispatcher.main([name]) == 130

@@ -135,6 +135,13 @@ def test_the_port_is_the_base_and_the_local_rank() -> None:
         Endpoint(65535, "127.0.0.1", 1)
 
 
+@pytest.mark.parametrize("address", ["192.0.2.1", "a..b", ""])
+def test_an_address_that_is_none_of_this_host(address: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Endpoint(0, address, 0)
+    assert str(error.value).startswith(f"PYHVD_METRICS_ADDRESS={address!r}: no address of this host: ")
+
+
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=re.escape('pip install "pyhvd[metrics]"')):

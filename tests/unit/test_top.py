@@ -18,8 +18,8 @@ import pytest
 from pyhvd.exposition import Endpoint
 from pyhvd.meter import Meter
 from pyhvd.rankfiles import RankFile, write_file
-from pyhvd.tools import top
-from pyhvd.tools.scraping import Reading, Row, parse, rates, scrape
+from pyhvd.tools import scraping, top
+from pyhvd.tools.scraping import Reading, Row, Scrape, parse, rates, scrape
 
 
 @pytest.fixture(autouse=True)
@@ -122,18 +122,54 @@ def test_who_does_not_answer_is_not_gone() -> None:
     assert scrape([nobody]).over
 
 
-def _greet(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
-    start("200 OK", [])
-    return [b"hello"]
+def _answer(*pieces: bytes, length: int | None = None) -> Scrape:
+    """Return what one sees of a server that answers so."""
+
+    def speak(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
+        start("200 OK", [] if length is None else [("Content-Length", str(length))])
+        return list(pieces)
+
+    with make_server("127.0.0.1", 0, speak) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        seen = scrape([f"http://127.0.0.1:{server.server_port}/"])
+        thread.join()
+    return seen
+
+
+_INFO = 'pyhvd_info{rank="0",size="2",job="j"} 1.0\n'
 
 
 def test_what_is_no_rank_counts_as_gone() -> None:
-    with make_server("127.0.0.1", 0, _greet) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        assert scrape([f"http://127.0.0.1:{server.server_port}/"]).over
-        thread.join()
+    assert _answer(b"hello").over
     assert parse("some_metric 1\n", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _INFO.replace('rank="0"', 'rank="zero"'),
+        _INFO.replace('size="2",', ""),
+        _INFO.replace('job="j"', ""),
+        _INFO.replace("job=", " =ob=") + "some_metric\\{",
+    ],
+)
+def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
+    assert parse(_INFO, 0.0) == Reading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
+    assert parse(wrong, 0.0) is None
+
+
+_LABELS = (("job", "j"), ("rank", "0"), ("size", "2"))
+
+
+def test_an_answer_that_breaks_off_or_has_no_end_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = _INFO.encode()
+    assert len(_answer(info).readings) == 1
+    assert _answer(info, length=len(info) + 1).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info) - 1)
+    assert _answer(info).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info))
+    assert len(_answer(info).readings) == 1
 
 
 def test_once(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +197,44 @@ def test_no_job(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert top.main(["--once", "--url", "http://127.0.0.1:1/metrics"]) == 1
     assert capsys.readouterr().err == "pyhvd top: no rank answers at http://127.0.0.1:1/metrics\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--interval soon", "argument --interval: expected a number, not 'soon'"),
+        ("--interval 0", "argument --interval: must be positive, and less than 1e9, not 0"),
+        ("--interval nan", "argument --interval: must be positive, and less than 1e9, not nan"),
+        ("--interval 0.001", "argument --interval: must be at least 0.01 s, not 0.001"),
+        ("--port 70000", "argument --port: a port is at most 65535, not 70000"),
+        ("--port 65535 --ranks 2", "argument --ranks: the last one's port would be 65536"),
+        ("--port 9400 --ranks 0", "argument --ranks: must be at least 1, not 0"),
+        ("--ports 9400,x", "argument --ports: expected ports such as 9400,9401, not '9400,x'"),
+        ("--ports 9400,70000", "not '9400,70000': a port is at most 65535"),
+        (
+            "--url localhost:9400",
+            "argument --url: expected an address such as http://node2:9400/metrics, not",
+        ),
+        ("--url file:///etc/hosts", "argument --url: expected an address such as http"),
+        ("--url http://[::1", "argument --url: expected an address such as http"),
+        ("--url http://node2:70000/", "argument --url: expected an address such as http"),
+    ],
+)
+def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        top.main(arguments.split())
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
+    with top._Rich() as screen:
+        screen.show("[/i]: 1 of 1 ranks", [row])
+    shown = capsys.readouterr().out
+    assert "[/i]: 1 of 1 ranks" in shown
+    assert "[/b]" in shown
 
 
 def test_several_jobs(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +163,19 @@ def test_several_recordings_in_one_directory(tmp_path: Path, capsys: pytest.Capt
     assert "allreduce.w0" in capsys.readouterr().out
 
 
+def test_a_file_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    monkeypatch.chdir(tmp_path)
+    assert len(load([".", str(tmp_path), "t.json", str(tmp_path / "t.rank1.json")])) == 3
+    shutil.copy(tmp_path / "t.rank1.json", tmp_path / "u.json")
+    assert main(["summary", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 't.rank1.json'} and {tmp_path / 'u.json'} are both of rank 1" in told
+
+
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for recording in _record(tmp_path / "t.json"):
         recording.close()
@@ -176,6 +190,19 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == (
         "rank 2 was the last to submit in 20 of 20 turns; the ranks waited 53.333 ms for it (mean)"
     )
+
+
+def test_where_one_rank_alone_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = _record(tmp_path / "t.json")
+    for recording in ranks:
+        recording.close()
+    for recording in ranks[:2]:
+        recording.path.unlink()
+    assert main(["summary", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "of 3 ranks, there is no file of ranks 0-1" in told.err
+    assert told.out.splitlines()[-2].split()[:3] == ["all", "together", "20"]
+    assert "was the last to submit" not in told.out
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +224,11 @@ def test_files_that_are_broken_inside(tmp_path: Path) -> None:
         ([event for event in events if event["name"] != "pyhvd_clock"], "no measurement of its clock"),
         ([{k: v for k, v in event.items() if k != "ts"} for event in events], "lacks something"),
         ([{**events[0], "args": {**events[0]["args"], "format": 9}}, *events[1:]], "format 9"),
+        ([{**events[0], "args": [1]}, *events[1:]], "no header"),
+        ([{**events[0], "args": {"format": 1, "job": "job"}}, *events[1:]], "header: .* `rank`"),
+        ([{**events[0], "args": {**events[0]["args"], "rank": "1"}}, *events[1:]], r"header: .* `\$\.rank`"),
+        ([*events, {"ph": "X"}], "lacks something: KeyError.*name"),
+        ([*events, {"name": "x", "ph": "X", "args": 3}], "lacks something: TypeError"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(TraceError, match=says) as caught:
@@ -209,6 +241,29 @@ def test_the_output_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixt
         recording.close()
     assert main(["merge", str(tmp_path), "-o", str(tmp_path / "none" / "out.json")]) == 1
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_output_is_no_file_of_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json", turns=1):
+        recording.close()
+    recorded = (tmp_path / "t.json").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", str(tmp_path), "-o", "t.json"]) == 1
+    assert "t.json: is a file of the recording" in capsys.readouterr().err
+    assert (tmp_path / "t.json").read_bytes() == recorded
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("few", "expected a whole number, not 'few'"), ("-1", "must not be negative, and is -1")],
+)
+def test_how_many_tensors(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["summary", ".", "--top", text])
+    assert caught.value.code == 2
+    assert f"argument --top: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["merge", "--help"], ["summary", "--help"]])

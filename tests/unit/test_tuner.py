@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -189,6 +190,31 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     config = Config(autotune=True, autotune_log=path)
     assert open_log(config, 1) is None
     assert open_log(Config(autotune_log=path), 0) is None
+
+
+def test_a_disk_that_is_full_from_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"^PYHVD_AUTOTUNE_LOG='/dev/full' cannot be written: No space"):
+        SampleLog("/dev/full")
+
+
+def test_a_disk_that_gets_full_ends_the_log_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log.csv"
+    log = SampleLog(str(path))
+    tuning = tuning_of(Config())
+    log.sample("search", tuning, 1000, 0.5)
+    written = path.read_bytes()
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert log._file is not None
+    os.dup2(full, log._file.fileno())
+    os.close(full)
+    for _ in range(2):
+        log.sample("search", tuning, 1000, 0.5)
+    log.kept(tuning)
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"PYHVD_AUTOTUNE_LOG={str(path)!r} ends here: No space left on device"
+    ]
+    assert path.read_bytes() == written
 
 
 def test_the_end_of_the_job_is_no_end_of_the_search(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from pyhvd.run.cli import positive_int
+from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.run.world import Place, find_place
 from pyhvd.tools.doctor.advice import Case, examine
 from pyhvd.tools.doctor.facts import Facts, gather
@@ -70,7 +70,7 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=positive_float,
         default=60.0,
         metavar="S",
         help="give MPI, and then the trial, up after S seconds (default: 60; MPI by itself: 20 at most)",
@@ -81,13 +81,6 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
     if options.num_proc is None:
         options.num_proc = 2
     return options
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-    return value
 
 
 # -- outside an mpiexec ---------------------------------------------------------------------------
