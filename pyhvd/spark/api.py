@@ -88,8 +88,8 @@ def run(
 
     Raises
     ------
-    RankFailedError, StartTimeoutError, SparkError
-        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
+    RankFailedError, StartTimeoutError, SparkError, DataError
+        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job; no rows.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
