@@ -27,6 +27,7 @@ from pyhvd.spark.api import (
 )
 from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
 from pyhvd.spark.messages import Start, encode
+from pyhvd.spark.network import listening_places
 from pyhvd.spark.placement import Registry, Task, assign
 from pyhvd.spark.verdict import Verdict
 
@@ -150,6 +151,14 @@ def test_the_first_interface_is_mpis() -> None:
     assert _interfaces(None) is None
     env = _rank_env({"A": ""}, _interfaces(["eth1", "eth0"]))
     assert (env["A"], env["UCX_NET_DEVICES"], env["FI_TCP_IFACE"]) == ("", "eth1", "eth1")
+
+
+def test_the_driver_listens_where_spark_does() -> None:
+    assert listening_places(None, "driver", "0.0.0.0") == [("0.0.0.0", "driver")]
+    assert listening_places(None, "[0:0:0:0:0:0:0:1]", "[::]") == [("::", "0:0:0:0:0:0:0:1")]
+    assert listening_places(["lo"], "driver", "0.0.0.0") == [("127.0.0.1", "127.0.0.1")]
+    with pytest.raises(ValueError, match=r"interface 'no-such' has no address .*there are .*lo"):
+        listening_places(["no-such"], "driver", "driver")
 
 
 def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
