@@ -78,12 +78,15 @@ def _close_all_but(*kept: int) -> None:
 def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bool:
     """Return whether the process has ended; False when the owner has, or after `timeout` seconds."""
     until = None if timeout is None else time.monotonic() + timeout
-    sources = [wake] if life_fd is None else [wake, life_fd]
+    poll = select.poll()  # the owner may have given a descriptor that is too large for select()
+    for source in (wake, life_fd):
+        if source is not None:
+            poll.register(source, select.POLLIN)
     while not _has_ended(pid):
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return False
-        ready, _, _ = select.select(sources, [], [], left)
+        ready = [fd for fd, _ in poll.poll(None if left is None else left * 1000)]
         if wake in ready:
             os.read(wake, 4096)
         if life_fd in ready and life_fd is not None and not _still_there(life_fd):
