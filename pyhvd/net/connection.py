@@ -120,7 +120,7 @@ class Connection:
         """Send what waits, until the peer has taken nothing of it for `timeout` seconds."""
         until = time.monotonic() + timeout
         while self._out and (left := until - time.monotonic()) > 0:
-            select.select([], [self], [], left)
+            self._wait(select.POLLOUT, left)
             before = len(self._out)
             self.pump_out()
             if len(self._out) < before:
@@ -139,7 +139,7 @@ class Connection:
         until = time.monotonic() + timeout
         with contextlib.suppress(ChannelError):
             while self.open and (left := until - time.monotonic()) > 0:
-                select.select([self], [], [], left)
+                self._wait(select.POLLIN, left)
                 self.pump_in()
         self.close()
 
@@ -148,6 +148,12 @@ class Connection:
         self.open = False
         self._out.clear()
         self._socket.close()
+
+    def _wait(self, events: int, timeout: float) -> None:
+        """Wait for one of these events. (select() knows no descriptor above 1023.)"""
+        poll = select.poll()
+        poll.register(self, events)
+        poll.poll(timeout * 1000)
 
 
 def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE_S) -> Connection:
@@ -179,7 +185,7 @@ def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:
             left = until - time.monotonic()
             if left <= 0:
                 raise ChannelError("the server did not answer in time")
-            select.select([connection], [connection] if connection.wants_write else [], [], left)
+            connection._wait(select.POLLIN | (select.POLLOUT if connection.wants_write else 0), left)
             connection.pump_out()
             # Nobody has been told who this is, so that the server has nothing to say beyond the handshake.
             if connection.pump_in():

@@ -9,8 +9,9 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pyhvd.errors import ConfigError, describe_exception
+from pyhvd.errors import ConfigError, describe_exception, sendable
 from pyhvd.net.connection import Address
+from pyhvd.net.session import MAX_RECORD
 from pyhvd.run.mpi_flavour import LaunchError
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection
@@ -33,6 +34,8 @@ _START_TIMEOUT_S = 600.0
 # All ranks have been killed, and their tasks have ended, by then; else Spark kills the Python workers.
 _STOP_S = 3.0
 _JOB_END_S = 15.0
+# Bytes of the ranks' variables, which travel in one message.
+_MOST_ENV = MAX_RECORD // 2
 
 
 def run(
@@ -88,8 +91,8 @@ def run(
 
     Raises
     ------
-    RankFailedError, StartTimeoutError, SparkError
-        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job.
+    RankFailedError, StartTimeoutError, SparkError, DataError
+        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job; no rows.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
@@ -271,6 +274,11 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
             raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env: {name!r}: a name has a character, none of them '=', and NUL is nowhere")
+        if sendable(name + value) != name + value:
+            raise ValueError(f"env: {name!r}: it is not UTF-8, and cannot be sent to the executors")
+    size = sum(len(f"{name}={value}".encode()) for name, value in chosen.items())
+    if size > _MOST_ENV:
+        raise ValueError(f"env: {size} bytes in all; {_MOST_ENV} are the most: give the ranks more by args")
     for nic in (nics or [])[:1]:
         # By these MPICH goes between hosts, as it was built.
         chosen.setdefault("UCX_NET_DEVICES", nic)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
-from pyhvd.spark.errors import SparkError, reason_of
+from pyhvd.spark.errors import DataError, SparkError, reason_of
 from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
@@ -80,9 +80,13 @@ class CollectJob:
 
         Raises
         ------
+        DataError
+            There are no rows, and so there was no task.
         SparkError
             Spark has ended the job; the text has a line of what it says.
         """
+        if isinstance(self._error, DataError):
+            raise self._error
         if self._error is not None:
             raise SparkError(f"Spark ended the job: {reason_of(self._error)}") from self._error
         return self._results
@@ -129,7 +133,10 @@ class CollectJob:
 
     def _run_tasks(self) -> list[tuple[int, bytes]]:
         if self._rows is not None:
-            return collect_beside(self._rows, self._body, self._barrier)
+            told = collect_beside(self._rows, self._body, self._barrier)
+            if not told:  # Spark starts no task, however many partitions there were, for what it finds empty
+                raise DataError("the DataFrame has no rows")
+            return told
         data = self._context.parallelize(range(self._size), self._size)
         tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
         results: list[tuple[int, bytes]] = tasks.collect()

@@ -45,4 +45,5 @@ def listening_places(nics: Iterable[str] | None, host: str, bind: str) -> list[t
         if not addresses:
             raise ValueError("nics is empty: name an interface, or leave it out")
         return [(address, address) for address in addresses]
-    return [(bind, host)]
+    # Spark writes addresses of IPv6 in brackets.
+    return [(bind.strip("[]"), host.strip("[]"))]

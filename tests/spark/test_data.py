@@ -274,6 +274,13 @@ def test_partitions_of_which_one_is_empty(spark: Any, mark: dict[str, str]) -> N
     )
 
 
+@pytest.mark.parametrize("condition", ["false", "rand() > 1"])
+def test_rows_for_which_spark_starts_no_task(spark: Any, condition: str) -> None:
+    """Its optimizer sees the one before the job, and the other when the rows have been dealt out."""
+    with pytest.raises(DataError, match=r"^the DataFrame has no rows$"):
+        pyhvd.spark.run(own_rows, (1, True), num_proc=2, df=spark.range(4).where(condition))
+
+
 def test_a_rank_without_a_partition(spark: Any, mark: dict[str, str]) -> None:
     with pytest.raises(hvd.RankFailedError, match=r"DataError: this rank has no partition"):
         pyhvd.spark.run(own_rows, (1, True), num_proc=1, env=mark)

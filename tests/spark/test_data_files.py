@@ -254,6 +254,29 @@ def test_a_name_node_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     place.remove("")
 
 
+def test_a_file_system_that_moves_no_file_onto_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's WebHDFS does not look at the answer, which is "false" then."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class WebHdfs(MemoryFileSystem):  # type: ignore[misc]
+        protocol = ("webhdfs", "webHDFS")
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return "/" + path.removeprefix("webhdfs://").partition("/")[2] if "://" in path else path
+
+        def mv(self, path1: str, path2: str, **options: Any) -> None:
+            if not self.exists(path2):
+                super().mv(path1, path2, **options)
+
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "webhdfs", WebHdfs)
+    place = Folder("webhdfs://name:9870/runs")
+    for data in (b"old", b"new"):
+        place.write("checkpoint", data)
+        assert (place.names(), place.read("checkpoint")) == (["checkpoint"], data)
+    place.remove("")
+
+
 def test_a_spilled_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nonesuch")
     with spill(table(0, 20).to_batches(max_chunksize=7)) as file:

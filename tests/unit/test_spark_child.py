@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
     )
     _see_to_the_end(kept)
     assert ended == [0]
+
+
+def test_a_keeper_closes_what_is_open_whatever_the_limit() -> None:
+    script = """
+import os, resource
+from pyhvd.spark.keeper import _close_all_but
+os.dup2(1, 300)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+kept, life = os.pipe()
+_close_all_but(kept, life)
+left = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+os._exit(0 if sorted(left) == sorted([0, 1, 2, kept, life]) else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False).returncode == 0
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:

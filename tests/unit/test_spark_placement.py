@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyhvd.errors import ConfigError, RankFailedError
+from pyhvd.net.session import MAX_RECORD
 from pyhvd.run.report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
 from pyhvd.spark import java
 from pyhvd.spark.api import (
@@ -25,6 +26,8 @@ from pyhvd.spark.api import (
     _use_barrier,
 )
 from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
+from pyhvd.spark.messages import Start, encode
+from pyhvd.spark.network import listening_places
 from pyhvd.spark.placement import Registry, Task, assign
 from pyhvd.spark.verdict import Verdict
 
@@ -126,10 +129,19 @@ def test_start_timeout_comes_from_argument_then_environment() -> None:
         _start_timeout(0, {})
 
 
-@pytest.mark.parametrize("env", [{"": "a"}, {"A=B": "c"}, {"A\0": "b"}, {"A": "b\0c"}, {"A": 1}])
+@pytest.mark.parametrize(
+    "env", [{"": "a"}, {"A=B": "c"}, {"A\0": "b"}, {"A": "b\0c"}, {"A": 1}, {"A": "b\udcff"}, {"A\udcff": ""}]
+)
 def test_variables_that_no_environment_can_have(env: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"env: {next(iter(env))!r}")):
         _rank_env(env, None)
+
+
+def test_variables_go_into_one_message() -> None:
+    env = {f"A{number}": "\N{EURO SIGN}" * 40000 for number in range(4)}
+    assert len(encode(Start(0, 1, 0, 1, 0, 1, _rank_env(env, None)))) <= MAX_RECORD
+    with pytest.raises(ValueError, match=r"env: 600015 bytes in all; 524288 are the most"):
+        _rank_env(env | {"A4": "\N{EURO SIGN}" * 40000}, None)
 
 
 def test_the_first_interface_is_mpis() -> None:
@@ -139,6 +151,14 @@ def test_the_first_interface_is_mpis() -> None:
     assert _interfaces(None) is None
     env = _rank_env({"A": ""}, _interfaces(["eth1", "eth0"]))
     assert (env["A"], env["UCX_NET_DEVICES"], env["FI_TCP_IFACE"]) == ("", "eth1", "eth1")
+
+
+def test_the_driver_listens_where_spark_does() -> None:
+    assert listening_places(None, "driver", "0.0.0.0") == [("0.0.0.0", "driver")]
+    assert listening_places(None, "[0:0:0:0:0:0:0:1]", "[::]") == [("::", "0:0:0:0:0:0:0:1")]
+    assert listening_places(["lo"], "driver", "0.0.0.0") == [("127.0.0.1", "127.0.0.1")]
+    with pytest.raises(ValueError, match=r"interface 'no-such' has no address .*there are .*lo"):
+        listening_places(["no-such"], "driver", "driver")
 
 
 def test_what_cannot_be_served_is_refused_with_a_reason() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,19 @@ def rank() -> int:
 def test_results_in_rank_order_whatever_the_tasks_order() -> None:
     bench = Bench(rank, 3, drop)
     assert bench.run(bench.task(2), bench.task(0), bench.task(1)) == [0, 1, 2]
+
+
+def test_where_so_many_files_are_open_that_select_knows_no_other() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not open as many files")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        for _ in range(1024):
+            stack.enter_context(open(os.devnull))
+        bench = Bench(rank, 2, drop)
+        assert bench.run(bench.task(0), bench.task(1)) == [0, 1]
 
 
 def test_output_reaches_the_driver_before_the_results() -> None:

@@ -94,7 +94,8 @@ class Folder:
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file: who reads it meanwhile sees the old one or the new one.
 
-        It is written under another name and then moved. (A store of objects, as S3, copies it.)
+        It is written under another name and then moved. (A store of objects, as S3, copies it. By WebHDFS and
+        Databricks' API there is none for a moment, as they move no file onto another.)
         """
         fs, path = self._resolve(name)
         fs.makedirs(posixpath.dirname(path), exist_ok=True)
@@ -107,6 +108,8 @@ class Folder:
                     os.fsync(file.fileno())
                 os.replace(other, local)
             else:
+                if _keeps_what_is_there(fs) and fs.exists(path):
+                    fs.rm_file(path)
                 fs.mv(other, path)
         except BaseException:
             if fs.exists(other):
@@ -157,3 +160,9 @@ class Folder:
         except (ValueError, ImportError) as exc:
             raise DataError(f"{self.path}: {exc}") from None
         return fs, str(root).rstrip("/") or "/"
+
+
+def _keeps_what_is_there(fs: Any) -> bool:
+    """Whether a file system does not move a file onto another; WebHDFS does not even say that it has not."""
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    return not {"webhdfs", "dbfs"}.isdisjoint(protocols)
