@@ -187,6 +187,15 @@ def test_the_ranks_of_an_mpiexec_are_used() -> None:
     assert data["hosts"][0]["mpiexec"] == MPIEXEC
 
 
+def test_a_setting_that_breaks_init_is_a_problem_there_too() -> None:
+    ended = run([MPIEXEC, "-n", "2", *DOCTOR], {**bare_environment(), "PYHVD_CYCLE_TIME": "fast"})
+    assert ended.code == 1, ended.out + ended.err
+    assert "PROBLEM (environment): PYHVD_CYCLE_TIME='fast'" in ended.out
+    assert "PROBLEM (trial): ConfigError" in ended.out
+    assert "ranks 0-1 at 'init()" in " ".join(ended.out.split())
+    assert "Traceback" not in ended.out + ended.err
+
+
 def test_a_hang_under_mpiexec_ends_too(tmp_path: Path) -> None:
     hang = "    import numpy.random\n    numpy.random.default_rng = lambda *seed: time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(STUCK + hang)

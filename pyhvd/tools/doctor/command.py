@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from pyhvd.errors import describe_exception
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.run.world import Place, find_place
 from pyhvd.tools.doctor.advice import Case, examine
@@ -128,17 +130,27 @@ def _as_rank(place: Place, timeout: float) -> Report | None:
         from pyhvd.tools.doctor.ranks import measure
 
         begun = time.monotonic()
-        found = measure(watchdog.say)
+        found, error = None, ""
+        try:
+            found = measure(watchdog.say)
+        except Exception as exc:  # what breaks init() is among what the doctor is asked about
+            error = describe_exception(exc)
         seconds = time.monotonic() - begun
+        stage = watchdog.stage
         watchdog.say("gathering facts")
         from mpi4py import MPI
 
-        gathered = MPI.COMM_WORLD.gather(facts)
+        gathered = MPI.COMM_WORLD.gather((socket.gethostname(), facts, error, stage))
     if gathered is None:
         return None
-    hosts: list[Facts] = [each for each in gathered if each is not None]
-    per_host = {facts.host: sum(rank.host == facts.host for rank in found.ranks) for facts in hosts}
-    trial = Trial(len(found.ranks), seconds, found)
+    hosts: list[Facts] = [facts for _, facts, _, _ in gathered if facts is not None]
+    per_host = {facts.host: sum(host == facts.host for host, _, _, _ in gathered) for facts in hosts}
+    errors = [error for _, _, error, _ in gathered if error]
+    if errors:
+        stages = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
+        trial = Trial(len(gathered), seconds, error=errors[0], stages=stages)
+    else:
+        trial = Trial(len(gathered), seconds, found)
     findings = {}
     for i, each in enumerate(hosts):
         findings[each.host] = examine(Case(each, per_host[each.host], trial if i == 0 else None))
@@ -151,15 +163,15 @@ class _Watchdog:
     def __init__(self, place: Place, timeout: float) -> None:
         self._place = place
         self._timeout = timeout
-        self._stage = "starting"
+        self.stage = "starting"
 
     def say(self, stage: str) -> None:
         """Remember what comes next."""
-        self._stage = stage
+        self.stage = stage
 
     def bite(self) -> None:
         """End this process."""
-        text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self._stage!r}\n"
+        text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self.stage!r}\n"
         os.write(2, text.encode())
         os._exit(1)
 
