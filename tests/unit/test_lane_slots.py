@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from pyhvd import _engine, _lane
-from pyhvd.context import Slot, playing_rank
+from pyhvd.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.messages import Request, RequestType
 from pyhvd.process_sets import global_process_set
@@ -215,3 +217,22 @@ def test_a_set_that_is_closed_leaves_no_half_of_a_group_behind() -> None:
     here.open()
     here.install(2, mine[1:])
     assert here.lane.requests(0, 0, False) == mine[1:]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(own: bool) -> None:
+    """The background thread of a process's only rank acts for that rank: with it, no thread has one."""
+    asked = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal asked
+        asked += event == "call" and frame.f_code is current_slot.__code__
+
+    with playing_rank(Slot() if own else process_slot):
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            start(False, False, True, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
+        finally:
+            sys.setprofile(before)
+    assert asked == own
