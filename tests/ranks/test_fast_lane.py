@@ -231,7 +231,7 @@ def test_what_differs_from_before_goes_by_message_and_is_right() -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_group_rides_whatever_slots_its_tensors_have(inplace: bool) -> None:
-    """Its tensors came to be known one by one, in another order than the group's, and are of different sizes."""
+    """Its tensors came to be known one by one, in another order than the group's, and differ in size."""
 
     def body() -> None:
         order = [3, 1, 6, 0, 5, 2, 4]
