@@ -135,7 +135,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
 
 
 @pytest.mark.parametrize("grouped", GROUPED)
-@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew"])
+@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew", "known anew"])
 def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
     """That the slots were lent is remembered, for as long as nothing changes there."""
     here, mine = Lane(), requests(grouped)
@@ -152,6 +152,8 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         here.lane.freeze(0, last)
     elif what == "lent anew":
         here.lane.lend(0, last, 2)
+    elif what == "known anew":  # by this rank alone, so far
+        here.install(2, mine[last:], last)
     else:  # and as many slots lent as before, but others
         here.lane.open_board(0, range(2))
         for slot in range(len(mine)):
