@@ -11,7 +11,7 @@ reassigned until every rank has moved on.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,6 +56,7 @@ class SlotTable:
         self._slots: dict[int, Slot] = {}
         self._by_name: dict[str, int] = {}
         self._by_group: dict[Group, int] = {}
+        self._contested: int | None = None  # slots of groups whose name has several sizes; None: look again
         self._recency: OrderedDict[int, None] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
 
@@ -79,6 +80,19 @@ class SlotTable:
         for (name, _), slots in self._by_group.items():
             anyone |= slots if name == group[0] else 0
         return anyone
+
+    def rivals(self, bits: int) -> int:
+        """Return the slots of grouped calls that have the name of one in ``bits``, and another size."""
+        if self._contested is None:
+            sizes = Counter(name for name, _ in self._by_group)
+            self._contested = 0
+            for (name, _), slots in self._by_group.items():
+                self._contested |= slots if sizes[name] > 1 else 0
+        others = 0
+        for group in {self._slots[slot].group for slot in iter_bits(bits & self._contested)}:
+            assert group is not None
+            others |= self.group_bits((group[0], 0)) & ~self.group_bits(group)
+        return others
 
     def touch(self, slots: Iterable[int]) -> None:
         """Mark slots as used just now."""
@@ -118,6 +132,7 @@ class SlotTable:
         self._by_name[name] = slot
         if new.group is not None:
             self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
+            self._contested = None
         self._recency[slot] = None
         self._recency.move_to_end(slot)
         self.last_change = seq
@@ -161,6 +176,7 @@ class SlotTable:
     def _retire(self, slot: int, old: Slot, seq: int) -> None:
         del self._by_name[old.name]
         if old.group is not None:
+            self._contested = None
             left = self._by_group[old.group] & ~(1 << slot)
             if left:
                 self._by_group[old.group] = left

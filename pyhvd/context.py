@@ -345,15 +345,16 @@ def current_slot() -> Slot:
 
 @contextlib.contextmanager
 def playing_rank(slot: Slot) -> Iterator[None]:
-    """Let this thread use a slot of its own."""
+    """Let this thread use a slot: one of its own, or, as the background thread does, the process's."""
     before, _thread.rank = _thread.rank, slot
+    own = int(slot is not process_slot)  # as long as no thread has one, nobody need be asked for his
     with _players:
-        count_players(1)
+        count_players(own)
     try:
         yield
     finally:
         with _players:
-            count_players(-1)
+            count_players(-own)
         _thread.rank = before
 
 

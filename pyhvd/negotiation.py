@@ -135,9 +135,9 @@ class Negotiation:
     def submit_bits(self, rank: int, bits: int, seen: int, seq: int, now: float) -> None:
         """Take the cached tensors that a rank submits again; ``seen`` says what its bits mean."""
         self._seq, self._now = seq, now
-        self._recall(bits)
-        plain = seen >= self.cache.last_change and not (self._table or self._refusals or self.joined)
-        if plain:
+        self._recall(bits | (rivals := self.cache.rivals(bits)))
+        clash = bool(rivals & self._bits.anyone())  # who is ready with another size must be heard of
+        if seen >= self.cache.last_change and not (clash or self._table or self._refusals or self.joined):
             self._hold_bits(rank, bits, now)
             return
         for slot in iter_bits(bits):
@@ -146,7 +146,7 @@ class Negotiation:
             request = meant.requests[self.ranks.index(rank)]
             current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
             refused = self._refusals.touch(request)
-            if not current or self.joined or refused or self._is_tabled(request):
+            if clash or not current or self.joined or refused or self._is_tabled(request):
                 self.submit(rank, request, seq, now)
             else:
                 self._hold_bits(rank, 1 << slot, now)

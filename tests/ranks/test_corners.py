@@ -56,12 +56,14 @@ def test_factors_that_are_no_numbers_are_named() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("before", [False, True], ids=["new", "cached"])
+@pytest.mark.parametrize("before", [(), (2,), (2, 3), (3, 2)], ids=["new", "cached", "both", "both, 2 last"])
 @pytest.mark.parametrize("name", ["g", None])
-def test_groups_of_different_sizes_are_an_error_on_all(size: int, before: bool, name: str | None) -> None:
+def test_groups_of_different_sizes_are_an_error_on_all(
+    size: int, before: tuple[int, ...], name: str | None
+) -> None:
     def body() -> float:
-        if before:
-            hvd.grouped_allreduce([np.ones(2)] * 2, name=name)
+        for count in before:
+            hvd.grouped_allreduce([np.ones(2)] * count, name=name)
         count = 3 if hvd.rank() == 1 else 2
         with pytest.raises(hvd.MismatchError, match="Mismatched sizes of the group") as caught:
             hvd.grouped_allreduce([np.ones(2)] * count, name=name)

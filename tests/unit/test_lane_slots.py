@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from pyhvd import _engine, _lane
-from pyhvd.context import Slot, playing_rank
+from pyhvd.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.messages import Request, RequestType
 from pyhvd.process_sets import global_process_set
@@ -133,7 +135,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
 
 
 @pytest.mark.parametrize("grouped", GROUPED)
-@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew"])
+@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew", "known anew"])
 def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
     """That the slots were lent is remembered, for as long as nothing changes there."""
     here, mine = Lane(), requests(grouped)
@@ -150,6 +152,8 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         here.lane.freeze(0, last)
     elif what == "lent anew":
         here.lane.lend(0, last, 2)
+    elif what == "known anew":  # by this rank alone, so far
+        here.install(2, mine[last:], last)
     else:  # and as many slots lent as before, but others
         here.lane.open_board(0, range(2))
         for slot in range(len(mine)):
@@ -215,3 +219,22 @@ def test_a_set_that_is_closed_leaves_no_half_of_a_group_behind() -> None:
     here.open()
     here.install(2, mine[1:])
     assert here.lane.requests(0, 0, False) == mine[1:]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(own: bool) -> None:
+    """The background thread of a process's only rank acts for that rank: with it, no thread has one."""
+    asked = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal asked
+        asked += event == "call" and frame.f_code is current_slot.__code__
+
+    with playing_rank(Slot() if own else process_slot):
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            start(False, False, True, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
+        finally:
+            sys.setprofile(before)
+    assert asked == own

@@ -81,6 +81,35 @@ def test_groups_of_one_name_and_different_sizes_at_the_same_time() -> None:
     network.check_all()
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("other", [0, 1, 2])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_groups_of_different_sizes_fail_where_both_are_remembered(
+    late: int, other: int, evicted: bool
+) -> None:
+    """Every rank sends bits, and none of them speaks of another rank's tensors."""
+    network = Network(3, capacity=6)
+    pair, triple = grouped("g", [(1,)] * 2), grouped("g", [(1,)] * 3)
+    for _ in range(2):
+        network.everywhere(pair)
+        network.everywhere(triple)
+        network.everywhere([allreduce("x")])
+    if evicted:
+        network.everywhere([allreduce("y")])
+    ends = {}
+    for rank in [r for r in range(3) if r != late] + [late]:
+        ends[rank] = network.submit(rank, triple if rank == other else pair)
+        network.settle()
+    for rank, each in ends.items():
+        assert each is not None
+        assert len(each) == (3 if rank == other else 2), "a rank hangs"
+        assert all("Mismatched sizes of the group 'g'" in text for text in texts(each).values())
+    for again in (pair, triple):
+        for each in network.everywhere(again):
+            assert not any(texts(each).values())
+    network.check_all()
+
+
 def test_the_refusal_of_one_does_not_fail_another_group_of_its_name() -> None:
     network = Network(2)
     pair, triple = grouped("g", [(1,)] * 2), grouped("g", [(1,)] * 3)
