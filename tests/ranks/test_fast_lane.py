@@ -60,6 +60,7 @@ def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) 
         for n in range(1, 6):
             if given.included():
                 hvd.allreduce(np.ones(n, np.float32), name="x", op=hvd.Sum, process_set=given)
+                hvd.barrier(given)  # behind it x is remembered
                 for inplace in (False, True):
                     x = np.ones(n, np.float32)
                     arrays.append(weakref.ref(x))
@@ -248,6 +249,7 @@ def test_a_group_rides_whatever_slots_its_tensors_have(inplace: bool) -> None:
             for k, n in enumerate(sizes):
                 assert results[k].tolist() == [base + hvd.size() * (step + 10 * k)] * n
                 assert (results[k] is arrays[k]) == inplace
+            hvd.barrier()  # behind it the group is remembered
 
     _on(3, body)
 

@@ -188,6 +188,7 @@ def _kinds_of_handles() -> list[str]:
         handle = hvd.allreduce_async(np.ones(3), name="again")
         handle.wait()
         kinds.append(type(handle).__name__)
+        hvd.barrier()  # behind it the tensor is remembered
     return kinds
 
 
