@@ -149,11 +149,15 @@ class Connection:
         self._out.clear()
         self._socket.close()
 
-    def _wait(self, events: int, timeout: float) -> None:
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for something to read, or for room for what waits to be sent; None: as long as it takes."""
+        self._wait(select.POLLIN | (select.POLLOUT if self.wants_write else 0), timeout)
+
+    def _wait(self, events: int, timeout: float | None) -> None:
         """Wait for one of these events. (select() knows no descriptor above 1023.)"""
         poll = select.poll()
         poll.register(self, events)
-        poll.poll(timeout * 1000)
+        poll.poll(None if timeout is None else timeout * 1000)
 
 
 def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE_S) -> Connection:
@@ -185,7 +189,7 @@ def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:
             left = until - time.monotonic()
             if left <= 0:
                 raise ChannelError("the server did not answer in time")
-            connection._wait(select.POLLIN | (select.POLLOUT if connection.wants_write else 0), left)
+            connection.wait(left)
             connection.pump_out()
             # Nobody has been told who this is, so that the server has nothing to say beyond the handshake.
             if connection.pump_in():

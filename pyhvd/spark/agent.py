@@ -6,7 +6,6 @@ does. What the command says goes from the task to the driver without passing her
 
 from __future__ import annotations
 
-import select
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +28,7 @@ def parse(arguments: Sequence[str]) -> Launch:
 def wait_for_exit(driver: Connection) -> int:
     """Return the exit code that the driver gives; 1 when it is gone."""
     while driver.open:
-        select.select([driver], [driver] if driver.wants_write else [], [])
+        driver.wait()
         driver.pump_out()
         for record in driver.pump_in():
             message = decode_from_driver(record)
