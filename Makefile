@@ -6,8 +6,8 @@ ARGS ?=
 SUITE = $(PYTHON) scripts/run_suite.py --pytest-args "$(ARGS)"
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-GENERATED = $(patsubst %.pyx,%.c,$(wildcard pyhvd/*.pyx))
-NATIVE = setup.py $(filter-out $(GENERATED),$(wildcard pyhvd/*.pyx pyhvd/*.px[di] pyhvd/*.c pyhvd/*.h))
+GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
+NATIVE = setup.py $(wildcard pyhvd/*.pyx pyhvd/native/*.px[di] pyhvd/native/*.pyx pyhvd/native/src/*/*.[ch])
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
 # The extension is built inside the source tree, one file per interpreter version but one generated C source
@@ -118,7 +118,7 @@ format: dev ## format the code and fix what ruff can fix
 .PHONY: clean
 clean: ## remove the venvs and everything built
 	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- environments

@@ -4,39 +4,54 @@ The extensions never link MPI: they see plain addresses, so one wheel serves eve
 """
 
 import glob
+import os
 
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-WINDOW = ["pyhvd/_window.c", "pyhvd/_moving.c"]
-KERNELS = ["pyhvd/_kernels.c", "pyhvd/_convert.c"]
+SRC = "pyhvd/native/src"
+# -fno-math-errno and friends change no result; -ffast-math would, and so would fused multiply-adds: with them
+# the bits would depend on the machine.
+FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
+HEADERS = sorted(glob.glob(f"{SRC}/*/*.h"))
+
+
+class BuildExt(build_ext):
+    """Compile the kernels once, into a static library that both extensions link."""
+
+    def build_extensions(self):
+        objects = self.compiler.compile(
+            KERNELS, self.build_temp, include_dirs=[SRC], extra_postargs=FLAGS, depends=HEADERS
+        )
+        self.compiler.create_static_lib(objects, "pyhvd_kernels", self.build_temp)
+        library = os.path.join(self.build_temp, self.compiler.library_filename("pyhvd_kernels"))
+        for extension in self.extensions:
+            extension.extra_objects.append(library)
+        super().build_extensions()
 
 
 def extension(name, *sources, headers=()):
     return Extension(
         f"pyhvd.{name}",
-        sources=[f"pyhvd/{name}.pyx", *sources, *KERNELS],
-        depends=sorted(glob.glob("pyhvd/*.h") + glob.glob("pyhvd/*.px[di]")),
-        include_dirs=list(headers),
+        sources=[f"pyhvd/{name.replace('.', '/')}.pyx", *sources],
+        depends=[*HEADERS, *KERNELS, *sorted(glob.glob("pyhvd/native/*.px[di]"))],
+        include_dirs=[SRC, *headers],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION")] if headers else [],
-        # -fno-math-errno and friends change no result; -ffast-math would, and so would fused
-        # multiply-adds: with them the bits would depend on the machine.
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+        extra_compile_args=FLAGS,
     )
 
 
 setup(
+    cmdclass={"build_ext": BuildExt},
     ext_modules=cythonize(
         [
-            extension("_fusion", "pyhvd/_adasum.c"),
-            extension("_engine", *WINDOW),
+            extension("_fusion"),
             extension(
-                "_lane",
-                "pyhvd/_driver.c",
-                "pyhvd/_units.c",
-                "pyhvd/_board.c",
-                *WINDOW,
+                "native.shared_memory",
+                *sorted(glob.glob(f"{SRC}/window/*.c") + glob.glob(f"{SRC}/fast_path/*.c")),
                 headers=[numpy.get_include()],
             ),
         ],
@@ -50,5 +65,5 @@ setup(
             "embedsignature": True,
             "freethreading_compatible": True,
         },
-    )
+    ),
 )

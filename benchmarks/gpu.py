@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tensors import resnet50
-from pyhvd._version import __version__
+from pyhvd import __version__
 from pyhvd.devices.layout import lay_out
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.tools.doctor.facts import gpus

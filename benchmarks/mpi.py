@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mpi4py
 
-from pyhvd.run.world import find_place
+from pyhvd.job.mpi.rank_env import find_place
 
 if find_place() is None:
     mpi4py.rc.initialize = False

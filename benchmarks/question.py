@@ -24,7 +24,7 @@ from benchmarks.machine import CorePair, Machine, describe_machine, mpi_short
 from benchmarks.mpi import MPI
 from benchmarks.plot import plot
 from benchmarks.report import Report, Run, Target, judge, load_run, print_run, print_verdicts, save
-from pyhvd.run.world import find_place
+from pyhvd.job.mpi.rank_env import find_place
 
 ROOT = Path(__file__).resolve().parents[1]
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

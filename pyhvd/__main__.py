@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from pyhvd._version import __version__
+from pyhvd import __version__
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("pyhvd.tools.doctor.command", "look at this host and its MPI, and try them out"),

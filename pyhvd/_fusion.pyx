@@ -8,13 +8,13 @@ The GIL is released for calls that touch more than 32 KiB only: a shorter call i
 thread could use it, and taking the GIL back can cost a switch interval (5 ms).
 
 Bits: the same input gives the same bits on every machine, whatever its instruction set, except for the
-sign and payload of a NaN that an addition or multiplication makes. See ``_kernels.h``.
+sign and payload of a NaN that an addition or multiplication makes. See ``kernels.h``.
 """
 
 from libc.stdint cimport int64_t, uintptr_t
 
 
-cdef extern from "_kernels.h" nogil:
+cdef extern from "kernels/kernels.h" nogil:
     size_t pyhvd_itemsize(int dtype)
     bint pyhvd_can_reduce(int dtype, int op)
     bint pyhvd_can_scale(int dtype, double factor)
@@ -56,39 +56,6 @@ cdef tuple _PATHS = ("portable", "f16c", "avx512")
 
 cdef enum:
     KEEP_GIL = 32768  # bytes that a call may touch without releasing the GIL
-
-
-# ---- For other Cython modules (_fusion.pxd) ----
-
-cdef int c_pack(void* dst, const int64_t* ptrs, const int64_t* counts, Py_ssize_t n, int dtype, int op,
-                double factor) noexcept nogil:
-    return pyhvd_pack(dst, ptrs, counts, <size_t>n, dtype, op, factor)
-
-
-cdef int c_unpack(const void* src, const int64_t* ptrs, const int64_t* counts, Py_ssize_t n,
-                  int dtype) noexcept nogil:
-    return pyhvd_unpack(src, ptrs, counts, <size_t>n, dtype)
-
-
-cdef int c_scale(void* dst, const void* src, Py_ssize_t count, int dtype, double factor) noexcept nogil:
-    return pyhvd_scale(dst, src, <size_t>count, dtype, factor)
-
-
-cdef int c_cast(void* dst, int dst_dtype, const void* src, int src_dtype, Py_ssize_t count) noexcept nogil:
-    return pyhvd_cast(dst, dst_dtype, src, src_dtype, <size_t>count)
-
-
-cdef int c_reduce(void* dst, const int64_t* srcs, Py_ssize_t p, Py_ssize_t count, int dtype, int op,
-                  double factor) noexcept nogil:
-    return pyhvd_reduce(dst, srcs, <size_t>p, <size_t>count, dtype, op, factor)
-
-
-cdef int c_fill(void* dst, Py_ssize_t count, int dtype, int op) noexcept nogil:
-    return pyhvd_fill(dst, <size_t>count, dtype, op)
-
-
-cdef Py_ssize_t c_itemsize(int dtype) noexcept nogil:
-    return <Py_ssize_t>pyhvd_itemsize(dtype)
 
 
 # ---- Helpers ----

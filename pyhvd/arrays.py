@@ -4,7 +4,7 @@ Owns: what may be sent and what not. A contiguous, native numpy array is the fas
 a non-contiguous one is copied (and copied back by in-place operations). Anything that numpy can view
 without a copy (``__array_interface__``, DLPack on the host) is viewed. Object, string and wrong-endian
 arrays are refused by name. Knows nothing of ranks or of names, nor of arrays on devices
-(:mod:`pyhvd.devices.libraries`).
+(:mod:`pyhvd.devices.array_libraries`).
 """
 
 from __future__ import annotations

@@ -14,11 +14,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pyhvd.cache import WorkerCache
 from pyhvd.errors import InternalError
-from pyhvd.lateness import Lateness
-from pyhvd.loans import Board
-from pyhvd.messages import (
+from pyhvd.negotiation.delegation import Board
+from pyhvd.negotiation.message_table import Negotiation
+from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
@@ -34,7 +33,8 @@ from pyhvd.messages import (
     bytes_to_bits,
     iter_bits,
 )
-from pyhvd.negotiation import Negotiation
+from pyhvd.negotiation.response_cache import WorkerCache
+from pyhvd.negotiation.stragglers import Lateness
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pyhvd.devices.libraries import View
+from pyhvd.common.stacks import describe_site
+from pyhvd.devices.array_libraries import View
 from pyhvd.errors import DuplicateNameError, HorovodInternalError
-from pyhvd.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType
-from pyhvd.stacks import describe_site
-from pyhvd.validation import verb
+from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType
+from pyhvd.negotiation.validation import verb
 
 Key = tuple[int, str]
 
@@ -53,7 +53,7 @@ class TensorEntry(msgspec.Struct, eq=False):
     told : int
         When (ns) the other ranks were told; 0 if that is not known. The runtime's thread alone uses it.
     site : (code, int), optional
-        From where it was submitted; see :func:`pyhvd.stacks.calling_site`.
+        From where it was submitted; see :func:`pyhvd.common.stacks.calling_site`.
     """
 
     process_set: int
@@ -67,7 +67,7 @@ class TensorEntry(msgspec.Struct, eq=False):
 
 
 class Elsewhere(Protocol):
-    """Where tensors may be in flight past the queue; see :class:`pyhvd._lane.Lane`.
+    """Where tensors may be in flight past the queue; see :class:`pyhvd.native.shared_memory.Lane`.
 
     Attributes
     ----------

@@ -10,12 +10,12 @@ from typing import Any
 
 import cloudpickle
 
-from pyhvd.net.connection import Connection, connect
-from pyhvd.spark.driver_service import DriverService, JobSpec
+from pyhvd.job.agent import run_task
+from pyhvd.job.driver import DriverService, JobSpec
+from pyhvd.job.job_key import Secret
+from pyhvd.job.messages import Register, encode
 from pyhvd.spark.errors import SparkError
-from pyhvd.spark.messages import Register, encode
-from pyhvd.spark.secret import Secret
-from pyhvd.spark.task_service import run_task
+from pyhvd.transport.tcp.connection import Connection, connect
 
 PATIENCE_S = 60.0
 Show = Callable[[int, int, bytes], None]

@@ -16,7 +16,7 @@ from benchmarks.questions.latency import LOOPS, pyhvd_synchronous
 from benchmarks.questions.resnet import label
 from benchmarks.report import Target, show_bytes
 from benchmarks.tensors import Tensors, resnet50
-from pyhvd import context
+from pyhvd.engine import context
 
 ON = "pyhvd, with times"
 OFF = "pyhvd, without"

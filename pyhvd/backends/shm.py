@@ -1,4 +1,4 @@
-"""One node: every collective over a shared window, by the kernels of :mod:`pyhvd._engine`.
+"""One node: every collective over a shared window, by the kernels of :mod:`pyhvd.native.shared_memory`.
 
 Owns: making windows (a file in shared memory, or plain memory where the ranks are threads), and the decision
 whether a process set can have one. A set whose ranks lie on several nodes, a node without enough shared
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd import _engine
 from pyhvd.arrays import Bytes, TensorView, address
 from pyhvd.backends.base import Aborted, Block, Fabric, Pieces
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.native import shared_memory
 
 _log = logging.getLogger("pyhvd")
 
@@ -59,7 +59,7 @@ OpenWindow = Callable[[Fabric, int], Segment | NoWindow]
 
 def area_bytes(largest_chunk: int) -> int:
     """Return the bytes of shared memory that each rank of a set needs."""
-    return _engine.area_bytes(largest_chunk) + LINE
+    return shared_memory.area_bytes(largest_chunk) + LINE
 
 
 def aligned(start: int) -> int:
@@ -88,7 +88,7 @@ class ShmFabric:
         self.inner = inner
         self._segment = segment
         self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
-        self.window = _engine.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
+        self.window = shared_memory.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
         self.window.clear()
         inner.barrier()
 

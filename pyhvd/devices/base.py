@@ -222,7 +222,7 @@ class DeviceView(msgspec.Struct, eq=False):
         The array in the caller's library; keeps the memory alive.
     ready : Event or None
         Passes when the contents may be read, and the memory written; see
-        :func:`pyhvd.devices.ordering.mark_ready`.
+        :func:`pyhvd.devices.streams.mark_ready`.
     home : object or None
         The caller's own array where ``owner`` is a contiguous copy of it.
     origin : object or None

@@ -15,8 +15,8 @@ from cupy.cuda import runtime
 from pyhvd.arrays import Bytes
 from pyhvd.devices.base import Event, Memory, Packer, Stream
 from pyhvd.devices.cupy_kernels import compile_kernels
-from pyhvd.devices.ordering import stream_of
 from pyhvd.devices.packing import KernelPacker
+from pyhvd.devices.streams import stream_of
 
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation; of a device's memory CuPy makes a MemoryError by itself
 _NOT_READY = 600  # cudaErrorNotReady

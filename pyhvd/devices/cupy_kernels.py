@@ -12,8 +12,8 @@ from importlib import resources
 import cupy
 
 from pyhvd.devices.base import Stream
+from pyhvd.devices.pack_plan import THREADS
 from pyhvd.devices.packing import Argument, Launch
-from pyhvd.devices.tiles import THREADS
 
 
 @functools.cache

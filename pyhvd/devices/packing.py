@@ -16,7 +16,7 @@ from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.devices.base import Device, Event, Memory, Stream
 from pyhvd.devices.layout import ALIGNMENT, Words
-from pyhvd.devices.tiles import make_tiles
+from pyhvd.devices.pack_plan import make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 Argument = np.uint64 | np.int64 | np.float64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from pyhvd.job.mpi.rank_env import find_place
 from pyhvd.run.cli import parse
-from pyhvd.run.world import find_place
 
 
 def main() -> int:
@@ -13,14 +13,14 @@ def main() -> int:
     place = find_place()
     options = parse(sys.argv[1:], under_mpiexec=place is not None)
     if options.check_build:
-        from pyhvd.run.build import check_build
+        from pyhvd.run.check_build import check_build
 
         return check_build(options.verbose) if place is None or place.rank == 0 else 0
     if place is not None:
-        from pyhvd.run.worker import run_rank
+        from pyhvd.run.rank_entry import run_rank
 
         return run_rank(options, place)
-    from pyhvd.run.launcher import launch
+    from pyhvd.run.local import launch
 
     return launch(options)
 

@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyhvd._version import __version__
+from pyhvd import __version__
 from pyhvd.config import LOG_LEVELS
-from pyhvd.run.settings import ConfigFileError, add_flags, settings_of
+from pyhvd.run.flags import ConfigFileError, add_flags, settings_of
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _EXAMPLES = """\

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pyhvd.spark.api import run
 from pyhvd.spark.data.manifest import Column, Dataset
 from pyhvd.spark.data.partition import partition
-from pyhvd.spark.data.reading import Shard, shard
+from pyhvd.spark.data.prepare import prepare
+from pyhvd.spark.data.shard import Shard, shard
 from pyhvd.spark.data.store import Store
-from pyhvd.spark.data.writing import prepare
 from pyhvd.spark.errors import (
     DataError,
     JavaNotFoundError,
@@ -25,7 +25,7 @@ from pyhvd.spark.errors import (
 from pyhvd.spark.java import use_java
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel
 from pyhvd.spark.ml.training import Batch, Training
-from pyhvd.spark.task import get_available_devices
+from pyhvd.spark.resources import get_available_devices
 
 if TYPE_CHECKING:
     from pyhvd.spark.ml.estimator import Estimator

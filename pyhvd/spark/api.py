@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.errors import ConfigError, describe_exception, sendable
-from pyhvd.net.connection import Address
-from pyhvd.net.session import MAX_RECORD
-from pyhvd.run.mpi_flavour import LaunchError
+from pyhvd.job.addresses import listening_places
+from pyhvd.job.agent import TaskBody
+from pyhvd.job.driver import DriverService, JobSpec
+from pyhvd.job.job_key import Secret
+from pyhvd.job.mpi.flavour import LaunchError
+from pyhvd.job.mpi.openmpi.rendezvous import MpiexecWiring, find
+from pyhvd.job.output import Lines, Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection
-from pyhvd.spark.driver_service import DriverService, JobSpec
 from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.spark.job import CollectJob
-from pyhvd.spark.mpiexec import MpiexecWiring, find
-from pyhvd.spark.network import listening_places
-from pyhvd.spark.output import Lines, Output
-from pyhvd.spark.secret import Secret
 from pyhvd.spark.slots import count_slots, wait_for_slots
-from pyhvd.spark.task_service import TaskBody
+from pyhvd.transport.tcp.connection import Address
+from pyhvd.transport.tcp.session import MAX_RECORD
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

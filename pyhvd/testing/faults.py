@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pyhvd import context
+from pyhvd.engine import context
 
 Kind = Literal["delay", "stop", "kill", "raise"]
 

@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pyhvd import lifecycle
-from pyhvd.context import Slot, playing_rank
+from pyhvd.api import lifecycle
+from pyhvd.engine.context import Slot, playing_rank
 from pyhvd.errors import RankFailedError, ShutDownError, TransportError
-from pyhvd.worlds import ThreadWorlds
+from pyhvd.transport.world import ThreadWorlds
 
 T = TypeVar("T")
 _SECONDARY = (RankFailedError, ShutDownError, TransportError)

@@ -1,6 +1,6 @@
 """``python -m pyhvd top``: a table of what the ranks of a running job do, again and again until it ends.
 
-The ranks are found by the files that they leave in this user's own directory (:mod:`pyhvd.rankfiles`), or
+The ranks are found by the files that they leave in this user's own directory (:mod:`pyhvd.observe.endpoint_files`), or
 given as ports or addresses; what they do is read from their metrics endpoints.
 """
 
@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from pyhvd.rankfiles import RankFile, read_files
+from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.scraping import Row, rates, scrape
 

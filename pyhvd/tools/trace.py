@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.observe.trace.files import TraceError
+from pyhvd.observe.trace.loading import RankTrace, load
+from pyhvd.observe.trace.merging import merge
+from pyhvd.observe.trace.summary import PARTS, Total, summarise
 from pyhvd.tools.tables import print_table
-from pyhvd.tracing.files import TraceError
-from pyhvd.tracing.loading import RankTrace, load
-from pyhvd.tracing.merging import merge
-from pyhvd.tracing.summary import PARTS, Total, summarise
-from pyhvd.validation import describe_ranks
 
 _EXAMPLES = """\
 examples:

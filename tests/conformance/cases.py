@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.context import current_slot, playing_rank
+from pyhvd.engine.context import current_slot, playing_rank
 from pyhvd.testing import run_ranks
 
 ALL = (1, 2, 3, 4)

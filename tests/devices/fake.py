@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pyhvd.arrays import Array, Bytes, address
 from pyhvd.devices.base import DeviceView, Memory, Stream
 from pyhvd.devices.layout import ALIGNMENT, Words
-from pyhvd.devices.ordering import Lease
+from pyhvd.devices.streams import Lease
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp, lookup
 
 SCRIBBLE = 0xDB

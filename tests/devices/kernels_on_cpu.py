@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from pyhvd.devices.base import Stream
+from pyhvd.devices.pack_plan import THREADS
 from pyhvd.devices.packing import Argument, Compile, Launch
-from pyhvd.devices.tiles import THREADS
 from tests.devices.fake import FakeDevice
 
 SOURCE = Path(__file__).resolve().parents[2] / "pyhvd" / "devices" / "fusion.cu"

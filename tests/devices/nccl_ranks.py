@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.inprocess import Meeting, ThreadFabric
-from pyhvd.backends.nccl import NcclBackend
-from pyhvd.backends.nccl_start import open_nccl
+from pyhvd.backends.gpu.nccl import NcclBackend
+from pyhvd.backends.gpu.nccl_init import open_nccl
 from pyhvd.devices.base import DeviceView, Stream
 from pyhvd.dtypes import Code
+from pyhvd.transport.inprocess import Meeting, ThreadFabric
 from tests.devices.fake import FakeArray, FakeLibrary, dtype_of
 from tests.devices.fake_nccl import FakeNccl, PeerDevice
 

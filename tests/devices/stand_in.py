@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd.devices.tiles import THREADS
+from pyhvd.devices.pack_plan import THREADS
 from tests.devices.fake import FakeArray, FakeDevice, FakeEvent
 from tests.devices.kernels_on_cpu import SOURCE, compiler_of
 

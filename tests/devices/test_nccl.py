@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from pyhvd.backends.gpu.nccl_bindings import reduction, version_text
 from pyhvd.backends.host import rows_of
-from pyhvd.backends.nccl_library import reduction, version_text
 from pyhvd.devices.base import Span
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.fake import dtype_of
@@ -118,7 +117,7 @@ def test_one_tensor_alone_is_not_packed() -> None:
 
 
 def test_the_buffer_is_used_again_and_a_large_one_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyhvd.backends.nccl.KEPT", 10_000)
+    monkeypatch.setattr("pyhvd.backends.gpu.nccl.KEPT", 10_000)
 
     def work(rank: Rank) -> list[int]:
         kept = []

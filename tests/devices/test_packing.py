@@ -11,15 +11,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pyhvd import _fusion
 from pyhvd.arrays import address
-from pyhvd.devices import packing, tiles
+from pyhvd.devices import pack_plan, packing
 from pyhvd.devices.layout import ALIGNMENT, lay_out
+from pyhvd.devices.pack_plan import EACH, LARGE, THREADS, make_tiles
 from pyhvd.devices.packing import KernelPacker, kernel_types
-from pyhvd.devices.tiles import EACH, LARGE, THREADS, make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.fake import FakeDevice, FakeEvent
 from tests.devices.kernels_on_cpu import SOURCE, compiler_of, needs_compiler
@@ -313,7 +312,7 @@ def test_every_vector_is_found_in_its_tile(counts: list[int], itemsize: int) -> 
     offsets, total = lay_out(counts, itemsize)
     made = make_tiles(offsets, words(range(1, len(counts) + 1)), words(counts), itemsize)
     held = [i for i, count in enumerate(counts) if count]
-    entries = made.table[: made.firsts].view(tiles._ENTRY)
+    entries = made.table[: made.firsts].view(pack_plan._ENTRY)
     firsts = made.table[made.firsts :].view(np.int32)
     assert list(entries["address"]) == [i + 1 for i in held]
     assert made.vectors * ALIGNMENT == total * itemsize

@@ -18,12 +18,12 @@ from multiprocessing.sharedctypes import Synchronized
 import numpy as np
 import pytest
 
-from pyhvd import _engine
 from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.native import shared_memory
 from tests.faults.test_window_stress import watch
 
 WINDOWS = int(os.environ.get("PYHVD_STRESS_ABORTS", "150"))
-CHUNK = _engine.FLAT
+CHUNK = shared_memory.FLAT
 COUNTS = (1, 500, 4096, 9000)  # flat, one chunk, several chunks
 LAST = 100_000
 
@@ -37,10 +37,10 @@ def _note(rank: int) -> bytes:
 def _rank(rank: int, size: int, memory: mmap.mmap, progress: Synchronized[int]) -> None:
     whole = np.frombuffer(memory, np.uint8)
     start = -(-whole.__array_interface__["data"][0] // 128) * 128
-    area = -(-_engine.area_bytes(CHUNK) // 128) * 128
+    area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
     draw = random.Random(rank)
     for which in range(WINDOWS):
-        window = _engine.Window(rank, [start + (which * size + q) * area for q in range(size)], CHUNK)
+        window = shared_memory.Window(rank, [start + (which * size + q) * area for q in range(size)], CHUNK)
         plan = random.Random(which)  # the same on every rank
         at = {q: plan.randrange(20) for q in plan.sample(range(size), plan.choice((1, 1, 2)))}
         first = min(at.values())
@@ -53,7 +53,9 @@ def _rank(rank: int, size: int, memory: mmap.mmap, progress: Synchronized[int]) 
         progress.value = which + 1
 
 
-def _use(rank: int, size: int, window: _engine.Window, end: int, beside: bool, draw: random.Random) -> int:
+def _use(
+    rank: int, size: int, window: shared_memory.Window, end: int, beside: bool, draw: random.Random
+) -> int:
     """Reduce until it ends; return the number of the reduction that was not done."""
     values = np.empty(max(COUNTS), np.int64)
     where = np.array([values.__array_interface__["data"][0]], np.int64)
@@ -76,7 +78,7 @@ def _use(rank: int, size: int, window: _engine.Window, end: int, beside: bool, d
     return number
 
 
-def _abort_soon(window: _engine.Window, rank: int, seconds: float) -> None:
+def _abort_soon(window: shared_memory.Window, rank: int, seconds: float) -> None:
     time.sleep(seconds)
     window.abort(_note(rank))
 
@@ -84,7 +86,7 @@ def _abort_soon(window: _engine.Window, rank: int, seconds: float) -> None:
 @pytest.mark.timeout(60 + WINDOWS // 2)
 @pytest.mark.parametrize("size", [2, 4])
 def test_windows_that_are_aborted_at_any_moment(size: int) -> None:
-    area = -(-_engine.area_bytes(CHUNK) // 128) * 128
+    area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
     memory = mmap.mmap(-1, WINDOWS * size * area + 128)
     progress = [_fork.Value("q", 0) for _ in range(size)]
     ranks: list[BaseProcess] = [

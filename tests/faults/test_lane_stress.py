@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd import _engine, _lane
-from pyhvd.context import Slot, playing_rank
+from pyhvd.api.process_sets import global_process_set
+from pyhvd.api.reductions import start
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.messages import Request, RequestType
-from pyhvd.process_sets import global_process_set
-from pyhvd.reducing import start
+from pyhvd.engine.context import Slot, playing_rank
+from pyhvd.native import shared_memory
+from pyhvd.negotiation.messages import Request, RequestType
 from tests.faults.test_window_stress import watch
 
 ROUNDS = int(os.environ.get("PYHVD_STRESS_ROUNDS", "6000"))
 
-CHUNK = _engine.FLAT
+CHUNK = shared_memory.FLAT
 SLOTS = 64
 COUNTS = (1, 3, 500, 4096, 9000, 2)
 GROUP = (7, 1200, 1)
@@ -48,18 +48,18 @@ class _Rank:
     def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
         whole = np.frombuffer(memory, np.uint8)
         at = -(-_address(whole) // 128) * 128
-        area = -(-_engine.area_bytes(CHUNK) // 128) * 128
-        window = _engine.Window(rank, [at + q * area for q in range(size)], CHUNK)
+        area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
+        window = shared_memory.Window(rank, [at + q * area for q in range(size)], CHUNK)
         window.clear()
         base = at + size * area
-        self.lane = _lane.Lane(
+        self.lane = shared_memory.Lane(
             base, whole, rank, size, SLOTS, 1 << 16, False, 1e-3, lambda _: int(Code.INT64)
         )
         self.lane.attach({}, {}, {}, lambda: None)
         if rank == 0:
             self.lane.clear()
             self.lane.open_board(0, range(size))
-        arenas = [base + _lane.board_bytes(size, SLOTS) + q * ARENA for q in range(size)]
+        arenas = [base + shared_memory.board_bytes(size, SLOTS) + q * ARENA for q in range(size)]
         self.lane.know_arena(arenas[rank], ARENA)
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
@@ -150,8 +150,8 @@ def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
 @pytest.mark.timeout(120 + ROUNDS // 200)
 @pytest.mark.parametrize("size", [2, 4])
 def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
-    area = -(-_engine.area_bytes(CHUNK) // 128) * 128
-    memory = mmap.mmap(-1, size * area + _lane.board_bytes(size, SLOTS) + size * ARENA + 256)
+    area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
+    memory = mmap.mmap(-1, size * area + shared_memory.board_bytes(size, SLOTS) + size * ARENA + 256)
     progress = [_fork.Value("q", 0) for _ in range(size)]
     meet = _fork.Barrier(size)
     ranks: list[BaseProcess] = [

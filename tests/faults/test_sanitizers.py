@@ -40,16 +40,16 @@ KINDS = {
 }
 
 BROKEN = [
-    ("_window.c", "counter, value, memory_order_release", "counter, value, memory_order_relaxed", "windows"),
+    ("window.c", "counter, value, memory_order_release", "counter, value, memory_order_relaxed", "windows"),
     (
-        "_board.c",
+        "ready_table.c",
         "&b->head->lock, 0, memory_order_release",
         "&b->head->lock, 0, memory_order_relaxed",
         "board",
     ),
-    ("_board.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "board"),
-    ("_units.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "lanes"),
-    ("_driver.c", "driven, 0, memory_order_release", "driven, 0, memory_order_relaxed", "lanes"),
+    ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "board"),
+    ("submission.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "lanes"),
+    ("progress.c", "driven, 0, memory_order_release", "driven, 0, memory_order_relaxed", "lanes"),
 ]
 """What is made worse, to see that it is found: in which file, what by what, in which scenario it shows."""
 
@@ -124,7 +124,12 @@ def program(
 
 
 def test_setup_names_the_sources_of_the_segment() -> None:
-    assert {"pyhvd/_window.c", "pyhvd/_moving.c", "pyhvd/_board.c", "pyhvd/_driver.c"} <= set(_sources())
+    assert {
+        "pyhvd/native/src/window/window.c",
+        "pyhvd/native/src/window/move.c",
+        "pyhvd/native/src/fast_path/ready_table.c",
+        "pyhvd/native/src/fast_path/progress.c",
+    } <= set(_sources())
 
 
 @pytest.mark.timeout(4 * LIMIT_S)

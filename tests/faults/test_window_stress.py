@@ -18,11 +18,11 @@ from multiprocessing.sharedctypes import Synchronized
 import numpy as np
 import pytest
 
-from pyhvd import _engine
 from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.native import shared_memory
 
 ROUNDS = int(os.environ.get("PYHVD_STRESS_ROUNDS", "20000"))
-CHUNK = _engine.FLAT
+CHUNK = shared_memory.FLAT
 SIZES = (1, 2, 500, 4096, 4097, 9000, 40_000)  # flat, one chunk, several chunks
 STUCK_AFTER_S = 20.0
 
@@ -33,9 +33,9 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
     """Reduce, gather and exchange numbers that every rank can foretell; any other value ends the process."""
     whole = np.frombuffer(memory, np.uint8)
     start = whole.__array_interface__["data"][0]
-    area = _engine.area_bytes(CHUNK) + 128
+    area = shared_memory.area_bytes(CHUNK) + 128
     areas = [-(-(start + q * area) // 128) * 128 for q in range(size)]
-    window = _engine.Window(rank, areas, CHUNK)
+    window = shared_memory.Window(rank, areas, CHUNK)
     draw = random.Random(rank)
     plan = random.Random(0)  # the same on every rank
     values = np.empty(max(SIZES) + 2 * size, np.int64)
@@ -100,7 +100,7 @@ def watch(ranks: list[BaseProcess], progress: list[Synchronized[int]], rounds: i
 @pytest.mark.timeout(60 + ROUNDS // 500)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_are_stopped_and_continued(size: int) -> None:
-    memory = mmap.mmap(-1, size * (_engine.area_bytes(CHUNK) + 128))
+    memory = mmap.mmap(-1, size * (shared_memory.area_bytes(CHUNK) + 128))
     progress = [_fork.Value("q", 0) for _ in range(size)]
     ranks: list[BaseProcess] = [
         _fork.Process(target=_rank, args=(r, size, memory, ROUNDS, progress[r]), daemon=True)

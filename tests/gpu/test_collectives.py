@@ -183,7 +183,7 @@ def test_by_cuda_aware_mpi() -> None:
     import cupy
     from mpi4py import MPI
 
-    from pyhvd.mpi_probe import cuda_aware
+    from pyhvd.transport.mpi.probe import cuda_aware
 
     told = hear_log()
     hvd.init()

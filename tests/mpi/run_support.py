@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyhvd.run.mpi_flavour import find_library, find_mpiexec
+from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library()

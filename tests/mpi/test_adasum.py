@@ -26,7 +26,7 @@ def test_over_mpi() -> None:
 @on_ranks(2, 8, timeout=60)
 def test_bits() -> None:
     """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
-    from pyhvd.backends import mpi
+    from pyhvd.transport.control.mpi import fabric
 
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -39,5 +39,5 @@ def test_bits() -> None:
     os.environ["PYHVD_FAST_LANE"] = "0"
     hvd.init()
     assert adasum.digests() == want
-    mpi.LARGEST = 5000
+    fabric.LARGEST = 5000
     assert adasum.digests() == want

@@ -13,7 +13,7 @@ TRAIN = """
 import os, sys
 import numpy as np
 import pyhvd as hvd
-from pyhvd import context
+from pyhvd.engine import context
 
 hvd.init()
 gradients = [np.full(n, hvd.rank() + 1.0, np.float32) for n in (10, 3000, 60_000)]

@@ -45,7 +45,7 @@ def test_a_corrupted_result_is_an_error_everywhere(fast_lane: str, monkeypatch: 
 
 def hvd_backend() -> Backend:
     """This rank's backend of all ranks."""
-    from pyhvd import context
+    from pyhvd.engine import context
 
     return context.current().runtime._executor._backends[0]
 

@@ -29,10 +29,12 @@ def test_movements_and_arrays() -> None:
 @on_ranks(3, timeout=60)
 def test_small_windows_and_small_messages() -> None:
     """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
-    from pyhvd.backends import host, mpi
+    from pyhvd.transport.control.mpi import fabric
+
+    from pyhvd.backends import host
 
     os.environ["PYHVD_STAGING_SIZE"] = "24"
-    host.FLAT, mpi.LARGEST = 0, 8
+    host.FLAT, fabric.LARGEST = 0, 8
     hvd.init()
     chosen: tuple[str, ...] = ("every_dtype_and_op-allreduce_async", "layouts-column")
     chosen += ("every_dtype_and_op-grouped_allreduce_async_",)
@@ -42,7 +44,7 @@ def test_small_windows_and_small_messages() -> None:
     cases = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
     assert len({case.name for case in cases} & set(chosen)) == len(chosen)
     run_all([case for case in cases if case.name in chosen])
-    mpi.LARGEST = 1000
+    fabric.LARGEST = 1000
     size, rank = hvd.size(), hvd.rank()
     parts = inputs("float64", (1201,), size)
     same(

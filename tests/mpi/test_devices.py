@@ -7,12 +7,13 @@ import os
 
 import numpy as np
 import pytest
+from pyhvd.transport.control.mpi import fabric
 
 import pyhvd as hvd
-from pyhvd.backends import cuda_mpi, mpi
-from pyhvd.backends.mpi import MpiFabric
-from pyhvd.devices import libraries
-from pyhvd.mpi_probe import cuda_aware
+from pyhvd.backends.gpu import cuda_mpi
+from pyhvd.devices import array_libraries
+from pyhvd.transport.mpi.fabric import MpiFabric
+from pyhvd.transport.mpi.probe import cuda_aware
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
 from tests.mpi.harness import hear_log, on_ranks, run_function
 
@@ -20,7 +21,7 @@ PIECE = "65536"
 
 
 def _verbs(way: str = "through the host", why: str = "ranks {} share a device, cuda:0") -> None:
-    libraries.register("tests", FakeLibrary())
+    array_libraries.register("tests", FakeLibrary())
     told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
@@ -81,14 +82,14 @@ def test_by_an_mpi_that_takes_devices() -> None:
 @on_ranks(2, env={**BY_MPI, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
 def test_blocks_longer_than_one_message() -> None:
     MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
-    mpi.LARGEST = 10_000
+    fabric.LARGEST = 10_000
     _verbs(PLAYED)
 
 
 @on_ranks(2, env=BY_MPI)
 def test_a_trial_that_does_not_end_leaves_nobody_behind() -> None:
     """One rank takes no part in it: what the other has sent stays on its way for ever."""
-    libraries.register("tests", FakeLibrary())
+    array_libraries.register("tests", FakeLibrary())
     told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
@@ -133,7 +134,7 @@ def test_an_mpi_that_says_it_takes_no_devices_is_given_none() -> None:
 
 @on_ranks(2)
 def test_a_mismatch_of_devices() -> None:
-    libraries.register("tests", FakeLibrary())
+    array_libraries.register("tests", FakeLibrary())
     hvd.init()
     device = FakeDevice()
     with pytest.raises(
@@ -145,7 +146,7 @@ def test_a_mismatch_of_devices() -> None:
 def _broken_trade() -> None:
     from mpi4py import MPI
 
-    libraries.register("tests", FakeLibrary())
+    array_libraries.register("tests", FakeLibrary())
     hvd.init()
     MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
     device = FakeDevice(0, seed=hvd.rank(), identity="one for all")

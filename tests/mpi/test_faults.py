@@ -78,7 +78,7 @@ class _NoMemory:
 
 @on_ranks(2, 4)
 def test_no_memory_for_an_output_on_one_rank() -> None:
-    from pyhvd import executor
+    from pyhvd.engine import executor
 
     hvd.init()
     allocator = _NoMemory()
@@ -180,7 +180,7 @@ def _broken_set(name: str) -> None:
 
 def _broken_engine(name: str) -> None:
     """Rank 1 breaks in a list that it carries out by itself; the others are in the engine's next batch."""
-    from pyhvd.executor import Executor
+    from pyhvd.engine.executor import Executor
 
     hvd.init(process_sets="dynamic")
     number = hvd.rank()
@@ -244,7 +244,7 @@ def test_a_rank_that_breaks_lets_the_others_out_of_the_window(
 
 
 def _broken_messages() -> None:
-    from pyhvd.backends.mpi import MpiFabric
+    from pyhvd.transport.mpi.fabric import MpiFabric
 
     hvd.init()
     hvd.barrier()

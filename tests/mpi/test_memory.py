@@ -8,8 +8,8 @@ import os
 import numpy as np
 
 import pyhvd as hvd
-from pyhvd.arena import Arena
-from pyhvd.context import current
+from pyhvd.engine.context import current
+from pyhvd.transport.arena import Arena
 from tests.mpi.harness import hear_log, on_ranks
 
 WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without it there is no such memory

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import pyhvd as hvd
-from pyhvd.context import current
+from pyhvd.engine.context import current
 from tests.mpi.harness import on_ranks
 from tests.mpi.run_support import TIMEOUT_S, environment, launcher_command, pyhvdrun, script, started
 

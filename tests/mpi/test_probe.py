@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyhvd.run.build import probe_mpi
+from pyhvd.run.check_build import probe_mpi
 
 
 def test_it_says_whether_it_takes_device_memory() -> None:

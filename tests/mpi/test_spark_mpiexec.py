@@ -20,11 +20,11 @@ import cloudpickle
 import pytest
 
 import pyhvd as hvd
-from pyhvd.run.mpi_flavour import find_library
-from pyhvd.run.world import MPICH
+from pyhvd.job.job_key import Secret
+from pyhvd.job.mpi.flavour import find_library
+from pyhvd.job.mpi.openmpi.rendezvous import MpiexecWiring, find
+from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.spark.errors import SparkError, StartTimeoutError
-from pyhvd.spark.mpiexec import MpiexecWiring, find
-from pyhvd.spark.secret import Secret
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -206,7 +206,7 @@ def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path
 
 
 def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
-    from pyhvd.spark.mpiexec import Mpiexec
+    from pyhvd.job.mpi.openmpi.rendezvous import Mpiexec
 
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho thinking; exec sleep 1000\n")
@@ -221,7 +221,7 @@ def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
 _TASK = """
 import sys
 import cloudpickle
-from pyhvd.spark.task_service import run_task
+from pyhvd.job.agent import run_task
 sys.stdout.buffer.write(cloudpickle.dumps(run_task(*cloudpickle.load(sys.stdin.buffer))))
 """
 

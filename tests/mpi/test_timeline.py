@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.tracing.files import rank_path
-from pyhvd.tracing.loading import load
-from pyhvd.tracing.summary import summarise
+from pyhvd.observe.trace.files import rank_path
+from pyhvd.observe.trace.loading import load
+from pyhvd.observe.trace.summary import summarise
 from tests.chrome_trace import check_events
 from tests.mpi import run_support as support
 from tests.mpi.harness import on_ranks

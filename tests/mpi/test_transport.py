@@ -8,7 +8,7 @@ import time
 
 from mpi4py import MPI
 
-from pyhvd.mpi_transport import MpiTransport
+from pyhvd.transport.mpi.control import MpiTransport
 from tests.mpi.harness import on_ranks
 
 

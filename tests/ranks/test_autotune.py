@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import pyhvd as hvd
-from pyhvd import context, tuner
-from pyhvd.autotune import LARGEST_CHUNK
-from pyhvd.messages import Tuning
+from pyhvd.engine import autotuner, context
+from pyhvd.engine.autotune_search import LARGEST_CHUNK
+from pyhvd.negotiation.messages import Tuning
 from pyhvd.testing import RanksFailed, run_ranks
 from tests.conformance import determinism
 from tests.ranks.test_lanes import Step, program, several_threads, steps

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import context
 from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.base import Fabric
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import OpenWindow, make_backend
+from pyhvd.engine import context
 from pyhvd.testing import run_ranks
 
 SIZE = 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import context
+from pyhvd.engine import context
 from pyhvd.testing import run_ranks
 
 

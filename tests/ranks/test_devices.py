@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.devices import libraries
+from pyhvd.devices import array_libraries
 from pyhvd.testing import run_ranks
 from tests.conformance.oracle import inputs, reduced, rows, same
 from tests.devices.fake import FakeArray, FakeDevice, FakeLibrary, fake_array

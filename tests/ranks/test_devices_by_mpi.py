@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends import cuda_mpi, opening
 from pyhvd.backends.base import Block
-from pyhvd.backends.inprocess import ThreadFabric
-from pyhvd.backends.nccl_start import NcclCarrier
-from pyhvd.devices import libraries
-from pyhvd.instruments import Instruments
+from pyhvd.backends.gpu import cuda_mpi, select
+from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.devices import array_libraries
+from pyhvd.observe.hooks import Instruments
 from pyhvd.testing import RanksFailed, run_ranks
+from pyhvd.transport.inprocess import ThreadFabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
 

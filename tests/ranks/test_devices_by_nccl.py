@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends import opening
 from pyhvd.backends.base import Backend
-from pyhvd.backends.inprocess import ThreadFabric
-from pyhvd.backends.nccl_start import NcclCarrier
-from pyhvd.devices import libraries
+from pyhvd.backends.gpu import select
+from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.devices import array_libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
+from pyhvd.transport.inprocess import ThreadFabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeLibrary, fake_array
 from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice

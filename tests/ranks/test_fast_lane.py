@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.context import current_slot
+from pyhvd.engine.context import current_slot
 from pyhvd.testing import run_ranks
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.controller import Stalled
-from pyhvd.stall import Finding
+from pyhvd.observe.stall_inspector import Finding
 from pyhvd.testing import RanksFailed, run_ranks
 
 both_lanes = pytest.mark.parametrize("fast_lane", [False, True])
@@ -27,7 +27,7 @@ class Said(threading.Event):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        from pyhvd import hang_report, hangs
+        from pyhvd.observe import hang_report, hang_reporter
 
         def make(*arguments: Any) -> str:
             text = original(*arguments)
@@ -40,7 +40,7 @@ class Said(threading.Event):
 
 def look_only_when(monkeypatch: pytest.MonkeyPatch, *missing: tuple[int, ...]) -> None:
     """Let rank 0 see nothing unless what waits waits for these ranks: a busy machine makes others late."""
-    from pyhvd.stall import StallInspector
+    from pyhvd.observe.stall_inspector import StallInspector
 
     look = StallInspector.look
 
@@ -157,7 +157,7 @@ def test_a_joined_rank_is_not_missing(
 def test_what_was_submitted_before_the_answers_came_is_not_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyhvd import hangs
+    from pyhvd.observe import hang_reporter
 
     submitted, asked = threading.Event(), threading.Event()
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import pyhvd as hvd
-from pyhvd.context import current_slot, playing_rank
+from pyhvd.engine.context import current_slot, playing_rank
 from pyhvd.testing import run_ranks
 
 VERBS = (

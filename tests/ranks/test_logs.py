@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import pyhvd as hvd
-from pyhvd import logs
+from pyhvd.api import logs
 from pyhvd.config import Config
 from pyhvd.testing import run_ranks
 

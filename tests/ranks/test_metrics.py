@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.context import current
+from pyhvd.engine.context import current
 from pyhvd.testing import RanksFailed, run_ranks
 
 FAST = {"fast_lane": True}
@@ -184,7 +184,7 @@ def test_threads_count_without_loss(knobs: dict[str, Any]) -> None:
     threads, calls = 4, 50
 
     def many() -> hvd.Metrics:
-        from pyhvd.context import current_slot, playing_rank
+        from pyhvd.engine.context import current_slot, playing_rank
 
         slot = current_slot()
 
@@ -263,7 +263,7 @@ def test_an_init_that_fails_gives_the_port_up(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as free:
         knobs = {"metrics_port": free.getsockname()[1]}
     with monkeypatch.context() as broken:
-        broken.setattr("pyhvd.context.open_lane", fail)
+        broken.setattr("pyhvd.engine.context.open_lane", fail)
         with pytest.raises(RanksFailed, match="no lane today"):
             run_ranks(1, hvd.rank, knobs=knobs)
     assert run_ranks(1, hvd.rank, knobs=knobs) == [0]

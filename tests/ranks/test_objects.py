@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import objects as module
+from pyhvd.api import objects as module
 from pyhvd.testing import run_ranks
 from tests.conformance import objects, promises
 from tests.conformance.cases import Case, each, on_threads

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import context, reducing, repeats
-from pyhvd.devices import libraries
-from pyhvd.messages import Request, RequestType
+from pyhvd.api import reductions, repeats
+from pyhvd.devices import array_libraries
+from pyhvd.engine import context
+from pyhvd.negotiation.messages import Request, RequestType
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeArray, FakeDevice, FakeLibrary, fake_array
 
@@ -29,7 +30,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that have gone the long way."""
     names: list[str] = []
-    inner = reducing.reduce_tensors
+    inner = reductions.reduce_tensors
 
     def counted(*arguments: Any) -> Any:
         names.append(arguments[4])

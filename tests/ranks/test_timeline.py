@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd import timeline
-from pyhvd.context import current
+from pyhvd.engine.context import current
+from pyhvd.observe import timeline
+from pyhvd.observe.trace.files import rank_path
+from pyhvd.observe.trace.loading import RankTrace, load
 from pyhvd.testing import RanksFailed, run_ranks
-from pyhvd.tracing.files import rank_path
-from pyhvd.tracing.loading import RankTrace, load
 from tests.chrome_trace import check_events
 
 DYNAMIC = {"timeline": "DYNAMIC"}

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyhvd.run.mpi_flavour import find_library
-from pyhvd.run.world import OPENMPI
+from pyhvd.job.mpi.flavour import find_library
+from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.spark import use_java
 
 ROOT = Path(__file__).resolve().parents[2]

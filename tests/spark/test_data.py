@@ -16,7 +16,7 @@ import pyhvd as hvd
 import pyhvd.spark
 from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import Folder
-from pyhvd.spark.data.part import PART_NAME
+from pyhvd.spark.data.write_partition import PART_NAME
 from pyhvd.spark.errors import DataError, SparkError
 from tests.spark.cluster import ROOT
 

@@ -16,12 +16,15 @@ pa = pytest.importorskip("pyarrow", reason="make test-spark installs it")
 fsspec = pytest.importorskip("fsspec", reason="make test-spark installs it")
 
 import pyhvd.spark  # noqa: E402
-from pyhvd.spark.data import manifest, needed  # noqa: E402
+from pyhvd.spark.data import (
+    manifest,  # noqa: E402
+    optional_imports,  # noqa: E402
+)
 from pyhvd.spark.data.columns import describe, to_batch  # noqa: E402
 from pyhvd.spark.data.folder import Folder  # noqa: E402
 from pyhvd.spark.data.manifest import Dataset  # noqa: E402
-from pyhvd.spark.data.part import PART_NAME, PartWriter  # noqa: E402
 from pyhvd.spark.data.partition import SpilledPieces, spill  # noqa: E402
+from pyhvd.spark.data.write_partition import PART_NAME, PartWriter  # noqa: E402
 from pyhvd.spark.errors import DataError, SparkError  # noqa: E402
 
 
@@ -98,7 +101,7 @@ def test_more_ranks_than_rows(folder: Folder) -> None:
 
 
 def test_row_groups_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pyhvd.spark.data.part.GROUP_BYTES", 800)
+    monkeypatch.setattr("pyhvd.spark.data.write_partition.GROUP_BYTES", 800)
     one = pa.table({"x": np.arange(1000.0)})
     dataset = write(Folder(tmp_path), [one])
     assert dataset.parts[0].groups == (100,) * 10
@@ -333,4 +336,4 @@ def test_a_run_id_is_a_name(run_id: str) -> None:
 
 def test_an_extra_that_is_not_installed() -> None:
     with pytest.raises(SparkError, match=r'nonesuch cannot be imported .*: pip install "pyhvd\[spark\]"'):
-        needed.needed("nonesuch.module")
+        optional_imports.needed("nonesuch.module")

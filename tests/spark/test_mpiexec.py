@@ -104,7 +104,7 @@ def test_without_barrier(spark: Any, mark: dict[str, str], monkeypatch: pytest.M
 def test_the_driver_needs_an_mpiexec(
     spark: Any, mark: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pyhvd.run.mpi_flavour._candidates", lambda: iter([os.fspath(tmp_path)]))
+    monkeypatch.setattr("pyhvd.job.mpi.flavour._candidates", lambda: iter([os.fspath(tmp_path)]))
     with pytest.raises(
         pyhvd.spark.SparkError, match="launcher='mpiexec' needs one on the driver: no mpiexec"
     ):

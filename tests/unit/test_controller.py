@@ -6,7 +6,7 @@ import pytest
 
 from pyhvd.controller import Coordinator, Stalled, Worker
 from pyhvd.errors import InternalError
-from pyhvd.messages import (
+from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
@@ -18,7 +18,7 @@ from pyhvd.messages import (
     TimelineOrder,
     bits_to_bytes,
 )
-from tests.unit.simulation import Network, allreduce, grouped, tensor
+from tests.unit.negotiation.simulation import Network, allreduce, grouped, tensor
 
 EVERY_KIND = [
     allreduce("a"),

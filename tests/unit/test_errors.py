@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pyhvd import errors
-from pyhvd.causes import exception_of
-from pyhvd.messages import ErrorInfo, ErrorKind
-from pyhvd.processes import Place
+from pyhvd.common.processes import Place
+from pyhvd.engine.error_mapping import exception_of
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind
 
 BASES: dict[str, tuple[type[BaseException], ...]] = {
     "HorovodInternalError": (RuntimeError,),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, ShutDownError
-from pyhvd.messages import JOIN_NAME, Request, RequestType
+from pyhvd.negotiation.messages import JOIN_NAME, Request, RequestType
 from pyhvd.queue import TensorEntry, TensorQueue
-from tests.unit.simulation import allreduce, grouped
+from tests.unit.negotiation.simulation import allreduce, grouped
 
 NEVER = 1e6
 

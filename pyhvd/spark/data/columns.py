@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
 # Hadoop's names of file systems that have another name in fsspec.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pyhvd.spark.data.columns import to_batch
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column, Dataset
-from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.shares import Piece
 from pyhvd.spark.errors import DataError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ParquetPieces:
-    """Reads pieces of a prepared dataset; a source for :class:`pyhvd.spark.data.reading.Shard`.
+    """Reads pieces of a prepared dataset; a source for :class:`pyhvd.spark.data.shard.Shard`.
 
     Parameters
     ----------

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
+from pyhvd.job.agent import TaskBody
 from pyhvd.spark.data.columns import describe, to_batch
-from pyhvd.spark.data.needed import needed
-from pyhvd.spark.data.reading import Plan, Shard
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
+from pyhvd.spark.data.shard import Plan, Shard
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.task_service import TaskBody
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -82,7 +82,7 @@ def spill(batches: Iterable[Any]) -> IO[bytes]:
 
 
 class SpilledPieces:
-    """The record batches of a rank's partition; a source for :class:`pyhvd.spark.data.reading.Shard`.
+    """The record batches of a rank's partition; a source for :class:`pyhvd.spark.data.shard.Shard`.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def partition(
 
 
 def _share(source: SpilledPieces, equal_steps: bool, plan: Plan) -> Shard:
-    from pyhvd import topology
+    from pyhvd.api import topology
 
     rank = topology.rank()
     counts = _counts(sum(source.lengths))
@@ -182,7 +182,7 @@ def _counts(own: int) -> list[int]:
     """Return the number of rows of every rank."""
     import numpy as np
 
-    from pyhvd import collectives
+    from pyhvd.api import collectives
 
     counts = collectives.allgather(np.array([own]), name="pyhvd.spark.partition")
     return [int(count) for count in counts]

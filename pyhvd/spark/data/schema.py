@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from pyspark.ml import Estimator as SparkEstimator
 from pyspark.ml.param import Param, Params
 
 from pyhvd.spark.api import run
+from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.schema import named
 from pyhvd.spark.data.store import Store
-from pyhvd.spark.data.writing import prepare
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.description import Description
 from pyhvd.spark.ml.fitting import Fitted, TrainFn, fit_on_rank
 from pyhvd.spark.ml.model import Model
+from pyhvd.spark.ml.model_metadata import Description
 from pyhvd.spark.ml.runs import Run
 from pyhvd.spark.ml.settings import check, check_metrics, trainer_of
 from pyhvd.spark.ml.training import Metric, Plan

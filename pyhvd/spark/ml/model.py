@@ -19,7 +19,7 @@ from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.schema import expression, named
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.description import Description
+from pyhvd.spark.ml.model_metadata import Description
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
 if TYPE_CHECKING:

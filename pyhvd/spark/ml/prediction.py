@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pyhvd.spark.data.columns import to_array
 from pyhvd.spark.data.manifest import Column
-from pyhvd.spark.data.needed import needed
+from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
 Array = npt.NDArray[Any]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import pyhvd as hvd
-from pyhvd.spark.data.reading import Shard, shard
+from pyhvd.spark.data.shard import Shard, shard
 from pyhvd.spark.ml.runs import Checkpoint, Run
 
 Array = npt.NDArray[Any]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
-from pyhvd.mpi_probe import refusal
+from pyhvd.negotiation.validation import describe_ranks
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
-from pyhvd.validation import describe_ranks
+from pyhvd.transport.mpi.probe import refusal
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import msgspec
 
 from pyhvd.errors import describe_exception
+from pyhvd.job.mpi.rank_env import Place, find_place
 from pyhvd.run.cli import positive_float, positive_int
-from pyhvd.run.world import Place, find_place
 from pyhvd.tools.doctor.advice import Case, examine
 from pyhvd.tools.doctor.facts import Facts, gather
 from pyhvd.tools.doctor.screen import Report, show

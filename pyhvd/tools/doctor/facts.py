@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyhvd
-from pyhvd._version import __version__
+from pyhvd import __version__
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
-from pyhvd.run.build import MpiFacts, probe_mpi
-from pyhvd.run.channel import JOB_DIR
-from pyhvd.run.mpi_flavour import LaunchError, find_mpiexec, judge_library
+from pyhvd.job.mpi.flavour import LaunchError, find_mpiexec, judge_library
+from pyhvd.run.check_build import MpiFacts, probe_mpi
+from pyhvd.run.control_socket import JOB_DIR
 from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
 EXTENSIONS = ("_fusion", "_engine", "_lane")

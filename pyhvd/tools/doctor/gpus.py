@@ -118,7 +118,7 @@ def look() -> CudaFacts:
     with asking("NVRTC"):
         found["compiler"] = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     with asking("NCCL"):
-        from pyhvd.backends.nccl_library import load_library, version_text
+        from pyhvd.backends.gpu.nccl_bindings import load_library, version_text
 
         found["nccl"] = version_text(load_library().get_version())
     devices: list[CudaDevice] = []

@@ -170,7 +170,7 @@ def _copy_rate(comm: MPI.Intracomm) -> float:
 
 
 def _has_lane() -> bool:
-    from pyhvd import context
+    from pyhvd.engine import context
 
     return context.current().lane is not None
 
@@ -208,7 +208,7 @@ def _seconds(nbytes: int) -> float:
 
 def main(argv: list[str]) -> int:
     """Be one rank of a trial."""
-    from pyhvd.run.world import find_place
+    from pyhvd.job.mpi.rank_env import find_place
 
     folder = Path(argv[0])
     place = find_place()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pyhvd.run.build import alone
+from pyhvd.run.check_build import alone
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 _GRACE_S = 8.0

@@ -5,8 +5,8 @@
 
 #include <stdlib.h>
 
-#include "_engine_parts.h"
-#include "_kernels.h"
+#include "fast_path/internal.h"
+#include "kernels/kernels.h"
 
 #define SLOTS 64
 #define LOST 10000000000 /* ns */

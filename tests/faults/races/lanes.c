@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "_engine_parts.h"
-#include "_kernels.h"
+#include "fast_path/internal.h"
+#include "kernels/kernels.h"
 
 #define CAPACITY ((size_t)PYHVD_FLAT)
 #define SLOTS 64

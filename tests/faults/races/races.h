@@ -7,13 +7,13 @@
 #ifndef PYHVD_RACES_H
 #define PYHVD_RACES_H
 
-#include "_waiting.h" /* first: it says which of the system's names there are */
+#include "common/futex.h" /* first: it says which of the system's names there are */
 
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#include "_window.h"
+#include "window/window.h"
 
 #define MOST_RANKS 16
 

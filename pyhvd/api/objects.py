@@ -1,0 +1,83 @@
+"""Python objects: pickled with cloudpickle, sent as bytes; no limit of size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from pyhvd.api.call import OwnName, checked_name, refusing
+from pyhvd.api.collectives import allgather, broadcast, broadcast_
+from pyhvd.api.process_sets import ProcessSet, global_process_set, members_of
+from pyhvd.engine import context
+from pyhvd.negotiation.messages import UNNAMED, RequestType
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the root's object on every rank.
+
+    Parameters
+    ----------
+    obj : object
+        Whatever cloudpickle can pickle; matters on the root only, which gets back this very object.
+    root_rank : int
+        A global rank.
+    name : str, optional
+        Same on every rank.
+    process_set : ProcessSet
+        Who takes part.
+    """
+    name = _name(name, process_set, RequestType.BROADCAST)
+    here = context.current().topology.rank == root_rank
+    data = np.empty(0, np.uint8)
+    if here:
+        data = refusing(RequestType.BROADCAST, _part(name, "sz"), process_set, lambda: _pickled(obj))
+    size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
+    if not here:
+        data = refusing(
+            RequestType.BROADCAST, _part(name, "t"), process_set, lambda: np.empty(int(size), np.uint8)
+        )
+    broadcast_(data, root_rank, _part(name, "t"), process_set)
+    return obj if here else cloudpickle.loads(data.data)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return every rank's object, in rank order.
+
+    Parameters
+    ----------
+    obj : object
+        Whatever cloudpickle can pickle; sizes may differ.
+    name : str, optional
+        Same on every rank.
+    process_set : ProcessSet
+        Who takes part.
+    """
+    name = _name(name, process_set, RequestType.ALLGATHER)
+    data = refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set, lambda: _pickled(obj))
+    sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
+    everything = allgather(data, _part(name, "t"), process_set)
+    ends = np.cumsum(sizes)
+    return [cloudpickle.loads(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
+
+
+def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:
+    active = context.current()
+    set_id, _ = members_of(active, process_set)
+    return checked_name(name, kind) or OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
+
+
+def _part(name: str, part: str) -> str:
+    return type(name)(f"{name}.{part}")
+
+
+def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)

@@ -1,0 +1,1 @@
+"""Collectives on arrays in GPU memory: NCCL, and staging through the host."""

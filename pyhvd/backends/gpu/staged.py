@@ -1,0 +1,298 @@
+"""Collectives on device memory by way of the host: where ranks share a device, or NCCL is not to be had.
+
+Every collective is walked in pieces, so that copies and the host's collective overlap
+(:mod:`pyhvd.devices.staging_pipeline`). The host's backend does the work, over its window where it has one, and with
+its scaling: a tensor has the same bits as it would have had from host memory. Where a piece begins and ends
+follows from what all ranks know, so that it is the same on each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pyhvd.arrays import Bytes, TensorView
+from pyhvd.backends.base import Backend
+from pyhvd.backends.host import Window, rows_of, windows
+from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
+from pyhvd.devices.layout import Words, lay_out
+from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
+from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+
+_BYTE = BY_CODE[Code.UINT8]
+
+
+class StagedBackend:
+    """See the module's docstring; implements :class:`pyhvd.devices.base.DeviceBackend`.
+
+    Parameters
+    ----------
+    host : Backend
+        Of the process set; not owned. A piece has its staging size.
+    device : Device
+        This rank's.
+    stream : Stream
+        The communication stream.
+    packer : Packer or None
+        Moves many tensors at once; without one each is copied by itself.
+    """
+
+    carrier = "STAGED"
+    reducer = "STAGED"
+
+    def __init__(self, host: Backend, device: Device, stream: Stream, packer: Packer | None = None) -> None:
+        self.rank, self.size, self.stream = host.rank, host.size, stream
+        self._host = host
+        self._device = device
+        self._packer = packer
+        self._pipeline = Pipeline(device, stream)
+        self._buffer: Memory | None = None
+
+    def check(self) -> None:
+        """Do nothing: what is queued are copies, which wait for no other rank."""
+
+    def abort(self, why: str) -> None:
+        """Do nothing, for the same reason."""
+
+    def close(self) -> None:
+        """Give up the fusion buffer."""
+        self._buffer = None
+
+    # -- reductions ----------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        sources: DeviceViews,
+        targets: DeviceViews,
+        counts: Sequence[int],
+        info: DtypeInfo,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce tensors that ride together: in one buffer if there are several."""
+        froms, tos = _present(sources), _present(targets)
+        offsets, total = (
+            lay_out(counts, info.itemsize) if len(counts) > 1 else (np.zeros(1, np.int64), counts[0])
+        )
+        down, up = (froms[0].ptr, tos[0].ptr) if froms else (0, 0)
+        if froms and len(counts) > 1:
+            down = up = self._fusion_buffer(total * info.itemsize)
+            self._gather(down, offsets, froms, info)
+
+        def reduce(given: Bytes, result: Bytes) -> None:
+            source, target = (TensorView(given, info), TensorView(result, info)) if froms else (None, None)
+            count = len(given) // info.itemsize
+            self._host.allreduce([source], [target], [count], info, op, prescale, postscale)
+
+        self._pipeline.run(
+            Step(
+                reduce,
+                nbytes,
+                nbytes,
+                [Move(0, down + first, nbytes)] if froms else [],
+                [Move(0, up + first, nbytes)] if froms else [],
+            )
+            for first, nbytes in self._walk(total * info.itemsize, info.itemsize)
+        )
+        if froms and len(counts) > 1:
+            self._scatter(up, offsets, tos, info)
+
+    def reducescatter(
+        self,
+        sources: DeviceViews,
+        targets: DeviceViews,
+        shapes: Sequence[tuple[int, ...]],
+        info: DtypeInfo,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce, and leave each rank its own rows.
+
+        In a piece every rank's block has the same length; where a rank has no more rows, what lies there is
+        nobody's.
+        """
+        froms, tos = _present(sources), _present(targets)
+        rows = [math.prod(shape[1:]) for shape in shapes]
+        parts = [[n * rows[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
+        starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
+        item = info.itemsize
+
+        def step(window: Window) -> Step:
+            down, up = [], []
+            at = 0
+            for i, first, n in window if froms else ():
+                for rank in range(self.size):
+                    have = max(min(n, parts[i][rank] - first), 0)
+                    place = at * self.size + rank * n
+                    down.append(_move(place, froms[i].ptr, starts[i][rank] + first, have, item))
+                up.append(_move(at, tos[i].ptr, first, max(min(n, parts[i][self.rank] - first), 0), item))
+                at += n
+            lengths = [n for _, _, n in window]
+
+            def reduce(given: Bytes, result: Bytes) -> None:
+                self._host.reducescatter(
+                    _cut(given, [n * self.size * item for n in lengths], info)
+                    if froms
+                    else [None] * len(lengths),
+                    _cut(result, [n * item for n in lengths], info) if froms else [None] * len(lengths),
+                    [(n * self.size,) for n in lengths],
+                    info,
+                    op,
+                    prescale,
+                    postscale,
+                )
+
+            total = sum(lengths) * item
+            return Step(reduce, total * self.size, total, down, up)
+
+        largest = [max(part) for part in parts]
+        self._pipeline.run(step(window) for window in windows(largest, self._share(item)))
+
+    # -- the other collectives -----------------------------------------------------------------------
+
+    def allgather(
+        self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
+    ) -> None:
+        """Concatenate."""
+        starts = [list(itertools.accumulate(each, initial=0)) for each in counts]
+
+        def step(window: Window) -> Step:
+            given = [
+                [max(min(n, counts[i][r] - first), 0) for r in range(self.size)] for i, first, n in window
+            ]
+            down, up = [], []
+            at = filled = 0
+            for (i, first, _), sizes in zip(window, given, strict=True):
+                if source := sources[i]:
+                    down.append(_move(at, source.ptr, first, sizes[self.rank]))
+                at += sizes[self.rank]
+                for rank, size in enumerate(sizes):
+                    up.append(_move(filled, targets[i].ptr, starts[i][rank] + first, size))
+                    filled += size
+
+            def gather(mine: Bytes, everything: Bytes) -> None:
+                own = _cut(mine, [sizes[self.rank] for sizes in given], _BYTE)
+                outputs = [view.array for view in _cut(everything, [sum(sizes) for sizes in given], _BYTE)]
+                self._host.allgather(own, outputs, given)
+
+            return Step(gather, at, filled, down, up)
+
+        largest = [max(each) for each in counts]
+        self._pipeline.run(step(window) for window in windows(largest, self._share(1)))
+
+    def broadcast(self, buffer: Span, root: int) -> None:
+        """Copy the root's bytes to every rank."""
+        mine = self.rank == root
+
+        def send(given: Bytes, received: Bytes) -> None:
+            self._host.broadcast(given if mine else received, root)
+
+        self._pipeline.run(
+            Step(
+                send,
+                nbytes if mine else 0,
+                0 if mine else nbytes,
+                [Move(0, buffer.ptr + first, nbytes)] if mine else [],
+                [] if mine else [Move(0, buffer.ptr + first, nbytes)],
+            )
+            for first, nbytes in self._walk(buffer.nbytes, 1)
+        )
+
+    def alltoall(
+        self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
+    ) -> None:
+        """Exchange blocks of uneven size, in as many pieces as the longest one of all ranks takes."""
+        share = self._share(1)
+        longest = np.empty(self.size, np.int64)
+        mine = np.array([max(*send_counts, *recv_counts)], np.int64)
+        self._host.fabric.allgather(mine.view(np.uint8), longest.view(np.uint8))
+
+        def step(first: int) -> Step:
+            out, down = _blocks(send.ptr, send_counts, first, share)
+            back, up = _blocks(recv.ptr, recv_counts, first, share)
+
+            def exchange(given: Bytes, received: Bytes) -> None:
+                self._host.alltoall(given, out, received, back)
+
+            return Step(exchange, sum(out), sum(back), down, up)
+
+        self._pipeline.run(step(first) for first in range(0, int(longest.max()), share))
+
+    # -- pieces --------------------------------------------------------------------------------------
+
+    def _walk(self, nbytes: int, item: int) -> Iterator[tuple[int, int]]:
+        """Cut contiguous bytes into pieces: (first byte, number of bytes)."""
+        piece = max(self._host.pieces.staging_size // item, 1) * item
+        for first in range(0, nbytes, piece):
+            yield first, min(piece, nbytes - first)
+
+    def _share(self, item: int) -> int:
+        """Return how many elements each rank gives to a piece that all ranks give to."""
+        return max(self._host.pieces.staging_size // self.size // item, 1)
+
+    # -- fusion --------------------------------------------------------------------------------------
+
+    def _fusion_buffer(self, nbytes: int) -> int:
+        """Return the address of the buffer, which grows, and is used again and again."""
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            self._buffer = None  # the old one goes back first
+            self._buffer = self._device.allocate(nbytes, self.stream)
+        return self._buffer.ptr
+
+    def _gather(self, buffer: int, offsets: Words, sources: Sequence[DeviceView], info: DtypeInfo) -> None:
+        code, stream = info.code, self.stream
+        if self._packer is not None:
+            ptrs, counts = _table(sources)
+            self._packer.pack(buffer, offsets, ptrs, counts, code, code, ReduceOp.SUM, 1.0, stream)
+            return
+        for first, view in zip(offsets.tolist(), sources, strict=True):
+            self._device.copy(buffer + first * info.itemsize, view.ptr, view.nbytes, stream)
+
+    def _scatter(self, buffer: int, offsets: Words, targets: Sequence[DeviceView], info: DtypeInfo) -> None:
+        code, stream = info.code, self.stream
+        if self._packer is not None:
+            ptrs, counts = _table(targets)
+            self._packer.unpack(buffer, offsets, ptrs, counts, code, code, 1.0, stream)
+            return
+        for first, view in zip(offsets.tolist(), targets, strict=True):
+            self._device.copy(view.ptr, buffer + first * info.itemsize, view.nbytes, stream)
+
+
+def _present(views: DeviceViews) -> list[DeviceView]:
+    """Return the views of a rank that has not joined: all of them; else nothing."""
+    return [view for view in views if view is not None]
+
+
+def _table(views: Sequence[DeviceView]) -> tuple[Words, Words]:
+    return np.array([view.ptr for view in views], np.int64), np.array(
+        [view.count for view in views], np.int64
+    )
+
+
+def _move(place: int, ptr: int, first: int, count: int, item: int = 1) -> Move:
+    """Return a copy of some elements, between a place in a slot and a place behind an address."""
+    return Move(place * item, ptr + first * item, count * item)
+
+
+def _blocks(ptr: int, counts: Sequence[int], first: int, share: int) -> tuple[list[int], list[Move]]:
+    """Return the bytes of one piece of each rank's block, and their copies; they lie close in the slot."""
+    sizes, moves = [], []
+    at = start = 0
+    for count in counts:
+        size = max(min(share, count - first), 0)
+        moves.append(_move(at, ptr, start + first, size))
+        sizes.append(size)
+        at += size
+        start += count
+    return sizes, moves
+
+
+def _cut(memory: Bytes, sizes: Sequence[int], info: DtypeInfo) -> list[TensorView]:
+    """Cut memory into views, one behind the other; sizes in bytes."""
+    ends = list(itertools.accumulate(sizes))
+    return [TensorView(memory[end - size : end], info) for end, size in zip(ends, sizes, strict=True)]

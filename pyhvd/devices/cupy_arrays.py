@@ -1,0 +1,83 @@
+"""CuPy's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from pyhvd.devices.base import DeviceView, Event, Stream
+from pyhvd.devices.cupy_device import CupyDevice, cuda_device
+from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.streams import Lease
+from pyhvd.dtypes import lookup
+
+
+class CupyLibrary:
+    """Takes and gives ``cupy.ndarray``; see :class:`pyhvd.devices.array_libraries.Adopter`.
+
+    The caller's stream is CuPy's current one of the calling thread, on the array's device.
+    """
+
+    def takes(self, tensor: Any) -> bool:
+        """Return whether it is an array, as everything else of CuPy's is not."""
+        return isinstance(tensor, cupy.ndarray)
+
+    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
+        """Return a view."""
+        if writing:
+            refuse_overlap_of(tensor)
+        device = cuda_device(tensor.data.device_id)
+        return self._seen(tensor, device, *device.current())
+
+    def _seen(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
+        """Return the view of an array whose contents are there when a stream has come to it."""
+        info = lookup(tensor.dtype)
+        owner, home = tensor, None
+        if not tensor.flags.c_contiguous:
+            with device.working_on(stream):
+                owner, home = cupy.ascontiguousarray(tensor), tensor
+        ptr = int(owner.data.ptr)
+        return DeviceView(ptr, owner.shape, info, device, self, stream, owner, None, home, origin)
+
+    def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
+        """Return new memory of CuPy's pool."""
+        device = cuda_device(view.on.index)
+        with device.working_on(view.stream):
+            owner = cupy.empty(shape, view.owner.dtype)
+        ptr, stream = int(owner.data.ptr), view.stream
+        return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
+
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let CuPy's current stream wait."""
+        view.on.wait(view.on.current_stream(), arrived)
+
+    def receive(self, view: DeviceView, arrived: Event) -> Any:
+        """Let CuPy's current stream wait, and return the array; on another stream, one that has a lease."""
+        stream, origin = cuda_device(view.on.index).current()
+        view.on.wait(stream, arrived)
+        if stream == view.stream or not view.nbytes:
+            return view.owner
+        lease = Lease(view)
+        lease.use_on(stream, origin)
+        return leased(view, lease)
+
+    def copy_home(self, view: DeviceView, stream: Stream) -> None:
+        """Queue the copy."""
+        with cuda_device(view.on.index).working_on(stream):
+            view.home[...] = view.owner
+
+
+def leased(view: DeviceView, lease: Lease) -> Any:
+    """Return an array of a view's memory that keeps a lease."""
+    memory = cupy.cuda.UnownedMemory(view.ptr, view.nbytes, lease, view.on.index)
+    return cupy.ndarray(view.shape, view.owner.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def refuse_overlap_of(array: Any) -> None:
+    """Refuse an array to write to whose elements share memory, with a ValueError."""
+    if not array.flags.c_contiguous:
+        refuse_overlap(array.shape, array.strides)
+
+
+library = CupyLibrary()

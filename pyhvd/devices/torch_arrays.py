@@ -1,0 +1,86 @@
+"""torch's tensors on CUDA devices. Imported when the first one comes in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from pyhvd.devices.base import DeviceView, Event, Stream
+from pyhvd.devices.cupy_device import cuda_device
+from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.streams import stream_of
+from pyhvd.dtypes import DtypeInfo, named
+
+
+class TorchLibrary:
+    """Takes and gives ``torch.Tensor``; see :class:`pyhvd.devices.array_libraries.Adopter`.
+
+    The caller's stream is torch's current one of the calling thread. What a result's history was is not kept:
+    a collective is nothing that torch differentiates.
+    """
+
+    def takes(self, tensor: Any) -> bool:
+        """Return whether it is a tensor on a CUDA device."""
+        return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+
+    def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
+        """Return a view."""
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()")
+        if writing:
+            refuse_overlap(tensor.shape, tensor.stride())
+        info = named(str(tensor.dtype).removeprefix("torch."))
+        mine = tensor.detach()
+        plain = mine.resolve_conj().resolve_neg().contiguous()
+        home = None if plain.data_ptr() == mine.data_ptr() else mine
+        index = tensor.device.index
+        return self._seen(plain, index, info, _current(index)[0], home)
+
+    def _seen(self, owner: Any, index: int, info: DtypeInfo, stream: Stream, home: Any = None) -> DeviceView:
+        shape = tuple(owner.shape)
+        device = cuda_device(index)
+        return DeviceView(owner.data_ptr(), shape, info, device, self, stream, owner, None, home)
+
+    def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
+        """Return new memory of torch's pool."""
+        index = view.on.index
+        try:
+            with _on_stream(view.stream, index):
+                owner = torch.empty(shape, dtype=view.owner.dtype, device=f"cuda:{index}")
+        except torch.OutOfMemoryError as exc:
+            raise MemoryError(str(exc)) from exc
+        return self._seen(owner, index, view.info, view.stream)
+
+    def follow(self, view: DeviceView, arrived: Event) -> None:
+        """Let torch's current stream wait."""
+        view.on.wait(_current(view.on.index)[0], arrived)
+
+    def receive(self, view: DeviceView, arrived: Event) -> Any:
+        """Let torch's current stream wait, and return the tensor; torch's pool is told of another stream."""
+        stream, origin = _current(view.on.index)
+        view.on.wait(stream, arrived)
+        if stream != view.stream:
+            view.owner.record_stream(origin)
+        return view.owner
+
+    def copy_home(self, view: DeviceView, stream: Stream) -> None:
+        """Queue the copy."""
+        with _on_stream(stream, view.on.index):
+            view.home.copy_(view.owner)
+
+
+def _current(index: int) -> tuple[Stream, Any]:
+    """Return torch's current stream of the calling thread, and torch's object for it."""
+    origin = torch.cuda.current_stream(index)
+    return stream_of(origin.cuda_stream, "torch's current stream"), origin
+
+
+def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
+    chosen = torch.cuda.ExternalStream(stream, index) if stream else torch.cuda.default_stream(index)
+    entered: AbstractContextManager[Any] = torch.cuda.stream(chosen)
+    return entered
+
+
+library = TorchLibrary()

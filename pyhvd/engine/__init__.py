@@ -1,0 +1,1 @@
+"""One rank's background thread: runtime, executors, context, watchdog and autotuner."""

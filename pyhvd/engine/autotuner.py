@@ -1,0 +1,230 @@
+"""Autotuning on rank 0: measures what the search asks for, and says when the ranks are to change knobs.
+
+Owns: the search, the sampler, and the CSV file. Runs on the runtime's thread. The sampler is fed by whoever
+carries batches out: the engine of the fast lane for itself, :meth:`Tuner.count` for all else.
+
+A *step* of the program lies between two batches in which the same tensor comes: there are no cycles to count.
+A sample is so many steps, and lasts long enough that what this thread itself does in between does not matter.
+It begins at the end of its first batch, so that the change of the knobs before is not in it. Where no tensor
+ever comes again, a sample is a number of batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import logging
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+from pyhvd.config import Config
+from pyhvd.engine.autotune_search import Search
+from pyhvd.errors import ConfigError
+from pyhvd.native.shared_memory import Sampler
+from pyhvd.negotiation.fusion import response_bytes
+from pyhvd.negotiation.messages import Response, Tuning
+
+_log = logging.getLogger("pyhvd")
+
+BATCHES_PER_STEP = 1000
+"""A step ends after so many batches if no tensor comes again."""
+
+SHORTEST_SAMPLE = 0.02
+"""Seconds; quick steps are counted on until so much time has passed."""
+
+COLUMNS = (
+    "time_s",
+    "sample",
+    "state",
+    "fusion_threshold",
+    "cycle_time_ms",
+    "chunk_size",
+    "staging_size",
+    "bytes",
+    "seconds",
+    "bytes_per_s",
+)
+
+
+def tuning_of(config: Config) -> Tuning:
+    """Return the knobs that hold at the start."""
+    return Tuning(config.fusion_threshold, config.cycle_time_ms, config.chunk_size, config.staging_size)
+
+
+class SampleLog:
+    """The CSV file: a line for each sample, written at once, and one for what is kept.
+
+    Parameters
+    ----------
+    path : str
+        Overwritten if it is there.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._began = time.monotonic()
+        self._samples = 0
+        self._file: TextIO | None = None
+        try:
+            self._file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115
+            self._write(COLUMNS)
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"PYHVD_AUTOTUNE_LOG={path!r} cannot be written: {exc.strerror}") from None
+
+    def sample(self, state: str, tuning: Tuning, nbytes: int, seconds: float) -> None:
+        """Write down one sample."""
+        self._samples += 1
+        self._line(state, tuning, (nbytes, f"{seconds:.6f}", f"{nbytes / seconds:.0f}"))
+
+    def kept(self, tuning: Tuning) -> None:
+        """Write down what is kept."""
+        self._line("done", tuning, ("", "", ""))
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written, which has been told
+                file.close()
+
+    def _line(self, state: str, tuning: Tuning, measured: Sequence[object]) -> None:
+        now = f"{time.monotonic() - self._began:.3f}"
+        knobs = (tuning.fusion_threshold, tuning.cycle_time_ms, tuning.chunk_size, tuning.staging_size)
+        try:
+            self._write((now, self._samples, state, *knobs, *measured))
+        except OSError as exc:  # a full disk does not end the job
+            _log.error("PYHVD_AUTOTUNE_LOG=%r ends here: %s", self._path, exc.strerror)
+            self.close()
+
+    def _write(self, cells: Sequence[object]) -> None:
+        if self._file is not None:
+            csv.writer(self._file, lineterminator="\n").writerow(cells)
+            self._file.flush()  # a job that is killed leaves what it has measured
+
+
+def open_log(config: Config, rank: int) -> SampleLog | None:
+    """Return the file that this rank is to write, if it is; raises ConfigError if it cannot be written."""
+    return SampleLog(config.autotune_log) if config.autotune and config.autotune_log and rank == 0 else None
+
+
+class Tuner:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    search : Search
+        Chooses.
+    steps : int
+        Steps of a sample.
+    sampler : Sampler
+        Measures; the fast lane's engine is to be told of it.
+    log : SampleLog or None
+        Closed with the tuner.
+    """
+
+    def __init__(self, search: Search, steps: int, sampler: Sampler, log: SampleLog | None) -> None:
+        self._search = search
+        self._steps = steps
+        self.sampler = sampler
+        self._log = log
+        self._in_force = search.current
+        self._measuring = False
+        self._seen: dict[tuple[int, str], int] = {}
+        self._start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the search has ended, and what it found is in force."""
+        return self._search.done and self._in_force == self._search.current
+
+    def count(self, batch: Sequence[Response]) -> None:
+        """A batch of responses has been carried out, not by the engine."""
+        if not self.sampler.counts() or batch[0].error is not None:
+            return
+        most = 0
+        for response in batch:
+            key = (response.process_set, response.request.name)
+            self._seen[key] = times = self._seen.get(key, 0) + 1
+            most = max(most, times)
+        self.sampler.count(sum(map(response_bytes, batch)), most)
+
+    def look(self) -> Tuning | None:
+        """Return the knobs that every rank is to use from now on, if they are to change."""
+        if not self._measuring or (sample := self.sampler.read()) is None:
+            return None
+        self._measuring = False
+        nbytes, seconds = sample[0], max(sample[1], 1e-9)
+        if self._log is not None:
+            self._log.sample(self._search.state, self._in_force, nbytes, seconds)
+        self._search.feed(nbytes, seconds)
+        if self._search.done:
+            self._conclude()
+        if self._search.current != self._in_force:
+            return self._search.current
+        self._start()
+        return None
+
+    def applied(self) -> None:
+        """What :meth:`look` returned is in force."""
+        self._in_force = self._search.current
+        self._start()
+
+    def close(self) -> None:
+        """The job ends, whether or not the search has."""
+        if self._log is not None:
+            self._log.close()
+        if not self._search.done:
+            _log.info("autotune: the job ended before the search did (PYHVD_AUTOTUNE_STEPS_PER_SAMPLE)")
+
+    def _start(self) -> None:
+        self._seen.clear()
+        self._measuring = not self._search.done
+        if self._measuring:
+            self.sampler.start(self._steps, BATCHES_PER_STEP * self._steps, SHORTEST_SAMPLE)
+
+    def _conclude(self) -> None:
+        kept = self._search.current
+        how = f"{self._search.gain:.1%} faster than" if self._search.gain else "nothing beats"
+        _log.info(
+            "autotune: %s the defaults: PYHVD_FUSION_THRESHOLD=%d PYHVD_CYCLE_TIME=%g PYHVD_CHUNK_SIZE=%d"
+            " PYHVD_STAGING_SIZE=%d",
+            how,
+            kept.fusion_threshold,
+            kept.cycle_time_ms,
+            kept.chunk_size,
+            kept.staging_size,
+        )
+        if self._log is not None:
+            self._log.kept(kept)
+
+
+def make_tuner(config: Config, size: int, windowed: bool, log: SampleLog | None) -> Tuner | None:
+    """Return rank 0's tuner, or None where there is nothing to tune.
+
+    Parameters
+    ----------
+    config : Config
+        Rank 0's; knobs that were given stay as they are.
+    size : int
+        Number of ranks.
+    windowed : bool
+        Whether all ranks share a window: then its chunks are tuned, else what goes in one piece through MPI.
+    log : SampleLog or None
+        Closed with the tuner; now if there is none.
+    """
+    elsewhere = "staging_size" if windowed else "chunk_size"
+    free = [knob for knob in Tuning.__struct_fields__ if knob not in config.given and knob != elsewhere]
+    search = Search(tuning_of(config), free, config.autotune_warmup_samples)
+    if size > 1 and not search.done:
+        return Tuner(search, config.autotune_steps_per_sample, Sampler(), log)
+    _log.info("autotune: nothing to tune: %s", "one rank" if size == 1 else "every knob was given")
+    if log is not None:
+        log.close()
+    return None

@@ -1,0 +1,373 @@
+"""Context: one rank's runtime, built by ``init()``, torn down by ``shutdown()``.
+
+Owns: the handshake of the ranks, the engine, the names of unnamed tensors, and which context the module-level
+functions use: the process's default one, or that of a thread that plays a rank (tests do). Knows nothing of
+verbs, nor of :class:`~pyhvd.api.process_sets.ProcessSet` objects, only of their ids and ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pyhvd import __version__
+from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.shm import ShmBackend, make_backend
+from pyhvd.common import launcher_hooks
+from pyhvd.common.processes import Place, here
+from pyhvd.config import SHARED, Config
+from pyhvd.devices.base import Device
+from pyhvd.engine.autotune_search import LARGEST_CHUNK
+from pyhvd.engine.autotuner import SampleLog, make_tuner
+from pyhvd.engine.fast_path import LaneBell, open_lane
+from pyhvd.engine.runtime import Fittings, Runtime
+from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
+from pyhvd.native.shared_memory import LaneSlot, count_players
+from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
+from pyhvd.negotiation.validation import describe_ranks, describe_values
+from pyhvd.observe.hang_reporter import Whereabouts
+from pyhvd.observe.hooks import Instruments
+from pyhvd.observe.prometheus import Endpoint
+from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
+from pyhvd.transport.arena import Arena, NoArena
+from pyhvd.transport.world import World
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticSet:
+    """A process set given to ``init()``; each rank knows only its own communicator's ranks."""
+
+    ranks: Ranks
+    by_comm: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks tell each other before anything else."""
+
+    version: str
+    shared: tuple[Any, ...]
+    sets: list[tuple[Ranks, bool]]
+    error: str = ""
+    job: str = ""
+    place: Place = Place("", 0)
+
+
+# Made here: where ranks are threads, several would be the first to use it, and msgspec may crash of that.
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+class Context:
+    """One rank's runtime. Collective: every rank of the world builds one at the same time.
+
+    Parameters
+    ----------
+    world : World
+        What to build on.
+    config : Config
+        This rank's configuration.
+    static_sets : sequence of StaticSet
+        Process sets that exist from the start.
+    error : str
+        Set when this rank cannot go on: every rank's ``init`` then fails.
+    autotune_log : SampleLog, optional
+        Where rank 0 writes down what is tuned; owned once this has returned.
+
+    Raises
+    ------
+    ValueError
+        The ranks differ in version or in process sets, or one of them reported an error.
+    TimelineError
+        One of them cannot write its timeline.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        static_sets: Sequence[StaticSet] = (),
+        error: str = "",
+        autotune_log: SampleLog | None = None,
+    ) -> None:
+        self.topology = world.topology
+        self.threads_supported = world.threads
+        self.notices: list[str] = []
+        hello = Hello(
+            __version__,
+            tuple(getattr(config, knob) for knob in SHARED),
+            [(s.ranks, s.by_comm) for s in static_sets],
+            error,
+            _make_job_name(),
+            here(),
+        )
+        heard = [_hello_decoder.decode(data) for data in world.exchange(msgspec.msgpack.encode(hello))]
+        sets = _agree(heard)
+        self.config = self._adopt(config, heard)
+        self.job = heard[0].job
+        self.endpoint: Endpoint | None = None
+        self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
+        self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
+        self._world = world
+        self._pid = os.getpid()
+        self._counters: dict[tuple[int, str], Iterator[int]] = {}
+        self._lock = threading.Lock()
+        self.hooks = Instruments()
+        self.warned_of_memory = False
+        self._device: Device | None = None
+        self.repeats: dict[Any, Any] = {}  # of :mod:`pyhvd.api.repeats`
+        places = [hello.place for hello in heard]
+        self.runtime = self._make_runtime(sets, places, autotune_log)
+        self.runtime.start()
+
+    def _make_runtime(self, sets: Sequence[Ranks], places: Sequence[Place], log: SampleLog | None) -> Runtime:
+        world, config, rank = self._world, self.config, self.topology.rank
+        open_window = world.open_window if config.fast_lane else None
+        pieces = Pieces(config.chunk_size, config.staging_size)
+        largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
+
+        recorder = self._make_recorder(world)
+
+        def make(fabric: Fabric) -> Backend:
+            backend = make_backend(fabric, open_window, pieces, largest)
+            recorder.watch(backend)
+            return backend
+
+        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
+        for set_id, ranks in self.process_sets.items():
+            if set_id != GLOBAL_SET and rank in ranks:
+                backends[set_id] = make(world.fabric.subset(ranks, set_id))
+        # What is agreed on the board passes by the checks, so while they are on, nothing is.
+        checked = config.check != "off"
+        self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
+        without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
+        self.arena = NoArena(without) if self.lane is None else world.open_arena(world.fabric)
+        if self.lane is not None:
+            self.lane.record_in(recorder.trace)
+        recorder.lane, recorder.members = self.lane, self.process_sets
+        recorder.begin(backends[GLOBAL_SET].fabric)
+        tuner = None
+        if config.autotune and rank == 0:
+            windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
+            tuner = make_tuner(config, self.topology.size, windowed, log)
+        slot = current_slot()  # callbacks of handles act for this rank too
+        threads = None if slot is process_slot else (threading.get_ident(),)
+        return Runtime(
+            world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
+            backends,
+            sets,
+            config,
+            make,
+            Fittings(
+                where=Whereabouts(rank, places, threads),
+                hooks=self.hooks,
+                recorder=recorder,
+                lane=self.lane,
+                arena=self.arena if isinstance(self.arena, Arena) else None,
+                surroundings=lambda: playing_rank(slot),
+                tuner=tuner,
+            ),
+        )
+
+    def _make_recorder(self, world: World) -> Recorder:
+        """Open this rank's timeline, if one is recorded from the start."""
+        recorder = Recorder(self.topology.rank, self.topology.size, self.hooks)
+        if self.config.timeline not in ("", DYNAMIC):
+            order = TimelineOrder(self.config.timeline, self.config.timeline_mark_cycles, new_job())
+            recorder.open(order, world.fabric)
+        return recorder
+
+    def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
+        """Take the shared knobs from rank 0, and say so where they differ."""
+        for index, knob in enumerate(SHARED):
+            if heard[self.topology.rank].shared[index] != heard[0].shared[index]:
+                self.notices.append(
+                    f"{knob} is {heard[self.topology.rank].shared[index]!r} on rank {self.topology.rank},"
+                    f" but {heard[0].shared[index]!r} on rank 0, which binds every rank"
+                )
+        return replace(config, **dict(zip(SHARED, heard[0].shared, strict=True)))
+
+    def next_name(self, process_set: int, prefix: str = UNNAMED) -> str:
+        """Return the name of an unnamed tensor; ranks that call in the same order get the same names.
+
+        A call that is refused for its process set takes no number: on such a rank the order is lost, and
+        tensors should have names.
+        """
+        with self._lock:
+            counter = self._counters.setdefault((process_set, prefix), itertools.count())
+            return f"{prefix}.{next(counter)}"
+
+    def settle_on(self, device: Device) -> None:
+        """Let this rank's arrays be on a device: the first one that comes in, for as long as pyhvd is up.
+
+        Raises
+        ------
+        ValueError
+            It was another one before.
+        """
+        if self._device is device:
+            return
+        with self._lock:
+            settled = self._device = self._device or device
+        if settled is not device:
+            raise ValueError(
+                f"this array is on {device.name}, but this rank's arrays have been on {settled.name}:"
+                " a rank uses one device, so move the array there, or start a rank for each device"
+            )
+
+    def admit(self, set_id: int, ranks: Ranks) -> None:
+        """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
+        self.recount(set_id)  # until the set is there, nobody counts in it
+        with self._lock:
+            self.process_sets[set_id] = ranks
+
+    def recount(self, set_id: int) -> None:
+        """Count the unnamed tensors of a process set anew: every rank at the same place in their order.
+
+        It is needed where every rank has joined: some have called more often than others, and nothing of what
+        they have called is left.
+        """
+        with self._lock:
+            for key in [key for key in self._counters if key[0] == set_id]:
+                del self._counters[key]
+
+    def is_forked(self) -> bool:
+        """Return whether this is a forked child, which has the context, but not its thread."""
+        return os.getpid() != self._pid
+
+    def check_usable(self) -> None:
+        """Raise NotInitializedError in a forked child."""
+        if self.is_forked():
+            raise NotInitializedError(
+                "pyhvd was initialised in the parent of this forked process; only the parent can use it"
+            )
+
+    def shutdown(self, cause: BaseException | None, how: str) -> None:
+        """End the runtime of every rank; pending collectives fail with the cause."""
+        rank = self.topology.rank
+        failed = cause is not None
+        if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
+            cause = None
+        if cause is None:
+            reason = ErrorInfo(ErrorKind.SHUT_DOWN, f"pyhvd has been shut down: rank {rank} {how}", rank)
+        else:
+            text = f"rank {rank} failed: {describe_exception(cause)}"
+            reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
+        self.runtime.stop(reason)
+        # A supervisor that has been told of a failure shows it, and then ends the job: MPI would be faster.
+        if self.runtime.broken and not (failed and launcher_hooks.supervised):
+            self._world.abort()
+
+
+def _make_job_name() -> str:
+    """Return a name that people recognise and no other job has; rank 0's counts."""
+    script = re.sub(r"[^A-Za-z0-9_]+", "-", Path(sys.argv[0]).stem)[:40].strip("-") if sys.argv else ""
+    return f"{script or 'python'}-{secrets.token_hex(3)}"
+
+
+def _agree(heard: Sequence[Hello]) -> list[Ranks]:
+    """Return the static process sets that all ranks agree on, in the order of their ids."""
+    errors = {rank: hello.error for rank, hello in enumerate(heard) if hello.error}
+    if errors:
+        raise ValueError(f"pyhvd initialization failed: {describe_values(errors)}")
+    versions = {rank: hello.version for rank, hello in enumerate(heard)}
+    if len(set(versions.values())) > 1:
+        raise ValueError(f"the ranks run different versions of pyhvd: {describe_values(versions)}")
+    numbers = {rank: f"{len(hello.sets)} process sets" for rank, hello in enumerate(heard)}
+    if len(set(numbers.values())) > 1:
+        raise ValueError(f"init() got different process sets: {describe_values(numbers)}")
+    world = tuple(range(len(heard)))
+    agreed: list[Ranks] = []
+    for index in range(len(heard[0].sets)):
+        given = [hello.sets[index] for hello in heard]
+        distinct = sorted({ranks for ranks, _ in given})
+        if len(distinct) > 1 and not all(by_comm for _, by_comm in given):
+            texts = {rank: str(list(ranks)) for rank, (ranks, _) in enumerate(given)}
+            raise ValueError(f"init() got different process sets in place {index}: {describe_values(texts)}")
+        for ranks in distinct:
+            if ranks == world or ranks in agreed:
+                twin = "the global process set" if ranks == world else "another one"
+                raise ValueError(f"process set of {describe_ranks(ranks)} is a duplicate of {twin}")
+            agreed.append(ranks)
+    return agreed
+
+
+# -- which context the module-level functions use ------------------------------------------------------
+
+
+class _ThreadSlot(threading.local):
+    """Set in a thread that plays a rank."""
+
+    rank: Slot | None = None
+
+
+class Slot(LaneSlot):
+    """A place for a context: the process's own, or that of a thread that plays a rank.
+
+    ``rank`` is known from the moment on in which ``init()`` knows it, for log records. ``lane`` is the
+    context's, where a submission finds it without asking for the context.
+    """
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self.context: Context | None = None
+        self.lock = threading.RLock()  # a signal's handler may call shutdown() in the middle of it
+        self.make_world: Callable[[], World] | None = None
+        self.overrides: dict[str, Any] = {}
+
+    def use(self, context: Context | None) -> None:
+        """Let the module-level functions use a context, or none."""
+        self.context = context
+        self.lane = None if context is None else context.lane
+
+
+process_slot = Slot()
+_thread = _ThreadSlot()
+_players = threading.Lock()
+
+
+def current_slot() -> Slot:
+    """Return this thread's slot if it plays a rank, else the process's."""
+    slot = _thread.rank
+    return slot if slot is not None else process_slot
+
+
+@contextlib.contextmanager
+def playing_rank(slot: Slot) -> Iterator[None]:
+    """Let this thread use a slot: one of its own, or, as the background thread does, the process's."""
+    before, _thread.rank = _thread.rank, slot
+    own = int(slot is not process_slot)  # as long as no thread has one, nobody need be asked for his
+    with _players:
+        count_players(own)
+    try:
+        yield
+    finally:
+        with _players:
+            count_players(-own)
+        _thread.rank = before
+
+
+def current() -> Context:
+    """Return the context in use.
+
+    Raises
+    ------
+    NotInitializedError
+        There is none.
+    """
+    context = current_slot().context
+    if context is None:
+        raise NotInitializedError("pyhvd has not been initialized: call pyhvd.init() first")
+    context.check_usable()
+    return context

@@ -1,0 +1,423 @@
+"""Carries out agreed responses whose tensors are on devices.
+
+Owns: this rank's device, its communication stream, and the device backends by process set. Runs on the
+runtime's thread alone. A collective's work is queued on the communication stream, which waits for the inputs;
+a handle is completed when all is queued, and its result waits for the event behind. No stream of the caller's
+ever waits for anything before the caller asks for the result.
+
+Adasum, and everything while results are checked, goes by host memory, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pyhvd.arrays import TensorView, address, flat_bytes
+from pyhvd.backends.base import Backend
+from pyhvd.backends.gpu.select import open_backend
+from pyhvd.backends.gpu.staged import StagedBackend
+from pyhvd.common.processes import Place
+from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
+from pyhvd.devices.host_device import HostDevice
+from pyhvd.devices.pending import Arrival, Keeper
+from pyhvd.devices.streams import mark_ready
+from pyhvd.dtypes import BY_CODE, Code
+from pyhvd.engine.output_allocation import Entries, Shape, allocate
+from pyhvd.errors import InternalError, TransportError
+from pyhvd.negotiation.messages import RequestType, Response
+from pyhvd.negotiation.terms import kernel_terms
+from pyhvd.observe.hooks import Instruments
+from pyhvd.queue import TensorEntry
+
+SWEEP_SECONDS = 0.01
+"""How soon to look again whether the device still uses memory that is kept for it."""
+
+
+ABORT_SECONDS = 10.0
+"""How long, at most, a device may take to end work that has been aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """Where this rank's work is done.
+
+    Attributes
+    ----------
+    device : Device
+        Its device.
+    stream : Stream
+        The communication stream.
+    packer : Packer or None
+        Moves many tensors at once.
+    """
+
+    device: Device
+    stream: Stream
+    packer: Packer | None
+
+
+class DeviceExecutor:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, globally.
+    places : sequence of Place
+        Of every rank.
+    backends : mapping of int to Backend
+        The host's, by process set; kept by the executor, read here.
+    sets : mapping of int to tuple of int
+        Members of every process set.
+    hooks : Instruments
+        Told of phases.
+    on_host : callable
+        Carries out a batch whose tensors are in host memory.
+    checked : bool
+        Whether results are checked, on the host.
+    cuda_aware_mpi : bool
+        Whether MPI may be given addresses on devices.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[Place],
+        backends: Mapping[int, Backend],
+        sets: Mapping[int, tuple[int, ...]],
+        hooks: Instruments,
+        on_host: Callable[[list[Response], Entries], None],
+        *,
+        checked: bool,
+        cuda_aware_mpi: bool,
+    ) -> None:
+        self._rank, self._places = rank, places
+        self._hosts, self._sets = backends, sets
+        self._hooks = hooks
+        self._on_host = on_host
+        self._checked, self._cuda_aware_mpi = checked, cuda_aware_mpi
+        self._station: Station | None = None
+        self._opened: dict[int, DeviceBackend] = {}
+        self._keeper = Keeper()
+        self._aborted = False
+        self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
+            RequestType.ALLREDUCE: self._allreduce,
+            RequestType.REDUCESCATTER: self._reducescatter,
+            RequestType.ALLGATHER: self._allgather,
+            RequestType.BROADCAST: self._broadcast,
+            RequestType.ALLTOALL: self._alltoall,
+        }
+
+    def run(self, batch: list[Response], entries: Entries) -> None:
+        """Carry out responses that ride together, and complete their entries."""
+        self._keeper.sweep()
+        station = self._settle(entries)
+        with station.device.acting():
+            _await_all(station, _distinct(entries))
+            carry_out = self._run.get(batch[0].request.type)
+            if carry_out is None or self._checked:
+                self._by_host(station, batch, entries)
+            else:
+                carry_out(self._backend(batch[0].process_set, station), batch, entries)
+
+    def look(self, now: float) -> float | None:
+        """Let go of memory that the device uses no longer; return when (monotonic s) to look again.
+
+        Raises
+        ------
+        TransportError
+            What is under way has failed.
+        """
+        if not self._keeper.sweep():
+            return None
+        self._check()
+        return now + SWEEP_SECONDS
+
+    def _check(self) -> None:
+        for backend in self._opened.values():
+            backend.check()
+
+    def close_set(self, set_id: int) -> None:
+        """Give up a process set's backend; collective over the set."""
+        if set_id in self._opened:
+            self._opened.pop(set_id).close()
+
+    def close(self) -> None:
+        """Give up the backends, in the order of their sets, when the device has done its work; collective.
+
+        Raises
+        ------
+        TransportError
+            What is under way has failed; or, after :meth:`abort`, does not end.
+        """
+        patience = partial(_be_patient, time.monotonic() + ABORT_SECONDS)
+        self._keeper.settle(patience if self._aborted else self._check)
+        for set_id in sorted(self._opened):
+            self.close_set(set_id)
+
+    def abort(self, why: str) -> None:
+        """Let the device wait for no other rank: some rank has failed. Not collective; from any thread."""
+        self._aborted = True
+        for backend in list(self._opened.values()):  # another thread may be opening one
+            backend.abort(why)
+
+    # -- where, and by which way ---------------------------------------------------------------------
+
+    def _settle(self, entries: Entries) -> Station:
+        """Return this rank's device and stream: that of its arrays, or any if it has joined."""
+        device = next((view.on for view in _distinct(entries)), None)
+        if self._station is not None and device in (None, self._station.device):
+            return self._station
+        if self._station is not None and not isinstance(self._station.device, HostDevice):
+            raise TransportError(
+                f"rank {self._rank} had joined, and taken part with {self._station.device.name}, before it"
+                f" submitted an array on {device.name if device else ''}: let each rank use the device of its"
+                " local rank, or submit an array before it joins"
+            )
+        chosen = device or self._own_device()
+        self._station = Station(chosen, chosen.make_stream(), chosen.packer())
+        for set_id, backend in list(self._opened.items()):
+            if isinstance(backend, StagedBackend):
+                self._opened[set_id] = self._stage(set_id, self._station)
+        return self._station
+
+    def _own_device(self) -> Device:
+        """Return the device of this rank's number on its node; host memory where there is none."""
+        here = self._places[self._rank]
+        neighbours = [
+            r for r, place in enumerate(self._places) if (place.host, place.node) == (here.host, here.node)
+        ]
+        try:
+            from pyhvd.devices.cupy_device import count_devices, cuda_device
+        except ImportError:
+            return HostDevice()
+        count = count_devices()
+        return cuda_device(neighbours.index(self._rank) % count) if count else HostDevice()
+
+    def _backend(self, set_id: int, station: Station) -> DeviceBackend:
+        if set_id not in self._opened:
+            self._opened[set_id] = self._open(set_id, station)
+        return self._opened[set_id]
+
+    def _open(self, set_id: int, station: Station) -> DeviceBackend:
+        """Agree on the way that a set's arrays take; collective over the set."""
+        return open_backend(
+            self._hosts[set_id],
+            station.device,
+            station.stream,
+            station.packer,
+            self._sets[set_id],
+            cuda_aware_mpi=self._cuda_aware_mpi,
+        )
+
+    def _stage(self, set_id: int, station: Station) -> DeviceBackend:
+        return StagedBackend(self._hosts[set_id], station.device, station.stream, station.packer)
+
+    # -- the verbs -----------------------------------------------------------------------------------
+
+    def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        op, postscale = kernel_terms(request, backend.size)
+        counts = [math.prod(r.request.shape) for r in batch]
+        info = BY_CODE[request.dtype]
+        with self._hooks.phase(f"{backend.reducer}_ALLREDUCE"):
+            backend.allreduce(
+                _sources(entries), _targets(entries), counts, info, op, request.prescale, postscale
+            )
+        self._deliver(backend.stream, entries, _targets(entries))
+
+    def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        op, postscale = kernel_terms(request, backend.size)
+        shapes = [r.request.shape for r in batch]
+        info = BY_CODE[request.dtype]
+        with self._hooks.phase(f"{backend.reducer}_REDUCESCATTER"):
+            backend.reducescatter(
+                _sources(entries), _targets(entries), shapes, info, op, request.prescale, postscale
+            )
+        self._deliver(backend.stream, entries, _targets(entries))
+
+    def _allgather(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
+        shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+        outputs = self._allocate(batch, entries, shapes)
+        if outputs is None:
+            return
+        item = BY_CODE[batch[0].request.dtype].itemsize
+        row_bytes = [math.prod(shape[1:]) * item for shape in shapes]
+        counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
+        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+            backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
+        self._deliver(backend.stream, entries, outputs)
+
+    def _broadcast(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
+        (response,), (entry,) = batch, entries
+        request = response.request
+        root = self._sets[response.process_set].index(request.root)
+        source, target = _sources(entries)[0], _targets(entries)[0]
+        output: DeviceView | Memory | None = target
+        if output is None:
+            nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
+            output = self._here.device.allocate(nbytes, backend.stream)
+        if backend.rank == root and source is not None and target is not None and source is not target:
+            self._here.device.copy(target.ptr, source.ptr, source.nbytes, backend.stream)
+        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+            backend.broadcast(_span(output), root)
+        self._deliver(backend.stream, [entry], [output])
+
+    def _alltoall(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
+        (response,), (entry,) = batch, entries
+        source = _sources(entries)[0]
+        if entry is None or source is None:
+            raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+            received = self._hosts[response.process_set].swap_counts(entry.splits)
+        outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
+        if outputs is None:
+            return
+        row = math.prod(source.shape[1:]) * source.info.itemsize
+        counts = [n * row for n in entry.splits], [n * row for n in received]
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+            backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
+        few = max(received) <= np.iinfo(np.int32).max
+        splits = np.array(received, np.int32 if few else np.int64)
+        self._deliver(backend.stream, entries, outputs, lambda arrival: (arrival, splits))
+
+    # -- by host memory ------------------------------------------------------------------------------
+
+    def _by_host(self, station: Station, batch: list[Response], entries: Entries) -> None:
+        """Carry a batch out on host arrays, tensor by tensor, and send the results up again."""
+        device, stream = station.device, station.stream
+        mirrored = [self._mirror(station, entry) if entry is not None else None for entry in entries]
+        device.synchronize(device.mark(stream))
+        self._on_host(batch, mirrored)
+
+    def _mirror(self, station: Station, entry: TensorEntry) -> TensorEntry:
+        """Return an entry of the same tensor in host memory, whose contents are on their way down."""
+        source, target = _view(entry.source), _view(entry.target)
+        assert source is not None
+        given = _host_view(station.device, source)
+        station.device.copy(given.ptr, source.ptr, source.nbytes, station.stream)
+        result = given if target is source else None if target is None else _host_view(station.device, target)
+        return msgspec.structs.replace(
+            entry, source=given, target=result, done=partial(self._send_up, station, entry)
+        )
+
+    def _send_up(
+        self, station: Station, entry: TensorEntry, result: Any, error: BaseException | None
+    ) -> None:
+        """Complete an entry with a result that lies in host memory."""
+        if error is not None:
+            entry.done(None, error)
+            return
+        array, splits = result if isinstance(result, tuple) else (result, None)
+        source, target = _view(entry.source), _view(entry.target)
+        assert source is not None
+        target = target if target is not None else source.library.empty_like(source, array.shape)
+        device, stream = station.device, station.stream
+        if target is not entry.target:
+            mark_ready([target])
+        device.wait(stream, target.ready)
+        pinned = device.allocate_pinned(max(array.nbytes, 1))
+        pinned[: array.nbytes] = flat_bytes(array)
+        device.copy(target.ptr, address(pinned), array.nbytes, stream)
+        self._keeper.keep(device, device.mark(stream), pinned)
+        finish = (lambda arrival: arrival) if splits is None else (lambda arrival: (arrival, splits))
+        self._deliver(stream, [entry], [target], finish)
+
+    # -- outputs -------------------------------------------------------------------------------------
+
+    @property
+    def _here(self) -> Station:
+        assert self._station is not None
+        return self._station
+
+    def _allocate(
+        self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]
+    ) -> list[DeviceView | Memory] | None:
+        """Allocate outputs in the callers' libraries; a rank that has joined gets memory to throw away."""
+        station = self._here
+        set_id = batch[0].process_set
+
+        def make(response: Response, entry: TensorEntry | None, shape: Shape) -> DeviceView | Memory:
+            source = _view(entry.source) if entry is not None else None
+            if source is not None:
+                return source.library.empty_like(source, shape)
+            nbytes = math.prod(shape) * BY_CODE[response.request.dtype].itemsize
+            return station.device.allocate(nbytes, station.stream)
+
+        with self._hooks.phase("ALLOCATE_OUTPUT"):
+            outputs = allocate(self._hosts[set_id], batch, entries, shapes, make, self._sets[set_id])
+        views = [output for output in outputs or () if isinstance(output, DeviceView)]
+        mark_ready(views)
+        _await_all(station, views)
+        return outputs
+
+    def _deliver(
+        self,
+        stream: Stream,
+        entries: Entries,
+        outputs: Sequence[DeviceView | Memory | None],
+        finish: Callable[[Arrival], Any] = lambda arrival: arrival,
+    ) -> None:
+        """Hand results back that are there when the stream has come to its end."""
+        for entry, output in zip(entries, outputs, strict=True):
+            if entry is not None and isinstance(output, DeviceView) and output.home is not None:
+                output.library.copy_home(output, stream)
+        event = self._here.device.mark(stream)
+        used = [(entry.source, entry.target) for entry in entries if entry is not None]
+        self._keeper.keep(self._here.device, event, (used, list(outputs)))
+        for entry, output in zip(entries, outputs, strict=True):
+            if entry is not None and isinstance(output, DeviceView):
+                entry.done(finish(Arrival(output, event)), None)
+
+
+def _be_patient(until: float) -> None:
+    """Let work that has been aborted end by itself, until a moment (monotonic s)."""
+    if time.monotonic() > until:
+        raise TransportError(f"the device has not ended aborted work within {ABORT_SECONDS:g} s")
+
+
+def _view(view: Any) -> DeviceView | None:
+    """Return a view, of which agreement has it that it is on a device."""
+    assert view is None or isinstance(view, DeviceView)
+    return view
+
+
+def _sources(entries: Entries) -> list[DeviceView | None]:
+    return [_view(entry.source) if entry is not None else None for entry in entries]
+
+
+def _targets(entries: Entries) -> list[DeviceView | None]:
+    return [_view(entry.target) if entry is not None else None for entry in entries]
+
+
+def _distinct(entries: Entries) -> list[DeviceView]:
+    """Return all views, sources and targets; one that is both once."""
+    pairs = zip(_sources(entries), _targets(entries), strict=True)
+    found = [view for source, target in pairs for view in (source, None if target is source else target)]
+    return [view for view in found if view is not None]
+
+
+def _await_all(station: Station, views: Sequence[DeviceView]) -> None:
+    """Let the communication stream wait until views may be used; those of one call share an event."""
+    for event in {id(view.ready): view.ready for view in views}.values():
+        station.device.wait(station.stream, event)
+
+
+def _span(memory: DeviceView | Memory) -> Span:
+    return Span(memory.ptr, memory.nbytes)
+
+
+def _host_view(device: Device, view: DeviceView) -> TensorView:
+    """Return page-locked memory for a tensor; bfloat16, which numpy has not got, as 16-bit words."""
+    dtype = np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name
+    memory = device.allocate_pinned(max(view.nbytes, 1))[: view.nbytes]
+    return TensorView(memory.view(dtype).reshape(view.shape), view.info)

@@ -1,0 +1,121 @@
+"""What a rank fails of, as it is said: to its callers, on the wire, and to those who wait for it.
+
+Owns: which exception stands for which :class:`~pyhvd.negotiation.messages.ErrorInfo`, and the reverse; and the *note*
+that a rank leaves where others wait for it (:meth:`pyhvd.backends.base.Backend.abort`): such an ErrorInfo.
+A rank that was ended by a note hands that on as it is, so that all ranks hear of the first failure, however
+they come to hear of it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from pyhvd.backends.base import Aborted
+from pyhvd.common.processes import Place
+from pyhvd.errors import (
+    HorovodInternalError,
+    InternalError,
+    MismatchError,
+    RankFailedError,
+    RankValue,
+    RemoteError,
+    ShutDownError,
+    StallError,
+    TransportError,
+    describe_exception,
+    describe_traceback,
+)
+from pyhvd.native.shared_memory import NOTE
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response
+from pyhvd.negotiation.validation import verb
+
+_FRAME = 64
+"""Bytes, at most, of an ErrorInfo of which only kind, rank and text are given, beside the text."""
+
+
+def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
+    """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
+    if info.kind == ErrorKind.MISMATCH:
+        hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
+        per_rank = {
+            rank: RankValue(rank, hosts.get(rank, ""), value, info.sites.get(rank, ""))
+            for rank, value in info.per_rank.items()
+        }
+        return MismatchError(info.message, name, per_rank)
+    if info.kind == ErrorKind.RANK_FAILED:
+        failed = RankFailedError(info.message, info.rank)
+        if info.traceback:
+            failed.__cause__ = RemoteError(info.rank, info.traceback)
+        return failed
+    if info.kind == ErrorKind.STALL:
+        return StallError(info.message, info.missing, info.stacks)
+    return ShutDownError(f"{name!r}: {info.message}" if name else info.message, info.rank)
+
+
+def info_of(exc: BaseException, rank: int) -> ErrorInfo:
+    """Return what the others are told of the exception that ends a rank's engine.
+
+    Of an :class:`~pyhvd.backends.base.Aborted` that is what this rank was told itself; its ``rank`` is the
+    one that failed first.
+    """
+    if isinstance(exc, Aborted):
+        return _read(exc.note)
+    if isinstance(exc, StallError):
+        return ErrorInfo(ErrorKind.STALL, str(exc), rank, missing=exc.missing, stacks=exc.stacks)
+    text = f"rank {rank} failed: {describe_exception(exc)}"
+    return ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(exc))
+
+
+def note_of(info: ErrorInfo) -> bytes:
+    """Return an error as a note; what does not fit is left out: stacks and traceback first, text last."""
+    return next(note for note in map(msgspec.msgpack.encode, _shorter(info)) if len(note) <= NOTE)
+
+
+def _shorter(info: ErrorInfo) -> Iterator[ErrorInfo]:
+    yield info
+    yield (bare := msgspec.structs.replace(info, stacks={}, traceback=""))
+    yield msgspec.structs.replace(bare, missing={})
+    text = info.message.encode()[: NOTE - _FRAME].decode(errors="ignore")  # but for half a character
+    yield ErrorInfo(info.kind, text, info.rank)
+
+
+def _read(note: bytes) -> ErrorInfo:
+    try:
+        return msgspec.msgpack.decode(note, type=ErrorInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ErrorInfo(
+            ErrorKind.RANK_FAILED, "another rank has aborted the collective, and left no word why"
+        )
+
+
+def error_of_thread(exc: BaseException) -> HorovodInternalError:
+    """Return what is said where an exception ends the background thread."""
+    if isinstance(exc, HorovodInternalError):
+        return exc
+    if isinstance(exc, Aborted):
+        return exception_of(_read(exc.note))
+    return _wrapped(exc, "", f"pyhvd's background thread failed (please report this): {exc!r}")
+
+
+def error_of_response(exc: BaseException, response: Response) -> HorovodInternalError:
+    """Return what is said where an exception ends what was agreed on."""
+    if isinstance(exc, HorovodInternalError | Aborted):
+        return error_of_thread(exc)
+    what = f"{verb(response.request.type)} {response.request.name!r}"
+    return _wrapped(exc, f"{what}: ", f"{what} failed on this rank: {type(exc).__name__}: {exc}")
+
+
+def _wrapped(exc: BaseException, where: str, ours: str) -> HorovodInternalError:
+    """Return what a library that moves data has reported, or, in our words, what is nobody else's fault."""
+    library = _reporter_of(exc)
+    error = TransportError(f"{where}{library} reported: {exc}") if library else InternalError(ours)
+    error.__cause__ = exc
+    return error
+
+
+def _reporter_of(exc: BaseException) -> str:
+    """Return which library an exception is the word of, if it is one that moves data."""
+    root = type(exc).__module__.partition(".")[0]
+    return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

@@ -1,0 +1,429 @@
+"""Carries out agreed responses: finds the entries, gets the outputs, calls the backend, completes handles.
+
+Owns: the backends, by process set. Runs on the runtime's thread alone. Knows nothing of how agreement came
+about. A rank that has joined has no entries, and takes part with neutral elements or empty parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
+from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.host import rows_of
+from pyhvd.backends.shm import ShmBackend
+from pyhvd.common.processes import Place
+from pyhvd.config import Config
+from pyhvd.devices.array_libraries import View
+from pyhvd.dtypes import BY_CODE, DtypeInfo
+from pyhvd.engine.device_executor import DeviceExecutor
+from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
+from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.output_allocation import Entries, allocate
+from pyhvd.engine.result_checks import make_checker
+from pyhvd.errors import CorruptionError, InternalError, ShutDownError
+from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
+from pyhvd.negotiation.terms import kernel_terms
+from pyhvd.negotiation.validation import verb
+from pyhvd.observe.hooks import Instruments
+from pyhvd.observe.metrics import MPI, WINDOW, Meter
+from pyhvd.queue import TensorEntry, TensorQueue
+
+Views = Sequence[TensorView | None]
+
+
+class Executor:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, globally.
+    queue : TensorQueue
+        Where submitted tensors wait.
+    backends : dict of int to Backend
+        By process set; sets that this rank is not a member of are absent. Owned.
+    sets : dict of int to tuple of int
+        Members of every process set; kept by the worker machine, read here.
+    make_backend : callable
+        Returns the backend of a new set, from its fabric; collective over the set.
+    meter : Meter
+        Counts what is carried out.
+    places : sequence of Place
+        Of every rank.
+    lane : FastLane or None
+        Told of sets that come and go.
+    hooks : Instruments
+        Told of batches.
+    config : Config
+        Says whether results are checked, and whether MPI may be given addresses on devices.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        queue: TensorQueue,
+        backends: dict[int, Backend],
+        sets: dict[int, tuple[int, ...]],
+        make_backend: Callable[[Fabric], Backend],
+        meter: Meter,
+        places: Sequence[Place],
+        lane: FastLane | None,
+        hooks: Instruments,
+        config: Config,
+    ) -> None:
+        self._hooks = hooks
+        self._checker = make_checker(config)
+        self._rank = rank
+        self._meter = meter
+        self._queue = queue
+        self._backends = backends
+        self._sets = sets
+        self._make_backend = make_backend
+        self._places = places
+        self._lane = lane
+        self._pieces: Pieces | None = None
+        # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
+        self.running: Entries = []
+        self.ended = 0
+        self._devices = DeviceExecutor(
+            rank,
+            places,
+            backends,
+            sets,
+            hooks,
+            self._run_on_host,
+            checked=self._checker is not None,
+            cuda_aware_mpi=config.cuda_aware_mpi,
+        )
+        if lane is not None:
+            for set_id, backend in backends.items():
+                lane.open_set(set_id, backend)
+        self._run: dict[int, Callable[[list[Response], Entries], None]] = {
+            RequestType.ALLREDUCE: self._allreduce,
+            RequestType.ADASUM: self._adasum,
+            RequestType.REDUCESCATTER: self._reducescatter,
+            RequestType.ALLGATHER: self._allgather,
+            RequestType.BROADCAST: self._broadcast,
+            RequestType.ALLTOALL: self._alltoall,
+            RequestType.BARRIER: self._tell_value,
+            RequestType.JOIN: self._tell_value,
+            RequestType.ADD_PROCESS_SET: self._add_process_set,
+            RequestType.REMOVE_PROCESS_SET: self._remove_process_set,
+        }
+
+    @property
+    def fabric(self) -> Fabric:
+        """The fabric of all ranks."""
+        return self._backends[GLOBAL_SET].fabric
+
+    def run(self, batch: list[Response]) -> None:
+        """Carry out responses that ride together, and complete their entries."""
+        if self._hooks.active and batch[0].error is None:
+            self._hooks.batch_started(batch)
+            self._carry_out(batch)
+            self._hooks.batch_ended(batch)
+        else:
+            self._carry_out(batch)
+
+    def _carry_out(self, batch: list[Response]) -> None:
+        first = batch[0]
+        entries = [self._queue.pop(r.process_set, r.request.name) for r in batch]
+        ready = self._meter.clock() if any(entry is not None for entry in entries) else 0
+        if first.error is not None:
+            if entries[0] is None:
+                raise InternalError(
+                    f"an error arrived for {first.request.name!r}, which is not in flight here"
+                )
+            entries[0].done(None, exception_of(first.error, first.request.name, self._places))
+            return
+        self._count(first, [entry for entry in entries if entry is not None], ready)
+        self.running = entries
+        try:
+            if first.request.device == HOST:
+                self._run_on_host(batch, entries)
+            else:
+                self._devices.run(batch, entries)
+            self._meter.carried_out(ready)
+        except BaseException as exc:
+            # What was taken out of the queue is nobody else's to answer.
+            for entry in entries:
+                if entry is not None:
+                    entry.done(None, error_of_response(exc, first))
+            raise
+        finally:
+            self.running = []
+            self.ended += 1
+
+    def _run_on_host(self, batch: list[Response], entries: Entries) -> None:
+        self._run[batch[0].request.type](batch, entries)
+
+    def look(self, now: float) -> float | None:
+        """Before a sleep: return when (monotonic s) hooks, or what devices have done, are to be looked at."""
+        times = [self._hooks.look(now), self._devices.look(now)]
+        return min((time for time in times if time is not None), default=None)
+
+    def resize(self, pieces: Pieces) -> None:
+        """Cut what comes next, in every set, into other pieces."""
+        self._pieces = pieces
+        for backend in self._backends.values():
+            backend.resize(pieces)
+
+    def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
+        if not entries:
+            return  # this rank has joined: it helps with what the others have submitted
+        lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
+        sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
+        told = [entry.told for entry in entries]
+        self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
+
+    def abort(self, info: ErrorInfo) -> None:
+        """Let no rank wait for this one, which cannot go on, nor a device for a rank; from any thread.
+
+        Not collective. In every set: what this rank has not done its part of now, it will not do.
+        """
+        note = note_of(info)
+        for backend in list(self._backends.values()):  # another thread may be adding one
+            backend.abort(note)
+        self._devices.abort(info.message)
+
+    def close(self, stop: ErrorInfo) -> None:
+        """Give up the backends, in the order of their sets; collective.
+
+        Other ranks may still be carrying out what this one has done its part of: that is not aborted.
+        """
+        if stop.kind != ErrorKind.SHUT_DOWN:
+            self._devices.abort(stop.message)
+        self._devices.close()
+        for set_id in sorted(self._backends):
+            self._backends.pop(set_id).close()
+
+    # -- reductions ----------------------------------------------------------------------------------
+
+    def _allreduce(self, batch: list[Response], entries: Entries) -> None:
+        backend = self._backends[batch[0].process_set]
+        self._look_at_inputs(batch, entries)
+        self._reduce(backend, batch, _sources(entries), _targets(entries))
+        self._deliver_targets(batch, entries)
+
+    @staticmethod
+    def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
+        request = batch[0].request
+        op, postscale = kernel_terms(request, backend.size)
+        backend.allreduce(
+            sources,
+            targets,
+            [math.prod(r.request.shape) for r in batch],
+            BY_CODE[request.dtype],
+            op,
+            request.prescale,
+            postscale,
+        )
+
+    def _adasum(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        backend = self._backends[batch[0].process_set]
+        self._look_at_inputs(batch, entries)
+        with self._hooks.phase(f"{backend.carrier}_ADASUM"):
+            backend.adasum(
+                _sources(entries),
+                _targets(entries),
+                [math.prod(r.request.shape) for r in batch],
+                BY_CODE[request.dtype],
+                request.prescale,
+                request.postscale,
+            )
+        self._deliver_targets(batch, entries)
+
+    def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
+        request = batch[0].request
+        backend = self._backends[batch[0].process_set]
+        op, postscale = kernel_terms(request, backend.size)
+        self._look_at_inputs(batch, entries)
+        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
+            backend.reducescatter(
+                _sources(entries),
+                _targets(entries),
+                [r.request.shape for r in batch],
+                BY_CODE[request.dtype],
+                op,
+                request.prescale,
+                postscale,
+            )
+        whole: list[Bytes | None] | None = None
+        if self._checker is not None and self._checker.results:
+            firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
+
+            def reduce(outputs: Views) -> None:
+                self._reduce(backend, batch, _sources(entries), outputs)
+
+            whole = self._checker.whole(batch, _targets(entries), firsts, reduce)
+        self._deliver_targets(batch, entries, whole)
+
+    # -- outputs whose size only the response tells ----------------------------------------------------
+
+    def _allgather(self, batch: list[Response], entries: Entries) -> None:
+        backend = self._backends[batch[0].process_set]
+        shapes = [(sum(r.dims), *r.request.shape[1:]) for r in batch]
+        outputs = self._allocate(backend, batch, entries, shapes)
+        if outputs is None:
+            return
+        info = BY_CODE[batch[0].request.dtype]
+        row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
+        counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
+        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+            backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
+        errors = self._compare(batch, [flat_bytes(out) for out in outputs])
+        for entry, output, error in zip(entries, outputs, errors, strict=True):
+            if entry is not None:
+                entry.done(None if error else output, error)
+
+    def _alltoall(self, batch: list[Response], entries: Entries) -> None:
+        (response,), (entry,) = batch, entries
+        backend = self._backends[response.process_set]
+        source = _sources(entries)[0]
+        if entry is None or source is None:
+            raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+            received = backend.swap_counts(entry.splits)
+        outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
+        if outputs is None:
+            return
+        row = math.prod(source.shape[1:]) * source.info.itemsize
+        counts = [n * row for n in entry.splits], [n * row for n in received]
+        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+            backend.alltoall(source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
+        if self._checker is not None and self._checker.results:
+            sent, arrived = _blocks(source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
+            members = self._sets[response.process_set]
+            if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
+                entry.done(None, error)
+                return
+        few = max(received) <= np.iinfo(np.int32).max
+        entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
+
+    def _allocate(
+        self, backend: Backend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
+    ) -> list[Array] | None:
+        def make(response: Response, entry: TensorEntry | None, shape: tuple[int, ...]) -> Array:
+            return np.empty(shape, _dtype(BY_CODE[response.request.dtype], entry))
+
+        with self._hooks.phase("ALLOCATE_OUTPUT"):
+            return allocate(backend, batch, entries, shapes, make, self._sets[batch[0].process_set])
+
+    # -- broadcast -------------------------------------------------------------------------------------
+
+    def _broadcast(self, batch: list[Response], entries: Entries) -> None:
+        (response,) = batch
+        request = response.request
+        root = self._sets[response.process_set].index(request.root)
+        backend = self._backends[response.process_set]
+        source, target = _sources(entries)[0], _targets(entries)[0]
+        if source is None or target is None:
+            nbytes = math.prod(request.shape) * BY_CODE[request.dtype].itemsize
+            backend.broadcast(np.empty(nbytes, np.uint8), root)
+            self._compare(batch, [None])
+            return
+        if backend.rank == root and source is not target:
+            target.bytes[:] = source.bytes
+        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+            backend.broadcast(target.bytes, root)
+        self._deliver_targets(batch, entries)
+
+    # -- checks, and handing results back ----------------------------------------------------------------
+
+    def _look_at_inputs(self, batch: list[Response], entries: Entries) -> None:
+        if self._checker is not None:
+            set_id = batch[0].process_set
+            fabric = self._backends[set_id].fabric
+            self._checker.look_at_inputs(batch, _sources(entries), fabric, self._sets[set_id])
+
+    def _compare(
+        self, batch: list[Response], results: Sequence[Bytes | None]
+    ) -> Sequence[CorruptionError | None]:
+        if self._checker is None or not self._checker.results:
+            return [None] * len(batch)
+        set_id = batch[0].process_set
+        return self._checker.compare(batch, results, self._backends[set_id].fabric, self._sets[set_id])
+
+    def _deliver_targets(
+        self, batch: list[Response], entries: Entries, results: Sequence[Bytes | None] | None = None
+    ) -> None:
+        """Hand targets back, once they have passed the checks; ``results`` is compared in their stead."""
+        errors: Sequence[CorruptionError | None] = [None] * len(batch)
+        targets = _targets(entries)
+        if self._checker is not None:
+            self._checker.look_at_results(batch, targets, self._backends[batch[0].process_set].fabric)
+            own = [target.bytes if target is not None else None for target in targets]
+            errors = self._compare(batch, own if results is None else results)
+        for entry, target, error in zip(entries, targets, errors, strict=True):
+            if entry is None or target is None:
+                continue
+            try:
+                target.copy_home()
+            except ValueError as exc:  # the caller's array has become read-only meanwhile
+                entry.done(None, exc)
+                continue
+            entry.done(None if error else target.array, error)
+
+    # -- no tensors ------------------------------------------------------------------------------------
+
+    def _tell_value(self, batch: list[Response], entries: Entries) -> None:
+        if entries[0] is not None:
+            entries[0].done(batch[0].value, None)
+
+    def _add_process_set(self, batch: list[Response], entries: Entries) -> None:
+        ranks, set_id = batch[0].request.ranks, batch[0].value
+        if self._rank in ranks:
+            fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
+            self._backends[set_id] = self._make_backend(fabric)
+            if self._pieces is not None:
+                self._backends[set_id].resize(self._pieces)
+            if self._lane is not None:
+                self._lane.open_set(set_id, self._backends[set_id])
+        self._tell_value(batch, entries)
+
+    def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
+        removed = batch[0].request.ranks[0]
+        on_lane = self._lane.close_set(removed) if self._lane is not None else []
+        for entry in [*self._queue.pop_set(removed), *on_lane]:
+            text = (
+                f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
+            )
+            entry.done(None, ShutDownError(text))
+        if removed in self._backends:
+            self._devices.close_set(removed)
+            self._backends.pop(removed).close()
+        self._tell_value(batch, entries)
+
+
+def _sources(entries: Entries) -> list[TensorView | None]:
+    return [_on_host(entry.source) if entry is not None else None for entry in entries]
+
+
+def _targets(entries: Entries) -> list[TensorView | None]:
+    return [_on_host(entry.target) if entry is not None else None for entry in entries]
+
+
+def _on_host(view: View | None) -> TensorView | None:
+    """Return a view, of which agreement has it that it is in host memory."""
+    assert view is None or isinstance(view, TensorView)
+    return view
+
+
+def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    """Cut a buffer into what belongs to each rank."""
+    ends = list(itertools.accumulate(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
+    """Return the dtype of an output; a joined rank's own is thrown away, so plain bytes of that size do."""
+    if entry is not None and (source := _on_host(entry.source)) is not None:
+        return source.array.dtype
+    return np.dtype((np.void, info.itemsize))

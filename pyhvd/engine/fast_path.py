@@ -1,0 +1,279 @@
+"""The fast lane's Python half: how tensors come onto it, and how they leave it.
+
+Owns: opening the lane, installing what response lists say about cache slots, and taking units over that the
+board has refused or that the coordinator has recalled; from then on they are entries of the queue like any
+other. What happens on the lane itself is :mod:`pyhvd.native.shared_memory`'s business. Runs on the runtime's thread, but for
+:func:`open_lane`, which is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyhvd.arrays import TensorView
+from pyhvd.backends.base import Aborted, Backend, Fabric
+from pyhvd.backends.shm import OpenWindow, Segment, ShmBackend
+from pyhvd.config import Config
+from pyhvd.controller import Worker
+from pyhvd.dtypes import ReduceOp, lookup
+from pyhvd.errors import UnsupportedDtypeError
+from pyhvd.native.shared_memory import MAX_SLOTS, SETS, Lane, Unit, board_bytes
+from pyhvd.negotiation.messages import (
+    HOST,
+    Request,
+    RequestType,
+    Response,
+    ResponseList,
+    bytes_to_bits,
+    iter_bits,
+)
+from pyhvd.observe.metrics import Meter
+from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.transport.arena import Arena
+
+_log = logging.getLogger("pyhvd")
+
+KernelTerms = Callable[[Request, int], tuple[ReduceOp, float]]
+
+
+def open_lane(
+    fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
+) -> Lane | None:
+    """Return this rank's end of a new lane, or None where there is none to be had. Collective.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        Of all ranks.
+    open_window : callable or None
+        Makes shared memory.
+    backend : Backend
+        Of all ranks: unless it has a window there is no lane.
+    config : Config
+        The knobs, agreed.
+    """
+    slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
+    if open_window is None or not slots or not isinstance(backend, ShmBackend):
+        return None
+    opened = open_window(fabric, -(-board_bytes(fabric.size, slots) // fabric.size))
+    if not isinstance(opened, Segment):
+        if fabric.rank == 0:
+            _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
+        return None
+    lane = Lane(
+        opened.areas[0],
+        opened.memory,
+        fabric.rank,
+        fabric.size,
+        slots,
+        config.fusion_threshold,
+        config.disable_group_fusion,
+        config.cycle_time_ms / 1000,
+        _code_of,
+    )
+    if fabric.rank == 0:
+        lane.clear()
+    fabric.barrier()
+    return lane
+
+
+def _code_of(dtype: np.dtype[Any]) -> int:
+    try:
+        return int(lookup(dtype).code)
+    except UnsupportedDtypeError:
+        return -1
+
+
+class FastLane:
+    """See the module's docstring.
+
+    Parameters
+    ----------
+    lane : Lane
+        The engine.
+    worker : Worker
+        This rank's machine.
+    queue : TensorQueue
+        Where tensors wait that do not go this way.
+    terms : callable
+        ``terms(request, size)`` returns the kernels' op and the factor behind it.
+    arena : Arena or None
+        Where arrays are that need not be moved.
+    meter : Meter
+        Told of tensors that leave the lane; the lane counts those that it ends.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        worker: Worker,
+        queue: TensorQueue,
+        terms: KernelTerms,
+        arena: Arena | None,
+        meter: Meter,
+    ) -> None:
+        self.lane = lane
+        self._arena = arena
+        self._worker = worker
+        self._queue = queue
+        self._terms = terms
+        self._meter = meter
+        self._unsent: list[tuple[int, Request]] = []
+        if arena is not None:
+            lane.know_arena(arena.start, arena.nbytes)
+        lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
+
+    def open_set(self, set_id: int, backend: Backend) -> None:
+        """Let a process set's allreduces go this way, if its ranks share a window."""
+        if set_id < SETS and isinstance(backend, ShmBackend):
+            starts = [] if self._arena is None else self._arena.starts
+            ranks = self._worker.sets[set_id]
+            self.lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+
+    def close_set(self, set_id: int) -> list[TensorEntry]:
+        """Forget a process set; return what was in flight."""
+        if not self.lane.has_set(set_id):
+            return []
+        left = [entry for unit in self.lane.in_flight(set_id) for entry in self._entries(unit)[1]]
+        self.lane.close_set(set_id)
+        return left
+
+    def close(self, entered: bool) -> list[TensorEntry]:
+        """Let nothing in any longer; return what was in flight."""
+        self.lane.shut(entered)
+        return [entry for unit in self.lane.in_flight() for entry in self._entries(unit)[1]]
+
+    def look(self) -> tuple[list[str], bool, int]:
+        """Return what is in flight, whether a batch is being carried out, and how far. From any thread."""
+        names = [unit.name for unit in self.lane.in_flight()]
+        return names, self.lane.is_running(), self.lane.position()
+
+    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return what is to be sent: behind what this rank has submitted on the lane before.
+
+        What the board refuses goes by message, first. A tensor that this rank has refused is frozen: what the
+        other ranks have posted is not to meet what this rank submits next under its name.
+        """
+        if fresh:
+            self.lane.post()
+        first, self._unsent = self._unsent, []
+        while (unit := self.lane.refused()) is not None:
+            _, entries = self._entries(unit)
+            self._queue.adopt(entries)
+            first += [(entry.process_set, entry.request) for entry in entries]
+        for set_id, request in fresh:
+            if request.error and self.lane.has_set(set_id):
+                for slot in self._worker.slots_of(set_id, request.name):
+                    if slot < self.lane.slots:
+                        self.lane.freeze(set_id, slot)
+        return first + fresh
+
+    def prepare(self, message: ResponseList) -> None:
+        """Take over what a response list is about to answer, and the board has had to give back."""
+        for set_id, data in message.cached.items():
+            if self.lane.has_set(set_id):
+                names = (self._worker.own(set_id, slot).name for slot in iter_bits(bytes_to_bits(data)))
+                self._take_over(set_id, names)
+        for response in message.responses:
+            if not response.only or self._worker.rank in response.only:
+                self._take_over(response.process_set, (response.request.name,))
+
+    def follow(self, todo: Iterable[Response]) -> None:
+        """Some slots mean something else from now on: no unit stays on the lane that knew them as before."""
+        for response in todo:
+            if response.slot >= 0 and self.lane.has_set(response.process_set):
+                own = self._worker.own(response.process_set, response.slot)
+                unit = self.lane.retire(response.process_set, response.slot, own)
+                if unit is not None:
+                    self._convert(unit)
+
+    def install(self, todo: Sequence[Response]) -> None:
+        """Let in from now on what a response list, carried out by now, has put into the cache."""
+        for response in todo:
+            set_id, slot = response.process_set, response.slot
+            if not 0 <= slot < self.lane.slots or not self.lane.has_set(set_id):
+                continue
+            own = self._worker.own(set_id, slot)
+            # A list may give a small cache's slot away more than once: the last one counts.
+            on_host = own.device == HOST
+            if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
+                op, postscale = self._terms(own, len(self._worker.sets[set_id]))
+                self.lane.install(set_id, slot, own, response.since, op, postscale, response.direct)
+
+    def _take_over(self, set_id: int, names: Iterable[str]) -> None:
+        for name in names:
+            if (unit := self.lane.find(set_id, name)) is not None:
+                self._convert(unit)
+
+    def _convert(self, unit: Unit) -> None:
+        """Let a unit end by message."""
+        known, entries = self._entries(unit)
+        self._queue.adopt(entries)
+        if known:
+            self._meter.submitted(len(entries), 0)
+        for entry in entries:
+            if known:
+                self._worker.adopt(entry.process_set, entry.request)
+            else:
+                self._unsent.append((entry.process_set, entry.request))
+
+    def _entries(self, unit: Unit) -> tuple[bool, list[TensorEntry]]:
+        """Take a unit; return whether the coordinator may know of it, and its tensors."""
+        taken = unit.take()
+        if taken is None:
+            return False, []
+        posted, tensors = taken
+
+        def done(_: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._meter.failed(type(error).__name__)
+            unit.settle(error)
+
+        return posted > 0, [
+            TensorEntry(
+                unit.set_id,
+                request,
+                TensorView(source, lookup(source.dtype)),
+                TensorView(target, lookup(target.dtype)),
+                done,
+                told=posted,
+            )
+            for request, source, target in tensors
+        ]
+
+
+class LaneBell:
+    """A doorbell on the board: the background thread sleeps on the lane, and does its work meanwhile.
+
+    The address of a bell is the rank.
+    """
+
+    shortest = 0.0
+
+    def __init__(self, lane: Lane, rank: int) -> None:
+        self._lane = lane
+        self._rank = rank
+
+    def ring(self, address: int | None = None) -> None:
+        """Ring a bell, by default this rank's own; from any thread; never blocks."""
+        self._lane.call(self._rank if address is None else address)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung.
+
+        Raises
+        ------
+        Aborted
+            Another rank has aborted a window while this one's engine was, or came, inside.
+        """
+        rung = bool(self._lane.doze(timeout))
+        if (note := self._lane.note()) is not None:
+            raise Aborted(note)
+        return rung
+
+    def close(self) -> None:
+        """Nothing to give up."""

@@ -1,0 +1,53 @@
+"""The last messages of a job: rank 0 hears from every rank before the communicators are freed.
+
+Owns: which ranks have said goodbye, which they may do before rank 0 itself ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from pyhvd.negotiation.validation import describe_ranks
+
+if TYPE_CHECKING:
+    from pyhvd.transport.control import ControlTransport
+
+_log = logging.getLogger("pyhvd")
+
+GOODBYE = b""
+_SECONDS = 10.0
+
+
+class Farewell:
+    """See the module's docstring; used by the runtime's thread alone."""
+
+    def __init__(self, control: ControlTransport) -> None:
+        self._control = control
+        self._left = set(range(1, control.size))
+
+    def hear(self, rank: int) -> None:
+        """A rank has said goodbye to this one, which is rank 0."""
+        self._left.discard(rank)
+
+    def say(self) -> None:
+        """Leave no message behind.
+
+        A rank may compute for long without giving up the GIL: it is late, not lost. A dead one ends the
+        whole job.
+        """
+        control = self._control
+        if control.rank:
+            control.send(0, GOODBYE)
+        warn_at = time.monotonic() + _SECONDS
+        while not control.rank and self._left:
+            self._left -= {source for source, payload in control.receive() if payload == GOODBYE}
+            if time.monotonic() > warn_at:
+                busy = describe_ranks(sorted(self._left))
+                _log.warning("shutting down: still waiting for %s, busy with something else", busy)
+                warn_at += _SECONDS
+            if self._left:
+                control.wait(0.1)
+        while not control.drain(_SECONDS):
+            _log.warning("shutting down: the last messages have not been taken yet")

@@ -1,0 +1,1 @@
+"""One job's processes: starting, wiring, watching, ending and printing them."""

@@ -1,0 +1,1 @@
+"""One process of a job: its guardian, environment, output and exit report."""

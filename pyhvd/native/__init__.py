@@ -1,0 +1,1 @@
+"""The shared-memory path: one Cython extension, and its C under src/."""

@@ -1,0 +1,43 @@
+"""The shared-memory path of one node: windows, and the fast lane over them, without the GIL.
+
+Owns: :class:`Window`, a rank's view of memory that the ranks of a node share; :class:`Lane`, a rank's end of
+the fast lane (``fast_path/progress.h``) and of the board (``fast_path/ready_table.h``); the calls that it
+remembers, and :class:`Handle`, the promise that a caller gets. Knows addresses, slots and codes; not MPI.
+
+Every method of a window is collective: the ranks of the window call the same ones in the same order. One
+thread at a time may use a window. Without the GIL (free-threaded Python) the lane's mutex orders what threads
+do to units; it is held for a few instructions, and nothing of Python runs under it.
+"""
+
+import logging
+import os
+import threading
+import time
+
+cimport cython
+cimport numpy as cnp
+from cpython.exc cimport PyErr_SetFromErrno
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
+
+cnp.import_array()
+
+_log = logging.getLogger("pyhvd")
+
+
+cdef extern from "Python.h":
+    int PyErr_CheckSignals() except -1
+    unsigned long PyThread_get_thread_ident()
+
+
+include "window.pxi"
+include "numpy_objects.pxi"
+include "sampler.pxi"
+include "ready_table.pxi"
+include "handle.pxi"
+include "cached_call.pxi"
+include "fast_path.pxi"
+include "submit.pxi"

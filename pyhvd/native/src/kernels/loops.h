@@ -1,0 +1,79 @@
+/* What the kernels' loops are made of: run-time dispatch, vectorisation hints, unaligned types, bit casts. */
+#ifndef PYHVD_LOOPS_H
+#define PYHVD_LOOPS_H
+
+#include "kernels/kernels.h"
+
+#include <float.h>
+#include <stdlib.h> /* also defines __GLIBC__ where there is glibc */
+#include <string.h>
+
+#if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
+#error "pyhvd needs float arithmetic in float (on 32-bit x86: -msse2 -mfpmath=sse)"
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#else
+#define HAVE_X86 0
+#endif
+
+#if !defined(__has_attribute)
+#define __has_attribute(x) 0
+#endif
+
+/* A function under CLONED is compiled three times, and the dynamic linker picks one; that needs ifuncs, so
+ * glibc. The levels v3 and v4 of gcc 12 have the byte and word instructions that the 16-bit floats want.
+ * They have FMA too: see -ffp-contract=off in kernels.h. Not under ThreadSanitizer, which the linker calls then, before
+ * it is there. */
+#if defined(__SANITIZE_THREAD__) || !HAVE_X86 || !defined(__GLIBC__) || !__has_attribute(target_clones)
+#define CLONED
+#elif !defined(__clang__) && __GNUC__ >= 12
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
+
+/* Every loop reads element i before it writes element i, and nothing else: so an output that is exactly
+ * one of the inputs is fine, and the compiler needs no overlap test (which would send just that case, the
+ * in-place one, to the scalar loop). */
+#if defined(__clang__)
+#define EACH(i, n) _Pragma("clang loop vectorize(assume_safety)") for (size_t i = 0; i < (n); i++)
+#elif defined(__GNUC__)
+#define EACH(i, n) _Pragma("GCC ivdep") for (size_t i = 0; i < (n); i++)
+#else
+#define EACH(i, n) for (size_t i = 0; i < (n); i++)
+#endif
+
+/* Elements per block: the accumulator and the converted source (4 KiB each in float) stay in the L1 cache. */
+enum { BLOCK = 512 };
+
+/* Callers pass views at any byte offset: without aligned(1) the compiler may use aligned moves. */
+#define LOOSE __attribute__((aligned(1), may_alias))
+typedef uint8_t u8 LOOSE;
+typedef int8_t i8 LOOSE;
+typedef uint16_t u16 LOOSE;
+typedef int16_t i16 LOOSE;
+typedef uint32_t u32 LOOSE;
+typedef int32_t i32 LOOSE;
+typedef uint64_t u64 LOOSE;
+typedef int64_t i64 LOOSE;
+typedef float f32 LOOSE;
+typedef double f64 LOOSE;
+
+static inline uint32_t bits_f32(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
+static inline uint64_t bits_f64(double x) { uint64_t u; memcpy(&u, &x, sizeof u); return u; }
+static inline float from_f32(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
+static inline double from_f64(uint64_t u) { double x; memcpy(&x, &u, sizeof x); return x; }
+
+static inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
+
+/* ---- convert.c's face to kernels.c: from and to float32, n elements, the 16-bit side unaligned. ---- */
+typedef void widen_fn(float *out, const void *in, size_t n);
+typedef void narrow_fn(void *out, const float *in, size_t n);
+PYHVD_HIDDEN widen_fn *pyhvd_widener(int dtype);
+PYHVD_HIDDEN narrow_fn *pyhvd_narrower(int dtype);
+
+static inline int is_half(int dtype) { return dtype == PYHVD_FLOAT16 || dtype == PYHVD_BFLOAT16; }
+
+#endif

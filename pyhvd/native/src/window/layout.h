@@ -1,0 +1,48 @@
+/* What lies in a window, and how its ranks wait for each other: for window.c (reductions) and move.c (the rest). */
+#ifndef PYHVD_SLOTS_H
+#define PYHVD_SLOTS_H
+
+#include "common/futex.h"
+#include "window/window.h"
+
+#define LINE PYHVD_LINE
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t core; /* where the owner last announced something */
+    _Alignas(LINE) _Atomic uint64_t packed;
+    _Alignas(LINE) _Atomic uint64_t reduced;
+    _Alignas(LINE) _Atomic uint64_t flat;
+    _Alignas(LINE) _Atomic uint32_t bell;
+    _Alignas(LINE) _Atomic uint32_t asleep;
+    _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that has aborted the window, or 0 */
+    uint32_t noted, note_bytes;              /* whether the owner has left a note, and of what length */
+} control;
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+static inline control *control_of(const pyhvd_window *w, int rank) { return (control *)w->area[rank]; }
+
+static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
+    return w->area[rank] + sizeof(control) + (w->flats & 1) * PYHVD_FLAT;
+}
+
+static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
+}
+
+/* Where a rank leaves its note: behind all the rest. */
+static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
+    return w->area[rank] + pyhvd_window_area(w->capacity) - PYHVD_NOTE;
+}
+
+/* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */
+int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
+
+/* Wait until a slot may be filled with a chunk: every rank is done with the chunk that it held. */
+int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk);
+
+/* Store a counter of this rank's, and wake who sleeps. */
+void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
+
+#endif

@@ -1,0 +1,95 @@
+/* Collectives that move bytes through the slots, and reduce nothing. */
+#include "window/layout.h"
+
+#include <string.h>
+
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
+                        const int64_t *starts) {
+    int64_t longest = 0, chunk = (int64_t)w->chunk;
+    for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
+    if (recv + starts[w->rank] != send) memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
+    for (int64_t from = 0; from < longest; from += chunk) {
+        int64_t mine = MIN(counts[w->rank] - from, chunk);
+        if (pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
+        pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        for (int k = 1; k < w->size; k++) { /* each rank begins with another peer */
+            int q = (w->rank + k) % w->size;
+            int64_t theirs = MIN(counts[q] - from, chunk);
+            if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (theirs > 0) memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
+        }
+        pyhvd_announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}
+
+/* The largest of the ranks' values. */
+static int largest(pyhvd_window *w, int64_t *value) {
+    memcpy(flat_of(w, w->rank), value, sizeof *value);
+    pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+    for (int q = 0; q < w->size; q++) {
+        int64_t theirs;
+        if (q != w->rank && pyhvd_await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
+        memcpy(&theirs, flat_of(w, q), sizeof theirs);
+        *value = MAX(*value, theirs);
+    }
+    w->flats++;
+    return PYHVD_OK;
+}
+
+int pyhvd_window_barrier(pyhvd_window *w) {
+    int64_t nothing = 0;
+    return largest(w, &nothing);
+}
+
+int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
+                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
+                          const int64_t *recv_starts) {
+    int64_t part = (int64_t)(w->chunk / (size_t)w->size) & ~(int64_t)63, longest = 0;
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) longest = MAX(longest, send_counts[q]);
+    if (largest(w, &longest)) return PYHVD_ABORTED;
+    memmove(recv + recv_starts[w->rank], send + send_starts[w->rank], (size_t)send_counts[w->rank]);
+    for (int64_t from = 0; from < longest; from += part) {
+        uint8_t *slot = slot_of(w, w->rank, w->chunks);
+        if (pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        for (int q = 0; q < w->size; q++) {
+            int64_t n = q == w->rank ? 0 : MIN(send_counts[q] - from, part);
+            if (n > 0) memcpy(slot + q * part, send + send_starts[q] + from, (size_t)n);
+        }
+        pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        for (int k = 1; k < w->size; k++) {
+            int q = (w->rank + k) % w->size;
+            int64_t n = MIN(recv_counts[q] - from, part);
+            const uint8_t *theirs = slot_of(w, q, w->chunks) + w->rank * part;
+            if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (n > 0) memcpy(recv + recv_starts[q] + from, theirs, (size_t)n);
+        }
+        pyhvd_announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}
+
+int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
+                      int64_t recv_count) {
+    control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
+    int64_t longest = send_count, chunk = (int64_t)w->chunk;
+    if (largest(w, &longest)) return PYHVD_ABORTED;
+    for (int64_t from = 0; from < longest; from += chunk) {
+        int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
+        /* What a slot holds from before is anybody's; then only the partner reads it. */
+        if (from < PYHVD_SLOTS * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        if (from >= PYHVD_SLOTS * chunk && pyhvd_await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
+            return PYHVD_ABORTED;
+        if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
+        pyhvd_announce(w, &mine->packed, w->chunks + 1);
+        if (pyhvd_await(w, &theirs->packed, w->chunks + 1)) return PYHVD_ABORTED;
+        if (in > 0) memcpy(recv + from, slot_of(w, partner, w->chunks), (size_t)in);
+        pyhvd_announce(w, &mine->reduced, w->chunks + 1);
+        w->chunks++;
+    }
+    return PYHVD_OK;
+}

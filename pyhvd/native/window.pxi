@@ -1,0 +1,297 @@
+# Mapping, Trace and Window: a rank's end of a shared window; a part of shared_memory.pyx.
+
+cdef extern from "stdlib.h" nogil:
+    void* aligned_alloc(size_t alignment, size_t size)
+
+
+cdef extern from "sys/mman.h" nogil:
+    int munmap(void* address, size_t length)
+
+
+cdef extern from "common/huge_pages.h" nogil:
+    size_t PYHVD_HUGE
+    void* pyhvd_map(int fd, size_t nbytes)
+    int pyhvd_enlarge(void* start, size_t nbytes)
+    int pyhvd_drop(void* start, size_t nbytes)
+
+HUGE = PYHVD_HUGE
+MAX_LOCAL = PYHVD_MAX_LOCAL
+FLAT = PYHVD_FLAT
+NOTE = PYHVD_NOTE
+
+
+CHUNK_UNIT = 128
+
+
+def area_bytes(Py_ssize_t capacity):
+    """Return the bytes of one rank's area in a window whose chunks have at most ``capacity`` bytes."""
+    return pyhvd_window_area(<size_t>capacity)
+
+
+cdef class Mapping:
+    """A file that processes share, in this one's memory as long as the object lives.
+
+    Parameters
+    ----------
+    fd : int
+        The file, which may be closed then.
+    nbytes : int
+        Its length, whole pages.
+
+    Attributes
+    ----------
+    start : int
+        The address, a multiple of HUGE (bytes of a huge page).
+
+    Raises
+    ------
+    OSError
+        It cannot be mapped.
+    """
+
+    cdef void* memory
+    cdef size_t nbytes
+
+    def __cinit__(self, int fd, size_t nbytes):
+        self.memory = pyhvd_map(fd, nbytes)
+        self.nbytes = nbytes
+        if self.memory == NULL:
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self):
+        if self.memory != NULL:
+            munmap(self.memory, self.nbytes)
+
+    @property
+    def start(self):
+        return <uintptr_t>self.memory
+
+    def enlarge(self, size_t offset, size_t nbytes):
+        """Put huge pages behind memory that is there already; return whether the kernel did."""
+        cdef int done
+        with nogil:
+            done = pyhvd_enlarge(<uint8_t*>self.memory + offset, nbytes)
+        return done != 0
+
+    def drop(self, size_t offset, size_t nbytes):
+        """Give memory back, for everybody who has the file mapped; return whether that is possible."""
+        cdef int done
+        with nogil:
+            done = pyhvd_drop(<uint8_t*>self.memory + offset, nbytes)
+        return done != 0
+
+
+SUBMITTED = PYHVD_SUBMITTED
+PUT_UP = PYHVD_PUT_UP
+READY = PYHVD_READY
+CARRIED = PYHVD_CARRIED
+PACKING = PYHVD_PACKING
+REDUCING = PYHVD_REDUCING
+UNPACKING = PYHVD_UNPACKING
+AWAITING = PYHVD_AWAITING
+
+
+cdef class Trace:
+    """Where one rank's C code records what it does, while somebody wants it; see ``trace_ring.h``.
+
+    One thread at a time may call :meth:`start`, :meth:`stop` and :meth:`take`.
+    """
+
+    def __cinit__(self):
+        # Its lines must be its own, and Python's memory is not aligned to them.
+        self.ring = <pyhvd_trace*>aligned_alloc(128, (sizeof(pyhvd_trace) + 127) // 128 * 128)
+        if self.ring == NULL:
+            raise MemoryError
+        memset(self.ring, 0, sizeof(pyhvd_trace))
+
+    def __dealloc__(self):
+        if self.ring != NULL:
+            pyhvd_trace_free(self.ring)
+            free(self.ring)
+
+    def start(self, uint64_t cells):
+        """Begin to record, ``cells`` records (a power of two) ahead of the reader; the first call decides."""
+        if not cells or cells & (cells - 1):
+            raise ValueError(f"the number of cells must be a power of two, not {cells}")
+        if not pyhvd_trace_start(self.ring, cells):
+            raise MemoryError
+
+    def stop(self):
+        """Record no longer; what was recorded can still be taken."""
+        pyhvd_trace_stop(self.ring)
+
+    def take(self, Py_ssize_t limit):
+        """Return the oldest records, at most so many, as (kind, begin, end, number, set, slot, rank).
+
+        Times are ns of CLOCK_MONOTONIC; kinds are this module's constants, explained in ``trace_ring.h``.
+        """
+        cdef pyhvd_event event
+        cdef list taken = []
+        while len(taken) < limit and pyhvd_trace_take(self.ring, &event):
+            what = (event.kind, event.begin, event.end, event.number, event.set, event.slot, event.rank)
+            taken.append(what)
+        return taken
+
+    @property
+    def dropped(self):
+        """Records that found the ring full, so far."""
+        return pyhvd_trace_dropped(self.ring)
+
+
+cdef class Window:
+    """One rank's end of a shared window.
+
+    Parameters
+    ----------
+    rank : int
+        This rank among the ranks of the window.
+    areas : sequence of int
+        Address of each rank's area, as this process sees it; 128-byte aligned, :func:`area_bytes` long.
+    chunk : int
+        Bytes of a chunk; a multiple of 128.
+    capacity : int, optional
+        Bytes of a slot: the largest chunk that :meth:`resize` may ask for. ``chunk`` if not given.
+
+    Raises
+    ------
+    ValueError
+        More than MAX_LOCAL ranks, a chunk of the wrong size, or an unaligned area.
+    """
+
+    def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
+        if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:
+            raise ValueError(f"a window has at most {PYHVD_MAX_LOCAL} ranks")
+        cdef Py_ssize_t room = chunk if capacity is None else capacity
+        if room < chunk or room % CHUNK_UNIT:
+            raise ValueError(f"a slot of {room} bytes does not suit chunks of {chunk}")
+        self.window.rank = rank
+        self.window.size = <int>len(areas)
+        self.window.capacity = <size_t>room
+        self.resize(chunk)
+        for q, address in enumerate(areas):
+            if address % 128:
+                raise ValueError(f"area {q} is not aligned to 128 bytes")
+            self.window.area[<int>q] = <uint8_t*><uintptr_t>address
+
+    def resize(self, Py_ssize_t chunk):
+        """Cut what comes next into chunks of so many bytes; between the same two operations on every rank."""
+        if chunk < PYHVD_FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
+            raise ValueError(
+                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {PYHVD_FLAT} at least,"
+                f" {self.window.capacity} at most here, not {chunk}"
+            )
+        self.window.chunk = <size_t>chunk
+
+    def attach(self, Trace trace):
+        """Say where this rank records its stages; before anybody else uses the window."""
+        self.trace = trace
+        self.window.trace = trace.ring
+
+    def clear(self):
+        """Zero this rank's area, touching its pages; before any rank uses the window."""
+        with nogil:
+            pyhvd_window_clear(&self.window)
+
+    def allreduce(
+        self, const int64_t[::1] srcs, const int64_t[::1] dsts, const int64_t[::1] starts, int dtype, int op,
+        double prescale, double postscale
+    ):
+        """Reduce tensors, one behind the other, in rank order; every rank gets the result.
+
+        Parameters
+        ----------
+        srcs, dsts : int64 arrays of n addresses
+            0 as a source brings the neutral element, 0 as a target drops the result. May be equal.
+        starts : int64 array of n + 1
+            Prefix sums of the element counts; the same on every rank.
+        dtype, op : int
+            Codes; checked by the caller.
+        prescale, postscale : float
+            Factors before and after.
+
+        Returns
+        -------
+        bool
+            False if the window was aborted.
+        """
+        cdef pyhvd_job job
+        cdef int status
+        if srcs.shape[0] != dsts.shape[0] or starts.shape[0] != srcs.shape[0] + 1:
+            raise ValueError("srcs, dsts and starts do not belong together")
+        if not srcs.shape[0] or starts[srcs.shape[0]] == 0:
+            return True
+        job.srcs = &srcs[0]
+        job.dsts = &dsts[0]
+        job.starts = &starts[0]
+        job.n = <size_t>srcs.shape[0]
+        job.dtype = dtype
+        job.op = op
+        job.prescale = prescale
+        job.postscale = postscale
+        job.direct = 0
+        with nogil:
+            status = pyhvd_window_allreduce(&self.window, &job)
+        return status == 0
+
+    def gather(self, uintptr_t send, uintptr_t recv, const int64_t[::1] counts, const int64_t[::1] starts):
+        """Gather blocks: rank q's ``counts[q]`` bytes at ``send`` come to ``recv + starts[q]`` everywhere."""
+        cdef int status
+        if counts.shape[0] != self.window.size or starts.shape[0] < self.window.size:
+            raise ValueError("one count and one start per rank")
+        with nogil:
+            status = pyhvd_window_gather(
+                &self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0], &starts[0]
+            )
+        return status == 0
+
+    def alltoall(
+        self, uintptr_t send, const int64_t[::1] send_counts, const int64_t[::1] send_starts, uintptr_t recv,
+        const int64_t[::1] recv_counts, const int64_t[::1] recv_starts
+    ):
+        """Send a block to each rank; counts and starts in bytes, one per rank."""
+        cdef int status
+        cdef Py_ssize_t size = self.window.size
+        if min(send_counts.shape[0], send_starts.shape[0], recv_counts.shape[0], recv_starts.shape[0]) < size:
+            raise ValueError("one count and one start per rank")
+        with nogil:
+            status = pyhvd_window_alltoall(
+                &self.window, <const uint8_t*>send, &send_counts[0], &send_starts[0], <uint8_t*>recv,
+                &recv_counts[0], &recv_starts[0]
+            )
+        return status == 0
+
+    def swap(self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count):
+        """Give a partner some bytes, and take as many as it gives; the ranks do so in pairs."""
+        cdef int status
+        if not 0 <= partner < self.window.size or partner == self.window.rank:
+            raise ValueError(f"{partner} is no partner of rank {self.window.rank} of {self.window.size}")
+        with nogil:
+            status = pyhvd_window_swap(
+                &self.window, partner, <const uint8_t*>send, send_count, <uint8_t*>recv, recv_count
+            )
+        return status == 0
+
+    def barrier(self):
+        """Return when every rank has called it; False if the window was aborted."""
+        cdef int status
+        with nogil:
+            status = pyhvd_window_barrier(&self.window)
+        return status == 0
+
+    def abort(self, bytes note):
+        """Let no rank wait any longer. From any thread, but not from two at a time.
+
+        Parameters
+        ----------
+        note : bytes
+            What the others can read then, NOTE bytes at most; the first one of a rank's counts.
+        """
+        if len(note) > PYHVD_NOTE:
+            raise ValueError(f"a note has {PYHVD_NOTE} bytes at most, not {len(note)}")
+        pyhvd_window_abort(&self.window, <const uint8_t*><const char*>note, <size_t>len(note))
+
+    def note(self):
+        """Return the note of the rank that has aborted the window, or None if none has."""
+        cdef size_t length = 0
+        cdef const uint8_t* start = pyhvd_window_note(&self.window, &length)
+        return None if start == NULL else (<const char*>start)[:length]

@@ -1,0 +1,1 @@
+"""Agreement between ranks; pure: no I/O, no clock, no threads."""

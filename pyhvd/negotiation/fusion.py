@@ -1,0 +1,102 @@
+"""Pure planner: which responses ride together.
+
+Every rank plans for itself. It sees the responses of its own process sets only, and only the errors meant
+for it; what rides together within a set therefore depends on nothing but that set's other responses, so that
+all its members come to the same plan. The batches of all sets run in the order of their first responses.
+What rides together never changes a tensor's bits: the data path reduces each element in rank order, wherever
+in the buffer it lies, and Adasum takes each tensor by itself.
+
+Source of the rules: Horovod's FuseResponses (equal type, dtype, device, scales and op; look-ahead over
+responses that do not match, bounded by the threshold).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pyhvd.dtypes import BY_CODE
+from pyhvd.negotiation.messages import RequestType, Response
+
+FUSABLE = frozenset(
+    (RequestType.ALLREDUCE, RequestType.ADASUM, RequestType.ALLGATHER, RequestType.REDUCESCATTER)
+)
+_TENSORS = FUSABLE | {RequestType.BROADCAST, RequestType.ALLTOALL}
+
+
+def response_bytes(response: Response) -> int:
+    """Return the size (bytes) that a response takes in a fusion buffer; an allgather counts its output."""
+    request = response.request
+    if request.dtype not in BY_CODE:
+        return 0
+    count = math.prod(request.shape[1:])
+    if request.type == RequestType.ALLGATHER:
+        count *= sum(response.dims)
+    elif request.shape:
+        count *= request.shape[0]
+    return count * BY_CODE[request.dtype].itemsize
+
+
+def plan(responses: Sequence[Response], threshold: int, groups_alone: bool = False) -> list[list[Response]]:
+    """Return the responses in batches, in the order in which every rank runs them.
+
+    Parameters
+    ----------
+    responses : sequence of Response
+        In the coordinator's order. Within a set nothing moves across a join, a barrier or a change of the
+        process sets. An error moves nothing and holds up nothing, as only some ranks hear of it.
+    threshold : int
+        Most bytes in a batch of several; 0 turns fusion off.
+    groups_alone : bool
+        Whether a grouped call's tensors ride only with each other.
+    """
+    batches: list[tuple[int, list[Response]]] = []
+    stretches: dict[int, list[tuple[int, Response]]] = {}
+    for place, response in enumerate(responses):
+        if response.error is not None:
+            batches.append((place, [response]))
+        elif response.request.type in _TENSORS:
+            stretches.setdefault(response.process_set, []).append((place, response))
+        else:
+            batches += _plan_stretch(stretches.pop(response.process_set, []), threshold, groups_alone)
+            batches.append((place, [response]))
+    for stretch in stretches.values():
+        batches += _plan_stretch(stretch, threshold, groups_alone)
+    return [batch for _, batch in sorted(batches, key=lambda each: each[0])]
+
+
+def _plan_stretch(
+    numbered: list[tuple[int, Response]], threshold: int, groups_alone: bool
+) -> list[tuple[int, list[Response]]]:
+    batches: list[tuple[int, list[Response]]] = []
+    stretch = [response for _, response in numbered]
+    sizes = [response_bytes(response) for response in stretch]
+    kinds = [_kind(response, groups_alone) for response in stretch]
+    taken = [False] * len(stretch)
+    for first, response in enumerate(stretch):
+        if taken[first]:
+            continue
+        batch = [response]
+        batches.append((numbered[first][0], batch))
+        if response.request.type not in FUSABLE or sizes[first] > threshold or not threshold:
+            continue
+        fused, skipped = sizes[first], 0
+        for other in range(first + 1, len(stretch)):
+            if taken[other]:
+                continue
+            if kinds[other] == kinds[first] and fused + sizes[other] <= threshold:
+                batch.append(stretch[other])
+                taken[other] = True
+                fused += sizes[other]
+            else:
+                skipped += sizes[other]
+                if fused + skipped > threshold:
+                    break
+    return batches
+
+
+def _kind(response: Response, groups_alone: bool) -> tuple[object, ...]:
+    r = response.request
+    alone = r.group if groups_alone else ""
+    scales = (r.prescale, r.postscale)
+    return (r.type, response.process_set, r.device, r.dtype, scales, r.op, response.joined, alone)

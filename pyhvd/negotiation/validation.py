@@ -1,0 +1,170 @@
+"""Do the ranks mean the same? Compares one tensor's requests and says what differs, rank by rank.
+
+Pure functions over :mod:`pyhvd.negotiation.messages`. The order of the checks is Horovod's: dtype, kind of
+operation, shape, scales, reduce op, joined ranks, gathered dims, root, device; then what Horovod does
+not send at all: grouping and process-set members. Only the first fault is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pyhvd.dtypes import BY_CODE, ReduceOp
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType
+
+_SAME_SHAPE = frozenset(
+    (RequestType.ALLREDUCE, RequestType.ADASUM, RequestType.BROADCAST, RequestType.REDUCESCATTER)
+)
+_ROWS_DIFFER = frozenset((RequestType.ALLGATHER, RequestType.ALLTOALL))
+_NEEDS_ALL = frozenset(
+    (RequestType.ALLTOALL, RequestType.BARRIER, RequestType.ADD_PROCESS_SET, RequestType.REMOVE_PROCESS_SET)
+)
+
+
+def verb(request_type: int) -> str:
+    """Return the public name of an operation."""
+    return RequestType(request_type).name.lower()
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Return ``"rank 3"`` or ``"ranks 0-2, 5"``."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def describe_values(per_rank: Mapping[int, str]) -> str:
+    """Return ``"ranks 0-2: (3,); rank 3: (4,)"``."""
+    by_value: dict[str, list[int]] = {}
+    for rank in sorted(per_rank):
+        by_value.setdefault(per_rank[rank], []).append(rank)
+    return "; ".join(f"{describe_ranks(ranks)}: {value}" for value, ranks in by_value.items())
+
+
+def _dtype(request: Request) -> str:
+    return BY_CODE[request.dtype].name if request.dtype in BY_CODE else "no tensor"
+
+
+def _operation(request: Request) -> str:
+    return verb(request.type)
+
+
+def _op(request: Request) -> str:
+    return ReduceOp(request.op).name.capitalize() if request.op >= 0 else "none"
+
+
+def kind_of_device(device: str) -> str:
+    """Return what of a device's name must be the same on every rank: not its number."""
+    return device.partition(":")[0]
+
+
+def _group(request: Request) -> str:
+    return f"one of {request.group_size} in {request.group!r}" if request.group else "not grouped"
+
+
+Check = tuple[str, Callable[[Request], Any], Callable[[Request], str]]
+
+_FIRST: tuple[Check, ...] = (
+    ("data types", lambda r: r.dtype, _dtype),
+    ("operations", lambda r: r.type, _operation),
+)
+_SHAPES: Check = ("shapes", lambda r: r.shape, lambda r: str(r.shape))
+_NDIMS: Check = ("numbers of dimensions", lambda r: len(r.shape), lambda r: f"{len(r.shape)} {r.shape}")
+_TRAILING: Check = ("dimensions after the first", lambda r: r.shape[1:], lambda r: str(r.shape))
+_SCALES: tuple[Check, ...] = (
+    ("prescale factors", lambda r: r.prescale, lambda r: f"{r.prescale!r}"),
+    ("postscale factors", lambda r: r.postscale, lambda r: f"{r.postscale!r}"),
+    ("reduce ops", lambda r: r.op, _op),
+)
+_LAST: tuple[Check, ...] = (
+    ("root ranks", lambda r: r.root, lambda r: str(r.root)),
+    ("devices", lambda r: kind_of_device(r.device), lambda r: r.device),
+    ("grouping", lambda r: (r.group, r.group_size), _group),
+    ("process sets", lambda r: r.ranks, lambda r: str(list(r.ranks))),
+)
+
+
+def check(requests: Mapping[int, Request], joined: Sequence[int]) -> ErrorInfo | None:
+    """Compare what the ranks submitted under one name.
+
+    Parameters
+    ----------
+    requests : mapping of int to Request
+        By global rank; not empty.
+    joined : sequence of int
+        Global ranks that have joined and submit nothing.
+
+    Returns
+    -------
+    ErrorInfo or None
+        The first fault, with every rank's value, or None.
+    """
+    first = next(iter(requests.values()))
+    same = all(r == first for r in requests.values())
+    if not same:
+        for what in _FIRST:
+            if error := _differs(requests, what):
+                return error
+    kind = RequestType(first.type)
+    if not same:
+        shapes = (_SHAPES,) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING) if kind in _ROWS_DIFFER else ()
+        for what in (*shapes, *_SCALES):
+            if error := _differs(requests, what):
+                return error
+    if joined and (error := _check_joined(first, kind, joined)):
+        return error
+    if not same:
+        for what in _LAST:
+            if error := _differs(requests, what):
+                return error
+    return None
+
+
+def sizes_differ(request: Request, sizes: Mapping[int, int]) -> ErrorInfo:
+    """Say that a grouped call has these numbers of tensors on these ranks."""
+    per_rank = {rank: f"{size} tensors" for rank, size in sizes.items()}
+    return ErrorInfo(
+        ErrorKind.MISMATCH,
+        f"Mismatched sizes of the group {request.group!r} ({_operation(request)}):"
+        f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
+        per_rank=per_rank,
+    )
+
+
+def _differs(requests: Mapping[int, Request], what: Check) -> ErrorInfo | None:
+    label, key, show = what
+    values = {rank: key(request) for rank, request in requests.items()}
+    first = next(iter(values.values()))
+    if all(value == first for value in values.values()):
+        return None
+    request = next(iter(requests.values()))
+    per_rank = {rank: show(r) for rank, r in requests.items()}
+    subject = "tensor" if label == "operations" else _operation(request)
+    return ErrorInfo(
+        ErrorKind.MISMATCH,
+        f"Mismatched {label} of {subject} {request.name!r}: {describe_values(per_rank)}."
+        " Every rank must submit the same under one name.",
+        per_rank=per_rank,
+    )
+
+
+def _check_joined(first: Request, kind: RequestType, joined: Sequence[int]) -> ErrorInfo | None:
+    if kind in _NEEDS_ALL:
+        reason = "needs every rank"
+    elif kind is RequestType.BROADCAST and first.root in joined:
+        reason = f"has its root on rank {first.root}"
+    else:
+        return None
+    return ErrorInfo(
+        ErrorKind.MISMATCH,
+        f"{verb(first.type)} {first.name!r} {reason}, but {describe_ranks(joined)} already called join()."
+        " Call it before the first rank joins or after join() has returned.",
+        per_rank=dict.fromkeys(joined, "joined"),
+    )

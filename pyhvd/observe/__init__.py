@@ -1,0 +1,1 @@
+"""Metrics, timeline, traces and hang reports."""

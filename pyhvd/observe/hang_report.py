@@ -1,0 +1,238 @@
+"""The text of a hang report: who has not submitted what, and where each of those ranks stands.
+
+Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and what the ranks have answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pyhvd.common.processes import Place, State
+from pyhvd.controller import Stalled
+from pyhvd.errors import StallError
+from pyhvd.negotiation.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Frame, ThreadStack
+from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
+
+_NAMES = 6
+_LINES = 12
+
+
+def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
+    """Return the report of tensors that have waited for too long.
+
+    Parameters
+    ----------
+    finding : Finding
+        The tensors.
+    answers : mapping of int to Answer
+        What is known of the missing ranks that were asked.
+    places : sequence of Place
+        Of every rank.
+    now : float
+        Seconds, by the clock of the finding.
+    """
+    lines = [_headline(finding), *_tensor_lines(finding.stalled, now)]
+    for rank in answers:
+        lines += [_rank_line(rank, finding, answers, places), *_detail(rank, finding, answers)]
+    return "\n".join([*lines, *_not_asked(finding, answers), *_circles(finding)])
+
+
+def error_of(
+    finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
+) -> ErrorInfo:
+    """Return the error that ends the job: the same facts, with the stacks apart."""
+    lines = [f"the job was ended: {_headline(finding)}", *_tensor_lines(finding.stalled, now)]
+    stacks = {}
+    for rank in answers:
+        line = _rank_line(rank, finding, answers, places)
+        lines.append(line)
+        stacks[rank] = "\n".join([line, *_detail(rank, finding, answers)])
+    lines += [*_not_asked(finding, answers), *_circles(finding)]
+    lines.append(f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)")
+    missing = {each.name: list(each.missing) for each in finding.stalled}
+    return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank knows when nothing ends any more, and rank 0 does not say why.
+
+    Attributes
+    ----------
+    rank : int
+        The rank that looks.
+    names : sequence of str
+        What is in flight on it.
+    under_way : bool
+        Whether that is being carried out: all ranks have submitted it.
+    states : mapping of int to State
+        What the processes of the other ranks do.
+    passed : float
+        Seconds for which nothing has ended.
+    """
+
+    rank: int
+    names: Sequence[str]
+    under_way: bool
+    states: Mapping[int, State]
+    passed: float
+
+    @property
+    def suspects(self) -> list[int]:
+        """The ranks that it may be due to: those that will not go on; else rank 0, if it should speak."""
+        lost = [rank for rank, state in self.states.items() if state.is_lost]
+        return lost or ([0] if not self.under_way and self.rank else list(self.states))
+
+
+def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
+    """Return the text of it."""
+    tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
+    what = names_of(tensors) if tensors else "the other ranks to join"
+    why = (
+        "all ranks have submitted it, but some do not carry it out"
+        if standing.under_way
+        else "rank 0, which decides what runs, has not said why"
+    )
+    first = f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"
+    return "\n".join([first, *_suspect_lines(standing, places)])
+
+
+def describe_late_end(standing: Standing, places: Sequence[Place]) -> str:
+    """Return what is said where a shutdown does not come to its end."""
+    first = f"shutting down: not all ranks have come to their end within {standing.passed:.0f} s"
+    return "\n".join([first, *_suspect_lines(standing, places)])
+
+
+def _suspect_lines(standing: Standing, places: Sequence[Place]) -> list[str]:
+    lines = []
+    for rank in standing.suspects[:MOST_ASKED]:
+        state = standing.states[rank]
+        hint = f": kill -CONT {places[rank].pid} lets it go on" if state is State.STOPPED else ""
+        lines.append(f"rank {rank} on {places[rank]}: its process {state.value}{hint}")
+    return lines
+
+
+def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError:
+    """Return the error with which a rank gives up by itself."""
+    text = describe_standing(standing, places)
+    missing = {name: list(standing.suspects) for name in standing.names}
+    stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
+    limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
+    return StallError(f"rank {standing.rank} has given up: {text}\n({limit})", missing, stacks)
+
+
+def name_of(process_set: int, name: str) -> str:
+    """Return a tensor's name as reports have it."""
+    return repr(name) if process_set == GLOBAL_SET else f"{name!r} of process set {process_set}"
+
+
+def names_of(tensors: Sequence[Stalled]) -> str:
+    """Return the names of tensors, the first few of many."""
+    shown = ", ".join(name_of(each.process_set, each.name) for each in tensors[:_NAMES])
+    more = len(tensors) - _NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def describe_state(state: State, place: Place) -> str:
+    """Return why a process does not answer, as far as that can be known."""
+    if state is State.STOPPED:
+        return f"its process {state.value}: kill -CONT {place.pid} lets it go on"
+    if state in (State.TRACED, State.GONE):
+        return f"its process {state.value}"
+    silent = f"its background thread does not answer within {ANSWER_SECONDS:g} s"
+    if state is State.RUNNING:
+        return f"{silent}, and a thread of its process computes: probably C code that holds the GIL"
+    if state is State.UNKNOWN:
+        return f"{silent}, and its process {state.value}"
+    return f"{silent}, and its process {state.value}: it is blocked, perhaps while it holds the GIL"
+
+
+def _headline(finding: Finding) -> str:
+    count = len(finding.stalled)
+    what, them = ("a tensor has", "it") if count == 1 else (f"{count} tensors have", "them")
+    return f"{what} waited for more than {finding.limit:g} s, because some ranks have not submitted {them}"
+
+
+def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
+    together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Stalled]] = {}
+    for each in stalled:
+        together.setdefault((each.missing, each.submitted), []).append(each)
+    lines = []
+    for (missing, submitted), tensors in together.items():
+        oldest = max(now - each.since for each in tensors)
+        by = describe_ranks(submitted) if submitted else "nobody"
+        lines.append(
+            f"  {names_of(tensors)}: not submitted by {describe_ranks(missing)},"
+            f" submitted by {by} (waiting for {oldest:.0f} s)"
+        )
+    return _cut(lines, "of such tensors")
+
+
+def _rank_line(rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]) -> str:
+    lacking = [each for each in finding.stalled if rank in each.missing]
+    answer = answers[rank]
+    if isinstance(answer, State):
+        where = describe_state(answer, places[rank])
+    elif not answer:
+        where = "none of its threads runs Python code of the program"
+    else:
+        where = f"it is at {answer[0].frames[0]}{_inside(answer[0])}"
+    return f"rank {rank} on {places[rank]} has not submitted {names_of(lacking)}: {where}"
+
+
+def _detail(rank: int, finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
+    answer = answers[rank]
+    lines = []
+    for thread in answer if not isinstance(answer, State) else ():
+        lines.append(f"    {thread.name}:")
+        lines += [f"      {_frame(frame)}" for frame in thread.frames]
+        if thread.left_out:
+            lines.append(f"      ... and {thread.left_out} calls further out")
+    waits = [each for each in finding.pending if rank in each.submitted]
+    for each in waits[:_NAMES]:
+        lines.append(
+            f"    rank {rank} has submitted {name_of(each.process_set, each.name)},"
+            f" which waits for {describe_ranks(each.missing)}"
+        )
+    if len(waits) > _NAMES:
+        lines.append(f"    ... and {len(waits) - _NAMES} more")
+    return lines
+
+
+def _inside(thread: ThreadStack) -> str:
+    return f", inside {thread.inside}" if thread.inside else ""
+
+
+def _frame(frame: Frame) -> str:
+    return f"{frame}: {frame.text}" if frame.text else str(frame)
+
+
+def _not_asked(finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
+    left = [rank for rank in finding.missing if rank not in answers]
+    return [f"{describe_ranks(left)}: not asked, as they are too many for one report"] if left else []
+
+
+def _circles(finding: Finding) -> list[str]:
+    """Return a line for each pair of ranks that wait for each other."""
+    first: dict[tuple[int, int], Stalled] = {}
+    for each in finding.pending:
+        for waiting in each.submitted:
+            for missing in each.missing:
+                first.setdefault((waiting, missing), each)
+    lines = []
+    for (a, b), mine in first.items():
+        theirs = first.get((b, a))
+        if a < b and theirs is not None:
+            lines.append(
+                f"deadlock: rank {a} waits for {name_of(mine.process_set, mine.name)}, which rank {b} has not"
+                f" submitted, and rank {b} for {name_of(theirs.process_set, theirs.name)}, which rank {a} has"
+                " not: let all ranks submit both before they wait, or in the same order"
+            )
+    return _cut(lines, "of such pairs")
+
+
+def _cut(lines: list[str], what: str) -> list[str]:
+    left = len(lines) - _LINES
+    return [*lines[:_LINES], f"  ... and {left} more lines {what}"] if left > 0 else lines

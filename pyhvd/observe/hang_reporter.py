@@ -1,0 +1,190 @@
+"""Hang reports: looking for stalled tensors, asking the missing ranks where they stand, and saying so.
+
+Owns: rank 0's open inquiry. Runs on the runtime's thread, and never waits: it is asked again when an answer
+has come in, or is overdue. What to report, and its text, are :mod:`pyhvd.observe.stall_inspector`'s and
+:mod:`pyhvd.observe.hang_report`'s, which are pure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pyhvd.common.processes import Place, State, state_of
+from pyhvd.common.stacks import user_stacks
+from pyhvd.config import Config
+from pyhvd.controller import Coordinator, Stalled
+from pyhvd.negotiation.messages import (
+    PROTOCOL_VERSION,
+    Aside,
+    ErrorInfo,
+    StackReport,
+    StackRequest,
+    encode_aside,
+)
+from pyhvd.observe.hang_report import error_of, warning_of
+from pyhvd.observe.metrics import Meter
+from pyhvd.observe.stall_inspector import Inquiry, StallInspector
+
+_log = logging.getLogger("pyhvd")
+
+Send = Callable[[int, bytes], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the ranks are, as this one knows it.
+
+    Attributes
+    ----------
+    rank : int
+        This rank.
+    places : sequence of Place
+        Of every rank.
+    threads : collection of int or None
+        Idents of the threads that are this rank's program; None: all of the process.
+    """
+
+    rank: int
+    places: Sequence[Place]
+    threads: Collection[int] | None = None
+
+    def states(self, ranks: Iterable[int]) -> dict[int, State]:
+        """Return what the processes of some ranks do, as far as that is seen from here."""
+        return {rank: state_of(self.places[rank], self.places[self.rank]) for rank in ranks}
+
+    def report(self, number: int) -> StackReport:
+        """Return where this rank's threads stand."""
+        return StackReport(PROTOCOL_VERSION, number, user_stacks(self.threads))
+
+
+class HangReporter:
+    """Rank 0's part.
+
+    Parameters
+    ----------
+    inspector : StallInspector
+        Decides when there is something to report.
+    where : Whereabouts
+        Of the ranks.
+    send : callable
+        ``send(rank, payload)``: by the control transport.
+    pending : callable
+        ``pending(now)`` returns all that waits; see :meth:`pyhvd.controller.Coordinator.stalled`.
+    count : callable
+        ``count(tensors, warned)`` is told how many are overdue, and whether that has just been reported.
+    """
+
+    def __init__(
+        self,
+        inspector: StallInspector,
+        where: Whereabouts,
+        send: Send,
+        pending: Callable[[float], list[Stalled]],
+        count: Callable[[int, bool], None],
+    ) -> None:
+        self._inspector = inspector
+        self._where = where
+        self._send = send
+        self._pending = pending
+        self._count = count
+        self._inquiry: Inquiry | None = None
+        self._number = 0
+        self._over = False
+        self._resumed = 0.0
+
+    def woken(self, due: float, now: float) -> None:
+        """Rank 0's thread wanted to sleep until ``due`` (s); if that is long past, the job was suspended.
+
+        A scheduler, or whoever pauses a container, stops all ranks alike. Nobody is to blame for that time.
+        """
+        if now - due > self._inspector.oversleep:
+            self._resumed = now
+
+    def inspect(self, now: float) -> tuple[float | None, ErrorInfo | None]:
+        """Do what is due; return when to be asked again (None: after a message), and what ends the job."""
+        look = self._inspector.next_look(now)
+        if look is None or self._over:
+            return None, None
+        if self._inquiry is None and look <= now:
+            pending = self._waiting(now)
+            finding = self._inspector.look(pending, now)
+            self._count(self._inspector.overdue(pending, now), False)
+            if finding is None:
+                # What comes to wait comes as a message, or has to be looked for.
+                return (
+                    self._inspector.next_look(now) if pending or self._inspector.unannounced else None
+                ), None
+            self._ask(Inquiry(self._number, finding, self._inspector.answers_until(finding, now)))
+        error = self._conclude(now)
+        if error is not None:
+            self._over = True
+            return now, error
+        return (self._inspector.next_look(now) if self._inquiry is None else self._inquiry.until), None
+
+    def take(self, rank: int, report: StackReport) -> None:
+        """Take a rank's answer."""
+        if self._inquiry is not None:
+            self._inquiry.take(rank, report)
+
+    def _waiting(self, now: float) -> list[Stalled]:
+        pending = self._pending(now)
+        if self._resumed:
+            pending = [replace(each, since=max(each.since, self._resumed)) for each in pending]
+        return pending
+
+    def _ask(self, inquiry: Inquiry) -> None:
+        self._inquiry = inquiry
+        self._number += 1
+        for rank in inquiry.asked:
+            if rank == self._where.rank:
+                inquiry.take(rank, self._where.report(inquiry.number))
+            else:
+                self._send(rank, encode_aside(StackRequest(PROTOCOL_VERSION, inquiry.number)))
+
+    def _conclude(self, now: float) -> ErrorInfo | None:
+        """Report what the inquiry has found, if it is over, unless nothing is stalled any more."""
+        inquiry = self._inquiry
+        if inquiry is None or not inquiry.is_over(now):
+            return None
+        self._inquiry = None
+        finding = inquiry.finding.still(self._waiting(now))
+        if finding is None:
+            return None
+        places = self._where.places
+        answers = inquiry.complete(lambda rank: self._where.states([rank])[rank])
+        if finding.ends_job:
+            return error_of(finding, answers, places, now)
+        _log.warning("%s", warning_of(finding, answers, places, now))
+        self._count(len(finding.stalled), True)
+        return None
+
+
+def take_aside(
+    message: Aside, source: int, where: Whereabouts, reporter: HangReporter | None, send: Send
+) -> None:
+    """Answer a question, or take an answer."""
+    if isinstance(message, StackRequest):
+        send(source, encode_aside(where.report(message.number)))
+    elif reporter is not None:
+        reporter.take(source, message)
+
+
+def make_reporter(
+    config: Config,
+    where: Whereabouts,
+    send: Send,
+    coordinator: Coordinator | None,
+    unannounced: bool,
+    meter: Meter,
+) -> HangReporter | None:
+    """Return the reporter, on rank 0; ``unannounced``: tensors may come to wait without a message."""
+    if coordinator is None:
+        return None
+    inspector = StallInspector(
+        0.0 if config.stall_check_disable else config.stall_check_time_seconds,
+        config.stall_shutdown_time_seconds,
+        unannounced,
+    )
+    return HangReporter(inspector, where, send, coordinator.stalled, meter.stalled)

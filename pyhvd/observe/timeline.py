@@ -1,0 +1,466 @@
+"""The timeline: one rank's part of a recording, and how all ranks begin and end one together.
+
+Owns: :class:`Timeline`, an instrument that notes what happens and, on the background thread and off the way
+of any tensor, turns it into a trace file; :class:`Recorder`, which begins and ends recordings. Both ends come
+with a measurement of the clocks, so that the files of all ranks can be put on one.
+
+Memory is bounded: notes of hooks and the ring of the C code have room for so many, and what comes when they
+are full is dropped, counted, and told in the file and in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyhvd.backends.base import Fabric
+from pyhvd.backends.host import HostBackend
+from pyhvd.backends.shm import ShmBackend
+from pyhvd.errors import HorovodInternalError, TimelineError
+from pyhvd.native.shared_memory import (
+    AWAITING,
+    CARRIED,
+    PACKING,
+    PUT_UP,
+    READY,
+    REDUCING,
+    SUBMITTED,
+    UNPACKING,
+    Lane,
+    Trace,
+)
+from pyhvd.negotiation.messages import Request, RequestType, Response, TimelineOrder
+from pyhvd.observe.hooks import Instrument, Instruments, read_clock
+from pyhvd.observe.trace.clocks import Reading, measure
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
+from pyhvd.observe.trace.rows import MAIN, Rows, Tensor
+from pyhvd.queue import TensorEntry
+
+_log = logging.getLogger("pyhvd")
+
+DYNAMIC = "DYNAMIC"
+"""Value of PYHVD_TIMELINE that allows start_timeline(), and records nothing until then."""
+
+CELLS = 1 << 16
+"""Records of the C code between two drains; 3.5 MiB."""
+
+MOST_NOTES = 1 << 16
+"""Notes of hooks between two drains."""
+
+PERIOD = 0.05
+"""Seconds between two drains: what a killed rank loses at most, unless it was busy."""
+
+_TEXT = 1024
+_STAGES = {
+    PACKING: "MEMCPY_IN_FUSION_BUFFER",
+    REDUCING: "SHM_ALLREDUCE",
+    UNPACKING: "MEMCPY_OUT_FUSION_BUFFER",
+}
+
+Note = tuple[int, Callable[..., None], tuple[Any, ...]]
+
+
+class Timeline(Instrument):
+    """One rank's recording.
+
+    Parameters
+    ----------
+    writer : TraceWriter
+        The file; owned.
+    rank, size : int
+        This rank, and how many there are.
+    job : str
+        Tells this recording from others; the same on every rank.
+    mark_cycles : bool
+        Whether to leave a CYCLE_START for every response list and every entry of the fast lane's log.
+    trace : Trace
+        Where the C code records.
+    lane : Lane or None
+        Knows the tensors of cache slots.
+    members : callable
+        ``members(id)`` returns the global ranks of a process set.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        rank: int,
+        size: int,
+        job: str,
+        mark_cycles: bool,
+        trace: Trace,
+        lane: Lane | None,
+        members: Callable[[int], tuple[int, ...]],
+    ) -> None:
+        self._writer = writer
+        self._rank = rank
+        self._trace = trace
+        self._lane = lane
+        self._members = members
+        self._notes: deque[Note] = deque()
+        self._counting = threading.Lock()
+        self._dropped = -trace.dropped
+        self._told_dropped = False
+        self._failed = False
+        self._set = 0
+        self._due = 0.0
+        self._origin = read_clock()
+        self._rows = Rows(self._origin, mark_cycles)
+        args = {"format": FORMAT, "job": job, "rank": rank, "size": size, "host": platform.node()}
+        args |= {"process": os.getpid(), "origin_ns": self._origin}
+        self._head: list[Event] = [_metadata(HEADER, args)]
+        self._rows.head(f"pyhvd rank {rank}", time.time_ns() // 1000)
+        trace.start(CELLS)
+
+    # -- hooks ---------------------------------------------------------------------------------------
+
+    def queued(self, entries: Sequence[TensorEntry]) -> None:
+        """See :class:`Instrument`."""
+        self._note(self._rows.queued, [(entry.process_set, entry.request) for entry in entries])
+
+    def requested(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """See :class:`Instrument`."""
+        mine = [each for each in tensors if self._rank in self._members(each[0])]
+        if mine:
+            self._note(self._rows.requested, rank, mine)
+
+    def list_taken(self, number: int, todo: Sequence[Response]) -> None:
+        """See :class:`Instrument`."""
+        listed = [(each, r.error.message if r.error is not None else "") for each, r in _tensors_of(todo)]
+        self._note(self._rows.listed, number, listed)
+        if any(r.slot >= 0 or r.request.type == RequestType.REMOVE_PROCESS_SET for r in todo):
+            self._collect()  # cache slots are about to mean something else, or nothing
+
+    def batch_started(self, batch: Sequence[Response]) -> None:
+        """See :class:`Instrument`."""
+        self._note(self._begin_batch, [each for each, _ in _tensors_of(batch)])
+
+    def batch_ended(self, batch: Sequence[Response]) -> None:
+        """See :class:`Instrument`."""
+        self._note(self._rows.ended, [each for each, _ in _tensors_of(batch)])
+
+    def phase(self, name: str, begin: int, end: int) -> None:
+        """See :class:`Instrument`."""
+        self._append((end, self._end_phase, (name, begin)))
+
+    def look(self, now: float) -> float:
+        """See :class:`Instrument`."""
+        if now >= self._due:
+            self._drain()
+            self._due = now + PERIOD
+        return self._due
+
+    def add_clock(self, when: str, reading: Reading) -> None:
+        """Write down a measurement of this rank's clock; ``when`` is "start" or "end"."""
+        args: Event = {"when": when, "at_ns": reading.at, "offset_ns": reading.offset}
+        self._head.append(_metadata(CLOCK, args | {"uncertainty_ns": reading.uncertainty}))
+
+    def close(self) -> None:
+        """Write what is left, end the array, close the file."""
+        self._trace.stop()
+        self._drain()
+        self._rows.close(read_clock())
+        dropped = self._count_dropped()
+        self._head.append(_metadata(END, {"dropped": dropped, "at_ns": read_clock()}))
+        self._write()
+        self._writer.close()
+        if dropped:
+            _log.warning("the timeline of rank %d lacks %d events: there was no room", self._rank, dropped)
+
+    # -- notes ---------------------------------------------------------------------------------------
+
+    def _note(self, what: Callable[..., None], *args: Any) -> None:
+        self._append((read_clock(), what, args))
+
+    def _append(self, note: Note) -> None:
+        if len(self._notes) < MOST_NOTES:
+            self._notes.append(note)
+        else:
+            with self._counting:
+                self._dropped += 1
+
+    def _count_dropped(self) -> int:
+        return self._dropped + self._trace.dropped
+
+    def _collect(self) -> None:
+        """Take over the ring's records, with the tensors that they are about."""
+        for kind, begin, end, number, set_id, slot, rank in self._trace.take(CELLS):
+            if begin < self._origin:
+                continue  # left over from an earlier recording
+            if kind in (SUBMITTED, PUT_UP):
+                what = self._rows.queued if kind == SUBMITTED else self._on_post
+                self._append((begin, what, (self._tensors(set_id, slot, alone=False),)))
+            elif kind == READY:
+                tensors = self._tensors(set_id, slot, alone=True)
+                self._append((end, self._on_match, (begin, number, set_id, rank, tensors)))
+            elif kind == CARRIED:
+                self._append((end, self._rows.carried, ()))
+            elif kind == AWAITING:
+                self._append((end, self._on_wait, (begin, rank)))
+            else:
+                self._append((end, self._end_phase, (_STAGES[kind], begin)))
+
+    def _drain(self) -> None:
+        """Turn all notes into events, in the order of their times, and write them."""
+        self._collect()
+        notes = [self._notes.popleft() for _ in range(len(self._notes))]
+        notes.sort(key=itemgetter(0))
+        for at, what, args in notes:
+            what(at, *args)
+        if self._count_dropped() and not self._told_dropped:
+            self._told_dropped = True
+            _log.warning("the timeline of rank %d drops events: there is no room for them", self._rank)
+        self._write()
+
+    def _write(self) -> None:
+        events, self._head = [*self._head, *self._rows.take()], []
+        if self._failed:
+            return
+        try:
+            self._writer.write(events)
+        except OSError as exc:
+            self._failed = True
+            _log.error("the timeline of rank %d ends here: %s: %s", self._rank, self._writer.path, exc)
+
+    # -- what notes mean -----------------------------------------------------------------------------
+
+    def _begin_batch(self, at: int, tensors: Sequence[Tensor]) -> None:
+        self._set = tensors[0][0]
+        self._rows.started(at, tensors)
+
+    def _end_phase(self, at: int, name: str, begin: int) -> None:
+        self._rows.phase(name, begin, at)
+
+    def _on_post(self, at: int, tensors: Sequence[Tensor]) -> None:
+        self._rows.posted(at, self._rank, tensors)
+
+    def _on_match(
+        self, turn: int, ready: int, place: int, set_id: int, last: int, tensors: Sequence[Tensor]
+    ) -> None:
+        self._set = set_id
+        for tensor in tensors:
+            self._rows.matched(ready, turn, place, last, tensor)
+
+    def _on_wait(self, end: int, begin: int, rank: int) -> None:
+        members = self._members(self._set)
+        self._rows.phase("WAIT_FOR_RANK", begin, end, rank=members[rank] if rank < len(members) else -1)
+
+    def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
+        """Return the tensors that are submitted together with a slot's, or that one."""
+        requests: list[Request] = self._lane.requests(set_id, slot, alone) if self._lane is not None else []
+        return [(set_id, request) for request in requests]
+
+
+def _tensors_of(responses: Sequence[Response]) -> list[tuple[Tensor, Response]]:
+    return [((response.process_set, response.request), response) for response in responses]
+
+
+def _metadata(name: str, args: Event) -> Event:
+    return {"name": name, "ph": "M", "pid": MAIN, "tid": 0, "args": args}
+
+
+class Recorder:
+    """Begins and ends this rank's recordings, at the same place in the order of responses on every rank.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    hooks : Instruments
+        Where a recording plugs in.
+
+    Attributes
+    ----------
+    busy : bool
+        Whether this rank begins or ends a recording together with the others. Read from any thread.
+    """
+
+    def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
+        self.busy = False
+        self.lane: Lane | None = None
+        self.members: Mapping[int, tuple[int, ...]] = {}
+        self.trace = Trace()
+        self._rank = rank
+        self._size = size
+        self._hooks = hooks
+        self._writer: TraceWriter | None = None
+        self._order = TimelineOrder()
+        self._active: Timeline | None = None
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
+        self._under_way: deque[tuple[TimelineOrder, Future[None]]] = deque()
+        self._over: Future[None] = Future()
+        self._last_stops: list[Future[None]] = []
+        self._closed: HorovodInternalError | None = None
+
+    def watch(self, backend: HostBackend) -> None:
+        """Let a backend's phases be recorded."""
+        backend.phase = self._hooks.phase
+        if isinstance(backend, ShmBackend):
+            backend.window.attach(self.trace)
+
+    # -- all ranks together --------------------------------------------------------------------------
+
+    def open(self, order: TimelineOrder, fabric: Fabric) -> None:
+        """Open this rank's file. Collective.
+
+        Raises
+        ------
+        TimelineError
+            Some rank cannot write its file; the same on every rank, and nothing is recorded.
+        """
+        error, path = "", Path(order.path)
+        try:
+            path = rank_path(order.path, self._rank)  # it looks at the path
+            self._writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
+        except OSError as exc:
+            error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
+            error += exc.strerror or str(exc)
+        job, *_ = heard = _exchange(fabric, order.job + "\n" + error)
+        self._order = TimelineOrder(order.path, order.mark_cycles, job.split("\n")[0])
+        if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
+            self._discard()
+            more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
+            raise TimelineError(f"{errors[0]}{more}: give a path in a directory that every rank can write to")
+
+    def begin(self, fabric: Fabric) -> None:
+        """Record from now on, if a file is open. Collective."""
+        if self._writer is None:
+            return
+        reading = measure(fabric, read_clock)
+        order, writer, self._writer = self._order, self._writer, None
+        self._active = Timeline(
+            writer,
+            self._rank,
+            self._size,
+            order.job,
+            order.mark_cycles,
+            self.trace,
+            self.lane,
+            lambda set_id: self.members.get(set_id, ()),
+        )
+        self._active.add_clock("start", reading)
+        self._hooks.add(self._active)
+
+    def end(self, fabric: Fabric | None) -> None:
+        """Record no longer, and close the file. Collective, unless ``fabric`` is None: no end is measured."""
+        active, self._active = self._active, None
+        if active is None:
+            return
+        self._hooks.remove(active)
+        try:
+            if fabric is not None:
+                active.add_clock("end", measure(fabric, read_clock))
+        finally:
+            active.close()
+
+    def follow(self, order: TimelineOrder, fabric: Fabric) -> None:
+        """Do what rank 0 has asked for. Collective."""
+        error: TimelineError | None = None
+        self.busy = True
+        try:
+            self.end(fabric)
+            if order.path:
+                self.open(order, fabric)
+                self.begin(fabric)
+        except TimelineError as exc:
+            error = exc
+        finally:
+            self.busy = False
+        with self._lock:  # only now: if this raised, close() would have to tell who waits
+            if not self._under_way:
+                return
+            _, waiting = self._under_way.popleft()
+        if error is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(None)
+
+    def _discard(self) -> None:
+        """Take away the empty file of a recording that does not come to be."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                Path(writer.path).unlink()
+
+    # -- rank 0's wishes -----------------------------------------------------------------------------
+
+    def ask(self, order: TimelineOrder) -> Future[None]:
+        """On rank 0, from any thread: let all ranks follow an order; the caller wakes the runtime.
+
+        The end of the runtime ends a recording as well: who asks for that then just waits until it is done.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if self._closed is not None and not order.path:
+                return self._over
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            self._asked.append((order, future))
+        return future
+
+    def next_order(self) -> TimelineOrder | None:
+        """Return what is to be sent to all ranks, or None."""
+        if not self._asked:
+            return None
+        with self._lock:
+            self._under_way.append(self._asked.popleft())
+        return self._under_way[-1][0]
+
+    def close(self, error: HorovodInternalError) -> None:
+        """The runtime ends: no order will be followed any longer."""
+        with self._lock:
+            self._closed = error
+            left = [*self._under_way, *self._asked]
+            self._asked.clear()
+            self._under_way.clear()
+        for order, future in left:
+            if order.path:
+                future.set_exception(error)
+            else:
+                self._last_stops.append(future)
+
+    def abandon(self, error: HorovodInternalError) -> None:
+        """The runtime's thread is caught in a collective: as :meth:`close`, and nobody waits for a file."""
+        self.close(error)
+        for future in (self._over, *self._last_stops):
+            with contextlib.suppress(InvalidStateError):  # finish() was first
+                future.set_exception(error)
+
+    def finish(self, fabric: Fabric | None) -> None:
+        """Do as :meth:`end` does, for the last time."""
+        try:
+            self.end(fabric)
+        finally:
+            for future in (self._over, *self._last_stops):
+                with contextlib.suppress(InvalidStateError):  # abandon() was first
+                    future.set_result(None)
+
+
+def new_job() -> str:
+    """Return a name that no other recording has."""
+    return uuid.uuid4().hex
+
+
+def _exchange(fabric: Fabric, text: str) -> list[str]:
+    """Return every rank's text, cut to what has room."""
+    mine = np.zeros(_TEXT, np.uint8)
+    data = text.encode(errors="replace")[:_TEXT]
+    mine[: len(data)] = np.frombuffer(data, np.uint8)
+    table = np.empty((fabric.size, _TEXT), np.uint8)
+    fabric.allgather(mine, table.reshape(-1))
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]

@@ -1,0 +1,291 @@
+"""From trace files to what happened: which files belong together, and each rank's turns and phases.
+
+Owns: choosing the files of one recording, and reading a rank's events back into turns. A *turn* is one tensor
+going once from its submission to its end. Files of killed ranks are read as far as they go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.observe.trace.clocks import ClockMap, Reading
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
+from pyhvd.observe.trace.rows import DATA_PATH, MAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of one tensor on one rank; times in us of rank 0's clock, NaN-free: unknown ones are None.
+
+    Attributes
+    ----------
+    key : (int, str, str)
+        Process set id, operation (``ALLREDUCE``), name.
+    turn : str
+        The same on every rank that took part in this turn, and different for every other turn of the key.
+    submitted : float or None
+        When this rank submitted it; None if it had joined, or before the recording.
+    ready, begun, ended : float
+        When it had its agreement, when its batch began, when it ended.
+    batch : int
+        Number of the batch, on this rank.
+    nbytes : int
+        Size on this rank (bytes).
+    error : str
+        What it failed with, or empty.
+    """
+
+    key: tuple[int, str, str]
+    turn: str
+    submitted: float | None
+    ready: float
+    begun: float
+    ended: float
+    batch: int
+    nbytes: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a batch on one rank (us of rank 0's clock); ``rank`` is whom it waited for, or -1."""
+
+    name: str
+    begin: float
+    end: float
+    batch: int
+    rank: int
+
+
+@dataclass(slots=True)
+class RankTrace:
+    """What one rank's file tells."""
+
+    path: Path
+    job: str
+    rank: int
+    size: int
+    host: str
+    started: float
+    clock: ClockMap
+    cut: bool
+    complete: bool
+    dropped: int
+    turns: list[Turn] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    unfinished: list[tuple[str, str, float]] = field(default_factory=list)
+
+
+def load(paths: Sequence[str]) -> list[RankTrace]:
+    """Return the ranks of one recording, in order.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Directories, of which all files count that a timeline wrote; or files, each of which stands for all of
+        its recording in its directory.
+
+    Raises
+    ------
+    TraceError
+        No files, files that cannot be read, or files of several recordings.
+    """
+    found: dict[Path, tuple[list[Event], bool]] = {}
+    named: list[Path] = []
+    for each in map(Path, paths):
+        if each.is_dir():
+            found |= _traces_in(each)
+        elif each.exists():
+            found |= {**_traces_in(each.parent), each: read_events(each)}
+            named.append(each)
+        else:
+            raise TraceError(f"{each}: no such file or directory")
+    if not found:
+        raise TraceError(f"{', '.join(paths)}: no trace files; a timeline writes *.json there")
+    traces = {path.resolve(): _read(path, events, cut) for path, (events, cut) in found.items()}
+    jobs = {traces[path.resolve()].job for path in named}
+    by_job: dict[str, list[RankTrace]] = {}
+    for trace in traces.values():
+        if not jobs or trace.job in jobs:
+            by_job.setdefault(trace.job, []).append(trace)
+    if len(by_job) > 1:
+        raise TraceError(_mixed(by_job.values()))
+    return _in_order(next(iter(by_job.values())))
+
+
+def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
+    """Return the traces by rank; what a rank did must not count twice."""
+    traces = sorted(traces, key=lambda trace: (trace.rank, trace.path))
+    for one, other in itertools.pairwise(traces):
+        if one.rank == other.rank:
+            raise TraceError(
+                f"{one.path} and {other.path} are both of rank {one.rank} in the same recording: move the one"
+                " that is a copy to another directory"
+            )
+    return traces
+
+
+def _traces_in(directory: Path) -> dict[Path, tuple[list[Event], bool]]:
+    """Return the traces in a directory, leaving aside other JSON files, such as a merged trace."""
+    found = {}
+    for path in sorted(directory.glob("*.json")):
+        if _begins_like_a_trace(path):
+            found[path] = read_events(path)
+    return found
+
+
+def _begins_like_a_trace(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return HEADER.encode() in file.read(200)
+    except OSError as exc:
+        raise TraceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
+class Header(msgspec.Struct):
+    """What a file says of itself; ``origin_ns`` is the rank's clock at time 0."""
+
+    job: str
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    host: str
+    origin_ns: int
+
+
+def _header(path: Path, events: list[Event]) -> Header:
+    args = events[0].get("args") if events and events[0].get("name") == HEADER else None
+    if not isinstance(args, dict):
+        raise TraceError(f"{path}: no trace of a pyhvd timeline: it has no header")
+    if args.get("format") != FORMAT:
+        raise TraceError(f"{path}: format {args.get('format')!r}; this version of pyhvd reads {FORMAT}")
+    try:
+        return msgspec.convert(args, Header)
+    except msgspec.ValidationError as exc:
+        raise TraceError(f"{path}: broken: its header: {exc}") from exc
+
+
+def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
+    texts = []
+    for traces in sorted(recordings, key=lambda each: each[0].started):
+        when = time.strftime("%H:%M:%S", time.localtime(traces[0].started))
+        ranks = describe_ranks([trace.rank for trace in traces])
+        texts.append(f"{min(trace.path for trace in traces)} ({ranks}, begun at {when})")
+    return f"files of {len(texts)} recordings: name one file of the one you mean: {'; '.join(texts)}"
+
+
+def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
+    header = _header(path, events)
+    try:
+        return _read_body(path, header, events, cut)
+    except TraceError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
+        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+
+
+def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
+    readings: dict[str, Reading] = {}
+    dropped, complete, epoch = 0, False, 0
+    for event in events:
+        args = event.get("args", {})
+        if event["name"] == CLOCK:
+            readings[args["when"]] = Reading(args["at_ns"], args["offset_ns"], args["uncertainty_ns"])
+        elif event["name"] == END:
+            dropped, complete = args["dropped"], True
+        elif "start_time_since_epoch_in_micros" in args:
+            epoch = args["start_time_since_epoch_in_micros"]
+    if "start" not in readings:
+        raise TraceError(f"{path}: broken: it has no measurement of its clock")
+    trace = RankTrace(
+        path,
+        header.job,
+        header.rank,
+        header.size,
+        header.host,
+        epoch / 1e6,
+        ClockMap(readings["start"], readings.get("end")),
+        cut,
+        complete,
+        dropped,
+    )
+    _Reader(trace, header.origin_ns).read(events)
+    return trace
+
+
+@dataclass(slots=True)
+class _RowState:
+    label: str = ""
+    open: list[tuple[str, float]] = field(default_factory=list)
+    begun: float | None = None
+
+
+class _Reader:
+    """Reads one rank's events back into turns and phases."""
+
+    def __init__(self, trace: RankTrace, origin: int) -> None:
+        self._trace = trace
+        self._origin = origin
+        self._rows: dict[int, _RowState] = {}
+
+    def read(self, events: Iterable[Event]) -> None:
+        """Take all events, in the order of the file."""
+        for event in events:
+            pid = event["pid"]
+            row = self._rows.setdefault(pid, _RowState())
+            kind = event["ph"]
+            if kind == "M" and event["name"] == "process_name":
+                row.label = event["args"]["name"]
+            elif pid == DATA_PATH and kind == "X":
+                self._phase(event)
+            elif pid in (MAIN, DATA_PATH):
+                continue
+            elif kind == "B":
+                row.open.append((event["name"], self._time(event["ts"])))
+            elif kind == "E":
+                self._close(row, event)
+        for row in self._rows.values():
+            if row.open:
+                name, since = row.open[0]
+                self._trace.unfinished.append((row.label, name, since))
+
+    def _time(self, ts: float) -> float:
+        return self._trace.clock.to_root(self._origin + ts * 1000) / 1000
+
+    def _phase(self, event: Event) -> None:
+        args = event["args"]
+        begin, end = self._time(event["ts"]), self._time(event["ts"] + event["dur"])
+        self._trace.phases.append(Phase(event["name"], begin, end, args["batch"], args.get("rank", -1)))
+
+    def _close(self, row: _RowState, event: Event) -> None:
+        name, begin = row.open.pop()
+        args = event.get("args", {})
+        if name == "QUEUE":
+            row.begun = self._time(event["ts"])
+        if args.get("unfinished") and not row.open:
+            self._trace.unfinished.append((row.label, name, begin))
+        if "id" not in args:
+            return
+        submitted = args.get("submitted")
+        end = self._time(event["ts"])
+        self._trace.turns.append(
+            Turn(
+                (args["process_set"], name, args["tensor"]),
+                args["id"],
+                None if submitted is None else self._time(submitted),
+                begin,
+                row.begun if row.begun is not None else end,
+                end,
+                args.get("batch", -1),
+                args.get("bytes", 0),
+                args.get("error", ""),
+            )
+        )
+        row.begun = None

@@ -1,0 +1,162 @@
+"""Where the time went: sums over a recording, by tensor and in all.
+
+Owns: the arithmetic; no files, no printing. For one turn of one tensor, on one rank:
+
+    submitted ... slowest rank submitted   waiting for that rank
+    ... agreement here                     negotiation
+    ... its batch begins                   queue
+    ... it has ended                       the data path: waiting, packing, reducing, unpacking, the rest
+
+What a batch's tensors share, each gets by its bytes. Times are means over the ranks that took part, in us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pyhvd.observe.trace.loading import RankTrace, Turn
+from pyhvd.observe.trace.merging import (
+    MOVE,
+    PACK,
+    REDUCE,
+    UNPACK,
+    WAIT,
+    label,
+    last_to_submit,
+    track_of,
+    turns_together,
+)
+
+Interval = tuple[float, float]
+
+PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "unpack", "other")
+_TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE: "other"}
+
+
+@dataclass(slots=True)
+class Total:
+    """Sums of one tensor, or of all.
+
+    Attributes
+    ----------
+    name : str
+        The tensor with its operation.
+    turns : int
+        How often it went round.
+    nbytes : int
+        Bytes on one rank, over all turns.
+    parts : dict of str to float
+        By :data:`PARTS`, us, mean over ranks.
+    waited_for : dict of int to float
+        By the rank that was last, the us for which the others waited (mean over ranks).
+    last : dict of int to int
+        How often a rank was last.
+    failed : int
+        Turns that ended in an error.
+    """
+
+    name: str
+    turns: int = 0
+    nbytes: int = 0
+    failed: int = 0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    waited_for: dict[int, float] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def time(self) -> float:
+        """All parts (us)."""
+        return sum(self.parts.values())
+
+    def slowest_rank(self) -> int | None:
+        """Return the rank for which the others waited longest, or None."""
+        return max(self.waited_for, key=lambda rank: (self.waited_for[rank], -rank), default=None)
+
+
+def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
+    """Return what all tensors took together, and each tensor's sum, the most time first.
+
+    Together they take less than the sum: while many tensors wait, or negotiate, time passes once. So of each
+    part the time counts in which any tensor was in it, on each rank.
+    """
+    shares = {trace.rank: _shares(trace) for trace in traces}
+    totals: dict[tuple[int, str, str], Total] = {}
+    everything = Total("all together")
+    spans: dict[tuple[int, str, int], list[Interval]] = {}
+    for parts in turns_together(traces):
+        own = totals.setdefault(parts[0][2].key, Total(label(parts[0][2])))
+        last = last_to_submit(parts)
+        for total in (own, everything):
+            _count(total, parts, last)
+        for rank, number, turn in parts:
+            for part, interval in _before_the_batch(turn, last).items():
+                own.parts[part] += (interval[1] - interval[0]) / len(parts)
+                # Where one rank alone tells of a turn, nobody is known to have waited for another.
+                who = last[1] if part == "slowest" and last is not None and len(parts) > 1 else -1
+                spans.setdefault((rank, part, who), []).append(interval)
+                if who >= 0:
+                    own.waited_for[who] = own.waited_for.get(who, 0.0) + (interval[1] - interval[0]) / len(
+                        parts
+                    )
+            for part, us in shares[rank][number].items():
+                own.parts[part] += us / len(parts)
+                everything.parts[part] += us / len(traces)
+    for (_, part, who), intervals in spans.items():
+        us = covered(intervals) / len(traces)
+        everything.parts[part] += us
+        if who >= 0:
+            everything.waited_for[who] = everything.waited_for.get(who, 0.0) + us
+    return everything, sorted(totals.values(), key=lambda total: -total.time)
+
+
+def covered(intervals: Sequence[Interval]) -> float:
+    """Return how much of the line some intervals cover."""
+    whole, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > reached:
+            whole += end - max(begin, reached)
+            reached = end
+    return whole
+
+
+def _count(total: Total, parts: Sequence[tuple[int, int, Turn]], last: tuple[float, int, int] | None) -> None:
+    total.turns += 1
+    total.nbytes += max(turn.nbytes for _, _, turn in parts)
+    total.failed += any(turn.error for _, _, turn in parts)
+    if last is not None and len(parts) > 1:
+        total.last[last[1]] = total.last.get(last[1], 0) + 1
+
+
+def _before_the_batch(turn: Turn, last: tuple[float, int, int] | None) -> dict[str, Interval]:
+    """Return when one rank waited for the slowest, negotiated, and stood in the queue."""
+    intervals = {"queue": (turn.ready, max(turn.begun, turn.ready))}
+    if turn.submitted is None or last is None:
+        return intervals
+    # Clocks are not exact: nothing is ready before it was submitted everywhere.
+    submitted = min(turn.submitted, turn.ready)
+    everywhere = min(max(last[0], submitted), turn.ready)
+    return intervals | {"slowest": (submitted, everywhere), "negotiation": (everywhere, turn.ready)}
+
+
+def _shares(trace: RankTrace) -> list[dict[str, float]]:
+    """Return, by turn, its share (us) of each part of its batch's data path."""
+    spent: dict[int, dict[str, float]] = {}
+    for phase in trace.phases:
+        batch = spent.setdefault(phase.batch, {})
+        part = _TRACKS[track_of(phase.name)]
+        batch[part] = batch.get(part, 0.0) + phase.end - phase.begin
+    nbytes: dict[int, int] = {}
+    members: dict[int, int] = {}
+    for turn in trace.turns:
+        nbytes[turn.batch] = nbytes.get(turn.batch, 0) + turn.nbytes
+        members[turn.batch] = members.get(turn.batch, 0) + 1
+    shares = []
+    for turn in trace.turns:
+        whole = nbytes[turn.batch]
+        share = turn.nbytes / whole if whole else 1 / members[turn.batch]
+        parts = {part: us * share for part, us in spent.get(turn.batch, {}).items()}
+        rest = (turn.ended - turn.begun) * share - sum(parts.values())
+        parts["other"] = parts.get("other", 0.0) + max(rest, 0.0)
+        shares.append(parts)
+    return shares

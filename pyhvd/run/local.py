@@ -1,0 +1,291 @@
+"""The parent of mpiexec: ``pyhvdrun -n 4 script.py``.
+
+It chooses mpiexec and its settings, hears from the supervisor of every rank, passes Ctrl-C and SIGTERM on to
+the ranks, and when all is over, prints the first failure, last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import FrameType
+
+from pyhvd.job.mpi.flavour import LaunchError, find_library, find_mpiexec
+from pyhvd.job.mpi.rank_env import OPENMPI
+from pyhvd.job.process.exit_report import INTERRUPT, LOST, Record, root_cause
+from pyhvd.run.cli import Options
+from pyhvd.run.control_socket import JOB_DIR, Line, listen
+from pyhvd.run.rank_supervisor import to_handle
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Asked to stop, ranks have this long to clean up. A second signal cuts it short.
+_GRACE_S = 5.0
+# A rank that fails ends the job itself; when the job still runs after this long, the launcher ends it.
+_FAILED_S = 1.5
+# mpiexec, asked to end, has this long to tidy up after itself.
+_MPIEXEC_S = 1.0
+# Ranks that take longer than this to stop are named.
+_SAY_WAITING_S = 1.0
+
+
+def launch(options: Options) -> int:
+    """Start the ranks and wait for them; return the exit code of the first failure, or 0."""
+    program = options.program[0]
+    if program not in ("-m", "-c") and not os.path.exists(program):
+        name = os.path.basename(sys.executable)
+        _say(f"{name}: can't open file {os.path.abspath(program)!r}: [Errno 2] No such file or directory")
+        return 2
+    try:
+        library = find_library()
+        mpiexec = find_mpiexec(library)
+    except LaunchError as exc:
+        _say(f"pyhvd: {exc}")
+        return 1
+    # Short: the socket's path must fit in 108 bytes, and Open MPI puts paths of its own beneath it.
+    job_dir = tempfile.mkdtemp(prefix="pyhvd-", dir=_short_temporary_directory())
+    try:
+        settings = {JOB_DIR: job_dir, **options.settings}
+        if library.family == OPENMPI:
+            settings |= _openmpi_settings(job_dir)
+        command = [mpiexec, "-n", str(options.num_proc), *options.mpi_args, *_rank_command(options)]
+        if options.verbose:
+            _say(f"pyhvd: mpi4py is built on {library.name}")
+            _say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in settings.items()), *command]))
+        return _Job(command, {**os.environ, **settings}, job_dir, options).run()
+    finally:
+        shutil.rmtree(job_dir, ignore_errors=True)
+
+
+class _Job:
+    """mpiexec, and the lines to the supervisors of the ranks it started."""
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], job_dir: str, options: Options
+    ) -> None:
+        assert options.num_proc is not None
+        self._command = command
+        self._environment = environment
+        self._size = options.num_proc
+        self._start_timeout = options.start_timeout
+        self._listener = listen(job_dir, self._size)
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[Line, int] = {}  # -1 until the supervisor has said which
+        self._seen: set[int] = set()
+        self._ended: set[int] = set()
+        self._records: list[Record] = []
+        self._stopped_by = 0
+        self._end_at: float | None = None  # when the launcher ends the job itself
+        self._kill_at: float | None = None  # when it kills what is then left
+        self._say_waiting_at: float | None = None
+        self._start_failed = False
+
+    def run(self) -> int:
+        """Start the job, see it through, say what went wrong; return the exit code."""
+        self._prepare()
+        mpiexec = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,  # rank 0 gets ours by itself
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+            preexec_fn=_die_with_launcher,  # safe: this process has one thread
+        )
+        start_by = time.monotonic() + self._start_timeout
+        while mpiexec.poll() is None:
+            now = time.monotonic()
+            if len(self._seen) < self._size and now > start_by and self._end_at is None:
+                self._start_failed = True
+                self._end_at = now
+            if self._say_waiting_at is not None and now >= self._say_waiting_at:
+                self._say_waiting()
+            if self._stopped_by and len(self._ended) == self._size and self._end_at is not None:
+                self._end_at = min(self._end_at, now)
+            if self._end_at is not None and now >= self._end_at and self._kill_at is None:
+                self._end(mpiexec)
+            if self._kill_at is not None and now >= self._kill_at:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(mpiexec.pid, signal.SIGKILL)
+            self._wait(start_by)
+        self._drain()
+        return self._conclude(mpiexec.returncode)
+
+    def _prepare(self) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in to_handle():
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number in _ENDING:
+            grace = 0.0 if self._stopped_by else _GRACE_S  # the second one: now
+            self._stopped_by = self._stopped_by or number
+            self._end_by(grace)
+            self._say_waiting_at = time.monotonic() + _SAY_WAITING_S if grace else None
+        for line, rank in self._ranks.items():
+            if rank >= 0:  # the others hear of it in answer to their hello
+                line.send("signal", number)
+
+    def _end_by(self, seconds: float) -> None:
+        end_at = time.monotonic() + seconds
+        self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
+
+    def _say_waiting(self) -> None:
+        self._say_waiting_at = None
+        slow = ", ".join(map(str, sorted(self._seen - self._ended)[:20]))
+        if slow:
+            _say(
+                f"pyhvd: ranks {slow} are still stopping, and have {_GRACE_S:g} s; Ctrl-C again ends them now"
+            )
+
+    def _end(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        """End the job: without a launcher the supervisors kill their ranks, and mpiexec has nothing left."""
+        self._kill_at = time.monotonic() + _MPIEXEC_S
+        for line in list(self._ranks):
+            self._hang_up(line)
+        mpiexec.terminate()
+
+    def _wait(self, start_by: float) -> None:
+        pending = [self._kill_at] if self._kill_at is not None else [self._end_at, self._say_waiting_at]
+        if len(self._seen) < self._size and self._end_at is None:
+            pending.append(start_by)
+        soonest = min((at for at in pending if at is not None), default=None)
+        timeout = None if soonest is None else max(0.0, soonest - time.monotonic()) + 0.001
+        for key, _ in self._selector.select(timeout):
+            with contextlib.suppress(BlockingIOError):
+                key.data()
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        line = Line(peer)
+        self._ranks[line] = -1
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(line))
+
+    def _hear(self, line: Line) -> None:
+        for what, value in line.receive():
+            if what == "hello":
+                self._ranks[line] = value
+                self._seen.add(value)
+                if value == 0:
+                    line.give_stdin()
+                if self._stopped_by:
+                    line.send("signal", self._stopped_by)
+            elif what == "record":
+                self._records.append(Record.load(value.encode()))
+            elif what == "ended":
+                self._ended.add(self._ranks[line])
+                if value != 0 and not self._stopped_by:
+                    self._end_by(_FAILED_S)
+        if not line.open:
+            rank = self._ranks[line]
+            self._hang_up(line)
+            if rank >= 0 and rank not in self._ended and self._kill_at is None:
+                text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
+                if self._ended:
+                    before = ", ".join(map(str, sorted(self._ended)[:20]))
+                    text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
+                self._records.append(Record(rank, LOST, 1, text))
+                self._end_by(_FAILED_S)
+
+    def _hang_up(self, line: Line) -> None:
+        self._selector.unregister(line)
+        self._ranks.pop(line, None)
+        line.close()
+
+    def _drain(self) -> None:
+        """Hear what supervisors had said before they ended."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._accept()
+        for line in list(self._ranks):
+            while line in self._ranks and line.open:
+                before = len(self._records), len(self._ended), len(self._seen)
+                self._hear(line)
+                if before == (len(self._records), len(self._ended), len(self._seen)):
+                    break
+
+    def _conclude(self, returncode: int) -> int:
+        """Print the first failure, which is the last thing printed; return the exit code."""
+        code = returncode if returncode >= 0 else 128 - returncode
+        cause = root_cause(self._records)
+        if self._stopped_by:
+            interrupted = [record for record in self._records if record.kind == INTERRUPT]
+            shown = root_cause(interrupted)
+            if shown is not None:
+                _say(shown.text)
+            _say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
+            return 128 + self._stopped_by
+        if self._start_failed:
+            missing = sorted(set(range(self._size)) - self._seen)
+            _say(
+                f"pyhvd: only {len(self._seen)} of {self._size} ranks started in {self._start_timeout:g} s"
+                f" (missing: {', '.join(map(str, missing[:20]))}); see --start-timeout and --verbose"
+            )
+            return 1
+        if cause is not None:
+            _say(cause.text)
+            return cause.code
+        if code and not self._seen:
+            command = shlex.join(self._command)
+            _say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
+        elif code:
+            _say(f"pyhvd: mpiexec ended with code {code}, and no rank said why")
+        return code
+
+
+def _rank_command(options: Options) -> list[str]:
+    """This Python, with the flags it was itself started with, running pyhvd.run."""
+    flags: list[str] = []
+    for word in sys.orig_argv[1:]:
+        if word.startswith("-m") or (not word.startswith("-") and flags[-1:] not in (["-X"], ["-W"])):
+            break  # -m pyhvd.run, or the pyhvdrun script
+        flags.append(word)
+    return [sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
+
+
+def _openmpi_settings(job_dir: str) -> dict[str, str]:
+    """Defaults as MCA variables in the environment, so that the user's environment and --mpi-args win."""
+    settings = {
+        # A stale directory of an earlier job, or one of another user, makes mpiexec fail to start.
+        "PRTE_MCA_prte_tmpdir_base": job_dir,
+        # Never refuse to start for want of slots: this is one host, and the number is the user's choice.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        # On one host the ranks meet in shared memory; to look for networks costs 1 s of every start, and
+        # the list of transports counts only with this pml.
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm,tcp",
+    }
+    if os.getuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def _short_temporary_directory() -> str | None:
+    path = tempfile.gettempdir()
+    return path if len(os.fsencode(path)) < 60 else "/tmp"
+
+
+def _die_with_launcher() -> None:
+    from pyhvd.job.mpi.abort import die_with_parent
+
+    die_with_parent(signal.SIGTERM, _LAUNCHER)
+
+
+_LAUNCHER = os.getpid()
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    print(text.rstrip(), file=sys.stderr, flush=True)

@@ -1,0 +1,186 @@
+"""``prepare``: a DataFrame becomes Parquet files, written by its tasks, and a manifest, by the driver."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pyhvd.spark.data import manifest
+from pyhvd.spark.data.columns import difference
+from pyhvd.spark.data.folder import Folder
+from pyhvd.spark.data.manifest import Dataset
+from pyhvd.spark.data.optional_imports import needed
+from pyhvd.spark.data.schema import Selection, select
+from pyhvd.spark.data.write_partition import PART_NAME, PartWriter, Written
+from pyhvd.spark.errors import DataError, SparkError, reason_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_log = logging.getLogger("pyhvd")
+
+_COMPRESSIONS = ("snappy", "zstd", "gzip", "lz4", "brotli", "none")
+
+
+def prepare(
+    df: DataFrame,
+    path: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    num_files: int | None = None,
+    rows_per_group: int | None = None,
+    compression: str = "snappy",
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Write a DataFrame as Parquet files from which ranks read their shares with :func:`shard`.
+
+    Columns may hold numbers, booleans, dates, timestamps, texts, bytes, vectors of Spark ML, and lists, which
+    must be of one length; and no nulls. There is a dataset when all is written, and not before.
+
+    Parameters
+    ----------
+    df : pyspark.sql.DataFrame
+        The rows. It is evaluated once.
+    path : str or path
+        A folder that is new or empty: a local path, or any URL that fsspec knows (``hdfs://name:8020/x``,
+        ``s3://bucket/x``, ...). Driver and executors must all reach it.
+    columns : sequence of str, optional
+        The columns to write; all by default.
+    shuffle, seed : bool, int
+        Bring the rows into random order, so that every rank's share is a sample of all.
+    num_files, rows_per_group : int, optional
+        Files, and rows in each of their row groups, at most. One file per slot of the cluster (without
+        `shuffle` per partition), and row groups of 16 MiB, by default.
+    compression : str
+        Parquet's: ``"snappy"``, ``"zstd"``, ``"gzip"``, ``"lz4"``, ``"brotli"``, ``"none"``.
+    overwrite : bool
+        Take the place of a dataset; `df` may read from it. A folder with any other files is refused.
+    storage_options : mapping, optional
+        What the file system takes, e.g. keys. It travels to the executors, and is never shown.
+
+    Raises
+    ------
+    DataError
+        The folder is not empty; a column cannot become an array; there are no rows; the executors have
+        written where the driver does not look.
+    SparkError
+        Spark ended the job, or a package is missing.
+    """
+    _check(num_files=num_files, rows_per_group=rows_per_group)
+    if compression not in _COMPRESSIONS:
+        raise ValueError(f"compression={compression!r}: expected one of {', '.join(_COMPRESSIONS)}")
+    folder = Folder(path, storage_options)
+    _refuse_others(folder, overwrite)
+    rows = _arrange(select(df, columns), shuffle, seed, num_files)
+    return _carry_out(rows, PartWriter(folder, uuid.uuid4().hex[:12], rows_per_group, compression))
+
+
+def _carry_out(rows: Selection, writer: PartWriter) -> Dataset:
+    """Write files and manifest; leave no file that the manifest does not name."""
+    folder = writer.folder
+    kept: set[str] = set()
+    try:
+        dataset = _assemble(_write(rows, writer), folder)
+        folder.write(manifest.NAME, manifest.encode(dataset))
+        kept = {part.name for part in dataset.parts}
+    finally:
+        _remove_others(folder, kept, writer.job)
+    return dataset
+
+
+def _remove_others(folder: Folder, kept: Container[str], job: str) -> None:
+    """Remove what attempts have left that failed or were superfluous; with new data what was there before.
+
+    Raises nothing: the data are there, or there is an error already. What is left does not count.
+    """
+    try:
+        for name in folder.names():
+            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+                folder.remove(name)
+    except Exception as exc:
+        _log.warning("files in %s that are not of the dataset could not be removed: %s", folder.path, exc)
+
+
+def _check(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: expected a number of 1 at least")
+
+
+def _refuse_others(folder: Folder, overwrite: bool) -> None:
+    """Raise if there is anything in the folder that may not be removed."""
+    names = folder.names()
+    others = [name for name in names if name != manifest.NAME and not PART_NAME.fullmatch(name)]
+    if others:
+        raise DataError(
+            f"{folder.path} holds other files ({others[0]!r}): choose a folder that is new or empty"
+        )
+    if names and not overwrite:
+        what = "a prepared dataset" if manifest.NAME in names else "what an unfinished prepare has left"
+        raise DataError(f"{folder.path} holds {what}: choose another folder, or overwrite=True")
+
+
+def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -> Selection:
+    df = rows.df
+    if shuffle:
+        from pyspark.sql import functions
+
+        count = num_files or df.sparkSession.sparkContext.defaultParallelism
+        # Drawn before the rows move, as they arrive in another order each time; and drawn twice, as the same
+        # number cannot say in which file and where in it.
+        drawn = df.select("*", functions.rand(seed).alias("file"), functions.rand(seed + 1).alias("place"))
+        df = drawn.repartition(count, "file").sortWithinPartitions("place").drop("file", "place")
+    elif num_files is not None:
+        df = df.coalesce(num_files)
+    return replace(rows, df=df)
+
+
+def _write(rows: Selection, writer: PartWriter) -> list[Written]:
+    """Have the tasks write, and return what they tell, in the order of the partitions."""
+
+    def write(batches: Iterable[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        written = writer.write(context.partitionId(), batches)
+        yield needed("pyarrow").RecordBatch.from_pydict({"written": [msgspec.json.encode(written).decode()]})
+
+    try:
+        told = rows.collect(write, "written string")
+    except Exception as exc:
+        raise SparkError(f"Spark ended the job: {reason_of(exc)}") from exc
+    return sorted(
+        (msgspec.json.decode(row[0], type=Written) for row in told), key=lambda each: each.partition
+    )
+
+
+def _assemble(written: Sequence[Written], folder: Folder) -> Dataset:
+    for each in written:
+        if each.fault:
+            raise DataError(each.fault)
+    parts = [(each.part, each.columns) for each in written if each.part is not None]
+    if not parts:
+        raise DataError("the DataFrame has no rows")
+    columns = parts[0][1]
+    for _, others in parts:
+        if differs := difference(columns, others):
+            raise DataError(differs)
+    dataset = Dataset(columns, tuple(part for part, _ in parts))
+    there = folder.sizes()
+    missing = [part.name for part in dataset.parts if part.name not in there]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(parts)} files that the executors wrote are not in {folder.path} where"
+            " the driver looks: give a folder that driver and executors share"
+        )
+    return dataset

@@ -1,0 +1,240 @@
+"""``shard``: a rank's share of a prepared dataset, as batches of numpy arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyhvd.spark.data import manifest
+from pyhvd.spark.data.folder import Folder
+from pyhvd.spark.data.manifest import Column
+from pyhvd.spark.data.parquet import ParquetPieces
+from pyhvd.spark.data.shares import draw, pieces, stretch, windows
+from pyhvd.spark.errors import DataError
+
+if TYPE_CHECKING:
+    from pyhvd.spark.data.columns import Batch
+
+
+class Source(Protocol):
+    """Where a shard's rows come from, piece by piece."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Rows of each piece."""
+
+    def load(self, number: int) -> Batch:
+        """Return a piece as arrays, which nobody writes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a shard makes batches of its rows: the arguments of :func:`shard` of these names."""
+
+    batch_size: int
+    shuffle: bool
+    seed: int
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: expected a number of rows, 1 at least")
+
+
+class Shard:
+    """One rank's share of some rows, as batches of numpy arrays; :func:`shard` and
+    :func:`partition` make one.
+
+    Attributes
+    ----------
+    columns : dict of str to Column
+        The columns of the batches: numpy dtype, and shape of one row.
+    rows : int
+        This rank's rows per epoch; the same on every rank if steps are equal.
+    total_rows : int
+        The rows of all ranks.
+    steps : int
+        This rank's batches per epoch; the same on every rank if steps are equal.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        columns: Sequence[Column],
+        *,
+        rank: int,
+        total_rows: int,
+        rows: int,
+        plan: Plan,
+    ) -> None:
+        self.columns = {column.name: column for column in columns}
+        self.rows = rows
+        self.total_rows = total_rows
+        self.steps = -(-rows // plan.batch_size)
+        self._source = source
+        self._rank = rank
+        self._plan = plan
+        self._cache: dict[int, Batch] | None = {} if plan.cache else None
+
+    def epoch(self, number: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch: dicts of column name to array, of up to `batch_size` rows.
+
+        An array of n rows has shape ``(n, *column.shape)``, and is the caller's to keep and to change.
+        The next row groups are read while a batch is used.
+
+        Parameters
+        ----------
+        number : int
+            Which epoch: with `shuffle`, each has another order, the same whenever it is asked for.
+
+        Raises
+        ------
+        DataError
+            A file is gone or damaged.
+        """
+        import numpy as np
+
+        size, left = self._plan.batch_size, self.rows
+        held: Batch = {}
+        for fresh in self._windows(number):
+            held = {
+                name: np.concatenate([held[name], values]) if held else values
+                for name, values in fresh.items()
+            }
+            rows = len(next(iter(held.values())))
+            begin = 0
+            while left and rows - begin >= min(size, left):
+                end = begin + min(size, left)
+                yield {name: values[begin:end] for name, values in held.items()}
+                left -= end - begin
+                begin = end
+            held = {name: values[begin:] for name, values in held.items()}
+
+    def read(self) -> Batch:
+        """Return all rows of this rank as one batch, in the dataset's order; none is left out."""
+        return self._join([self._load(number) for number in range(len(self._source.lengths))])
+
+    def _windows(self, epoch: int) -> Iterator[Batch]:
+        """Yield the rows of a few pieces at a time, mixed if so wanted, while the next ones are read."""
+        generator = draw(self._plan.seed, epoch, self._rank) if self._plan.shuffle else None
+        order = windows(len(self._source.lengths), generator)
+        if not order:
+            return
+        with ThreadPoolExecutor(1, "pyhvd-shard") as pool:
+            future = pool.submit(self._gather, order[0])
+            for following in [*order[1:], []]:
+                batch = future.result()
+                if following:
+                    future = pool.submit(self._gather, following)
+                if generator is not None:
+                    mixed = generator.permutation(len(next(iter(batch.values()))))
+                    batch = {name: values[mixed] for name, values in batch.items()}
+                yield batch
+
+    def _gather(self, numbers: Sequence[int]) -> Batch:
+        return self._join([self._load(number) for number in numbers])
+
+    def _join(self, batches: Sequence[Batch]) -> Batch:
+        """Return batches one after the other, as a copy."""
+        import numpy as np
+
+        if not batches:
+            return {
+                column.name: np.empty((0, *column.shape), column.dtype) for column in self.columns.values()
+            }
+        return {name: np.concatenate([batch[name] for batch in batches]) for name in self.columns}
+
+    def _load(self, number: int) -> Batch:
+        if self._cache is None:
+            return self._source.load(number)
+        if number not in self._cache:
+            self._cache[number] = self._source.load(number)
+        return self._cache[number]
+
+
+def shard(
+    path: str | os.PathLike[str],
+    rank: int | None = None,
+    size: int | None = None,
+    *,
+    batch_size: int = 32,
+    columns: Sequence[str] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    equal_steps: bool = True,
+    cache: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Shard:
+    """Return a rank's share of a dataset that :func:`prepare` has written.
+
+    The rows are cut into `size` stretches, which differ by one row at most; of a row group that two ranks
+    share, each uses its part. No Spark is needed, and nothing is sent between the ranks.
+
+    Parameters
+    ----------
+    path : str or path
+        As for :func:`prepare`.
+    rank, size : int, optional
+        Which share of how many; by default those of :func:`pyhvd.rank` and :func:`pyhvd.size`.
+    batch_size : int
+        Rows per batch on this rank; the last of an epoch may have fewer.
+    columns : sequence of str, optional
+        The columns to read; all by default.
+    shuffle : bool
+        Another order in each epoch: of the row groups, and of the rows of each few row groups.
+    seed : int
+        Of these orders.
+    equal_steps : bool
+        Every rank has batches of the same sizes: where shares differ, the larger ones leave one row out,
+        with `shuffle` another one in each epoch. With False all rows are used, a rank may have a step
+        more than others, and the ranks have to call :func:`pyhvd.join` after each epoch.
+    cache : bool
+        Keep the share in memory once it was read.
+    storage_options : mapping, optional
+        As for :func:`prepare`.
+
+    Raises
+    ------
+    DataError
+        There is no prepared dataset, or it is damaged; no such column; fewer rows than ranks.
+
+    Examples
+    --------
+    >>> data = pyhvd.spark.shard("/shared/digits", batch_size=64)   # doctest: +SKIP
+    >>> for epoch in range(10):                                     # doctest: +SKIP
+    ...     for batch in data.epoch(epoch):
+    ...         step(batch["pixels"], batch["label"])
+    """
+    plan = Plan(batch_size, shuffle, seed, cache)
+    return _open(Folder(path, storage_options), *_place(rank, size), columns, equal_steps, plan)
+
+
+def _open(
+    folder: Folder, rank: int, size: int, columns: Sequence[str] | None, equal_steps: bool, plan: Plan
+) -> Shard:
+    dataset = manifest.load(folder)
+    chosen = dataset.choose(columns)
+    if equal_steps and dataset.rows < size:
+        raise DataError(
+            f"{folder.path} has {dataset.rows} rows for {size} ranks: use fewer ranks, or equal_steps=False"
+        )
+    begin, end = stretch(dataset.rows, rank, size)
+    groups = [rows for part in dataset.parts for rows in part.groups]
+    source = ParquetPieces(folder, dataset, chosen, pieces(groups, begin, end))
+    rows = dataset.rows // size if equal_steps else end - begin
+    return Shard(source, chosen, rank=rank, total_rows=dataset.rows, rows=rows, plan=plan)
+
+
+def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return which share of how many: as given, else this process's place in the job."""
+    if rank is None or size is None:
+        from pyhvd.api import topology
+
+        rank = topology.rank() if rank is None else rank
+        size = topology.size() if size is None else size
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank}, size={size}: expected a rank from 0 up to below the size")
+    return rank, size

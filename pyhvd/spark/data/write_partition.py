@@ -1,0 +1,123 @@
+"""Writing one partition as one Parquet file; this runs in a Spark task.
+
+What is wrong with the data is told to the driver as a result: Spark would try a failed task again, three
+times.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from pyhvd.spark.data.columns import describe, difference, to_batch
+from pyhvd.spark.data.folder import Folder
+from pyhvd.spark.data.manifest import Column, Part
+from pyhvd.spark.data.optional_imports import needed
+from pyhvd.spark.errors import DataError
+
+GROUP_BYTES = 16 << 20
+
+PART_NAME = re.compile(r"part-\d{5,}-[0-9a-f]{12}-[0-9a-f]{8}\.parquet")
+"""Names of files that a job has written: number of the partition, job, attempt."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a task has done.
+
+    Attributes
+    ----------
+    partition : int
+        Its number.
+    part : Part or None
+        The file; None if there was no row.
+    columns : tuple of Column
+        What the file's columns are as arrays; empty if there was no row.
+    fault : str
+        What is wrong with the data; there is no file then.
+    """
+
+    partition: int
+    part: Part | None = None
+    columns: tuple[Column, ...] = ()
+    fault: str = ""
+
+
+class PartWriter:
+    """Writes the partition of the task that calls it.
+
+    Parameters
+    ----------
+    folder : Folder
+        Where.
+    job : str
+        A name of the job, 12 hexadecimal digits.
+    rows_per_group : int, optional
+        Rows per row group at most; else so many as take GROUP_BYTES, by the first rows.
+    compression : str
+        Parquet's name of it.
+    """
+
+    def __init__(self, folder: Folder, job: str, rows_per_group: int | None, compression: str) -> None:
+        self.folder = folder
+        self.job = job
+        self._rows_per_group = rows_per_group
+        self._compression = compression
+
+    def write(self, partition: int, batches: Iterable[Any]) -> Written:
+        """Write record batches of Arrow into a file of a new name."""
+        name = f"part-{partition:05d}-{self.job}-{uuid.uuid4().hex[:8]}.parquet"
+        groups = self._groups(batches)
+        first = next(groups, None)
+        if first is None:
+            return Written(partition)
+        try:
+            columns, counts = self._write_groups(name, first, groups)
+        except DataError as exc:
+            self.folder.remove(name)
+            return Written(partition, fault=str(exc))
+        except BaseException:
+            self.folder.remove(name)
+            raise
+        return Written(partition, Part(name, tuple(counts)), columns)
+
+    def _write_groups(
+        self, name: str, first: Any, rest: Iterable[Any]
+    ) -> tuple[tuple[Column, ...], list[int]]:
+        columns = describe(to_batch(first))
+        counts = [first.num_rows]
+        parquet = needed("pyarrow.parquet")
+        with (
+            self.folder.open(name, "wb") as file,
+            parquet.ParquetWriter(file, first.schema, compression=self._compression) as writer,
+        ):
+            writer.write_table(first, row_group_size=first.num_rows)
+            for table in rest:
+                if differs := difference(columns, describe(to_batch(table))):
+                    raise DataError(differs)
+                writer.write_table(table, row_group_size=table.num_rows)
+                counts.append(table.num_rows)
+        return columns, counts
+
+    def _groups(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield tables of as many rows as a row group takes."""
+        pa = needed("pyarrow")
+        limit = self._rows_per_group or 0
+        held: list[Any] = []
+        rows = 0
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            limit = limit or max(1, GROUP_BYTES * batch.num_rows // max(1, batch.nbytes))
+            held.append(batch)
+            rows += batch.num_rows
+            while rows >= limit:
+                table = pa.Table.from_batches(held)
+                yield table.slice(0, limit)
+                held = table.slice(limit).to_batches()
+                rows -= limit
+        if rows:
+            yield pa.Table.from_batches(held)

@@ -1,0 +1,194 @@
+"""The fabric of ranks that are threads of one process: for tests, and for trying things out.
+
+A :class:`Meeting` is where the threads of one process set meet: each lays down what it gives, waits for the
+others, copies what it is due, and waits again before anybody may change what was laid down. The barrier
+orders memory: what a thread wrote before it is visible to all after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pyhvd.arrays import Bytes, address
+from pyhvd.backends.base import Aborted, Block, Fabric
+from pyhvd.backends.shm import LINE, Segment, aligned
+from pyhvd.errors import TransportError
+from pyhvd.transport.arena import Arena
+
+
+class Meeting:
+    """Shared by the threads of one process set."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.laid: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+        self._lock = threading.Lock()
+        self._note: bytes | None = None
+        self._subsets: dict[tuple[tuple[int, ...], int], list[Meeting]] = {}
+        self._asked: dict[tuple[tuple[int, ...], int, int], int] = {}
+
+    def wait(self) -> None:
+        """Wait for everybody; an error if one does not come in time, or has given up."""
+        try:
+            self._barrier.wait(self.timeout)
+        except threading.BrokenBarrierError as exc:
+            self._check()
+            raise TransportError("a rank of this process has left, or has not come in time") from exc
+
+    def abort(self) -> None:
+        """Let nobody wait any longer."""
+        self._barrier.abort()
+        with self._lock:
+            subsets = [meeting for meetings in self._subsets.values() for meeting in meetings]
+        for meeting in subsets:
+            meeting.abort()
+
+    def leave(self, rank: int, note: bytes) -> None:
+        """Let nobody wait for a rank any longer, here or in a subset that it is a member of."""
+        with self._lock:
+            if self._note is None:
+                self._note = note
+            subsets = [
+                (ranks.index(rank), meeting)
+                for (ranks, _), meetings in self._subsets.items()
+                for meeting in meetings
+                if rank in ranks
+            ]
+        self._barrier.abort()
+        for place, meeting in subsets:
+            meeting.leave(place, note)
+
+    def _check(self) -> None:
+        if self._note is not None:
+            raise Aborted(self._note)
+
+    def subset(self, ranks: tuple[int, ...], tag: int, rank: int) -> Meeting:
+        """Return the meeting of some ranks; the n-th call of each of them returns the same one."""
+        with self._lock:
+            self._check()
+            turn = self._asked.get((ranks, tag, rank), 0)
+            self._asked[ranks, tag, rank] = turn + 1
+            meetings = self._subsets.setdefault((ranks, tag), [])
+            if turn == len(meetings):
+                meetings.append(Meeting(len(ranks), self.timeout))
+            return meetings[turn]
+
+
+class ThreadFabric:
+    """One rank's end of a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self._meeting = meeting
+
+    def allgather(self, send: Bytes, recv: Bytes) -> None:
+        """Gather blocks of one length."""
+        for r, block in enumerate(self._lay(send)):
+            recv[r * len(block) : (r + 1) * len(block)] = block
+        self._meeting.wait()
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+        """Gather in place."""
+        starts = list(itertools.accumulate(counts, initial=0))
+        for r, other in enumerate(self._lay(buffer)):
+            if r != self.rank:
+                buffer[starts[r] : starts[r + 1]] = other[starts[r] : starts[r + 1]]
+        self._meeting.wait()
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Send block r to rank r."""
+        at = 0
+        for r, (block, counts) in enumerate(self._lay((send, send_counts))):
+            first = sum(counts[: self.rank])
+            recv[at : at + recv_counts[r]] = block[first : first + counts[self.rank]]
+            at += recv_counts[r]
+        self._meeting.wait()
+
+    def exchange(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Send block r to rank r."""
+        self.alltoallv(send, send_counts, recv, recv_counts)
+
+    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Give each other blocks."""
+        recv[:] = self._lay(send)[partner]
+        self._meeting.wait()
+
+    def broadcast(self, buffer: Bytes, root: int) -> None:
+        """Copy the root's buffer."""
+        laid = self._lay(buffer)
+        if self.rank != root:
+            buffer[:] = laid[root]
+        self._meeting.wait()
+
+    def takes_devices(self) -> str:
+        """Refuse: there is nothing here that could."""
+        raise RuntimeError("ranks that are threads of one process have no MPI between them")
+
+    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:  # noqa: ARG002 - a meeting has its own
+        """Send blocks, and receive others."""
+        coming = [iter([block for to, block in given if to == self.rank]) for given in self._lay(send)]
+        for rank, block in recv:
+            block[:] = next(coming[rank])
+        self._meeting.wait()
+
+    def barrier(self) -> None:
+        """Wait for everybody."""
+        self._meeting.wait()
+
+    def exchange_objects(self, mine: Any) -> list[Any]:
+        """Return what every rank gives, in rank order."""
+        laid = self._lay(mine)
+        self._meeting.wait()
+        return laid
+
+    def subset(self, ranks: Sequence[int], tag: int) -> ThreadFabric:
+        """Return the fabric of some ranks."""
+        meeting = self._meeting.subset(tuple(ranks), tag, self.rank)
+        return ThreadFabric(meeting, list(ranks).index(self.rank))
+
+    def abort(self, note: bytes) -> None:
+        """Let nobody wait for this rank any longer."""
+        self._meeting.leave(self.rank, note)
+
+    def close(self) -> None:
+        """Nothing to give up: the meeting goes with its threads."""
+
+    def _lay(self, mine: Any) -> list[Any]:
+        self._meeting.laid[self.rank] = mine
+        self._meeting.wait()
+        return list(self._meeting.laid)
+
+
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
+    """Return memory that the threads of a fabric share, as they share all memory."""
+    assert isinstance(fabric, ThreadFabric)
+    stride = aligned(nbytes)
+    memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
+    start = aligned(address(memory))
+    return Segment([start + rank * stride for rank in range(fabric.size)], memory)
+
+
+ARENA = 1 << 26
+"""Bytes of the arena of a rank that is a thread; it takes memory as it is written to."""
+
+
+def open_thread_arena(fabric: Fabric) -> Arena:
+    """Return memory for arrays; threads share all memory, but ranks reduce in place only in an arena."""
+    opened = open_thread_window(fabric, ARENA)
+    return Arena(fabric.rank, opened.areas, ARENA, _hold_on, _hold_on, opened.memory)
+
+
+def _hold_on(offset: int, nbytes: int) -> None:
+    """The memory is there, and stays."""

@@ -1,0 +1,172 @@
+"""ControlTransport over mpi4py: messages between rank 0 and the others, and sleep without polling.
+
+Owns a communicator of its own, and this rank's doorbell.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from pyhvd.transport.control import Bell, Message
+
+
+class _Sending:
+    """A message that MPI has been given; ``ring`` is called once when it has gone."""
+
+    __slots__ = ("_gone", "_payload", "_request", "_ring")
+
+    def __init__(self, request: MPI.Request, payload: bytes, ring: Callable[[], None]) -> None:
+        self._request = request
+        self._payload = payload  # MPI reads it until it has gone
+        self._ring = ring
+        self._gone = False
+
+    def gone(self) -> bool:
+        """Return whether MPI needs this rank no more for it.
+
+        Whoever finds that out rings: it may be the last thing that this rank does before it is elsewhere.
+        """
+        if not self._gone and self._request.Test():
+            self._gone = True
+            self._ring()
+        return self._gone
+
+
+class MpiTransport:
+    """Messages over a communicator of its own, with doorbells to wake sleeping ranks of the same host.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Owned, and freed by :meth:`close`.
+    bell : Bell
+        This rank's bell; owned.
+    bells : sequence
+        By rank, the address of each bell, None where it is out of reach.
+    """
+
+    _YIELDS = 10
+    _FIRST_PAUSE = 50e-6
+    _LAST_PAUSE = 10e-3
+    _LONGEST_SLEEP = 0.25
+    _RUNG_FOR = 20e-3
+
+    def __init__(self, comm: MPI.Intracomm, bell: Bell, bells: Sequence[Any]) -> None:
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self._comm = comm
+        self._bell = bell
+        self._bells = bells
+        # Rank 0 hears from everybody, the others from rank 0 only.
+        heard = range(self.size) if self.rank == 0 else (0,)
+        self._rung_by_all = all(bells[r] is not None for r in heard)
+        self._sending: list[_Sending] = []
+        # By source, in the order in which they were sent.
+        self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}
+        self._rung_until = 0.0
+
+    def send(self, destination: int, payload: bytes) -> _Sending:
+        """Send a message; returns at once."""
+        request = self._comm.Isend([payload, MPI.BYTE], destination)
+        sending = _Sending(request, payload, partial(self._ring, destination))
+        if not sending.gone():
+            self._sending.append(sending)
+            self._ring(destination)  # too early, maybe: what MPI queues is there later
+        return sending
+
+    def receive(self) -> list[Message]:
+        """Return what has arrived as a whole.
+
+        The rest of a message may need its sender in MPI, who may wait for this rank in shared memory: so it
+        is never waited for.
+        """
+        self._progress()
+        status = MPI.Status()
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            payload = bytearray(status.Get_count(MPI.BYTE))
+            request = message.Irecv([payload, MPI.BYTE])
+            self._receiving.setdefault(status.Get_source(), deque()).append((request, payload))
+        arrived: list[Message] = []
+        for source, line in list(self._receiving.items()):
+            while line and line[0][0].Test():  # what a rank sent later comes later
+                arrived.append((source, line.popleft()[1]))
+            if not line:
+                del self._receiving[source]
+        if arrived:
+            self._rung_until = 0.0
+        return arrived
+
+    def wait(self, timeout: float | None) -> None:
+        """Sleep; see :class:`ControlTransport`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        for _ in range(self._YIELDS):
+            if self._progress() or self._comm.Iprobe():
+                return
+            os.sched_yield()
+        pause = self._FIRST_PAUSE
+        while not self._progress():
+            now = time.monotonic()
+            left = None if until is None else until - now
+            if left is not None and left <= 0:
+                return
+            if self._sleep(left, self._longest_sleep(now, pause)):
+                self._rung_until = time.monotonic() + self._RUNG_FOR
+                return
+            if self._comm.Iprobe():
+                return
+            pause = min(pause * 1.5, 1e-3 if self._under_way() else self._LAST_PAUSE)
+
+    def wake(self) -> None:
+        """End the sleep of the thread in :meth:`wait`."""
+        self._bell.ring()
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for at most ``timeout`` s until all that was sent has gone out."""
+        until = time.monotonic() + timeout
+        while self._sending and time.monotonic() < until:
+            self._progress()
+            time.sleep(self._FIRST_PAUSE)
+        return not self._sending
+
+    def close(self) -> None:
+        """Free the communicator and take the bell down; collective."""
+        self._comm.Free()
+        self._bell.close()
+
+    def _longest_sleep(self, now: float, pause: float) -> float:
+        """Return for how long (s) the bell may be trusted."""
+        if self._under_way() or not self._rung_by_all:
+            return pause  # MPI's own progress, and other hosts, ring no bell here
+        if now < self._rung_until:
+            return 1e-3  # a ring may come in before the message that it announces
+        # ... and long before it, if MPI had to queue the message and its sender computes or sits in MPI by
+        # the time it goes out: the bell alone is never trusted for ever.
+        return self._LONGEST_SLEEP
+
+    def _sleep(self, left: float | None, pause: float) -> bool:
+        nap = pause if left is None else min(pause, left)
+        if nap >= self._bell.shortest:
+            return self._bell.wait(nap)
+        time.sleep(nap)
+        return self._bell.wait(0.0)
+
+    def _under_way(self) -> bool:
+        return bool(self._sending or self._receiving)
+
+    def _progress(self) -> bool:
+        """Let MPI go on; return whether a message has gone out, or one can be received."""
+        waiting = [sending for sending in self._sending if not sending.gone()]
+        moved = len(waiting) < len(self._sending)
+        self._sending = waiting
+        return moved or any(line[0][0].Test() for line in self._receiving.values())
+
+    def _ring(self, destination: int) -> None:
+        if (address := self._bells[destination]) is not None:
+            self._bell.ring(address)

@@ -1,0 +1,108 @@
+"""A world over mpi4py: topology, control transport and data fabric from a communicator.
+
+Importing this module initialises MPI (mpi4py does so), which is why only ``init()`` imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from pyhvd.errors import TransportError
+from pyhvd.transport.control import Bell, ControlTransport
+from pyhvd.transport.doorbell import Doorbell, host_id
+from pyhvd.transport.mpi.control import MpiTransport
+from pyhvd.transport.mpi.fabric import MpiFabric, open_mpi_arena, open_mpi_window
+from pyhvd.transport.world import Topology, World
+
+
+def mpi_world(comm: object, owned: bool = False) -> World:
+    """Build a world on an mpi4py communicator, which is duplicated unless ``owned``.
+
+    Raises
+    ------
+    TransportError
+        MPI's thread level does not allow a background thread.
+    """
+    assert isinstance(comm, MPI.Intracomm)
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_SERIALIZED:
+        raise TransportError(
+            "MPI was initialised with a thread level below MPI_THREAD_SERIALIZED, but pyhvd's background"
+            " thread calls MPI: initialise it as mpi4py does, with mpi4py.rc.thread_level = 'multiple'"
+        )
+    base = comm if owned else comm.Dup()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        return base.allgather(payload)
+
+    def connect(given: Bell | None) -> ControlTransport:
+        if given is not None:
+            return MpiTransport(base.Dup(), given, range(base.Get_size()))
+        bell = Doorbell()
+        mine = host_id()
+        peers = base.allgather((mine, bell.address))
+        bells = [address if host == mine else None for host, address in peers]
+        return MpiTransport(base.Dup(), bell, bells)
+
+    def members(other: object) -> tuple[int, ...]:
+        assert isinstance(other, MPI.Comm)
+        ours, theirs = base.Get_group(), other.Get_group()
+        ranks = MPI.Group.Translate_ranks(theirs, None, ours)
+        return tuple(sorted(ranks))
+
+    return World(
+        topology=_mpi_topology(base),
+        fabric=MpiFabric(base),
+        exchange=exchange,
+        connect=connect,
+        members=members,
+        abort=_abort,
+        threads=level == MPI.THREAD_MULTIPLE,
+        open_window=open_mpi_window,
+        open_arena=open_mpi_arena,
+    )
+
+
+_LAST_WORDS_SECONDS = 0.2
+
+
+def _abort() -> None:
+    """End every rank. MPICH's mpiexec drops what it has not yet forwarded by then: the cause, as a rule."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_LAST_WORDS_SECONDS)
+    MPI.COMM_WORLD.Abort(1)
+
+
+def sub_communicator(ranks: Sequence[int]) -> object:
+    """Return the communicator of some of COMM_WORLD's ranks; called by exactly those."""
+    world = MPI.COMM_WORLD.Get_group()
+    chosen = world.Incl(list(ranks))
+    try:
+        return MPI.COMM_WORLD.Create_group(chosen)
+    finally:
+        chosen.Free()
+        world.Free()
+
+
+def _mpi_topology(comm: MPI.Intracomm) -> Topology:
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
+    cross = comm.Split(color=local.Get_rank(), key=comm.Get_rank())
+    try:
+        sizes = comm.allgather(local.Get_size())
+        return Topology(
+            rank=comm.Get_rank(),
+            size=comm.Get_size(),
+            local_rank=local.Get_rank(),
+            local_size=local.Get_size(),
+            cross_rank=cross.Get_rank(),
+            cross_size=cross.Get_size(),
+            homogeneous=len(set(sizes)) == 1,
+        )
+    finally:
+        cross.Free()
+        local.Free()

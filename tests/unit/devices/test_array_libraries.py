@@ -1,0 +1,91 @@
+"""Whose array is it, and what is said where nobody can look after it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyhvd.arrays import TensorView
+from pyhvd.devices import array_libraries
+from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.devices.base import DeviceView
+from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
+
+without_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+
+
+@pytest.fixture
+def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+
+
+class Interface:
+    """An array on a GPU, by the CUDA array interface."""
+
+    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Capsule:
+    """An array by DLPack, of a library that nobody has heard of."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.arange(3).__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+
+def test_jax_on_the_host_needs_no_cupy() -> None:
+    array = type("ArrayImpl", (Capsule,), {"__module__": "jaxlib._jax"})(1)
+    assert isinstance(adopt(array), TensorView)
+
+
+@without_cupy
+@pytest.mark.parametrize(
+    "tensor", [Interface(), Capsule(2), Capsule(13)], ids=["interface", "cuda", "managed"]
+)
+def test_without_cupy_the_extra_is_named(tensor: Any) -> None:
+    for take in (adopt, adopt_for_writing):
+        with pytest.raises(ImportError) as caught:
+            take(tensor)
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        assert str(caught.value) == (
+            f"{kind} lives on a GPU, and pyhvd reaches GPUs by CuPy, which cannot be imported"
+            " (No module named 'cupy'):"
+            ' install it with pip install "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
+        )
+
+
+def test_what_is_in_host_memory_stays_there() -> None:
+    for tensor in (np.arange(3), 2.5, np.float32(1), np.arange(3).view(np.recarray), Capsule(1)):
+        assert isinstance(adopt(tensor), TensorView)
+    both = type("Both", (Interface,), {"__array_interface__": np.arange(3).__array_interface__})()
+    assert isinstance(adopt(both), TensorView), "memory that both can reach is taken as host memory"
+
+
+def test_what_is_no_array_is_none_for_a_gpu_either() -> None:
+    for thing in (object(), None, "text"):
+        with pytest.raises(TypeError, match="expected a numpy array"):
+            adopt(thing)
+
+
+@pytest.mark.usefixtures("_library")
+def test_a_view_of_an_array_on_a_device() -> None:
+    device = FakeDevice(3)
+    array = fake_array(device, np.ones((4, 5), np.float32))
+    view = adopt(array)
+    assert isinstance(view, DeviceView)
+    assert (view.ptr, view.shape, view.count, view.nbytes) == (array.ptr, (4, 5), 20, 80)
+    assert (view.device, view.info.name, view.home, view.owner) == ("cuda:3", "float32", None, array)
+    rows = view.first_rows(2)
+    assert (rows.ptr, rows.shape, rows.nbytes, rows.owner) == (array.ptr, (2, 5), 40, array)
+    target = target_like(view, (7,))
+    assert isinstance(target, DeviceView)
+    assert (target.shape, target.info, target.on) == ((7,), view.info, device)
+    assert view.span.part(8, 12) == (array.ptr + 8, 12)

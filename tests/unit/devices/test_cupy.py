@@ -1,0 +1,314 @@
+"""CuPy's arrays, and those of libraries that are seen through CuPy, over a module that stands in for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.devices import array_libraries
+from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.devices.base import DeviceView
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.testing import run_ranks
+from pyhvd.transport.inprocess import Meeting, ThreadFabric
+from tests.devices.fake import FakeDevice, fake_array
+from tests.devices.kernels_on_cpu import needs_compiler
+from tests.devices.stand_in import make_cupy
+
+OURS = [
+    f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_kernels", "cupy_library", "foreign_library")
+]
+SEEDS = range(5)
+
+
+@pytest.fixture(params=SEEDS)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    fake = FakeDevice(seed=request.param)
+    cupy = make_cupy(fake)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.setattr(libraries, "_libraries", {})
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield fake
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+def cupy_array(values: Any) -> Any:
+    """Return an array of the module that stands in, with values that come late."""
+    fixed = np.array(values)
+    return sys.modules["cupy"].empty(fixed.shape, fixed.dtype).set(fixed)
+
+
+class Interface:
+    """An array by the CUDA array interface, whose work is on a stream of its own."""
+
+    def __init__(self, device: FakeDevice, values: Any, stream: int | None = None, **changes: Any) -> None:
+        self.inner = fake_array(device, values)
+        self.__cuda_array_interface__ = {
+            "shape": self.inner.shape,
+            "typestr": self.inner.dtype.str,
+            "data": (self.inner.ptr, False),
+            "strides": None,
+            "stream": stream,
+            "version": 3,
+            **changes,
+        }
+
+
+class Capsule:
+    """An array by DLPack, of a library with a namespace; its work is on a stream of its own."""
+
+    def __init__(self, device: FakeDevice, values: Any) -> None:
+        self.device, self.stream = device, device.make_stream()
+        with device.using(self.stream):
+            self.inner = cupy_array(values)
+
+    def __dlpack__(self, stream: int) -> Any:
+        event = self.device.make_event()
+        self.device.record(event, self.stream)
+        self.device.wait(stream, event)
+        return self.inner
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.index
+
+    def __array_namespace__(self) -> Any:
+        return Namespace
+
+
+class Namespace:
+    """The library of :class:`Capsule`, which computes on the default stream."""
+
+    @staticmethod
+    def from_dlpack(array: Any) -> tuple[str, Any]:
+        return "theirs", array.__dlpack__(stream=0)
+
+
+def on_ranks(body: Callable[[], None]) -> None:
+    run_ranks(2, body, timeout=30, knobs={"staging_size": 64})
+
+
+def test_cupy_in_cupy_out(device: FakeDevice) -> None:
+    cupy = sys.modules["cupy"]
+
+    def body() -> None:
+        with cupy.cuda.Stream(non_blocking=True):
+            array = cupy_array(np.arange(100.0) + hvd.rank())
+            result = hvd.allreduce(array, op=hvd.Sum, name="x")
+            assert type(result) is cupy.ndarray
+            assert result.get().tolist() == (2 * np.arange(100.0) + 1).tolist()
+            assert hvd.allreduce_(array, op=hvd.Sum, name="y") is array
+            assert array.get().tolist() == result.get().tolist()
+            view = cupy_array(np.arange(40.0)).strided()
+            assert hvd.allreduce_(view, op=hvd.Sum, name="z") is view
+            assert view.get().tolist() == (2 * np.arange(0.0, 40.0, 2)).tolist()
+            assert hvd.allgather(cupy_array([hvd.rank()] * 3), name="g").get().tolist() == [0] * 3 + [1] * 3
+            group = hvd.grouped_allreduce([cupy_array(np.ones(n)) for n in (3, 50)], op=hvd.Sum, name="h")
+            assert [part.get().sum() for part in group] == [6, 100]
+
+    on_ranks(body)
+
+
+@needs_compiler
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_what_rides_together_is_packed_by_our_kernels(device: FakeDevice, factor: float) -> None:
+    counts = (3, 1000, 0, 70)
+
+    def body() -> None:
+        arrays = [cupy_array(np.arange(n, dtype=np.float32)) for n in counts]
+        results = hvd.grouped_allreduce(arrays, op=hvd.Sum, name="g", prescale_factor=factor)
+        for result, n in zip(results, counts, strict=True):
+            np.testing.assert_array_equal(result.get(), np.arange(n, dtype=np.float32) * factor)
+
+    run_ranks(1, body)
+
+
+@needs_compiler
+def test_a_device_packs_on_the_stream_that_it_is_told(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = cuda_device(0)
+    packer = cuda.packer()
+    assert packer is not None
+    stream = device.make_stream()
+    with device.using(stream):
+        source, target = cupy_array([1.0, 2.0, 3.0]), cupy_array(np.zeros(8))
+    one = np.zeros(1, np.int64), np.array([source.ptr]), np.array([3])
+    packer.pack(target.ptr, *one, Code.FLOAT64, Code.FLOAT64, ReduceOp.SUM, 2.0, stream)
+    with device.using(stream):
+        np.testing.assert_array_equal(target.get()[:4], [2.0, 4.0, 6.0, 0.0])
+
+
+def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int, int]:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    from pyhvd.devices.cupy_device import cuda_device
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
+    assert cuda_device(0).packer() is None
+    with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
+        NcclCarrier().version(cuda_device(0), ThreadFabric(Meeting(1, 1.0), 0))
+
+
+def test_the_interface(device: FakeDevice) -> None:
+    cupy = sys.modules["cupy"]
+
+    def body() -> None:
+        stream = device.make_stream()
+        with device.using(stream):
+            array = Interface(device, np.arange(50, dtype=np.int32), stream)
+        result = hvd.allreduce(array, op=hvd.Sum, name="x")
+        assert type(result) is cupy.ndarray
+        assert result.get().tolist() == (2 * np.arange(50)).tolist()
+        assert hvd.allreduce_(array, op=hvd.Sum, name="y") is array
+        assert array.inner.get().tolist() == (2 * np.arange(50)).tolist()
+
+    on_ranks(body)
+
+
+def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
+    array = Interface(device, np.arange(12.0), shape=(6,), strides=(16,))
+    view = adopt_for_writing(array)
+    assert isinstance(view, DeviceView)
+    assert view.shape == (6,)
+    assert view.owner.get().tolist() == [0, 2, 4, 6, 8, 10]
+    assert view.home is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"mask": object()}, TypeError, "a masked array would lose its mask"),
+        ({"typestr": ">f8"}, hvd.UnsupportedDtypeError, "'>f8' is not in this machine's byte order"),
+    ],
+)
+def test_interfaces_that_are_refused(
+    device: FakeDevice, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        adopt(Interface(device, np.ones(3), **changes))
+
+
+def test_a_read_only_interface(device: FakeDevice) -> None:
+    array = Interface(device, np.ones(3))
+    array.__cuda_array_interface__["data"] = (array.inner.ptr, True)
+    assert adopt(array).shape == (3,)
+    with pytest.raises(ValueError, match="needs a writable array, and this one is read-only"):
+        adopt_for_writing(array)
+
+
+def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = sys.modules["cupy"].cuda
+    entered: list[int] = []
+    seen: list[list[int]] = []
+
+    @contextlib.contextmanager
+    def acting(index: int) -> Iterator[None]:
+        entered.append(index)
+        yield
+        entered.pop()
+
+    def call(*arguments: object) -> None:
+        seen.append(list(entered))
+
+    event = cuda_device(0).make_event()
+    cuda.Device, cuda.runtime.getDevice = acting, lambda: 1
+    cuda.runtime.eventRecord = cuda.runtime.streamWaitEvent = cuda.runtime.memcpyAsync = call
+    cuda_device(0).record(event, 0)
+    cuda_device(0).wait(0, event)
+    cuda_device(0).copy(1, 2, 3, 0)
+    assert seen == [[0], [0], [0]]
+
+
+def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> None:
+    array = Interface(device, np.ones(3), shape=(2, 3), strides=(0, 8))
+    assert adopt(array).shape == (2, 3)
+    cupy = sys.modules["cupy"]
+    other = cupy.ndarray((2, 3), np.float64, cupy_array(np.ones(6)).data, (0, 8))
+    capsule = Capsule(device, np.ones(3))
+    capsule.inner = other
+    for target in (array, other, capsule):
+        with pytest.raises(ValueError, match="cannot write to an array whose elements share memory"):
+            adopt_for_writing(target)
+
+
+def test_no_page_locked_memory_is_a_memory_error(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import cuda_device
+
+    cuda = sys.modules["cupy"].cuda
+    status = 2
+
+    def fail(nbytes: int) -> None:
+        raise cuda.runtime.CUDARuntimeError(status)
+
+    cuda.alloc_pinned_memory = fail
+    with pytest.raises(MemoryError, match="64 bytes of page-locked memory"):
+        cuda_device(0).allocate_pinned(64)
+    status = 719
+    with pytest.raises(cuda.runtime.CUDARuntimeError):
+        cuda_device(0).allocate_pinned(64)
+
+
+def test_dlpack_and_results_in_the_callers_library(device: FakeDevice) -> None:
+    def body() -> None:
+        array = Capsule(device, np.arange(70, dtype=np.float32))
+        whose, result = hvd.allreduce(array, op=hvd.Sum, name="x")
+        assert whose == "theirs"
+        assert result.get().tolist() == (2 * np.arange(70)).tolist()
+        whose, result = hvd.allgather(array, name="g")
+        assert whose == "theirs"
+        assert result.get().tolist() == [*range(70)] * 2
+
+    on_ranks(body)
+
+
+def test_jax_arrays_cannot_be_changed(device: FakeDevice) -> None:
+    array = Capsule(device, np.ones(3))
+    kind = type("ArrayImpl", (Capsule,), {"__module__": "jaxlib._jax"})
+    array.__class__ = kind
+    with pytest.raises(
+        TypeError, match="an in-place operation cannot change a jaxlib array: use the form without"
+    ):
+        adopt_for_writing(array)
+    assert adopt(array).shape == (3,)
+
+
+def test_memory_for_a_result_is_of_the_callers_stream(device: FakeDevice) -> None:
+    stream = device.make_stream()
+    with device.using(stream):
+        view = adopt(cupy_array(np.ones(10)))
+    taken: list[int] = []
+    inner = device.allocate
+    device.allocate = lambda nbytes, stream: (taken.append(stream), inner(nbytes, stream))[1]  # type: ignore[method-assign, func-returns-value]
+    target = target_like(view, (4,))
+    assert (target.shape, target.info, taken) == ((4,), view.info, [stream])
+
+
+def test_a_device_that_reports_an_error(device: FakeDevice) -> None:
+    from pyhvd.devices.cupy_device import count_devices, cuda_device
+
+    runtime = sys.modules["cupy"].cuda.runtime
+    assert cuda_device(0) is cuda_device(0)
+    assert cuda_device(0).identity() == "0000:01:00.0"
+    assert count_devices() == 1
+    runtime.eventQuery = lambda event: 719
+    with pytest.raises(runtime.CUDARuntimeError):
+        cuda_device(0).has_passed(cuda_device(0).make_event())
+
+    def count() -> int:
+        raise runtime.CUDARuntimeError(35)
+
+    runtime.getDeviceCount = count
+    assert count_devices() == 0

@@ -1,0 +1,119 @@
+"""The way through the host, against numpy, on a device whose streams are as late as they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from pyhvd.arrays import Array, Bytes
+from pyhvd.devices.layout import ALIGNMENT, lay_out
+from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
+from tests.devices.fake import FakeArray, FakeDevice, fake_array
+
+PIECE = 16
+
+
+def doubled(device: FakeDevice, source: FakeArray, target: FakeArray) -> Array:
+    """Double bytes by way of the host, as the communication stream would have it done; return the result."""
+    stream, caller = device.make_stream(), device.current_stream()
+    ready, arrived = device.make_event(), device.make_event()
+    device.record(ready, caller)
+    device.wait(stream, ready)
+
+    def double(down: Bytes, up: Bytes) -> None:
+        up[:] = down * 2
+
+    def steps() -> Iterator[Step]:
+        total = source.memory.nbytes
+        for first in range(0, total, PIECE):
+            n = min(PIECE, total - first)
+            yield Step(double, n, n, [Move(0, source.ptr + first, n)], [Move(0, target.ptr + first, n)])
+
+    Pipeline(device, stream).run(steps())
+    device.record(arrived, stream)
+    device.wait(caller, arrived)
+    return target.get()
+
+
+@given(seed=st.integers(0, 1 << 30), length=st.integers(0, 200), inplace=st.booleans())
+def test_every_piece_comes_down_is_worked_on_and_goes_up(seed: int, length: int, inplace: bool) -> None:
+    device = FakeDevice(seed=seed)
+    values = np.arange(length, dtype=np.uint8)
+    source = fake_array(device, values)
+    target = source if inplace else fake_array(device, np.zeros(length, np.uint8))
+    assert doubled(device, source, target).tolist() == (values * 2).tolist()
+    if not inplace:
+        assert source.get().tolist() == values.tolist()
+
+
+class Forgetful(FakeDevice):
+    """A device whose caller forgets the n-th wait, or synchronization."""
+
+    forgets = ("", -1)
+
+    def _forget(self, what: str) -> bool:
+        kind, left = self.forgets
+        if what != kind:
+            return False
+        self.forgets = (kind, left - 1)
+        return left == 0
+
+    def wait(self, stream: int, event: Any) -> None:
+        if not self._forget("wait"):
+            super().wait(stream, event)
+
+    def synchronize(self, event: Any) -> None:
+        if not self._forget("synchronize"):
+            super().synchronize(event)
+
+
+def _goes_wrong(what: str, number: int) -> bool:
+    for seed in range(60):
+        device = Forgetful(seed=seed)
+        values = np.arange(3 * PIECE, dtype=np.uint8)
+        # Something that takes long is under way on the caller's stream when the transfer is begun.
+        source = fake_array(device, np.full(len(values), 77, np.uint8))
+        source.set(values)
+        target = fake_array(device, np.zeros(len(values), np.uint8))
+        device.forgets = (what, number)
+        if doubled(device, source, target).tolist() != (values * 2).tolist():
+            return True
+    return False
+
+
+# Of a transfer of three pieces. The waits: of the communication stream for the input, of the way down for
+# that stream, of that stream for the way up, and of the caller's. The synchronizations: with what has come
+# down for each piece; and with what went up from the slot of the first piece, before the third takes it.
+@pytest.mark.parametrize(
+    ("what", "number"), [("wait", n) for n in range(4)] + [("synchronize", n) for n in (0, 2, 4, 5)]
+)
+def test_no_wait_may_be_forgotten(what: str, number: int) -> None:
+    assert _goes_wrong(what, number)
+
+
+def test_the_page_locked_memory_is_bounded() -> None:
+    device = FakeDevice()
+    taken: list[int] = []
+    inner = device.allocate_pinned
+
+    def allocate_pinned(nbytes: int) -> Bytes:
+        taken.append(nbytes)
+        return inner(nbytes)
+
+    device.allocate_pinned = allocate_pinned  # type: ignore[method-assign]
+    values = fake_array(device, np.zeros(10_000, np.uint8))
+    doubled(device, values, values)
+    assert len(taken) == 4, "two slots each way"
+
+
+@given(st.lists(st.integers(0, 100), min_size=1), st.sampled_from([1, 2, 4, 8, 16]))
+def test_tensors_lie_apart_and_aligned(counts: list[int], item: int) -> None:
+    offsets, total = lay_out(counts, item)
+    ends = [*offsets[1:].tolist(), total]
+    for offset, count, end in zip(offsets.tolist(), counts, ends, strict=True):
+        assert offset * item % ALIGNMENT == 0
+        assert offset + count <= end < offset + count + ALIGNMENT // item

@@ -1,0 +1,73 @@
+"""The end of what is under way on a device, after some rank has failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pyhvd.engine import device_executor
+from pyhvd.engine.device_executor import DeviceExecutor
+from pyhvd.errors import TransportError
+
+
+class Broken:
+    """A backend that says that it is broken once it has been aborted, as NCCL's does."""
+
+    def __init__(self) -> None:
+        self.why, self.closed = "", False
+
+    def check(self) -> None:
+        if self.why:
+            raise TransportError(self.why)
+
+    def abort(self, why: str) -> None:
+        self.why = why
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Slow:
+    """A device whose events pass when somebody has looked at them so many times."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def has_passed(self, event: object) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
+    """Return an executor with one backend, and a device at work."""
+    nothing: Any = None
+    made = DeviceExecutor(0, [], {}, {}, nothing, nothing, checked=False, cuda_aware_mpi=False)
+    backend: Any = Broken()
+    device: Any = Slow(looks)
+    made._opened[0] = backend
+    made._keeper.keep(device, object(), object())
+    return made, backend
+
+
+def test_work_that_was_aborted_ends_and_all_is_closed() -> None:
+    made, backend = executor(looks=3)
+    made.abort("rank 1 has been killed")
+    made.close()
+    assert backend.closed
+
+
+def test_a_device_that_does_not_end_aborted_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_executor, "ABORT_SECONDS", 0.05)
+    made, backend = executor(looks=float("inf"))
+    made.abort("rank 1 has been killed")
+    with pytest.raises(TransportError, match=r"the device has not ended aborted work within 0\.05 s"):
+        made.close()
+    assert not backend.closed
+
+
+def test_work_that_fails_by_itself_is_told() -> None:
+    made, backend = executor(looks=float("inf"))
+    backend.abort("no more NVLink")
+    with pytest.raises(TransportError, match="no more NVLink"):
+        made.close()

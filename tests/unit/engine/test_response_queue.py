@@ -1,0 +1,104 @@
+"""When a response list may be carried out."""
+
+from __future__ import annotations
+
+import time
+
+from pyhvd.engine.response_queue import ResponseQueue
+from pyhvd.negotiation.messages import (
+    PROTOCOL_VERSION,
+    ErrorInfo,
+    ErrorKind,
+    ResponseList,
+    decode_responses,
+    encode,
+)
+from pyhvd.transport.control import InProcessTransport, Mailbox
+
+
+class Parcel:
+    """A message that goes out when the test says so."""
+
+    def __init__(self) -> None:
+        self.out = False
+
+    def gone(self) -> bool:
+        """Return whether the test has said so."""
+        return self.out
+
+
+class Carrier(InProcessTransport):
+    """Rank 0 of three; keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(0, [Mailbox() for _ in range(3)])
+        self.sent: list[tuple[int, bytes, Parcel]] = []
+
+    def send(self, destination: int, payload: bytes) -> Parcel:
+        """Keep a message."""
+        self.sent.append((destination, payload, Parcel()))
+        return self.sent[-1][2]
+
+
+def a_list(seq: int, stop: ErrorInfo | None = None) -> ResponseList:
+    return ResponseList(PROTOCOL_VERSION, seq, stop=stop)
+
+
+def test_a_list_waits_until_it_has_gone_out_to_all() -> None:
+    carrier = Carrier()
+    queue = ResponseQueue(carrier)
+    queue.publish(a_list(1), [0, 1, 2])
+    assert [rank for rank, _, _ in carrier.sent] == [1, 2]
+    assert {decode_responses(payload).seq for _, payload, _ in carrier.sent} == {1}
+    assert queue.first() is None
+    carrier.sent[1][2].out = True
+    assert queue.first() is None
+    carrier.sent[0][2].out = True
+    assert queue.first() == a_list(1)
+    assert queue.look_at() is None
+    assert queue.pop() == a_list(1)
+    assert queue.first() is None
+
+
+def test_a_list_waits_for_earlier_ones_of_other_ranks_and_for_no_later_ones() -> None:
+    """Rank 1 may wait for rank 2, which has not got the first list yet, before it comes to the second."""
+    carrier = Carrier()
+    queue = ResponseQueue(carrier)
+    queue.publish(a_list(1), [1, 2])  # none of this rank's
+    queue.publish(a_list(2), [0, 1])
+    queue.publish(a_list(3), [0, 1, 2])
+    assert [rank for rank, _, _ in carrier.sent] == [1, 2, 1, 1, 2]
+    carrier.sent[0][2].out = True
+    carrier.sent[2][2].out = True
+    assert queue.first() is None
+    carrier.sent[1][2].out = True
+    first = queue.first()
+    assert first is not None
+    assert first.seq == 2
+    queue.pop()
+    assert queue.first() is None
+
+
+def test_the_last_list_waits_for_a_short_time_only() -> None:
+    """As some rank may be gone, or stand still."""
+    queue = ResponseQueue(Carrier())
+    stop = a_list(1, ErrorInfo(ErrorKind.SHUT_DOWN, "the end", 0))
+    begun = time.monotonic()
+    queue.publish(stop, [0, 1, 2])
+    assert queue.first() is None
+    until = queue.look_at()
+    assert until is not None
+    assert begun < until < begun + 10
+    while queue.first() is None:
+        assert time.monotonic() < begun + 10
+    assert time.monotonic() >= until
+    assert queue.look_at() is None
+
+
+def test_what_has_arrived_need_not_wait() -> None:
+    carrier = Carrier()
+    queue = ResponseQueue(carrier)
+    queue.hear(encode(a_list(1)))
+    queue.hear(bytearray(encode(a_list(2))))
+    assert [queue.pop().seq, queue.pop().seq] == [1, 2]
+    assert not carrier.sent

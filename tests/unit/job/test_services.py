@@ -1,0 +1,479 @@
+"""The driver's and the tasks' services in one process: ranks are real, Spark is threads."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import cloudpickle
+import pytest
+
+from pyhvd.errors import MAX_TEXT, RankFailedError, RemoteError
+from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.host_id import host_hash
+from pyhvd.job.job_key import Secret
+from pyhvd.job.messages import WINDOW, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
+from pyhvd.job.placement import Task
+from pyhvd.job.rendezvous import PmiWiring
+from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
+from pyhvd.spark.job import CollectJob
+from pyhvd.transport.tcp.connection import Connection, connect, new_key
+from pyhvd.transport.tcp.session import ChannelError
+from tests.spark_services import PATIENCE_S, Bench, Shown, drop
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
+
+
+def rank() -> int:
+    return int(os.environ["PMI_RANK"])
+
+
+def test_results_in_rank_order_whatever_the_tasks_order() -> None:
+    bench = Bench(rank, 3, drop)
+    assert bench.run(bench.task(2), bench.task(0), bench.task(1)) == [0, 1, 2]
+
+
+def test_where_so_many_files_are_open_that_select_knows_no_other() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("this process may not open as many files")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        for _ in range(1024):
+            stack.enter_context(open(os.devnull))
+        bench = Bench(rank, 2, drop)
+        assert bench.run(bench.task(0), bench.task(1)) == [0, 1]
+
+
+def test_output_reaches_the_driver_before_the_results() -> None:
+    shown: list[tuple[int, int, bytes]] = []
+    bench = Bench(lambda: print("hello"), 1, lambda *what: shown.append(what))
+    assert bench.run(bench.task(0)) == [None]
+    assert shown == [(0, 1, b"hello\n")]
+
+
+def _print_much() -> None:
+    for number in range(20_000):
+        print(f"{number:060d}")
+    os.write(1, b"the last line, which does not end")
+
+
+def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pyhvd.job.agent._DRIVER_SILENT_S", 1.5)
+    begin = time.monotonic()
+    display = Slow()
+    bench = Bench(_print_much, 2, drop, display=display)
+    assert bench.run(bench.task(0), bench.task(1), lambda: display.let_through_after(3)) == [None, None]
+    assert time.monotonic() - begin >= 3
+    for rank in (0, 1):
+        lines = b"".join(data for who, _, data in display.seen if who == rank).splitlines()
+        assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
+        assert lines[-1] == b"the last line, which does not end"
+    # What a rank's pipe held, and what was read at once, are beyond the window.
+    assert display.most_before <= 2 * (WINDOW + (1 << 17))
+
+
+class Slow(Shown):
+    """Takes everything, and says that it has been shown only when it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.seen: list[tuple[int, int, bytes]] = []
+        self.most_before = 0
+        self._open = False
+        self._kept: list[tuple[int, int, bytes]] = []
+        self._lock = threading.Lock()
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        with self._lock:
+            self.seen.append((rank, stream, data))
+            if not self._open:
+                self._kept.append((rank, stream, data))
+                self.most_before += len(data)
+                return
+            super().write(rank, stream, data)
+
+    def take_shown(self) -> dict[int, int]:
+        with self._lock:
+            return super().take_shown()
+
+    def let_through_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        with self._lock:
+            self._open = True
+            for what in self._kept:
+                super().write(*what)
+
+
+def _fail_while_a_thread_prints() -> None:
+    def print_on() -> None:
+        while True:
+            print("x" * 1000)
+
+    threading.Thread(target=print_on, daemon=True).start()
+    time.sleep(2)  # it waits by now
+    raise LookupError("not here")
+
+
+def test_a_failure_does_not_wait_for_who_reads_the_output() -> None:
+    buffered = {"PYTHONUNBUFFERED": ""}
+    bench = Bench(_fail_while_a_thread_prints, 1, drop, display=Slow(), env=buffered)
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match="LookupError: not here"):
+        bench.run(bench.task(0))
+    assert time.monotonic() - begin < PATIENCE_S / 2
+
+
+def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bytes] = []
+    bench = Bench(rank, 1, lambda rank, stream, data: shown.append(data))
+    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # it would listen on
+
+    def much_then_a_result() -> Any:
+        connection = bench.register(0)
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            if any(isinstance(decode_from_driver(each), Start) for each in connection.pump_in()):
+                break
+            time.sleep(0.01)
+        for _ in range(64):
+            connection.send(encode(Output(1, b"x" * 65536)))
+        connection.send(encode(Ended()))
+        threading.Thread(target=connection.finish, args=(PATIENCE_S,)).start()
+        return 0, cloudpickle.dumps("result")
+
+    assert bench.run(much_then_a_result) == ["result"]
+    assert sum(map(len, shown)) == 64 * 65536
+
+
+def _raise() -> None:
+    if rank() == 1:
+        raise LookupError("not here")
+    time.sleep(1000)
+
+
+def test_the_first_failure_ends_all_ranks_and_has_its_traceback() -> None:
+    bench = Bench(_raise, 2, drop)
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 of 2 on host .* failed: LookupError: not here"
+    ) as caught:
+        bench.run(bench.task(0), bench.task(1))
+    assert caught.value.rank == 1
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteError)
+    assert 'raise LookupError("not here")' in cause.traceback
+
+
+def _raise_without_room_for_threads() -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    raise KeyError("the rank's own")
+
+
+def test_a_rank_without_room_for_a_thread_tells_its_failure() -> None:
+    bench = Bench(_raise_without_room_for_threads, 1, drop)
+    with pytest.raises(RankFailedError, match='failed: KeyError: "the rank\'s own"'):
+        bench.run(bench.task(0))
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
+    bench = Bench(rank, 2, drop)
+    stopped: list[str] = []
+
+    def old_attempt() -> None:
+        connection = bench.register(0)
+        registered.set()
+        stopped.append(wait_for_stop(connection).reason)
+
+    def new_attempt() -> tuple[int, bytes] | None:
+        registered.wait(PATIENCE_S)
+        time.sleep(0.1)
+        return bench.task(0, attempt=1)()
+
+    def other() -> tuple[int, bytes] | None:
+        while not stopped:
+            time.sleep(0.01)
+        return bench.task(1)()
+
+    registered = threading.Event()
+    assert bench.run(old_attempt, new_attempt, other) == [0, 1]
+    assert stopped == ["a newer attempt of this task has come"]
+
+
+def wait_for_stop(connection: Connection) -> Stop:
+    until = time.monotonic() + PATIENCE_S
+    while connection.open and time.monotonic() < until:
+        for record in connection.pump_in():
+            message = decode_from_driver(record)
+            if isinstance(message, Stop):
+                connection.close()
+                return message
+        time.sleep(0.01)
+    raise AssertionError("was not stopped")
+
+
+def test_a_task_that_falls_silent_is_missed() -> None:
+    bench = Bench(lambda: time.sleep(1000), 2, drop)
+    kept: list[Connection] = []
+    text = rf"rank 1 of 2 on host b \(Spark task 1\) has been silent for {SILENT_S:g} s"
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match=text):
+        bench.run(bench.task(0), lambda: kept.append(bench.register(1, host="b")))
+    assert time.monotonic() - begin >= SILENT_S
+    kept[0].close()
+
+
+def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
+    bench = Bench(rank, 2, drop, start_timeout=3)
+    kept: list[Connection] = []
+
+    def silent() -> None:
+        kept.append(bench.register(1))
+        time.sleep(3.5)
+
+    begin = time.monotonic()
+    with pytest.raises(StartTimeoutError):
+        bench.run(silent)
+    assert time.monotonic() - begin < SILENT_S
+    kept[0].close()
+
+
+def times_out_once_only_these_are_missing(bench: Bench, missing: list[int]) -> None:
+    """However late the others come on a busy machine."""
+    service: Any = bench.service
+    inner = service._start_or_time_out
+    service._start_or_time_out = lambda now, until: inner(
+        now, until if service._registry.missing == missing else math.inf
+    )
+
+
+def test_tasks_that_do_not_come_are_named() -> None:
+    bench = Bench(rank, 4, drop, start_timeout=0.5)
+    times_out_once_only_these_are_missing(bench, [1, 3])
+    text = r"2 of 4 Spark tasks have not started within 0.5 s: index 1, 3\. .*PYHVD_SPARK_START_TIMEOUT"
+    with pytest.raises(StartTimeoutError, match=text) as caught:
+        bench.run(bench.task(0), bench.task(2))
+    assert caught.value.missing == [1, 3]
+
+
+class Pipe:
+    """Stands for a job in Spark that has failed when it is said."""
+
+    def __init__(self) -> None:
+        self._told, self._tell = os.pipe()
+        self.done = False
+
+    def fileno(self) -> int:
+        return self._told
+
+    def results(self) -> list[tuple[int, bytes]]:
+        raise SparkError("Spark ended the job")
+
+    def fail(self) -> None:
+        self.done = True
+        os.close(self._tell)
+
+    def close(self) -> None:
+        os.close(self._told)
+
+
+def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
+    bench, job = Bench(rank, 2, drop, start_timeout=0.5), Pipe()
+    times_out_once_only_these_are_missing(bench, [1])
+    connections: list[Connection] = []
+    caller = threading.Thread(target=lambda: connections.append(bench.register(0)))
+    caller.start()
+    with pytest.raises(StartTimeoutError):
+        bench.service.run(job)
+    caller.join(PATIENCE_S)
+    job.fail()
+    with patch.object(bench.service._board, "turn", wraps=bench.service._board.turn) as turn:
+        bench.service.stop("the test", 1.0)
+    assert 0 < turn.call_count < 50  # each waits for a quarter of a second if nobody says anything
+    connections[0].close()
+    bench.service.close()
+    bench.display.close()
+    job.close()
+
+
+def test_strangers_are_refused_and_disturb_nobody() -> None:
+    bench = Bench(rank, 1, drop)
+
+    def stranger() -> tuple[int, bytes] | None:
+        with pytest.raises(ChannelError, match="no connection"):
+            connect(bench.addresses, new_key(), 5)
+        with socket.create_connection(bench.addresses[0]) as noise:
+            noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return bench.task(0)()
+
+    assert bench.run(stranger) == [0]
+
+
+def test_a_task_without_a_driver_ends() -> None:
+    bench = Bench(rank, 1, drop)
+    bench.service.close()
+    with pytest.raises(ChannelError, match="no connection within"):
+        bench.task(0)()
+
+
+def test_the_spark_job_may_end_for_its_own_reasons() -> None:
+    bench = Bench(rank, 2, drop)
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(SparkError, match="Spark ended the job: disk full"):
+        bench.run(fail)
+
+
+def test_what_a_rank_has_started_goes_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def start_and_fail(path: str = str(pid_file)) -> None:
+        import subprocess
+
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(path, "w") as file:
+            file.write(str(child.pid))
+        raise RuntimeError("now")
+
+    bench = Bench(start_and_fail, 1, drop)
+    with pytest.raises(RankFailedError, match="RuntimeError: now"):
+        bench.run(bench.task(0))
+    pid = int(pid_file.read_text())
+    until = time.monotonic() + PATIENCE_S
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named pyhvd >&2\nexit 1\n")
+    python.chmod(0o700)
+    shown: list[tuple[int, int, bytes]] = []
+    bench = Bench(rank, 1, lambda *what: shown.append(what), executable=str(python))
+    with pytest.raises(RankFailedError, match=r"could not be started: its Python ended with exit code 1"):
+        bench.run(bench.task(0))
+    assert shown == [(0, 2, b"No module named pyhvd\n")]
+
+
+class Broken(PmiWiring):
+    """Has its seats when a task has been lost already, and speaks to that one's rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def begin(self, office: Any, groups: Any) -> None:
+        super().begin(office, groups)
+        self.begun.set()
+
+    def seats(self) -> Any:
+        lost = len(self._office._board.peers) < 2  # type: ignore[attr-defined]
+        return super().seats() if lost else []
+
+    def check(self, now: float) -> None:
+        if self.begun.is_set():
+            self._office.tell_rank(1, Pmi("cmd=barrier_out\n"))
+
+
+def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> None:
+    wiring = Broken()
+    bench = Bench(lambda: time.sleep(1000), 2, drop, wiring=wiring)
+
+    def leave() -> None:
+        connection = bench.register(1, host="b")
+        assert wiring.begun.wait(PATIENCE_S)
+        connection.close()
+
+    with pytest.raises(SparkError, match=r"Spark task 1 on host b is lost"):
+        bench.run(bench.task(0), leave)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            '  File "user.py", line 9, in bad\n    raise ValueError\nValueError: no luck\n\n\tat org.Runner',
+            "ValueError: no luck",
+        ),
+        (
+            "An error occurred.\n: SparkException: Job 3 cancelled\n\tat org.Scheduler",
+            "SparkException: Job 3",
+        ),
+        (
+            "Job aborted: PythonException: Traceback (most recent call last):\n"
+            + '  File "user.py", line 9, in deep\n    deep()\n' * 100
+            + "ValueError: no luck\n\n"
+            + "\tat org.Runner\n" * 300,
+            "ValueError: no luck",
+        ),
+        ("no executor", "no executor"),
+        ("ValueError: " + "x" * 20_000, "ValueError: xxx"),
+    ],
+)
+def test_what_spark_says_is_told_in_a_line(said: str, reason: str) -> None:
+    assert reason in reason_of(RuntimeError(said))
+    assert "\n" not in reason_of(RuntimeError(said))
+    assert len(reason_of(RuntimeError(said))) < MAX_TEXT + 100
+
+
+def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    job = CollectJob.__new__(CollectJob)
+    job.group = "pyhvd.spark.run.7"
+    job._over = threading.Event()
+    job._context = SimpleNamespace(_jsc=None)
+    job.cancel()
+    assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
+
+
+def test_hosts_that_cannot_be_described_are_a_spark_error() -> None:
+    hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
+    office: Any = None
+    with pytest.raises(SparkError, match="use as many ranks on each host"):
+        PmiWiring().begin(office, hosts)
+
+
+def test_nothing_is_said_to_a_peer_that_is_gone() -> None:
+    said: list[bytes] = []
+    connection: Any = SimpleNamespace(open=True, send=said.append)
+    peer = Peer(connection)
+    peer.send(Stop("once"))
+    connection.open = False
+    peer.send(Stop("twice"))
+    assert said == [encode(Stop("once"))]
+
+
+def test_the_host_hash_is_stable_and_salted() -> None:
+    assert host_hash() == host_hash()
+    assert host_hash() != host_hash("other")
+
+
+def test_the_secret_is_not_shown() -> None:
+    secret = Secret()
+    assert secret.reveal().hex() not in f"{secret} {secret!r}"
+    assert cloudpickle.loads(cloudpickle.dumps(secret)).reveal() == secret.reveal()

@@ -1,0 +1,405 @@
+"""The simulated network with a fast lane: a board that ranks post on, and one log for batches and lists.
+
+Board and lanes are played here, step by step like the messages; the coordinator's loans and the Python half
+of the lane (:mod:`pyhvd.engine.fast_path`) are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from pyhvd.controller import Coordinator
+from pyhvd.dtypes import ReduceOp
+from pyhvd.engine.fast_path import FastLane
+from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
+    Request,
+    RequestList,
+    RequestType,
+    Response,
+    ResponseList,
+    encode,
+)
+from pyhvd.observe.metrics import Meter
+from pyhvd.queue import TensorEntry
+from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
+
+BATCHES = 1_000_000
+"""Added to a batch's place in the log, so that it is told from the number of a response list."""
+
+
+@dataclass
+class Decision:
+    """An entry of the log: a batch of slots, or a response list."""
+
+    audience: Ranks
+    set_id: int = -1
+    slots: tuple[int, ...] = ()
+    number: int = 0
+
+
+class FakeBoard:
+    """What is lent, what is posted, and the log."""
+
+    slots = 64
+
+    def __init__(self) -> None:
+        self.members: dict[int, Ranks] = {}
+        self.lent: dict[tuple[int, int], int] = {}
+        self.frozen: set[tuple[int, int]] = set()
+        self.posted: dict[tuple[int, int], set[int]] = {}
+        self.used: dict[int, int] = {}
+        self.log: list[Decision] = []
+
+    def serves(self, set_id: int) -> bool:
+        return set_id < 3
+
+    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+        assert not [slot for slot in self.posted if slot[0] == set_id], "posts of a set that has gone"
+        self.members[set_id] = tuple(ranks)
+
+    def lend(self, set_id: int, slot: int, since: int) -> None:
+        assert (set_id, slot) not in self.lent
+        assert not self.posted.get((set_id, slot))
+        self.lent[set_id, slot] = since
+
+    def recall(self, set_id: int, bits: int) -> dict[int, int]:
+        by_rank: dict[int, int] = {}
+        for slot in range(self.slots):
+            if bits >> slot & 1:
+                self.lent.pop((set_id, slot), None)
+                self.frozen.discard((set_id, slot))
+                for rank in self.posted.pop((set_id, slot), ()):
+                    by_rank[rank] = by_rank.get(rank, 0) | 1 << slot
+        return by_rank
+
+    def look(self, set_id: int) -> tuple[dict[int, int], int]:
+        by_rank: dict[int, int] = {}
+        for (each, slot), ranks in self.posted.items():
+            for rank in ranks if each == set_id else ():
+                by_rank[rank] = by_rank.get(rank, 0) | 1 << slot
+        return by_rank, self.used.pop(set_id, 0)
+
+    def freeze(self, set_id: int, slot: int) -> None:
+        if (set_id, slot) in self.lent:
+            self.frozen.add((set_id, slot))
+
+    def post(self, rank: int, set_id: int, slots: Sequence[tuple[int, int]]) -> bool:
+        keys = [(set_id, slot) for slot, _ in slots]
+        if any(self.lent.get((set_id, slot)) != since for slot, since in slots) or self.frozen & {*keys}:
+            return False
+        for key in keys:
+            self.posted.setdefault(key, set()).add(rank)
+        ready = sorted(
+            slot
+            for (each, slot), ranks in self.posted.items()
+            if each == set_id and {*self.members[set_id]} <= ranks and (each, slot) not in self.frozen
+        )
+        if ready:
+            for slot in ready:
+                del self.posted[set_id, slot]
+                self.used[set_id] = self.used.get(set_id, 0) | 1 << slot
+            self.log.append(Decision(self.members[set_id], set_id, tuple(ready)))
+        return True
+
+
+@dataclass(eq=False)
+class FakeUnit:
+    """What is submitted together: (request, slot, since) of each tensor."""
+
+    set_id: int
+    name: str
+    parts: list[tuple[Request, int, int]]
+    state: str = "idle"
+    left: int = 0
+    retired: bool = False
+
+    def in_flight(self) -> bool:
+        return self.left > 0
+
+    def take(self) -> tuple[bool, list[tuple[Any, Any, Any]]] | None:
+        if not self.left or self.state == "taken":
+            return None
+        was, self.state = self.state, "taken"
+        nothing = np.empty(0, np.float32)
+        return was == "posted", [(request, nothing, nothing) for request, _, _ in self.parts]
+
+    def settle(self, error: BaseException | None) -> None:
+        assert self.state == "taken"
+        self.left -= 1
+
+
+@dataclass
+class FakeLane:
+    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastLane` and the network see it."""
+
+    rank: int
+    board: FakeBoard
+    sets: set[int] = field(default_factory=set)
+    units: dict[Key, FakeUnit] = field(default_factory=dict)
+    parts: dict[Key, tuple[Request, int, int]] = field(default_factory=dict)
+    held: list[FakeUnit] = field(default_factory=list)
+    cursor: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.board.slots
+
+    def attach(self, entries: Any, groups: Any, refusals: Any, on_wait: object) -> None:
+        self.refusals: dict[Key, int] = refusals
+
+    def has_set(self, set_id: int) -> bool:
+        return set_id in self.sets
+
+    def find(self, set_id: int, name: str) -> FakeUnit | None:
+        unit = self.units.get((set_id, name))
+        return unit if unit is not None and unit.in_flight() else None
+
+    def in_flight(self, set_id: int) -> list[FakeUnit]:
+        units = {id(u): u for (each, _), u in self.units.items() if each == set_id and u.in_flight()}
+        return list(units.values())
+
+    def close_set(self, set_id: int) -> None:
+        self.sets.discard(set_id)
+        for table in (self.units, self.parts):
+            for key in [key for key in table if key[0] == set_id]:
+                del table[key]
+
+    def install(
+        self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float, direct: bool
+    ) -> None:
+        assert request.type == RequestType.ALLREDUCE, "the lane's kernels have no other verb"
+        key = (set_id, request.name)
+        before, unit = self.parts.get(key), self.units.get(key)
+        self.parts[key] = (request, slot, since)
+        if before is not None and before[:2] == (request, slot) and unit is not None and not unit.retired:
+            unit.parts = [self.parts[set_id, part.name] for part, _, _ in unit.parts]
+            return
+        names = [request.name]
+        if n := request.group_size:
+            names = [f"{request.group}_{i}of{n}" for i in range(1, n + 1)]
+        if all((set_id, name) in self.parts for name in names):
+            unit = FakeUnit(set_id, request.group or request.name, [self.parts[set_id, n] for n in names])
+            for name in names:
+                self.units[set_id, name] = unit
+
+    def retire(self, set_id: int, slot: int, request: Request) -> FakeUnit | None:
+        for key, (old, place, _) in list(self.parts.items()):
+            if key[0] == set_id and place == slot and old != request:
+                del self.parts[key]
+                unit = self.units.get(key)
+                if unit is None:
+                    return None
+                unit.retired = True
+                for member in [k for k, u in self.units.items() if u is unit]:
+                    del self.units[member]
+                return unit if unit.in_flight() else None
+        return None
+
+    def refused(self) -> FakeUnit | None:
+        return next((unit for unit in self.held if unit.state == "refused"), None)
+
+    def freeze(self, set_id: int, slot: int) -> None:
+        self.board.freeze(set_id, slot)
+
+    def hold(self, set_id: int, requests: Sequence[Request]) -> bool:
+        """Submit requests that are one unit's, as it remembers them; else return False."""
+        unit = self.units.get((set_id, requests[0].name))
+        if unit is None or [part[0] for part in unit.parts] != list(requests) or unit.in_flight():
+            return False
+        if any(key in self.refusals for key in ((set_id, unit.name), (set_id, requests[0].name))):
+            return False
+        unit.state, unit.left = "held", len(unit.parts)
+        self.held.append(unit)
+        return True
+
+    def post(self) -> None:
+        """Post all that is held."""
+        self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
+        for unit in self.held:
+            if unit.state == "held":
+                slots = [(slot, since) for _, slot, since in unit.parts]
+                posted = not unit.retired and self.board.post(self.rank, unit.set_id, slots)
+                unit.state = "posted" if posted else "refused"
+
+    def next(self) -> Decision | None:
+        """Return the decision at the cursor that concerns this rank."""
+        while self.cursor < len(self.board.log):
+            decision = self.board.log[self.cursor]
+            if self.rank in decision.audience:
+                return decision
+            self.cursor += 1
+        return None
+
+
+class FakeQueue:
+    """The queue, as far as the lane's Python half knows it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Key, TensorEntry] = {}
+        self.groups: dict[Key, int] = {}
+        self.refusals: dict[Key, int] = {}
+
+    def flush(self) -> None:
+        raise AssertionError("nobody waits here")
+
+    def adopt(self, entries: Sequence[TensorEntry]) -> None:
+        for entry in entries:
+            key = (entry.process_set, entry.request.name)
+            assert key not in self.entries
+            self.entries[key] = entry
+
+
+class LaneNetwork(Network):
+    """See the module's docstring."""
+
+    def __init__(self, size: int, capacity: int = 8, sets: Sequence[Ranks] = ()) -> None:
+        super().__init__(size, capacity, sets)
+        self.board = FakeBoard()
+        self.coordinator = Coordinator(size, capacity, sets, self.board)
+        self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
+        self.queues = [FakeQueue() for _ in range(size)]
+        self.halves = [
+            FastLane(
+                cast(Any, self.lanes[r]),
+                self.ranks[r].worker,
+                cast(Any, self.queues[r]),
+                _terms,
+                None,
+                Meter(r, size, timed=False),
+            )
+            for r in range(size)
+        ]
+        for set_id, ranks in enumerate([tuple(range(size)), *sets]):
+            for rank in ranks if set_id < 3 else ():
+                self.lanes[rank].sets.add(set_id)
+
+    def submit(self, rank: int, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[Done] | None:
+        members = list(requests)
+        here = self.ranks[rank]
+        if any((set_id, r.name) in here.in_flight for r in members):
+            return super().submit(rank, members, set_id)
+        if set_id in self.lanes[rank].sets and not here.joining and self.lanes[rank].hold(set_id, members):
+            ends: list[Done] = []
+            here.in_flight.update(((set_id, r.name), ends) for r in members)
+            return ends
+        return super().submit(rank, members, set_id)
+
+    def refuse(
+        self, rank: int, request: Request, set_id: int = GLOBAL_SET, text: str = "ValueError: no"
+    ) -> None:
+        key = (set_id, request.group or request.name)
+        self.queues[rank].refusals[key] = self.queues[rank].refusals.get(key, 0) + 1
+        super().refuse(rank, request, set_id, text)
+
+    def send(self, rank: int) -> RequestList:
+        here = self.ranks[rank]
+        here.fresh = self.halves[rank].before_sending(here.fresh)
+        refusals = self.queues[rank].refusals
+        for set_id, request in here.fresh:
+            if request.error:
+                refusals[set_id, request.name] -= 1
+                if not refusals[set_id, request.name]:
+                    del refusals[set_id, request.name]
+        return super().send(rank)
+
+    def respond(self) -> ResponseList | None:
+        message = self.coordinator.respond()
+        if message is not None:
+            self.answered.append(message)
+            audience = tuple(self.coordinator.audience(message))
+            self.board.log.append(Decision(audience, number=message.seq))
+            for rank in audience:
+                self.down[rank].append(encode(message))
+        return message
+
+    def deliver_down(self, rank: int) -> list[Response]:
+        lane, half = self.lanes[rank], self.halves[rank]
+        number = self.board.log[lane.cursor].number
+        message = next(m for m in self.answered if m.seq == number)
+        half.prepare(message)
+        todo = super().deliver_down(rank)
+        half.install(todo)
+        lane.cursor += 1
+        return todo
+
+    def _follow(self, rank: int, todo: list[Response]) -> None:
+        self.halves[rank].follow(todo)
+
+    def run_batch(self, rank: int) -> None:
+        """Let a rank carry out the batch at its cursor."""
+        lane, here = self.lanes[rank], self.ranks[rank]
+        decision = self.board.log[lane.cursor]
+        set_id = decision.set_id
+        cached = here.worker._caches[set_id]._slots
+        for slot in decision.slots:
+            response, own = cached[slot]
+            unit = lane.units[set_id, own.name]
+            assert unit.state == "posted", f"rank {rank} is to run {own.name!r}, which it has not posted"
+            unit.left -= 1
+            name = (own.name,)
+            here.batches.append((BATCHES + lane.cursor, (set_id, here.born.get(set_id, 0)), name))
+            self._complete(rank, BATCHES + lane.cursor, response)
+        lane.cursor += 1
+
+    def _complete(self, rank: int, seq: int, response: Response) -> None:
+        super()._complete(rank, seq, response)
+        request = response.request
+        queue = self.queues[rank]
+        entry = queue.entries.pop((response.process_set, request.name), None)
+        if entry is not None:
+            entry.done(None, None)
+        if response.error is not None:
+            return
+        if request.type == RequestType.ADD_PROCESS_SET and rank in request.ranks and response.value < 3:
+            self.lanes[rank].sets.add(response.value)
+        if request.type == RequestType.REMOVE_PROCESS_SET:
+            gone = request.ranks[0]
+            self.halves[rank].close_set(gone)
+            for key in [key for key in queue.entries if key[0] == gone]:
+                del queue.entries[key]
+
+    def moves(self) -> list[Callable[[], object]]:
+        ranks = range(self.size)
+        can: list[Callable[[], object]] = [partial(self.deliver_up, r) for r in ranks if self.up[r]]
+        for r in ranks:
+            decision = self.lanes[r].next()
+            if decision is not None and decision.slots:
+                can.append(partial(self.run_batch, r))
+            elif decision is not None and self.down[r]:
+                can.append(partial(self.deliver_down, r))
+        can += [
+            partial(self.send, r)
+            for r in ranks
+            if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
+        ]
+        can += [
+            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+        ]
+        return can
+
+    def check_slots(self) -> None:
+        """Whatever is lent can be posted by every rank: they all know it by the same number."""
+        super().check_slots()
+        for (set_id, slot), since in self.board.lent.items():
+            for rank in self.board.members[set_id]:
+                parts = self.lanes[rank].parts.items()
+                known = [part[2] for key, part in parts if key[0] == set_id and part[1] == slot]
+                assert known == [since], f"rank {rank}, set {set_id}, slot {slot}"
+
+    def check_no_residue(self) -> None:
+        super().check_no_residue()
+        assert not any(self.board.posted.values())
+        for lane, queue in zip(self.lanes, self.queues, strict=True):
+            assert not any(unit.in_flight() for unit in lane.units.values())
+            assert not queue.entries
+            assert not queue.refusals
+
+
+def _terms(request: Request, size: int) -> tuple[ReduceOp, float]:
+    return ReduceOp.SUM, 1.0

@@ -1,0 +1,242 @@
+"""What a rank's lane knows of its slots, and under which number it posts them; no other rank is needed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from pyhvd.api.process_sets import global_process_set
+from pyhvd.api.reductions import start
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
+from pyhvd.native import shared_memory
+from pyhvd.negotiation.messages import Request, RequestType
+
+SLOTS = 64
+GROUPED = [False, True]
+
+
+def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
+    memory = np.zeros(nbytes + 128, np.uint8)
+    return memory, -(-int(memory.ctypes.data) // 128) * 128
+
+
+class Lane:
+    """Rank 0 of two; with the lane's board."""
+
+    def __init__(self) -> None:
+        memory, base = _aligned(shared_memory.board_bytes(2, SLOTS))
+        self.lane = shared_memory.Lane(
+            base, memory, 0, 2, SLOTS, 1 << 16, False, 1.0, lambda _: int(Code.INT64)
+        )
+        self.lane.attach({}, {}, {}, lambda: None)
+        self.lane.clear()
+        self.lane.know_arena(0, 0)
+        self.open()
+
+    def open(self) -> None:
+        size = -(-shared_memory.area_bytes(shared_memory.FLAT) // 128) * 128
+        self._memory, base = _aligned(2 * size)
+        self._window = shared_memory.Window(0, [base, base + size], shared_memory.FLAT)
+        self._window.clear()
+        self.lane.open_board(0, range(2))
+        self.lane.open_set(0, self._window, [])
+
+    def install(self, since: int, requests: list[Request], first: int = 0) -> None:
+        for slot, request in enumerate(requests, first):
+            self.lane.install(0, slot, request, since, ReduceOp.SUM, 1.0, False)
+
+    def lend(self, since: int, count: int) -> None:
+        for slot in range(count):
+            self.lane.lend(0, slot, since)
+
+    @contextmanager
+    def submitted(self, grouped: bool) -> Iterator[Any]:
+        """Submit the one tensor, or the group; nobody posts it by himself."""
+        slot = Slot()
+        slot.lane = self.lane
+        arrays = [np.ones(1, np.int64), np.ones(2, np.int64)]
+        what, name = (arrays, "g") if grouped else (arrays[0], "t")
+        with playing_rank(slot):
+            handle = start(grouped, True, True, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+        assert handle is not None
+        yield handle
+        for unit in self.lane.in_flight():
+            taken = unit.take()
+            assert taken is not None
+            for _ in taken[1]:
+                unit.settle(None)
+        assert handle.done()
+
+
+def requests(grouped: bool) -> list[Request]:
+    one = Request(RequestType.ALLREDUCE, "t", Code.INT64, (1,), ReduceOp.SUM)
+    if not grouped:
+        return [one]
+    return [structs.replace(one, name=f"g_{k}of2", shape=(k,), group="g", group_size=2) for k in (1, 2)]
+
+
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
+    """For how long it was on its way is counted from there, whichever way it ends."""
+    here, mine = Lane(), requests(grouped)
+    here.install(1, mine)
+    for lends in (False, True):
+        if lends:
+            here.lend(1, len(mine))
+        before = time.monotonic_ns()
+        with here.submitted(grouped):
+            if lends:
+                here.lane.post()
+            (unit,) = here.lane.in_flight()
+            taken = unit.take()
+            assert taken is not None
+            posted, tensors = taken
+            assert before <= posted <= time.monotonic_ns() if lends else posted == 0
+            assert [request for request, _, _ in tensors] == mine
+            for _ in tensors:
+                unit.settle(None)
+
+
+@pytest.mark.parametrize("grouped", GROUPED)
+def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: bool) -> None:
+    """Another rank's part of what the slots mean has changed while this rank held its submission back."""
+    here, mine = Lane(), requests(grouped)
+    every = (1 << len(mine)) - 1
+    here.install(1, mine)
+    with here.submitted(grouped):
+        here.lend(2, len(mine))
+        here.install(2, mine)
+        here.lane.post()
+        assert here.lane.refused() is None
+        assert here.lane.look(0) == ({0: every}, 0)
+        assert here.lane.recall(0, every) == {0: every}
+
+
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("number", [1, 3])
+def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number: int) -> None:
+    """Of a group, the last one's is another."""
+    here, mine = Lane(), requests(grouped)
+    here.install(2, mine)
+    here.install(number, mine[-1:], len(mine) - 1)
+    here.lend(2, len(mine))
+    with here.submitted(grouped):
+        here.lane.post()
+        unit = here.lane.refused()
+        assert unit is not None
+        assert here.lane.look(0) == ({}, 0)
+
+
+@pytest.mark.parametrize("grouped", GROUPED)
+@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew", "known anew"])
+def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
+    """That the slots were lent is remembered, for as long as nothing changes there."""
+    here, mine = Lane(), requests(grouped)
+    last = len(mine) - 1
+    here.install(1, mine)
+    here.lend(1, len(mine))
+    for _ in range(2):
+        with here.submitted(grouped):
+            here.lane.post()
+            assert here.lane.refused() is None
+    if what == "recalled":
+        here.lane.recall(0, 1 << last)
+    elif what == "frozen":
+        here.lane.freeze(0, last)
+    elif what == "lent anew":
+        here.lane.lend(0, last, 2)
+    elif what == "known anew":  # by this rank alone, so far
+        here.install(2, mine[last:], last)
+    else:  # and as many slots lent as before, but others
+        here.lane.open_board(0, range(2))
+        for slot in range(len(mine)):
+            here.lane.lend(0, 10 + slot, 1)
+    with here.submitted(grouped):
+        here.lane.post()
+        assert here.lane.refused() is not None
+
+
+def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
+    here, mine = Lane(), requests(True)
+    for slot, request in ((3, mine[0]), (1, mine[1])):
+        here.install(1, [request], slot)
+    here.lend(1, 4)
+    with here.submitted(True):
+        here.lane.post()
+        assert here.lane.refused() is None
+        assert here.lane.look(0) == ({0: 0b1010}, 0)
+        (unit,) = here.lane.in_flight()
+        taken = unit.take()
+        assert taken is not None
+        assert [(request, source.size) for request, source, _ in taken[1]] == [(mine[0], 1), (mine[1], 2)]
+        for _ in mine:
+            unit.settle(None)
+
+
+def test_what_was_refused_stays_so_when_the_number_comes() -> None:
+    """It goes by message once, and is then posted again."""
+    here, mine = Lane(), requests(False)
+    here.install(1, mine)
+    here.lend(2, 1)
+    with here.submitted(False) as handle:
+        here.lane.post()
+        here.install(2, mine)
+        here.lane.post()
+        unit = here.lane.refused()
+        assert unit is not None
+        assert not handle.done()
+        assert here.lane.look(0) == ({}, 0)
+    with here.submitted(False):
+        here.lane.post()
+        assert here.lane.refused() is None
+        assert here.lane.look(0) == ({0: 1}, 0)
+
+
+def test_a_group_that_is_not_complete_yet_takes_the_number_too() -> None:
+    here, mine = Lane(), requests(True)
+    here.install(1, mine[:1])
+    here.install(2, mine[:1])
+    assert here.lane.requests(0, 0, False) == mine[:1], "no unit yet"
+    here.install(2, mine[1:], 1)
+    here.lend(2, 2)
+    with here.submitted(True):
+        here.lane.post()
+        assert here.lane.look(0) == ({0: 0b11}, 0)
+
+
+def test_a_set_that_is_closed_leaves_no_half_of_a_group_behind() -> None:
+    """Its id, and the group's name, may come again."""
+    here, mine = Lane(), requests(True)
+    here.install(1, mine[:1])
+    here.lane.close_set(0)
+    here.open()
+    here.install(2, mine[1:])
+    assert here.lane.requests(0, 0, False) == mine[1:]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(own: bool) -> None:
+    """The background thread of a process's only rank acts for that rank: with it, no thread has one."""
+    asked = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal asked
+        asked += event == "call" and frame.f_code is current_slot.__code__
+
+    with playing_rank(Slot() if own else process_slot):
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            start(False, False, True, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
+        finally:
+            sys.setprofile(before)
+    assert asked == own

@@ -1,0 +1,293 @@
+"""A simulated network: n workers, one coordinator, and the messages between them, for tests of the machines.
+
+Nothing here has a clock or a thread: a test says, step by step, which message moves next. Every message goes
+through its wire form. The network plays the runtime's part (queue, duplicates, plan), and fails at once where
+a rank is told to do something that it cannot do, or where two ranks come to different caches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pyhvd.controller import Coordinator, Worker
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.negotiation.fusion import plan
+from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
+    Request,
+    RequestList,
+    RequestType,
+    Response,
+    ResponseList,
+    decode_requests,
+    decode_responses,
+    encode,
+)
+
+Key = tuple[int, str]
+Ranks = tuple[int, ...]
+Instance = tuple[int, int]
+"""A process set: its id, which may be used again, and the response list that announced it."""
+
+THRESHOLD = 100
+"""Fusion threshold (bytes) of the plans: small, so that the look-ahead matters."""
+
+
+def allreduce(name: str, shape: Ranks = (2,), **options: Any) -> Request:
+    """A request for a float32 sum, unless told otherwise."""
+    fields: dict[str, Any] = {"dtype": Code.FLOAT32, "shape": shape, "op": ReduceOp.SUM}
+    return Request(RequestType.ALLREDUCE, name, **{**fields, **options})
+
+
+def tensor(kind: RequestType, name: str, shape: Ranks = (2,), **options: Any) -> Request:
+    """A float32 request of any kind that does not reduce."""
+    return Request(kind, name, **{"dtype": Code.FLOAT32, "shape": shape, **options})
+
+
+def grouped(name: str, shapes: Sequence[Ranks], **options: Any) -> list[Request]:
+    """A grouped allreduce, with the names that a grouped call gives its tensors."""
+    size = len(shapes)
+    return [
+        allreduce(f"{name}_{i}of{size}", shape, group=name, group_size=size, **options)
+        for i, shape in enumerate(shapes, 1)
+    ]
+
+
+def refusal(request: Request, text: str = "ValueError: no") -> Request:
+    """What a rank announces instead of a request, or instead of a group, that it refused."""
+    return Request(
+        request.type,
+        request.group or request.name,
+        group=request.group,
+        group_size=request.group_size,
+        error=text,
+    )
+
+
+@dataclass
+class Done:
+    """How one submitted tensor ended on one rank: in which response list, and with which response."""
+
+    seq: int
+    response: Response
+
+
+@dataclass
+class Rank:
+    """One rank, as far as the network knows it."""
+
+    worker: Worker
+    fresh: list[tuple[int, Request]] = field(default_factory=list)
+    in_flight: dict[Key, list[Done]] = field(default_factory=dict)
+    history: list[tuple[int, Response]] = field(default_factory=list)
+    batches: list[tuple[int, Instance, tuple[str, ...]]] = field(default_factory=list)
+    born: dict[int, int] = field(default_factory=dict)
+    joining: bool = False
+    epoch: int = 0
+
+
+class Network:
+    """See the module's docstring; ``up`` and ``down`` hold the messages under way, rank by rank."""
+
+    def __init__(self, size: int, capacity: int = 8, sets: Sequence[Ranks] = ()) -> None:
+        self.size = size
+        self.coordinator = Coordinator(size, capacity, sets)
+        self.ranks = [Rank(Worker(rank, size, sets)) for rank in range(size)]
+        self.up: list[deque[bytes]] = [deque() for _ in range(size)]
+        self.down: list[deque[bytes]] = [deque() for _ in range(size)]
+        self.join_order: list[int] = []
+        self.received = 0
+        self.sent: list[RequestList] = []
+        self.answered: list[ResponseList] = []
+        self.members: dict[Instance, Ranks] = {
+            (i, 0): ranks for i, ranks in enumerate([tuple(range(size)), *sets])
+        }
+        self._caches: dict[tuple[int, int], Any] = {}
+
+    # -- what a rank's threads do ----------------------------------------------------------------------
+
+    def submit(self, rank: int, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[Done] | None:
+        """Submit requests as one unit; return where their ends will be listed, None if one is a duplicate."""
+        here = self.ranks[rank]
+        members = list(requests)
+        if any((set_id, r.name) in here.in_flight for r in members):
+            self.refuse(rank, members[0], set_id, "DuplicateNameError: in flight")
+            return None
+        ends: list[Done] = []
+        for request in members:
+            here.in_flight[set_id, request.name] = ends
+            here.fresh.append((set_id, request))
+            here.joining |= request.type == RequestType.JOIN
+        return ends
+
+    def refuse(
+        self, rank: int, request: Request, set_id: int = GLOBAL_SET, text: str = "ValueError: no"
+    ) -> None:
+        """Announce that a rank refused a tensor, or the group that it is one of."""
+        self.ranks[rank].fresh.append((set_id, refusal(request, text)))
+
+    # -- what the messages do --------------------------------------------------------------------------
+
+    def send(self, rank: int) -> RequestList:
+        """Put what is new on a rank on its way, as one message."""
+        here = self.ranks[rank]
+        fresh, here.fresh = here.fresh, []
+        message = here.worker.compose(fresh)
+        self.sent.append(message)
+        self.up[rank].append(encode(message))
+        return message
+
+    def deliver_up(self, rank: int, now: float = 0.0) -> None:
+        """Let a rank's oldest message arrive at the coordinator."""
+        message = decode_requests(self.up[rank].popleft())
+        joins = [r for _, r in message.requests if r.type == RequestType.JOIN and not r.error]
+        self.join_order += [rank] * len(joins)
+        self.received += 1
+        self.coordinator.receive(rank, message, now)
+
+    def respond(self) -> ResponseList | None:
+        """Let the coordinator answer, if it has something to say."""
+        message = self.coordinator.respond()
+        if message is not None:
+            self.answered.append(message)
+            for rank in self.coordinator.audience(message):
+                self.down[rank].append(encode(message))
+        return message
+
+    def deliver_down(self, rank: int) -> list[Response]:
+        """Let a rank process the oldest answer under way to it, and complete what that answers."""
+        here = self.ranks[rank]
+        message = decode_responses(self.down[rank].popleft())
+        todo = here.worker.process(message)
+        self._follow(rank, todo)
+        for batch in plan(todo, THRESHOLD):
+            if batch[0].error is None:
+                names = tuple(response.request.name for response in batch)
+                set_id = batch[0].process_set
+                here.batches.append((message.seq, (set_id, here.born.get(set_id, 0)), names))
+        for response in todo:
+            self._complete(rank, message.seq, response)
+        here.worker.carried_out()
+        self._compare_caches(rank, message.seq)
+        return todo
+
+    def _follow(self, rank: int, todo: list[Response]) -> None:
+        """What a rank does before it carries out what it is to do."""
+
+    def _complete(self, rank: int, seq: int, response: Response) -> None:
+        here = self.ranks[rank]
+        request = response.request
+        here.history.append((seq, response))
+        ends = here.in_flight.pop((response.process_set, request.name), None)
+        if ends is None:
+            members = here.worker.sets[response.process_set]
+            joined = [members[i] for i in response.joined]
+            assert response.error is None, f"rank {rank} is told of an error of {request.name!r}: {response}"
+            assert here.joining, f"rank {rank} is to run {request.name!r}, which is not in flight there"
+            assert rank in joined, f"rank {rank} is not among the joined ranks {joined} of {request.name!r}"
+        else:
+            ends.append(Done(seq, response))
+        if request.type == RequestType.JOIN and response.error is None:
+            here.joining = False
+            here.epoch += 1
+        if request.type == RequestType.ADD_PROCESS_SET and response.error is None:
+            here.born[response.value] = seq
+            self.members[response.value, seq] = request.ranks
+        if request.type == RequestType.REMOVE_PROCESS_SET and response.error is None:
+            lost = [key for key in here.in_flight if key[0] == request.ranks[0]]
+            for key in lost:
+                here.in_flight.pop(key).append(Done(seq, response))
+
+    # -- all of it ---------------------------------------------------------------------------------------
+
+    def moves(self) -> list[Callable[[], object]]:
+        """Return what can happen next in the network, the simplest first."""
+        ranks = range(self.size)
+        can: list[Callable[[], object]] = [partial(self.deliver_up, r) for r in ranks if self.up[r]]
+        can += [partial(self.deliver_down, r) for r in ranks if self.down[r]]
+        can += [partial(self.send, r) for r in ranks if self.ranks[r].fresh]
+        return can
+
+    def settle(self) -> None:
+        """Let everything happen that can happen, rank by rank."""
+        while True:
+            while can := self.moves():
+                can[0]()
+            if self.respond() is None:
+                return
+
+    def everywhere(self, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[list[Done]]:
+        """Submit the same on every rank of a set, and settle; return how it ended on each rank."""
+        members = list(requests)
+        ends = [self.submit(rank, members, set_id) for rank in self.ranks[0].worker.sets[set_id]]
+        self.settle()
+        assert None not in ends
+        return [end for end in ends if end is not None]
+
+    def each(
+        self, requests: Sequence[Request | Sequence[Request]], set_id: int = GLOBAL_SET
+    ) -> list[list[Done]]:
+        """Submit one request, or one group, per rank of the world, and settle."""
+        ends = []
+        for rank, request in enumerate(requests):
+            ends.append(self.submit(rank, [request] if isinstance(request, Request) else request, set_id))
+        self.settle()
+        return [end for end in ends if end is not None]
+
+    # -- what must hold ----------------------------------------------------------------------------------
+
+    def _compare_caches(self, rank: int, seq: int) -> None:
+        """The first rank to come to a list says what its caches hold; the others must hold the same."""
+        for set_id, cache in self.ranks[rank].worker._caches.items():
+            mine = {slot: response for slot, (response, _) in cache._slots.items()}
+            assert cache._by_name == {response.request.name: slot for slot, response in mine.items()}
+            assert self._caches.setdefault((seq, set_id), mine) == mine, f"rank {rank}, set {set_id}, {seq}"
+
+    def check_slots(self) -> None:
+        """Once nothing is under way, the coordinator's slots are those of the ranks."""
+        for set_id, negotiation in self.coordinator._sets.items():
+            for place, rank in enumerate(negotiation.ranks):
+                own = {s: q for s, (_, q) in self.ranks[rank].worker._caches[set_id]._slots.items()}
+                slots = negotiation.cache._slots.items()
+                assert own == {number: slot.requests[place] for number, slot in slots}
+
+    def check_same_order(self) -> None:
+        """Any two ranks have carried out the same responses, in the same batches, in the same order."""
+        for a in self.ranks:
+            for b in self.ranks:
+                both = {a.worker.rank, b.worker.rank}
+                common = {instance for instance, ranks in self.members.items() if both <= {*ranks}}
+                assert [x for x in a.batches if x[1] in common] == [x for x in b.batches if x[1] in common]
+
+    def check_no_residue(self) -> None:
+        """Nothing is left over: nothing in flight, nothing remembered but the cache."""
+        assert not self.coordinator.stalled()
+        for rank in self.ranks:
+            assert not rank.in_flight
+            assert not rank.worker._in_flight
+        for each in self.coordinator._sets.values():
+            left = (each._table, each._refusals, each._groups, each._group_ready, each._bits._since)
+            assert not any((*left, each.joined, each.responses, *each._bits.by_rank.values())), (
+                f"set {each.set_id}"
+            )
+            each.cache.forget(min(self.coordinator._seen[rank] for rank in each.ranks))
+
+    def check_nothing_retired(self) -> None:
+        """Once every rank has spoken after the last change, no slot's past is remembered."""
+        self.everywhere([Request(RequestType.BARRIER, "last words")])
+        self.everywhere([Request(RequestType.BARRIER, "last words")])
+        for set_id, ranks in self.ranks[0].worker.sets.items():
+            negotiation = self.coordinator._sets[set_id]
+            negotiation.cache.forget(min(self.coordinator._seen[rank] for rank in ranks))
+            assert not negotiation.cache._retired
+
+    def check_all(self) -> None:
+        """Everything that must hold at the end of a program."""
+        self.check_no_residue()
+        self.check_slots()
+        self.check_same_order()
+        self.check_nothing_retired()

@@ -1,0 +1,263 @@
+"""Join: what the ranks that are left can still do, and what they are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyhvd.negotiation.messages import ErrorKind, Request, RequestType, Response
+from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped, tensor
+
+JOIN = Request(RequestType.JOIN, "join.noname")
+ADVICE = "Call it before the first rank joins or after join() has returned."
+
+
+def with_joined(
+    request: Request, size: int = 3, joined: tuple[int, ...] = (1,)
+) -> tuple[Network, list[Done]]:
+    """Let some ranks join, and the others submit; return how it ended on the first of them."""
+    network = Network(size)
+    for rank in joined:
+        network.submit(rank, [JOIN])
+    network.settle()
+    ends = [network.submit(rank, [request]) for rank in range(size) if rank not in joined]
+    network.settle()
+    assert ends[0] is not None
+    return network, ends[0]
+
+
+def finish(network: Network) -> list[Response]:
+    """Let the remaining ranks join, and hold that nothing is left."""
+    for rank in [r.worker.rank for r in network.ranks if not r.joining]:
+        network.submit(rank, [JOIN])
+        network.settle()
+    network.check_no_residue()
+    network.check_slots()
+    network.check_same_order()
+    return network.answered[-1].responses
+
+
+ADASUM = Request(RequestType.ADASUM, "x", 7, (4,), 2)
+REDUCESCATTER = Request(RequestType.REDUCESCATTER, "x", 7, (4,), 1)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        allreduce("x"),
+        allreduce("x", op=3),
+        ADASUM,
+        REDUCESCATTER,
+        tensor(RequestType.BROADCAST, "x", root=0),
+        tensor(RequestType.ALLGATHER, "x", (4, 2)),
+    ],
+    ids=lambda r: f"{RequestType(r.type).name}-{r.op}",
+)
+def test_joined_ranks_take_part_without_a_tensor(request_: Request) -> None:
+    network, ends = with_joined(request_)
+    (end,) = ends
+    assert end.response.error is None
+    assert end.response.joined == (1,)
+    assert end.response.slot == -1, "what a joined rank took part in is not what the cache should hold"
+    assert network.ranks[1].history[-1][1] == end.response
+    finish(network)
+
+
+def test_joined_ranks_have_no_rows_in_an_allgather() -> None:
+    network, ends = with_joined(tensor(RequestType.ALLGATHER, "x", (4, 2)), joined=(0, 2))
+    assert ends[0].response.dims == (0, 4, 0)
+    finish(network)
+
+
+@pytest.mark.parametrize(
+    ("request_", "joined", "text"),
+    [
+        (
+            tensor(RequestType.ALLTOALL, "x", (3,)),
+            (1,),
+            f"alltoall 'x' needs every rank, but rank 1 already called join(). {ADVICE}",
+        ),
+        (
+            Request(RequestType.BARRIER, "barrier.0"),
+            (0, 1),
+            f"barrier 'barrier.0' needs every rank, but ranks 0-1 already called join(). {ADVICE}",
+        ),
+        (
+            tensor(RequestType.BROADCAST, "x", root=1),
+            (1,),
+            f"broadcast 'x' has its root on rank 1, but rank 1 already called join(). {ADVICE}",
+        ),
+        (
+            Request(RequestType.ADD_PROCESS_SET, "set.add.0", ranks=(0, 1)),
+            (2,),
+            f"add_process_set 'set.add.0' needs every rank, but rank 2 already called join(). {ADVICE}",
+        ),
+        (
+            Request(RequestType.REMOVE_PROCESS_SET, "set.remove.0", ranks=(1,)),
+            (2,),
+            f"remove_process_set 'set.remove.0' needs every rank, but rank 2 already called join(). {ADVICE}",
+        ),
+    ],
+    ids=lambda value: RequestType(value.type).name if isinstance(value, Request) else "",
+)
+def test_what_needs_every_rank_fails(request_: Request, joined: tuple[int, ...], text: str) -> None:
+    network, ends = with_joined(request_, joined=joined)
+    error = ends[0].response.error
+    assert error is not None
+    assert error.kind == ErrorKind.MISMATCH
+    assert error.message == text
+    assert error.per_rank == dict.fromkeys(joined, "joined")
+    finish(network)
+
+
+def test_the_last_to_join_is_the_same_everywhere() -> None:
+    network = Network(3)
+    for rank in (2, 0, 1):
+        network.submit(rank, [JOIN])
+        network.send(rank)
+    for rank in (0, 2, 1):
+        network.deliver_up(rank)
+    network.settle()
+    assert [rank.history[-1][1].value for rank in network.ranks] == [1, 1, 1]
+
+
+def test_join_twice_in_a_row() -> None:
+    network = Network(3)
+    for last in (2, 0, 1, 1):
+        for rank in [r for r in range(3) if r != last] + [last]:
+            network.submit(rank, [JOIN])
+            network.settle()
+        assert network.answered[-1].responses == [Response(JOIN, value=last)]
+        network.everywhere([allreduce("between")])
+    network.check_all()
+
+
+def test_bits_that_are_pending_when_a_rank_joins() -> None:
+    network = Network(3)
+    requests = [allreduce("x"), *grouped("g", [(1,), (2,)])]
+    for _ in range(2):
+        network.everywhere(requests)
+    network.submit(0, requests)
+    network.settle()
+    assert network.sent[-1].requests == []
+    network.submit(1, [JOIN])
+    network.settle()
+    network.submit(2, requests)
+    network.settle()
+    names = [r.request.name for r in network.answered[-1].responses]
+    assert names == ["x", "g_1of2", "g_2of2"]
+    assert {r.joined for r in network.answered[-1].responses} == {(1,)}
+    finish(network)
+
+
+def test_bits_of_a_rank_that_has_not_heard_of_the_join() -> None:
+    network = Network(2)
+    for _ in range(2):
+        network.everywhere([allreduce("x")])
+    network.submit(0, [JOIN])
+    network.settle()
+    network.submit(1, [allreduce("x")])
+    network.settle()
+    assert network.sent[-1].bits
+    assert network.answered[-1].responses[0].joined == (0,)
+    finish(network)
+    network.everywhere([allreduce("x")])
+    assert network.answered[-1].cached, "the cache has not been forgotten"
+
+
+@pytest.mark.parametrize("joining", [0, 1, 2])
+def test_bits_of_a_rank_that_joins_in_the_same_message(joining: int) -> None:
+    network = Network(3)
+    requests = [allreduce("x"), tensor(RequestType.ALLGATHER, "rows"), *grouped("g", [(1,), (2,)])]
+    for _ in range(2):
+        network.everywhere(requests)
+    for rank in {0, 1, 2} - {joining}:
+        network.submit(rank, requests)
+        network.settle()
+    ends = network.submit(joining, [*requests, JOIN])
+    network.settle()
+    assert network.sent[-1].bits
+    assert len(network.sent[-1].requests) == 1
+    assert [r.request.name for r in network.answered[-1].responses] == ["x", "rows", "g_1of2", "g_2of2"]
+    assert {r.joined for r in network.answered[-1].responses} == {()}, "it is among those that submitted"
+    assert ends is not None
+    finish(network)
+
+
+def test_what_a_rank_submitted_before_it_joined_counts() -> None:
+    network = Network(2)
+    first = network.submit(0, [allreduce("x")])
+    network.submit(0, [JOIN])
+    second = network.submit(1, [allreduce("x")])
+    network.settle()
+    assert first is not None
+    assert second is not None
+    assert first[0].response == second[0].response
+    assert first[0].response.joined == ()
+    finish(network)
+
+
+def test_what_nobody_else_submits_ends_when_all_have_joined() -> None:
+    network = Network(2)
+    ends = network.submit(0, [allreduce("x")])
+    network.submit(0, [JOIN])
+    network.settle()
+    network.submit(1, [JOIN])
+    network.settle()
+    assert ends is not None
+    assert ends[0].response.joined == (1,)
+    kinds = [r.request.type for r in network.answered[-1].responses]
+    assert kinds == [RequestType.ALLREDUCE, RequestType.JOIN], "the join is the last thing to happen"
+    finish(network)
+
+
+def test_a_refused_join_is_no_join() -> None:
+    network = Network(2)
+    network.submit(0, [JOIN])
+    network.refuse(0, JOIN, text="DuplicateNameError: in flight")
+    network.settle()
+    assert network.answered == []
+    network.submit(1, [JOIN])
+    network.settle()
+    assert network.answered[-1].responses == [Response(JOIN, value=1)]
+
+
+def test_joined_ranks_are_told_of_no_refusal() -> None:
+    network = Network(3)
+    network.submit(0, [JOIN])
+    network.settle()
+    network.refuse(1, allreduce("x"))
+    ends = network.submit(2, [allreduce("x")])
+    network.settle()
+    assert ends is not None
+    assert ends[0].response.only == (2,)
+    finish(network)
+    assert network.everywhere([allreduce("x")])[0][0].response.error is None
+
+
+def test_a_rank_that_joins_after_a_refusal_needs_no_telling() -> None:
+    network = Network(3)
+    network.refuse(1, allreduce("x"))
+    network.settle()
+    network.submit(0, [JOIN])
+    network.submit(2, [JOIN])
+    network.settle()
+    assert not network.coordinator._sets[0]._refusals
+
+
+def test_duplicates_of_ranks_that_join_cancel_each_other() -> None:
+    """Found by the random programs: a refusal that was deferred on two ranks counted twice."""
+    network = Network(3)
+    x = allreduce("x")
+    for rank in (0, 1):
+        network.submit(rank, [x])
+        assert network.submit(rank, [x]) is None
+        network.submit(rank, [JOIN])
+    network.settle()
+    network.submit(2, [x])
+    assert network.submit(2, [x]) is None
+    network.settle()
+    ends = network.submit(2, [x])
+    network.settle()
+    assert ends is not None
+    assert ends[0].response.error is None
+    finish(network)

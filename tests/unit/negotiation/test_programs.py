@@ -1,0 +1,447 @@
+"""Random programs of several ranks, in every order in which their messages can travel.
+
+A program is a list of steps that all ranks carry out. What each call must come to does not depend on the
+interleaving: the k-th submission of a tensor (or of a group) on one rank belongs to the k-th on every other.
+``verdict`` says, from that alone, how it must end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from hypothesis import given, settings, strategies as st
+from msgspec import structs
+
+from pyhvd.dtypes import Code
+from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
+from tests.unit.native.fast_path_simulation import LaneNetwork
+from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
+
+KINDS = (
+    *(RequestType.ALLREDUCE, RequestType.ALLGATHER, RequestType.REDUCESCATTER),
+    *(RequestType.ADASUM, RequestType.BROADCAST, RequestType.ALLTOALL, RequestType.BARRIER),
+)
+GROUPABLE = 4
+UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("i", 3), ("h", 2), ("k", 1))
+"""Names, and the sizes of those that are groups."""
+ROWS_DIFFER = (RequestType.ALLGATHER, RequestType.ALLTOALL)
+NEEDS_ALL = (RequestType.ALLTOALL, RequestType.BARRIER)
+GLOBAL = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of every member of a set.
+
+    ``odd`` says which ranks (by number) do something else, and what; ``shared``, whose arrays are in shared
+    memory.
+    """
+
+    set: int
+    unit: int
+    kind: int
+    shape: int
+    odd: dict[int, str]
+    impatient: bool
+    shared: frozenset[int] = frozenset()
+
+    def names(self) -> list[str]:
+        name, size = UNITS[self.unit]
+        return [f"{name}_{i + 1}of{size}" for i in range(size)] if size else [name]
+
+    def requests(self, rank: int, members: Ranks) -> list[Request]:
+        """What a rank submits."""
+        group, size = UNITS[self.unit]
+        kind = KINDS[self.kind % GROUPABLE if size else self.kind]
+        made = [self._request(kind, name, rank, members) for name in self.names()]
+        if size:
+            made = [structs.replace(r, group=group, group_size=size) for r in made]
+        if rank in self.shared:
+            made[-1] = structs.replace(made[-1], window=True)
+        odd = self.odd.get(rank)
+        if odd == "shape":
+            made[0] = structs.replace(made[0], shape=(*made[0].shape, 5))
+        elif odd == "dtype":
+            made[-1] = structs.replace(made[-1], dtype=Code.FLOAT64)
+        elif odd == "scale":
+            made[-1] = structs.replace(made[-1], prescale=0.5)
+        return made
+
+    def _request(self, kind: RequestType, name: str, rank: int, members: Ranks) -> Request:
+        if kind is RequestType.BARRIER:
+            return Request(kind, name)
+        if kind in ROWS_DIFFER:
+            return tensor(kind, name, ((rank + self.shape) % 3, 4))
+        root = members[self.shape % len(members)] if kind is RequestType.BROADCAST else -1
+        op = -1 if kind is RequestType.BROADCAST else 1
+        return structs.replace(allreduce(name, (self.shape + 1, 4)), type=kind, root=root, op=op)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Calls that a rank may make in any order; then, perhaps, it waits for all of them."""
+
+    calls: list[Call]
+    wait: bool
+
+
+@dataclass(frozen=True)
+class Join:
+    """Each rank makes the calls up to one of its own, and joins; sets other than the global one go on."""
+
+    calls: list[Call]
+    leave: list[int]
+
+
+@dataclass(frozen=True)
+class Add:
+    """A process set comes."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Remove:
+    """A process set goes, with calls pending in it that not every rank has made."""
+
+    set: int
+    calls: list[Call]
+    skip: dict[int, int]
+
+
+Step = Window | Join | Add | Remove
+small = st.integers(0, 3)
+calls = st.builds(
+    Call,
+    set=small,
+    unit=st.integers(0, len(UNITS) - 1),
+    kind=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5, 6]),
+    shape=st.integers(0, 2),
+    odd=st.dictionaries(small, st.sampled_from(["shape", "dtype", "scale", "refuse", "refuse"]), max_size=2)
+    | st.just({}),
+    impatient=st.booleans(),
+)
+some_calls = st.lists(calls, max_size=6)
+windows = st.builds(Window, some_calls, st.booleans())
+steps = st.lists(
+    windows
+    | windows
+    | st.builds(Join, some_calls, st.lists(st.integers(0, 6), min_size=4, max_size=4))
+    | st.builds(Add, st.frozensets(small, min_size=1))
+    | st.builds(Remove, small, some_calls, st.dictionaries(small, st.integers(0, 6))),
+    max_size=6,
+)
+subsets = st.lists(st.frozensets(small, min_size=1), max_size=2)
+
+
+@dataclass
+class Submission:
+    """One submission of one rank; ``requests`` is None where it was refused."""
+
+    requests: list[Request] | None
+    ends: list[Done]
+
+
+@dataclass
+class Player:
+    """One rank, as it walks through the program."""
+
+    rank: int
+    steps: list[Step]
+    ids: dict[int, int]
+    todo: list[Call] | None = None
+    pending: list[tuple[int, list[Done]]] = field(default_factory=list)
+    change: list[Done] | None = None
+
+
+Unit = tuple[int, int, int]
+
+
+class Program:
+    """A program on a network; sets are numbered in the order in which they come, and never reused."""
+
+    def __init__(
+        self,
+        size: int,
+        capacity: int,
+        sets: Sequence[frozenset[int]],
+        steps: list[Step],
+        network: type[Network] = Network,
+    ) -> None:
+        world = tuple(range(size))
+        static = [ranks for s in sets if (ranks := _within(s, size)) != world]
+        self.members: list[Ranks] = [world, *static]
+        self.live = list(range(len(self.members)))
+        self.network = network(size, capacity, static)
+        self.submissions: dict[Unit, dict[int, list[Submission]]] = {}
+        self.calls: dict[Unit, Call] = {}
+        ids = {number: number for number in self.live}
+        resolved = [new for step in steps for new in self._resolve(step)]
+        self.players = [Player(rank, list(resolved), dict(ids)) for rank in world]
+        self._responded_to = 0
+
+    def _resolve(self, step: Step) -> Iterator[Step]:
+        """Name the sets by number, and leave out what cannot be done."""
+        if isinstance(step, Add):
+            self.members.append(_within(step.ranks, len(self.members[GLOBAL])))
+            self.live.append(len(self.members) - 1)
+            yield step
+        elif isinstance(step, Remove):
+            if len(self.live) > 1:
+                gone = self.live.pop(1 + step.set % (len(self.live) - 1))
+                pending = [replace(call, set=gone, impatient=True) for call in step.calls]
+                yield replace(step, set=gone, calls=pending)
+        else:
+            named = [replace(call, set=self.live[call.set % len(self.live)]) for call in step.calls]
+            yield replace(step, calls=named)
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def run(self, choices: Sequence[int]) -> None:
+        """Let happen what the choices say, and then all the rest."""
+        remaining = iter(choices)
+        while moves := self._moves():
+            moves[next(remaining, 0) % len(moves)]()
+        for player in self.players:
+            assert not player.steps, (
+                f"rank {player.rank} hangs: {player}, {self.network.coordinator.stalled()}"
+            )
+
+    def _moves(self) -> list[Callable[[], object]]:
+        moves = self.network.moves()
+        if self.network.received != self._responded_to:
+            moves.append(self._respond)
+        for player in self.players:
+            moves += self._player_moves(player)
+        return moves
+
+    def _respond(self) -> None:
+        self._responded_to = self.network.received
+        self.network.respond()
+
+    def _player_moves(self, player: Player) -> list[Callable[[], object]]:
+        while player.steps:
+            step = player.steps[0]
+            if player.todo is None:
+                player.todo = self._own_calls(player, step)
+            if player.todo:
+                # Any call may come next, but calls of one name keep their order.
+                firsts = {(call.set, call.unit): call for call in reversed(player.todo)}
+                may = [call for call in firsts.values() if self._may(player, call)]
+                return [partial(self._call, player, call) for call in reversed(may)]
+            if not isinstance(step, Window) and player.change is None:
+                return [partial(self._make_change, player, step)]
+            if self._waits(player, step):
+                return []
+            if isinstance(step, Add) and player.change:
+                player.ids[self._new_set(player)] = player.change[0].response.value
+            player.steps.pop(0)
+            player.todo = player.change = None
+        return []
+
+    def _new_set(self, player: Player) -> int:
+        added = [i for i in range(len(self.members)) if i not in player.ids]
+        return added[0]
+
+    def _waits(self, player: Player, step: Step) -> bool:
+        if player.change is not None:
+            return not player.change
+        if isinstance(step, Window) and step.wait:
+            player.pending = [(n, ends) for n, ends in player.pending if len(ends) < n]
+            return bool(player.pending)
+        return False
+
+    def _own_calls(self, player: Player, step: Step) -> list[Call]:
+        if isinstance(step, Add):
+            return []
+        made = list(step.calls)
+        if isinstance(step, Remove):
+            made = made[step.skip.get(player.rank, 0) :]
+        if isinstance(step, Join):
+            leave = step.leave[player.rank]
+            made = [call for i, call in enumerate(made) if call.set != GLOBAL or i < leave]
+        return [call for call in made if player.rank in self.members[call.set]]
+
+    def _may(self, player: Player, call: Call) -> bool:
+        here = self.network.ranks[player.rank]
+        return call.impatient or not any(
+            (player.ids[call.set], name) in here.in_flight for name in call.names()
+        )
+
+    def _call(self, player: Player, call: Call) -> None:
+        assert player.todo is not None
+        del player.todo[next(i for i, c in enumerate(player.todo) if c is call)]
+        requests = call.requests(player.rank, self.members[call.set])
+        set_id = player.ids[call.set]
+        epoch = self.network.ranks[player.rank].epoch if call.set == GLOBAL else 0
+        unit = (call.set, epoch, call.unit)
+        record = self.submissions.setdefault(unit, {}).setdefault(player.rank, [])
+        if call.odd.get(player.rank) == "refuse":
+            self.network.refuse(player.rank, requests[0], set_id)
+            record.append(Submission(None, []))
+            return
+        ends = self.network.submit(player.rank, requests, set_id)
+        record.append(Submission(None, []) if ends is None else Submission(requests, ends))
+        if ends is not None and not isinstance(player.steps[0], Remove):
+            player.pending.append((len(requests), ends))
+
+    def _make_change(self, player: Player, step: Step) -> None:
+        number = len(player.steps)
+        if isinstance(step, Join):
+            request = Request(RequestType.JOIN, "join.noname")
+        elif isinstance(step, Add):
+            ranks = _within(step.ranks, self.network.size)
+            request = Request(RequestType.ADD_PROCESS_SET, f"add.{number}", ranks=ranks)
+        else:
+            assert isinstance(step, Remove)
+            ids = (player.ids[step.set],)
+            request = Request(RequestType.REMOVE_PROCESS_SET, f"remove.{number}", ranks=ids)
+        player.change = self.network.submit(player.rank, [request])
+
+    # -- judging -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Hold what came of every submission against the verdict."""
+        for (number, _, _), by_rank in self.submissions.items():
+            for k in range(max(len(each) for each in by_rank.values())):
+                together = {rank: each[k] for rank, each in by_rank.items() if k < len(each)}
+                _check_together(together, self.members[number], number != GLOBAL)
+        joins = [r.value for _, r in self.network.ranks[0].history if r.request.type == RequestType.JOIN]
+        size = self.network.size
+        assert joins == self.network.join_order[size - 1 :: size]
+
+
+def _within(ranks: frozenset[int], size: int) -> Ranks:
+    return tuple(sorted({rank % size for rank in ranks}))
+
+
+def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -> None:
+    """Compare how one submission ended on each rank with how it must end."""
+    absent = [rank for rank in members if rank not in subs]
+    made = {rank: sub.requests for rank, sub in subs.items() if sub.requests is not None}
+    expected = verdict(made, len(made) < len(subs), absent, may_go)
+    for rank, requests in made.items():
+        ends = subs[rank].ends
+        assert sorted(e.response.request.name for e in ends) == sorted(r.name for r in requests), (rank, subs)
+        assert len({end.seq for end in ends}) == 1, "a group is answered as one unit"
+        kinds = {None if e.response.error is None else e.response.error.kind for e in ends}
+        assert kinds == {expected}, (rank, subs)
+        for end in ends:
+            assert end.response.error is not None or [members[i] for i in end.response.joined] == absent
+    if made and expected is None:
+        agreed = [[(end.seq, end.response) for end in subs[rank].ends] for rank in made]
+        assert all(each == agreed[0] for each in agreed)
+        for _, response in agreed[0]:
+            shared = [r.window for rs in made.values() for r in rs if r.name == response.request.name]
+            assert response.direct == (response.slot >= 0 and all(shared))
+            if response.request.type in ROWS_DIFFER:
+                own = {
+                    rank: r.shape[0]
+                    for rank, rs in made.items()
+                    for r in rs
+                    if r.name == response.request.name
+                }
+                assert response.dims == tuple(own.get(rank, 0) for rank in members)
+
+
+def verdict(
+    made: dict[int, list[Request]], refused: bool, absent: Sequence[int], may_go: bool
+) -> ErrorKind | None:
+    """Say how a submission must end: with which kind of error, or None for a result."""
+    if refused:
+        return ErrorKind.RANK_FAILED
+    if absent and may_go:
+        return ErrorKind.SHUT_DOWN
+    first = next(iter(made.values()))
+    meant = [[_meaning(r) for r in requests] for requests in made.values()]
+    if any(each != meant[0] for each in meant):
+        return ErrorKind.MISMATCH
+    if absent and any(r.type in NEEDS_ALL or r.root in absent for r in first):
+        return ErrorKind.MISMATCH
+    return None
+
+
+def _meaning(r: Request) -> tuple[object, ...]:
+    shape = (len(r.shape), *r.shape[1:]) if r.type in ROWS_DIFFER else r.shape
+    if r.type == RequestType.BARRIER:
+        shape = ()
+    return (r.type, r.name, r.dtype, shape, r.op, r.prescale, r.postscale, r.root, r.group, r.group_size)
+
+
+def _one(steps: list[Step]) -> Step:
+    return steps[0] if steps else Window([], True)
+
+
+@settings(max_examples=3000)
+@given(
+    size=st.integers(2, 4),
+    capacity=st.sampled_from([8, 3, 2, 1, 0]),
+    sets=subsets,
+    steps=steps,
+    choices=st.lists(st.integers(0, 12), max_size=120),
+)
+def test_program_ends_the_same_in_every_order(
+    size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
+) -> None:
+    program = Program(size, capacity, sets, steps)
+    program.run(choices)
+    program.check()
+    program.network.check_all()
+
+
+repetitive = st.builds(
+    Call,
+    set=st.integers(0, 1),
+    unit=st.sampled_from([0, 0, 0, 1, 5, 5, 7]),
+    kind=st.sampled_from([0, 0, 0, 0, 0, 0, 1, 3]),
+    shape=st.sampled_from([0, 0, 0, 0, 1]),
+    odd=st.just({})
+    | st.just({})
+    | st.dictionaries(small, st.sampled_from(["shape", "refuse", "refuse"]), max_size=1),
+    impatient=st.booleans(),
+    shared=st.just(frozenset()) | st.sampled_from([frozenset({0}), frozenset({1}), frozenset(range(4))]),
+)
+"""Calls of which many are as they were before, so that they go by the board."""
+
+
+@settings(max_examples=800)
+@given(
+    size=st.integers(2, 4),
+    capacity=st.sampled_from([8, 8, 3, 2]),
+    sets=subsets,
+    steps=st.lists(
+        st.builds(Window, st.lists(repetitive, min_size=2, max_size=8), st.booleans()) | steps.map(_one),
+        min_size=2,
+        max_size=8,
+    ),
+    choices=st.lists(st.integers(0, 12), max_size=200),
+)
+def test_program_ends_the_same_with_a_fast_lane(
+    size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
+) -> None:
+    program = Program(size, capacity, sets, steps, LaneNetwork)
+    program.run(choices)
+    program.check()
+    program.network.check_all()
+
+
+@settings(max_examples=1500)
+@given(
+    size=st.integers(2, 3),
+    fast_lane=st.booleans(),
+    calls=st.lists(repetitive, min_size=1, max_size=2),
+    leave=st.lists(st.sampled_from([2, 2, 2, 1]), min_size=3, max_size=3),
+    choices=st.lists(st.integers(0, 12), min_size=100, max_size=200),
+)
+def test_joins_amid_what_is_cached(
+    size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
+) -> None:
+    """A rank joins right behind calls that all ranks remember, and have made as well."""
+    same = [replace(call, odd={}, impatient=False) for call in calls]
+    steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
+    program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)
+    program.run(choices)
+    program.check()
+    program.network.check_all()

@@ -1,0 +1,89 @@
+"""Recordings made up for tests: ranks whose clocks are known to be wrong, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyhvd.negotiation.messages import Request, RequestType
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
+from pyhvd.observe.trace.rows import Rows
+
+MS = 1_000_000
+"""ns"""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """A clock that shows ``ahead`` ns too much at time 0, and ``drift`` of every second more."""
+
+    ahead: int = 0
+    drift: float = 0.0
+
+    def shows(self, time: float) -> int:
+        """Return what the clock shows at a true time (ns)."""
+        return round(time + self.ahead + time * self.drift)
+
+
+def request(name: str, elements: int = 256, kind: RequestType = RequestType.ALLREDUCE) -> Request:
+    """Return the request of a float32 tensor."""
+    return Request(kind, name, dtype=7, shape=(elements,))
+
+
+def metadata(name: str, args: Event) -> Event:
+    """Return one of pyhvd's own metadata events."""
+    return {"name": name, "ph": "M", "pid": 0, "tid": 0, "args": args}
+
+
+class Recording:
+    """One rank's file of a made-up recording, from true time ``begin`` to ``end`` (ns)."""
+
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        size: int,
+        skew: Skew,
+        job: str = "job",
+        begin: int = 0,
+        end: int = 1000 * MS,
+    ) -> None:
+        self.path = rank_path(path, rank)
+        self.skew = skew
+        self._writer = TraceWriter(self.path)
+        self._end = end
+        origin = skew.shows(begin)
+        self.rows = Rows(origin, mark_cycles=False)
+        self.rows.head(f"pyhvd rank {rank}", 1_700_000_000_000_000 + begin // 1000)
+        args = {"format": FORMAT, "job": job, "rank": rank, "size": size, "host": f"node{rank}"}
+        head = metadata(HEADER, args | {"process": 100 + rank, "origin_ns": origin})
+        self._writer.write([head, self.clock("start", begin)])
+
+    def clock(self, when: str, time: int) -> Event:
+        """Return a measurement that is exact."""
+        at = self.skew.shows(time)
+        return metadata(CLOCK, {"when": when, "at_ns": at, "offset_ns": at - time, "uncertainty_ns": 1000})
+
+    def flush(self) -> None:
+        """Write what there is, as a rank does that is killed right after."""
+        self._writer.write(self.rows.take())
+
+    def close(self) -> Path:
+        """End as a job does that is stopped properly."""
+        self.rows.close(self.skew.shows(self._end))
+        last = metadata(END, {"dropped": 0, "at_ns": self.skew.shows(self._end)})
+        self._writer.write([*self.rows.take(), self.clock("end", self._end), last])
+        self._writer.close()
+        return self.path
+
+    def turn(self, number: int, name: str, times: tuple[int, int, int, int], elements: int = 256) -> None:
+        """Add a turn: (submitted, ready, begun, ended), true times in ns; half a batch packs."""
+        submitted, ready, begun, ended = map(self.skew.shows, times)
+        tensors = [(0, request(name, elements))]
+        self.rows.queued(submitted, tensors)
+        self.rows.listed(ready, number, [(tensors[0], "")])
+        self.rows.started(begun, tensors)
+        middle = (begun + ended) // 2
+        self.rows.phase("MEMCPY_IN_FUSION_BUFFER", begun, middle)
+        self.rows.phase("SHM_ALLREDUCE", middle, ended)
+        self.rows.ended(ended, tensors)

@@ -1,0 +1,208 @@
+"""What Prometheus is told, and the endpoint: parsed back by prometheus-client's own parser."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pyhvd.errors import ConfigError
+from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.observe import endpoint_files
+from pyhvd.observe.metrics import Meter
+from pyhvd.observe.prometheus import FAMILIES, INFO, Endpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+Labels = tuple[tuple[str, str], ...]
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "pyhvd"
+
+
+@pytest.fixture
+def meter() -> Meter:
+    lateness = Lateness(2)
+    lateness.count(0, 1, since=1.0, now=1.5)
+    meter = Meter(0, 2, timed=True, lateness=lateness)
+    meter.submitted(hits=1, misses=2)
+    now = meter.clock()
+    meter.agreed("allreduce", "mpi", [8, 8, 8], [now - 1_000_000] * 3, now)
+    meter.carried_out(now)
+    meter.waited(now)
+    meter.failed("StallError")
+    meter.stalled(2, warned=True)
+    return meter
+
+
+@pytest.fixture
+def endpoint(meter: Meter) -> Iterator[Endpoint]:
+    endpoint = Endpoint(0, "127.0.0.1", 0)
+    endpoint.serve(meter.snapshot, "job-1")
+    yield endpoint
+    endpoint.close()
+
+
+def scrape(endpoint: Endpoint) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_scrape_says_what_a_snapshot_does(meter: Meter, endpoint: Endpoint) -> None:
+    samples: dict[str, dict[Labels, float]] = {}
+    kinds = {}
+    for family in text_string_to_metric_families(scrape(endpoint)):
+        kinds[family.name] = family.type
+        for sample in family.samples:
+            assert sample.labels.pop("rank") == "0"
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    seen = meter.snapshot()
+    assert kinds == {f.name.removesuffix("_total"): f.kind for f in (*FAMILIES, INFO)}
+    assert samples["pyhvd_tensors_total"] == {(("lane", "mpi"), ("verb", "allreduce")): 3}
+    assert samples["pyhvd_bytes_total"] == {(("lane", "mpi"), ("verb", "allreduce")): 24}
+    assert samples["pyhvd_responses_total"] == {(("lane", "mpi"),): 1}
+    assert samples["pyhvd_cache_hits_total"] == {(): 1}
+    assert samples["pyhvd_cache_misses_total"] == {(): 2}
+    assert samples["pyhvd_errors_total"] == {(("kind", "StallError"),): 1}
+    assert samples["pyhvd_stall_warnings_total"] == {(): 1}
+    assert samples["pyhvd_stalled_tensors"] == {(): 2}
+    assert samples["pyhvd_late_tensors_total"] == {(("late_rank", "0"),): 0, (("late_rank", "1"),): 1}
+    assert samples["pyhvd_awaited_seconds_total"] == {(("late_rank", "0"),): 0, (("late_rank", "1"),): 0.5}
+    assert 0 < samples["pyhvd_uptime_seconds"][()] <= seen.seconds
+    (info,) = samples["pyhvd_info"]
+    assert {"job": "job-1", "size": "2", "pid": str(os.getpid())}.items() <= dict(info).items()
+    for name, histogram in (
+        ("pyhvd_response_tensors", seen.response_tensors),
+        ("pyhvd_response_bytes", seen.response_bytes),
+        ("pyhvd_negotiation_seconds", seen.negotiation_seconds),
+        ("pyhvd_execution_seconds", seen.execution_seconds),
+        ("pyhvd_wait_seconds", seen.wait_seconds),
+    ):
+        assert samples[f"{name}_count"] == {(): histogram.count}
+        assert samples[f"{name}_sum"] == {(): pytest.approx(histogram.sum)}
+        below = {float(dict(key)["le"]): n for key, n in samples[f"{name}_bucket"].items()}
+        assert list(below)[:-1] == list(histogram.bounds)
+        for k, n in enumerate(below.values()):
+            assert n == sum(histogram.counts[: k + 1])
+
+
+def test_an_endpoint_counts_on(meter: Meter, endpoint: Endpoint) -> None:
+    meter.agreed("allreduce", "mpi", [8], [], 0)
+    assert 'pyhvd_tensors_total{lane="mpi",rank="0",verb="allreduce"} 4.0' in scrape(endpoint)
+
+
+def test_after_the_end_port_and_file_are_given_up(meter: Meter) -> None:
+    first = Endpoint(0, "127.0.0.1", 0)
+    first.serve(meter.snapshot, "job-1")
+    (file,) = endpoint_files.read_files()
+    assert (file.job, file.rank, file.size, file.port) == ("job-1", 0, 2, first.port)
+    first.close()
+    assert endpoint_files.read_files() == []
+    second = Endpoint(first.port, "127.0.0.1", 0)
+    assert second.port == first.port
+    second.close()
+
+
+def test_a_fork_leaves_the_endpoint_to_its_parent(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 1)
+        endpoint.close()
+    assert [file.job for file in endpoint_files.read_files()] == ["job-1"]
+    assert "pyhvd_info" in scrape(endpoint)
+
+
+def test_the_port_is_the_base_and_the_local_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as error:
+            Endpoint(port - 3, "127.0.0.1", 3)
+    assert str(error.value) == (
+        f"PYHVD_METRICS_PORT={port - 3}: local rank 3 cannot serve metrics on 127.0.0.1:{port}:"
+        " Address already in use; choose another port, or 0 for any free one"
+    )
+    with pytest.raises(ConfigError, match="PYHVD_METRICS_PORT=65535: with local rank 1 that is past 65535"):
+        Endpoint(65535, "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "a..b", ""])
+def test_an_address_that_is_none_of_this_host(address: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Endpoint(0, address, 0)
+    assert str(error.value).startswith(f"PYHVD_METRICS_ADDRESS={address!r}: no address of this host: ")
+
+
+def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=re.escape('pip install "pyhvd[metrics]"')):
+        Endpoint(0, "127.0.0.1", 0)
+
+
+def test_the_table_in_the_docs_is_this_one() -> None:
+    rows = [
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\| `pyhvd_.*\|$", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    ]
+    assert rows == [[f.name, f.kind, ", ".join(f.labels), f.doc] for f in (*FAMILIES, INFO)]
+
+
+# -- where ranks say how to find them ------------------------------------------------------------------
+
+
+def _file(rank: int, pid: int) -> endpoint_files.RankFile:
+    return endpoint_files.RankFile("job-1", rank, 2, pid, "127.0.0.1", 1234)
+
+
+def test_files_of_ranks_that_have_gone_are_removed(own_directory: Path) -> None:
+    gone = _ended_process()
+    endpoint_files.write_file(_file(1, os.getpid()))
+    stale = endpoint_files.write_file(_file(0, gone))
+    assert [file.rank for file in endpoint_files.read_files()] == [1]
+    assert not stale.exists()
+
+
+def _ended_process() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_the_directory_is_closed_to_others(own_directory: Path) -> None:
+    path = endpoint_files.write_file(_file(0, os.getpid()))
+    assert path.parent == own_directory
+    assert own_directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("how", ["open to all", "a link"])
+def test_a_directory_that_others_may_have_made_is_not_used(
+    own_directory: Path, how: str, tmp_path: Path, meter: Meter, caplog: pytest.LogCaptureFixture
+) -> None:
+    if how == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        own_directory.symlink_to(tmp_path / "elsewhere")
+    else:
+        own_directory.mkdir()
+        own_directory.chmod(0o777)
+    (own_directory / "job-1.0.json").write_text(
+        f'{{"job":"job-1","rank":0,"size":1,"pid":{os.getpid()},"address":"x","port":1}}'
+    )
+    assert endpoint_files.read_files() == []
+    endpoint = Endpoint(0, "127.0.0.1", 0)
+    try:
+        endpoint.serve(meter.snapshot, "job-2")
+        assert "pyhvd_info" in scrape(endpoint), "only top suffers"
+    finally:
+        endpoint.close()
+    assert "is not a directory of this user's own" in caplog.text

@@ -1,0 +1,274 @@
+"""Recordings of ranks with known clocks: put on one clock, drawn with arrows, summed up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pyhvd.observe.trace.files import TraceError
+from pyhvd.observe.trace.loading import load
+from pyhvd.observe.trace.merging import TRACKS, Span, lay_out, merge
+from pyhvd.observe.trace.summary import covered, summarise
+from pyhvd.tools.trace import main
+from tests.chrome_trace import check_events
+from tests.unit.observe.recordings import MS, Recording, Skew, request
+
+SKEWS = (Skew(), Skew(7_000 * MS, 5e-5), Skew(-3_000 * MS, -8e-5))
+SLOW = 2
+LATE = 4 * MS
+
+
+def _record(path: Path, *, turns: int = 20, job: str = "job", begin: int = 0) -> list[Recording]:
+    """Three ranks, turns of 10 ms: rank 2 submits 4 ms late, agreement takes 1 ms, queue 2, batch 3."""
+    ranks = [
+        Recording(str(path), rank, 3, skew, job, begin, begin + 1000 * MS) for rank, skew in enumerate(SKEWS)
+    ]
+    for k in range(turns):
+        start = begin + 10 * k * MS
+        for rank, recording in enumerate(ranks):
+            submitted = start + (LATE if rank == SLOW else 0)
+            times = (submitted, start + LATE + MS, start + LATE + 3 * MS, start + LATE + 6 * MS)
+            recording.turn(k, f"w{k % 2}", times)
+    return ranks
+
+
+def test_all_ranks_on_one_clock(tmp_path: Path) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    traces = load([str(tmp_path)])
+    assert [trace.rank for trace in traces] == [0, 1, 2]
+    for trace in traces:
+        assert trace.complete
+        for k, turn in enumerate(trace.turns):
+            start = 10_000.0 * k
+            assert turn.submitted == pytest.approx(start + (4000 if trace.rank == SLOW else 0), abs=0.01)
+            assert (turn.ready, turn.begun, turn.ended) == pytest.approx(
+                (start + 5000, start + 7000, start + 10_000), abs=0.01
+            )
+    assert traces[1].clock.drift == pytest.approx(50, abs=0.1)
+
+
+def test_the_merged_trace(tmp_path: Path) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    merged = merge(load([str(tmp_path)]))
+    events = merged["traceEvents"]
+    check_events(events)
+    assert {event["pid"] for event in events} == {0, 1, 2}
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {name for _, name in names} <= set(TRACKS)
+    arrows = [event for event in events if event["ph"] == "s"]
+    assert len(arrows) == 20 * 2
+    assert {event["pid"] for event in arrows} == {SLOW}
+    assert {event["pid"] for event in events if event["ph"] == "f"} == {0, 1}
+    assert [event["ts"] for event in arrows[:2]] == pytest.approx([4000.0] * 2, abs=0.01)
+    assert merged["metadata"]["pyhvd_uncertainty_us"] == 1.0
+    assert merged["metadata"]["pyhvd_ranks"]["2"]["drift_ppm"] == pytest.approx(-80, abs=0.1)
+
+
+def test_the_sum_names_the_slowest_rank(tmp_path: Path) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    everything, tensors = summarise(load([str(tmp_path)]))
+    assert [(total.name, total.turns) for total in tensors] == [("allreduce.w0", 10), ("allreduce.w1", 10)]
+    assert everything.turns == 20
+    assert everything.last == {SLOW: 20}
+    assert everything.slowest_rank() == SLOW
+    # Two of three ranks wait 4 ms in each of 20 turns.
+    expected = {"slowest": 160 / 3, "negotiation": 20, "queue": 40, "pack": 30, "reduce": 30, "unpack": 0}
+    for part, ms in expected.items():
+        assert everything.parts[part] / 1000 == pytest.approx(ms, abs=0.01), part
+        assert sum(total.parts[part] for total in tensors) / 1000 == pytest.approx(ms, abs=0.01), part
+
+
+def test_together_counts_time_once() -> None:
+    assert covered([]) == 0
+    assert covered([(0, 10), (2, 3), (5, 12), (20, 21)]) == 13
+
+
+def test_spans_nest_or_go_to_another_lane() -> None:
+    spans = [
+        Span(0, 10, "a", "", {}),
+        Span(2, 5, "b", "", {}),
+        Span(4, 12, "c", "", {}),
+        Span(10, 11, "d", "", {}),
+    ]
+    assert [(span.name, span.lane) for span in lay_out(spans)] == [("a", 0), ("b", 0), ("c", 1), ("d", 0)]
+
+
+def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
+    """Perfetto multiplies us by 1000 and cuts off; one ns too many, and it drops the span."""
+    ranks = _record(tmp_path / "t.json", turns=50)
+    for recording in ranks:
+        recording.close()
+    traces = load([str(tmp_path)])
+    for trace in traces:
+        trace.turns[:] = [  # as clocks come out: with fractions
+            replace(
+                turn,
+                ready=turn.ready + 0.0007 * turn.batch,
+                begun=turn.begun + 0.0004,
+                ended=turn.ended + 0.00049 * turn.batch,
+            )
+            for turn in trace.turns
+        ]
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in merge(traces)["traceEvents"]:
+        if event["ph"] == "X":
+            begin = int(event["ts"] * 1000)
+            spans = threads.setdefault((event["pid"], event["tid"]), [])
+            spans.append((begin, begin + int(event["dur"] * 1000)))
+    assert not any(tid in (0, pid) for pid, tid in threads)  # it takes these for one thread
+    for spans in threads.values():
+        open_ends: list[int] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def test_a_killed_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = _record(tmp_path / "t.json", turns=4)
+    for recording in ranks:
+        recording.rows.queued(recording.skew.shows(60 * MS), [(0, request("w9"))])
+        recording.flush()
+    cut = ranks[1].path.read_bytes()[:-40]
+    ranks[1].path.write_bytes(cut)
+    ranks[2].path.unlink()
+    output = tmp_path / "merged.json"
+    assert main(["merge", str(tmp_path), "-o", str(output)]) == 0
+    check_events(json.loads(output.read_text())["traceEvents"])
+    told = capsys.readouterr().err
+    assert "of 3 ranks, there is no file of rank 2" in told
+    assert "t.json: the recording was not ended (killed?)\n" in told
+    assert "t.rank1.json: the recording was not ended (killed?), and its last line is cut off" in told
+    assert "drift unknown: not measured at the end" in told
+    assert "rank 0: allreduce.w9 was still in NEGOTIATE_ALLREDUCE" in told
+
+
+def test_several_recordings_in_one_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, job, begin in (("one", "1", 0), ("two", "2", 5000 * MS)):
+        for recording in _record(tmp_path / f"{name}.json", turns=3, job=job, begin=begin):
+            recording.close()
+    assert main(["summary", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "files of 2 recordings: name one file of the one you mean" in told
+    assert f"{tmp_path / 'one.json'} (ranks 0-2, begun at" in told
+    assert main(["summary", str(tmp_path / "two.rank1.json")]) == 0
+    assert "allreduce.w0" in capsys.readouterr().out
+
+
+def test_a_file_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    monkeypatch.chdir(tmp_path)
+    assert len(load([".", str(tmp_path), "t.json", str(tmp_path / "t.rank1.json")])) == 3
+    shutil.copy(tmp_path / "t.rank1.json", tmp_path / "u.json")
+    assert main(["summary", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 't.rank1.json'} and {tmp_path / 'u.json'} are both of rank 1" in told
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for recording in _record(tmp_path / "t.json"):
+        recording.close()
+    assert main(["summary", str(tmp_path), "--top", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "where the time went: ms, summed over turns, mean of ranks 0-2"
+    assert lines[1].split()[:4] == ["tensor", "turns", "MiB", "total"]
+    assert lines[3].split()[:6] == ["allreduce.w0", "10", "0.01", "86.667", "26.667", "10.000"]
+    assert lines[4] == "(1 more)"
+    assert lines[6].split()[:3] == ["all", "together", "20"]
+    assert lines[6].split()[-2:] == ["rank", "2"]
+    assert lines[-1] == (
+        "rank 2 was the last to submit in 20 of 20 turns; the ranks waited 53.333 ms for it (mean)"
+    )
+
+
+def test_where_one_rank_alone_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = _record(tmp_path / "t.json")
+    for recording in ranks:
+        recording.close()
+    for recording in ranks[:2]:
+        recording.path.unlink()
+    assert main(["summary", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "of 3 ranks, there is no file of ranks 0-1" in told.err
+    assert told.out.splitlines()[-2].split()[:3] == ["all", "together", "20"]
+    assert "was the last to submit" not in told.out
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "merged.json").write_text('{"traceEvents": []}')
+    assert main(["summary", str(tmp_path)]) == 1
+    assert f"{tmp_path}: no trace files" in capsys.readouterr().err
+    assert main(["summary", str(tmp_path / "none")]) == 1
+    assert "no such file or directory" in capsys.readouterr().err
+    assert main(["summary", str(tmp_path / "merged.json")]) == 1
+    assert "merged.json: no JSON array of trace events" in capsys.readouterr().err
+
+
+def test_files_that_are_broken_inside(tmp_path: Path) -> None:
+    for recording in _record(tmp_path / "t.json", turns=1):
+        recording.close()
+    path = tmp_path / "t.rank1.json"
+    events = json.loads(path.read_text())
+    for wrong, says in (
+        ([event for event in events if event["name"] != "pyhvd_clock"], "no measurement of its clock"),
+        ([{k: v for k, v in event.items() if k != "ts"} for event in events], "lacks something"),
+        ([{**events[0], "args": {**events[0]["args"], "format": 9}}, *events[1:]], "format 9"),
+        ([{**events[0], "args": [1]}, *events[1:]], "no header"),
+        ([{**events[0], "args": {"format": 1, "job": "job"}}, *events[1:]], "header: .* `rank`"),
+        ([{**events[0], "args": {**events[0]["args"], "rank": "1"}}, *events[1:]], r"header: .* `\$\.rank`"),
+        ([*events, {"ph": "X"}], "lacks something: KeyError.*name"),
+        ([*events, {"name": "x", "ph": "X", "args": 3}], "lacks something: TypeError"),
+    ):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(TraceError, match=says) as caught:
+            load([str(tmp_path)])
+        assert str(path) in str(caught.value)
+
+
+def test_the_output_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for recording in _record(tmp_path / "t.json", turns=1):
+        recording.close()
+    assert main(["merge", str(tmp_path), "-o", str(tmp_path / "none" / "out.json")]) == 1
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_output_is_no_file_of_the_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in _record(tmp_path / "t.json", turns=1):
+        recording.close()
+    recorded = (tmp_path / "t.json").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", str(tmp_path), "-o", "t.json"]) == 1
+    assert "t.json: is a file of the recording" in capsys.readouterr().err
+    assert (tmp_path / "t.json").read_bytes() == recorded
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("few", "expected a whole number, not 'few'"), ("-1", "must not be negative, and is -1")],
+)
+def test_how_many_tensors(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["summary", ".", "--top", text])
+    assert caught.value.code == 2
+    assert f"argument --top: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["merge", "--help"], ["summary", "--help"]])
+def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "python -m pyhvd trace merge traces/ -o merged.json" in capsys.readouterr().out

@@ -1,0 +1,418 @@
+"""The doctor: what is read from files, and what is shown; ``--check-build``; ``python -m pyhvd``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pyhvd import __main__ as dispatcher, __version__
+from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build
+from pyhvd.tools.doctor import facts as gathering, gpus
+from pyhvd.tools.doctor.advice import Case, Finding, Level, examine, rate, size, span
+from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
+from pyhvd.tools.doctor.gpus import CudaFacts
+from pyhvd.tools.doctor.ranks import offset_of
+from pyhvd.tools.doctor.screen import Report, plain
+from pyhvd.tools.doctor.trial import read_stages
+from pyhvd.tools.doctor.trial_facts import ClockFacts, RingFacts, Trial
+from tests.unit.tools.doctor_cases import CUDA, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# -- units, files, clocks ---------------------------------------------------------------------------
+
+
+def test_units() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 64 * MIB, 1000 * MIB, 3 << 40)] == [
+        *("0 B", "1023 B", "1 KiB", "64 MiB", "1000 MiB", "3 TiB")
+    ]
+    assert [span(s) for s in (0.0, 5e-9, 1.5e-6, -2e-3, 12.0)] == ["0 ns", "5 ns", "1.5 us", "-2 ms", "12 s"]
+    assert rate(5.214e9) == "5.21 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (None, None)),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, (None, None)),
+        ({"a/b/cpu.max": "150000 100000", "a/b/memory.max": "1048576"}, (1.5, MIB)),
+        ({"a/b/cpu.max": "400000 100000", "a/cpu.max": "200000 100000"}, (2.0, None)),
+        ({"cpu.max": "50000 100000"}, (0.5, None)),
+        ({"a/other/cpu.max": "1000 100000"}, (None, None)),
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "300000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": str(GIB),
+            },
+            (3.0, GIB),
+        ),
+        (
+            {
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            (None, None),
+        ),
+    ],
+)
+def test_cgroup_limits(files: dict[str, str], expected: tuple[Any, Any], tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    own = tmp_path / "own"
+    own.write_text("1:name=systemd:/x\n0::/a/b\n")
+    assert gathering.cgroup_limits(root, own) == expected
+
+
+def test_secrets_are_not_shown() -> None:
+    env = {"PYHVD_CHECK": "1", "HOROVOD_SECRET_KEY": "abc", "PATH": "/bin", "PYHVD_JOB_DIR": "/tmp/x"}
+    assert gathering.knob_variables(env) == {"HOROVOD_SECRET_KEY": "(not shown)", "PYHVD_CHECK": "1"}
+
+
+def test_no_shared_memory_is_no_error(tmp_path: Path) -> None:
+    assert gathering.shared_memory(str(tmp_path / "none")).total is None
+    here = gathering.shared_memory(str(tmp_path))
+    assert here.total is not None
+    assert here.free is not None
+    assert 0 <= here.free <= here.total
+
+
+def test_the_shortest_round_trip_tells_the_offset() -> None:
+    samples = [(0.0, 105.0, 9.0), (10.0, 111.5, 11.0), (20.0, 125.0, 24.0)]
+    assert offset_of(3, samples) == ClockFacts(3, 101.0, 0.5)
+
+
+def test_stages_are_read_where_there_are_any(tmp_path: Path) -> None:
+    (tmp_path / "stage.1").write_text("ring test")
+    assert read_stages(tmp_path, 3) == {1: "ring test"}
+
+
+def test_a_child_hears_nothing_of_the_job_around_it() -> None:
+    env = {
+        "PMI_RANK": "0",
+        "PMIX_NAMESPACE": "x",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "HYDI_CONTROL_FD": "3",
+        "OMPI_MCA_btl": "self",
+        "PATH": "/bin",
+    }
+    assert alone(env) == {"OMPI_MCA_btl": "self", "PATH": "/bin"}
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, named in OPTIONAL.items():
+        for extra in filter(None, named.split(" or ")):
+            assert any(package.lower() in each.lower() for each in extras[extra]), package
+
+
+# -- what is shown ---------------------------------------------------------------------------
+
+SHOWN = """\
+node1
+
+  ok       host           node1, Linux 6.1 x86_64, A fast one
+  ok       Python         CPython 3.12.1, GIL on, /usr/bin/python3
+  ok       pyhvd          VERSION in /site-packages/pyhvd, extensions loaded, float16 by f16c
+  ok       MPI            MPICH 5.0.2, system, MPI_THREAD_MULTIPLE, not CUDA-aware
+  ok       mpi4py         4.1.2
+  ok       mpiexec        /usr/bin/mpiexec
+  note     shared memory  /dev/shm, 63 MiB free of 64 MiB
+  ok       cores          8 of 8 usable
+  ok       memory         20 GiB available of 32 GiB
+  ok       GPUs           none found
+  ok       limits         4096 open files, unlimited of locked memory
+  ok       packages       rich 15.0
+  ok       not there      torch (extra torch)
+  ok       scheduler      none
+  ok       environment    nothing of pyhvd's is set
+
+trial
+
+  ok       trial      2 ranks on node1, 1.5 s
+  ok       binding    each rank may run on 8 cores of its host
+  problem  ring       1 B, 64 KiB passed on from rank to rank: 1 payloads arrived damaged
+  ok       clocks     rank 1 is 0 ns ahead of rank 0, +/- 1 us: the most
+  ok       latency    300 us for an allreduce of 4 bytes over MPI
+  ok       bandwidth  3.36 GB/s (busbw 3.36 GB/s) for an allreduce of 64 MiB over MPI
+  ok       latency    2 us for an allreduce of 4 bytes over shared memory
+  ok       bandwidth  6.71 GB/s (busbw 6.71 GB/s) for an allreduce of 64 MiB over shared memory
+  ok       copy       12 GB/s for a plain copy on each rank at a time
+
+PROBLEM (ring): 1 B from rank 0 (node1) arrived damaged on rank 1 (node1): a fault of memory, of the network,
+    or of MPI's transport. Try another transport (MPICH: FI_PROVIDER=tcp; Open MPI: --mca btl self,tcp), and
+    test the memory
+
+NOTE (shared memory): /dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks and each process set), but
+    MPI and data loaders use it too, and end with a bus error when it is full. Start the container with
+    --shm-size=1g
+
+1 problem, 1 note."""
+
+
+def test_the_report_in_plain_text() -> None:
+    facts = replace(GOOD, shared=Shared("/dev/shm", 64 * MIB, 63 * MIB))
+    trial = trial_with(ring=RingFacts([1, 65536], [(1, 0, 1)]))
+    report = Report([facts], {"node1": examine(Case(facts, 2, trial))}, trial)
+    assert plain(report).replace(__version__, "VERSION") == SHOWN
+    assert report.code == 1
+
+
+def test_a_trial_that_failed_is_shown() -> None:
+    trial = Trial(2, 3.0, error="2 ranks ended with code 1: boom", stages={0: "ring test", 1: "ring test"})
+    report = Report([GOOD], {"node1": examine(Case(GOOD, 2, trial))}, trial)
+    assert "problem  trial  2 ranks, ended after 3 s" in plain(report)
+    assert (
+        "PROBLEM (trial): 2 ranks ended with code 1: boom. When it ended: ranks 0-1 at 'ring test'"
+        in plain(report)
+    )
+
+
+def test_notes_alone_leave_the_exit_code_at_0() -> None:
+    noted = Report([GOOD], {"node1": [Finding(Level.NOTE, "cores", "few")]}, GOOD_TRIAL)
+    assert noted.code == 0
+    assert plain(noted).endswith("0 problems, 1 note.")
+    assert plain(Report([GOOD], {"node1": []}, GOOD_TRIAL)).endswith("\nAll is well.")
+
+
+def test_each_of_several_hosts_has_its_table() -> None:
+    other = replace(GOOD, host="node2", memory=Memory(GIB, MIB))
+    findings = {"node1": examine(Case(GOOD, 1, GOOD_TRIAL)), "node2": examine(Case(other, 1))}
+    text = plain(Report([GOOD, other], findings, GOOD_TRIAL))
+    assert "NOTE (memory on node2): only 1 MiB are available" in text
+    assert re.findall(r"^(?:  )?(\w+) +memory ", text, re.MULTILINE) == ["ok", "note"]
+
+
+def test_a_report_is_json() -> None:
+    report = Report([GOOD], {"node1": found(memory=Memory(GIB, MIB))}, GOOD_TRIAL)
+    data = msgspec.json.decode(msgspec.json.encode(report))
+    assert data["hosts"][0]["mpi"]["library"] == "MPICH 5.0.2"
+    assert data["findings"]["node1"][0]["level"] == "note"
+    assert data["trial"]["found"]["lanes"][1]["latency"] == 2e-6
+
+
+GPU_LINES = """\
+  ok    CuPy           14.2.0, CUDA 13.0, driver for CUDA 13.0, NVRTC 13.0, NCCL 2.32.3
+  ok    devices        0: H200, 140 GiB, compute capability 9.0; 1: H200, 140 GiB, compute capability 9.0
+  note  GPU arrays     by NCCL for up to 2 ranks on this host, a device for each; for more through the host
+"""
+
+
+def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
+    facts = replace(GOOD, cuda=CUDA)
+    text = plain(Report([facts], {"node1": [f for f in examine(Case(facts, 3)) if f.about == "GPU arrays"]}))
+    assert GPU_LINES in re.sub(" (ok|note) +", r" \1  ", text).replace("  ok  ", "  ok    ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({}, "by NCCL for up to 2 ranks on this host, a device for each; for more through the host"),
+        (
+            {"devices": CUDA.devices[:1]},
+            "by NCCL for up to 1 rank on this host, a device for each; for more through the host",
+        ),
+        ({"nccl": ""}, "through the host: CuPy finds no NCCL"),
+        ({"compiler": ""}, "through the host: CuPy finds no NVRTC"),
+        ({"devices": []}, "none, as CUDA sees no device"),
+        ({"cupy": ""}, "not taken: CuPy is not there"),
+    ],
+)
+def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: str) -> None:
+    assert replace(CUDA, **changes).way(by_mpi=False) == way
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        (
+            {},
+            "by NCCL for up to 2 ranks on this host, a device for each; for more by CUDA-aware MPI,"
+            " reductions through the host",
+        ),
+        ({"nccl": ""}, "by CUDA-aware MPI, reductions through the host: CuPy finds no NCCL"),
+        ({"devices": []}, "none, as CUDA sees no device"),
+    ],
+)
+def test_the_way_where_cuda_aware_mpi_is_asked_for(changes: dict[str, Any], way: str) -> None:
+    assert replace(CUDA, **changes).way(by_mpi=True) == way
+
+
+@pytest.mark.parametrize("aware", [True, False, None])
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, False),
+        ({"PYHVD_CUDA_AWARE_MPI": "1"}, True),
+        ({"HOROVOD_CUDA_AWARE_MPI": "on", "PYHVD_CHECK": "nonsense"}, True),
+        ({"PYHVD_CUDA_AWARE_MPI": "nonsense"}, False),
+    ],
+)
+def test_whether_cuda_aware_mpi_is_asked_for_and_there(
+    variables: dict[str, str], wanted: bool, aware: bool | None
+) -> None:
+    facts = replace(GOOD, cuda=CUDA, mpi=replace(GOOD.mpi, cuda_aware=aware), variables=variables)
+    assert facts.wants_cuda_mpi == wanted
+    assert facts.by_cuda_mpi == (wanted and aware is True)
+    words = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware or not: unknown"}[aware]
+    text = " ".join(plain(Report([facts], {"node1": []})).split())
+    assert f"MPI_THREAD_MULTIPLE, {words} ok" in text
+    assert ("for more by CUDA-aware MPI" in text) == facts.by_cuda_mpi
+
+
+def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever stands for CuPy there: one that is whole, one that cannot be imported, one that hangs."""
+    found_here = gpus.probe_cuda()
+    assert isinstance(found_here, CudaFacts)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
+    fake = tmp_path / "cupy.py"
+    fake.write_text("raise ImportError('libcudart.so.13: no such file')")
+    assert gpus.probe_cuda().errors == {"CuPy": "cannot be imported: libcudart.so.13: no such file"}
+    fake.write_text("import os; os._exit(3)")
+    assert gpus.probe_cuda().errors == {"CuPy": "the process that asked it ended with 3: no word"}
+    fake.write_text("import time; time.sleep(60)")
+    assert gpus.probe_cuda(0.5).errors == {"CuPy": "has not said what it sees within 0.5 s"}
+    fake.write_text(CUPY)
+    assert gpus.probe_cuda() == CudaFacts(
+        "14.2.0",
+        "13.1",
+        "13.0",
+        "13.0",
+        "2.32.3",
+        [gpus.CudaDevice("H200", 5, "9.0")],
+        {},
+    )
+    fake.write_text(CUPY.replace("13010", "0").replace("available = True", ""))
+    seen = gpus.probe_cuda()
+    assert (seen.driver, seen.nccl, list(seen.errors)) == ("", "", ["NCCL"])
+
+
+CUPY = """\
+import sys, types
+
+class runtime:
+    driverGetVersion = lambda: 13010
+    runtimeGetVersion = lambda: 13000
+    getDeviceCount = lambda: 1
+    getDeviceProperties = lambda i: {"name": b"H200", "totalGlobalMem": 5, "major": 9, "minor": 0}
+
+class nvrtc:
+    getVersion = lambda: (13, 0)
+
+class nccl:
+    available = True
+    get_version = lambda: 23203
+
+cuda = types.ModuleType("cupy.cuda")
+cuda.runtime, cuda.nvrtc, cuda.nccl = runtime, nvrtc, nccl
+sys.modules["cupy.cuda"] = cuda
+__version__ = "14.2.0"
+"""
+
+
+# -- --check-build ---------------------------------------------------------------------------
+
+BUILD = """\
+pyhvd vVERSION:
+
+Available Frameworks:
+    [X] numpy
+    [X] cupy
+    [ ] torch
+
+Available Controllers:
+    [X] MPI
+    [ ] Gloo
+
+Available Tensor Operations:
+    [ ] NCCL
+    [ ] DDL
+    [ ] CCL
+    [X] MPI
+    [ ] Gloo
+    [X] shared memory
+
+MPI:
+    mpi4py 4.1.2
+    MPICH 5.0.2 (system)
+    thread level: MPI_THREAD_MULTIPLE
+    CUDA-aware: no"""
+FRAMEWORKS = [
+    Importable("numpy", True, "2.4.6"),
+    Importable("cupy", True, "13.6"),
+    Importable("torch", False, "ModuleNotFoundError: No module named 'torch'"),
+]
+NO_NCCL = Importable("NCCL", False, "CuPy finds none")
+
+
+def test_check_build_in_horovods_form() -> None:
+    assert describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, False).replace(__version__, "VERSION") == BUILD
+
+
+def test_check_build_says_why() -> None:
+    text = describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, True)
+    assert "[X] numpy  (2.4.6)" in text
+    assert "[ ] NCCL  (CuPy finds none)" in text
+    assert "[ ] torch  (ModuleNotFoundError: No module named 'torch')" in text
+    assert "MPICH 5.0.2 (system, /l/libmpi.so)" in text
+    with_nccl = describe_build(GOOD.mpi, FRAMEWORKS, Importable("NCCL", True, "22304"), True)
+    assert "[X] NCCL  (22304)" in with_nccl
+
+
+def test_check_build_without_mpi() -> None:
+    text = describe_build(MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, NO_NCCL, False)
+    assert "[ ] MPI" in text
+    assert "[X] MPI" not in text
+    assert "mpi4py not found" in text
+    assert "error: importing mpi4py failed (no module)" in text
+
+
+# -- python -m pyhvd ---------------------------------------------------------------------------
+
+
+def test_the_dispatcher_names_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatcher.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, (_, line) in dispatcher.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line)}$", text, re.MULTILINE)
+    assert dispatcher.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pyhvd {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["docter"], ["--doctor"]])
+def test_the_dispatcher_refuses_what_it_does_not_know(argv: list[str], capsys: Any) -> None:
+    assert dispatcher.main(argv) == 2
+    assert "error: no subcommand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", dispatcher.COMMANDS)
+def test_every_subcommand_has_help_with_an_example(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pyhvd", name, "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert f"python -m pyhvd {name}" in done.stdout.partition("example")[2]
+
+
+@pytest.mark.parametrize("name", dispatcher.COMMANDS)
+def test_ctrl_c_leaves_no_traceback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module(dispatcher.COMMANDS[name][0]), "main", interrupted)
+    assert dispatcher.main([name]) == 130

@@ -1,0 +1,263 @@
+"""python -m pyhvd top, without a job: rates of two readings, what is printed, and what where none runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from wsgiref.simple_server import make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+import pytest
+
+from pyhvd.observe.endpoint_files import RankFile, write_file
+from pyhvd.observe.metrics import Meter
+from pyhvd.observe.prometheus import Endpoint
+from pyhvd.tools import scraping, top
+from pyhvd.tools.scraping import Reading, Row, Scrape, parse, rates, scrape
+
+
+@pytest.fixture(autouse=True)
+def nobody_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(0, 2, timed=True)
+
+
+@pytest.fixture
+def endpoint(meter: Meter) -> Iterator[Endpoint]:
+    endpoint = Endpoint(0, "127.0.0.1", 0)
+    endpoint.serve(meter.snapshot, "train-1")
+    yield endpoint
+    endpoint.close()
+
+
+def url(endpoint: Endpoint) -> str:
+    return f"http://127.0.0.1:{endpoint.port}/metrics"
+
+
+def reading(rank: int, when: float, **samples: float) -> Reading:
+    """Samples are written name__label__value=number."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for name, value in samples.items():
+        metric, *label = name.split("__")
+        found.setdefault(f"pyhvd_{metric}", {})[(tuple(label),) if label else ()] = value  # type: ignore[index]
+    return Reading(when, rank, 2, "train-1", found)
+
+
+def test_rates() -> None:
+    before = [
+        reading(0, 10.0, tensors_total__lane__fast=100, bytes_total=0, awaited_seconds_total__late_rank__1=1),
+        reading(1, 10.0, wait_seconds_sum=1.0, cache_hits_total=10, cache_misses_total=10),
+    ]
+    after = [
+        reading(
+            0,
+            12.0,
+            tensors_total__lane__fast=400,
+            tensors_total__lane__mpi=100,
+            bytes_total=4e9,
+            awaited_seconds_total__late_rank__0=0,
+            awaited_seconds_total__late_rank__1=1.5,
+            stalled_tensors=3,
+        ),
+        reading(1, 11.0, wait_seconds_sum=1.25, cache_hits_total=13, cache_misses_total=11, errors_total=2),
+    ]
+    first, second = rates(before, after)
+    assert (first.seconds, first.tensors_per_second, first.bytes_per_second) == (2.0, 200.0, 2e9)
+    assert first.lanes == {"fast": 75.0, "mpi": 25.0}
+    assert (first.awaited_percent, second.awaited_percent) == (0.0, 25.0)
+    assert (first.cache_hit_percent, second.cache_hit_percent) == (None, 75.0)
+    assert (second.wait_percent, second.errors, first.stalled) == (25.0, 2, 3)
+    assert top.cells(first) == ("0", "200", "2.000", "-", "fast 75% mpi 25%", "0.0%", "0.0%", "0", "3")
+    assert top.cells(second) == ("1", "0", "0.000", "75.0%", "-", "25.0%", "25.0%", "2", "-")
+    assert top.heading([first, second], "train-1", 2, silent=1) == (
+        "train-1: 2 of 2 ranks, over 2.00 s; 1 do not answer (stopped, or holding the GIL);"
+        " slowest: rank 1, for which the others waited 25% of the time"
+    )
+
+
+def test_a_rank_that_is_new_has_no_rate_yet() -> None:
+    assert [row.rank for row in rates([reading(0, 1.0)], [reading(0, 2.0), reading(1, 2.0)])] == [0]
+    assert rates([], [reading(0, 2.0)]) == []
+
+
+def test_readings_are_what_endpoints_tell(meter: Meter, endpoint: Endpoint) -> None:
+    before = scrape([url(endpoint)])
+    meter.agreed("allreduce", "mpi", [1000] * 5, [], 0)
+    meter.submitted(3, 1)
+    (row,) = rates(before.readings, scrape([url(endpoint)]).readings)
+    assert row.tensors_per_second * row.seconds == pytest.approx(5)
+    assert row.bytes_per_second * row.seconds == pytest.approx(5000)
+    assert (row.cache_hit_percent, row.lanes) == (75.0, {"mpi": 100.0})
+
+
+def test_a_job_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        write_file(RankFile("train-1", 0, 1, os.getpid(), "127.0.0.1", port))
+        assert top.main(["--once"]) == 1
+    assert capsys.readouterr().err == (
+        "pyhvd top: no rank answers in time (stopped, or holding the GIL)"
+        f" at http://127.0.0.1:{port}/metrics\n"
+    )
+
+
+def test_who_does_not_answer_is_not_gone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        where = f"http://127.0.0.1:{silent.getsockname()[1]}/metrics"
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/metrics"
+        closed.close()
+        seen = scrape([where, nobody], timeout=0.1)
+    assert (seen.readings, seen.silent, seen.over) == ([], [where], False)
+    assert scrape([nobody]).over
+
+
+def _answer(*pieces: bytes, length: int | None = None) -> Scrape:
+    """Return what one sees of a server that answers so."""
+
+    def speak(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
+        start("200 OK", [] if length is None else [("Content-Length", str(length))])
+        return list(pieces)
+
+    with make_server("127.0.0.1", 0, speak) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        seen = scrape([f"http://127.0.0.1:{server.server_port}/"])
+        thread.join()
+    return seen
+
+
+_INFO = 'pyhvd_info{rank="0",size="2",job="j"} 1.0\n'
+
+
+def test_what_is_no_rank_counts_as_gone() -> None:
+    assert _answer(b"hello").over
+    assert parse("some_metric 1\n", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _INFO.replace('rank="0"', 'rank="zero"'),
+        _INFO.replace('size="2",', ""),
+        _INFO.replace('job="j"', ""),
+        _INFO.replace("job=", " =ob=") + "some_metric\\{",
+    ],
+)
+def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
+    assert parse(_INFO, 0.0) == Reading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
+    assert parse(wrong, 0.0) is None
+
+
+_LABELS = (("job", "j"), ("rank", "0"), ("size", "2"))
+
+
+def test_an_answer_that_breaks_off_or_has_no_end_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = _INFO.encode()
+    assert len(_answer(info).readings) == 1
+    assert _answer(info, length=len(info) + 1).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info) - 1)
+    assert _answer(info).over
+    monkeypatch.setattr(scraping, "MOST_BYTES", len(info))
+    assert len(_answer(info).readings) == 1
+
+
+def test_once(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["--once", "--interval", "0.05"]) == 0
+    title, columns, row = capsys.readouterr().out.splitlines()[:3]
+    assert re.match(r"train-1: 1 of 2 ranks, over \d+\.\d\d s", title)
+    assert columns.split()[:3] == ["rank", "tensors/s", "GB/s"]
+    assert row.split() == ["0", "0", "0.000", "-", "-", "0.0%", "-", "0", "0"]
+
+
+@pytest.mark.parametrize("where", ["--url", "--port", "--ports", "--job"])
+def test_ways_to_say_which(endpoint: Endpoint, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--url": url(endpoint), "--job": "train"}.get(where, str(endpoint.port))
+    assert top.main([where, given, "--once", "--json", "--interval", "0.05"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["job"], [row["rank"] for row in told["ranks"]]) == ("train-1", [0])
+    assert told["ranks"][0].keys() == {*Row.__dataclass_fields__}
+
+
+def test_no_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["--once"]) == 1
+    assert capsys.readouterr().err == (
+        "pyhvd top: no job of yours that serves metrics runs on this host:"
+        " start one with pyhvdrun --metrics-port 0, or with PYHVD_METRICS_PORT=0\n"
+    )
+    assert top.main(["--once", "--url", "http://127.0.0.1:1/metrics"]) == 1
+    assert capsys.readouterr().err == "pyhvd top: no rank answers at http://127.0.0.1:1/metrics\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--interval soon", "argument --interval: expected a number, not 'soon'"),
+        ("--interval 0", "argument --interval: must be positive, and less than 1e9, not 0"),
+        ("--interval nan", "argument --interval: must be positive, and less than 1e9, not nan"),
+        ("--interval 0.001", "argument --interval: must be at least 0.01 s, not 0.001"),
+        ("--port 70000", "argument --port: a port is at most 65535, not 70000"),
+        ("--port 65535 --ranks 2", "argument --ranks: the last one's port would be 65536"),
+        ("--port 9400 --ranks 0", "argument --ranks: must be at least 1, not 0"),
+        ("--ports 9400,x", "argument --ports: expected ports such as 9400,9401, not '9400,x'"),
+        ("--ports 9400,70000", "not '9400,70000': a port is at most 65535"),
+        (
+            "--url localhost:9400",
+            "argument --url: expected an address such as http://node2:9400/metrics, not",
+        ),
+        ("--url file:///etc/hosts", "argument --url: expected an address such as http"),
+        ("--url http://[::1", "argument --url: expected an address such as http"),
+        ("--url http://node2:70000/", "argument --url: expected an address such as http"),
+    ],
+)
+def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        top.main(arguments.split())
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
+    with top._Rich() as screen:
+        screen.show("[/i]: 1 of 1 ranks", [row])
+    shown = capsys.readouterr().out
+    assert "[/i]: 1 of 1 ranks" in shown
+    assert "[/b]" in shown
+
+
+def test_several_jobs(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Endpoint(0, "127.0.0.1", 0)
+    try:
+        other.serve(meter.snapshot, "other-2")
+        assert top.main(["--once"]) == 1
+        assert "several jobs run here; choose one with --job: other-2, train-1" in capsys.readouterr().err
+        assert top.main(["--once", "--interval", "0.05", "--job", "other-2"]) == 0
+    finally:
+        other.close()
+
+
+def test_without_prometheus_client_the_error_names_the_extra(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
+    assert top.main(["--once"]) == 1
+    assert 'pip install "pyhvd[metrics]"' in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        top.main(["--help"])
+    assert end.value.code == 0
+    assert "examples:\n  pyhvdrun -n 4 --metrics-port 0" in capsys.readouterr().out

@@ -1,0 +1,141 @@
+"""The memory of ``hvd.empty()``: nothing overlaps, nothing is lost, huge pages come and go as a whole."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pyhvd.native.shared_memory import HUGE
+from pyhvd.transport.arena import LINE, Arena
+
+PAGES = 4
+
+
+class Pages:
+    """An arena over ordinary memory, which knows what has memory behind it."""
+
+    def __init__(self, room: int = PAGES) -> None:
+        self.memory: npt.NDArray[np.uint8] = np.zeros((PAGES + 1) * HUGE, np.uint8)
+        start = -(-self.memory.ctypes.data // HUGE) * HUGE
+        self.claimed: set[int] = set()
+        self.room = room
+        self.arena = Arena(0, [start], PAGES * HUGE, self.claim, self.release, self.memory)
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        assert offset % HUGE == nbytes % HUGE == 0
+        pages = range(offset // HUGE, (offset + nbytes) // HUGE)
+        assert self.claimed.isdisjoint(pages)
+        if len(self.claimed) + len(pages) > self.room:
+            raise OSError(errno.ENOSPC, "no space left")
+        self.claimed.update(pages)
+
+    def release(self, offset: int, nbytes: int) -> None:
+        assert nbytes == HUGE
+        self.claimed.remove(offset // HUGE)
+
+    def under(self, arrays: list[Any]) -> set[int]:
+        """Return the huge pages that arrays lie on."""
+        used: set[int] = set()
+        for array in arrays:
+            first = array.ctypes.data - self.arena.start
+            used.update(range(first // HUGE, (first + max(array.nbytes, 1) - 1) // HUGE + 1))
+        return used
+
+
+sizes = st.sampled_from([0, 1, 100, LINE, 5000, HUGE // 2, HUGE - LINE, HUGE, HUGE + 1, 2 * HUGE])
+
+
+@settings(max_examples=150)
+@given(st.lists(st.one_of(sizes, st.integers(-6, -1)), max_size=30))
+def test_arrays_come_and_go(program: list[int]) -> None:
+    """A number >= 0 allocates so many bytes, one below lets go of an array."""
+    pages = Pages()
+    held: list[tuple[Any, int]] = []
+    for index, step in enumerate(program):
+        if step < 0 and held:
+            held.pop(step % len(held))
+        elif step >= 0 and (array := _allocate(pages.arena, step)) is not None:
+            array[...] = index % 251
+            held.append((array, index % 251))
+        array = None
+        assert all((each == value).all() for each, value in held)
+        assert pages.claimed == pages.under([each for each, _ in held])
+    held.clear()
+    assert not pages.claimed
+    whole = pages.arena.empty((PAGES * HUGE,), np.dtype(np.uint8))
+    assert whole.size == PAGES * HUGE
+
+
+def _allocate(arena: Arena, nbytes: int) -> Any:
+    try:
+        array = arena.empty((nbytes,), np.dtype(np.uint8))
+    except OSError:
+        return None
+    assert array.ctypes.data % LINE == 0
+    assert arena.holds(array.ctypes.data)
+    return array
+
+
+def test_without_memory_nothing_changes() -> None:
+    pages = Pages(room=1)
+    first = pages.arena.empty((HUGE // 2,), np.dtype(np.uint8))
+    with pytest.raises(OSError, match="no space left"):
+        pages.arena.empty((HUGE,), np.dtype(np.uint8))
+    assert pages.claimed == pages.under([first])
+    second = pages.arena.empty((HUGE // 2,), np.dtype(np.uint8))
+    assert pages.claimed == pages.under([first, second]) == {0}
+
+
+def test_views_keep_the_memory() -> None:
+    pages = Pages()
+    array = pages.arena.empty((10, 10), np.dtype(np.float64))
+    array[...] = 3
+    view = array[2:4, ::2]
+    del array
+    gc.collect()
+    assert pages.claimed == {0}
+    assert view.tolist() == [[3.0] * 5] * 2
+    del view
+    gc.collect()
+    assert not pages.claimed
+
+
+def test_a_fork_gives_nothing_back() -> None:
+    pages = Pages()
+    array = pages.arena.empty((10,), np.dtype(np.uint8))
+    pid = os.fork()
+    if not pid:
+        del array
+        os._exit(0 if pages.claimed == {0} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pages.claimed == pages.under([array])
+
+
+def test_a_finalizer_never_waits() -> None:
+    """The garbage collector may run while the arena is being worked on, by the same thread."""
+    pages = Pages()
+    inner = [pages.arena.empty((10,), np.dtype(np.uint8))]
+    claim = pages.arena.claim
+
+    def and_collect(offset: int, nbytes: int) -> None:
+        inner.clear()
+        claim(offset, nbytes)
+
+    pages.arena.claim = and_collect
+    done = threading.Event()
+
+    def allocate() -> None:
+        pages.arena.empty((HUGE,), np.dtype(np.uint8))
+        done.set()
+
+    threading.Thread(target=allocate, daemon=True).start()
+    assert done.wait(10), "a finalizer waits for the arena's lock"
+    assert pages.arena.empty((1,), np.dtype(np.uint8)).size == 1

@@ -1,0 +1,150 @@
+"""Connections over loopback: deadlines, strangers, and messages larger than socket buffers."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pyhvd.transport.tcp.connection import Connection, connect, listen, new_key
+from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError, Role, Session
+
+KEY = new_key()
+_PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen("127.0.0.1", 8) as made:
+        yield made
+
+
+def serve(listener: socket.socket, key: bytes, kept: list[Connection]) -> None:
+    """Accept one client and complete the handshake."""
+    select.select([listener], [], [], _PATIENCE_S)
+    peer, _ = listener.accept()
+    connection = Connection(peer, Session(key, Role.SERVER))
+    kept.append(connection)
+    until = time.monotonic() + _PATIENCE_S
+    try:
+        while not connection.authenticated and connection.open and time.monotonic() < until:
+            select.select([connection], [], [], _PATIENCE_S)
+            connection.pump_in()
+    except ChannelError:
+        connection.close()
+
+
+def both(listener: socket.socket, key: bytes = KEY) -> tuple[Connection, Connection]:
+    kept: list[Connection] = []
+    thread = threading.Thread(target=serve, args=(listener, KEY, kept))
+    thread.start()
+    try:
+        client = connect([listener.getsockname()[:2]], key, _PATIENCE_S)
+    finally:
+        thread.join(_PATIENCE_S)
+    return client, kept[0]
+
+
+def receive(connection: Connection, count: int, other: Connection) -> list[bytes]:
+    messages: list[bytes] = []
+    until = time.monotonic() + _PATIENCE_S
+    while len(messages) < count and time.monotonic() < until:
+        select.select([connection], [other] if other.wants_write else [], [], 1.0)
+        other.pump_out()
+        messages += connection.pump_in()
+    return messages
+
+
+def test_messages_go_both_ways(listener: socket.socket) -> None:
+    client, server = both(listener)
+    client.send(b"to the server")
+    assert receive(server, 1, client) == [b"to the server"]
+    server.send(b"to the client")
+    assert receive(client, 1, server) == [b"to the client"]
+    client.close()
+    assert receive_end(server) == []
+    server.close()
+
+
+def test_who_finishes_loses_nothing_though_it_leaves_something_unread(listener: socket.socket) -> None:
+    client, server = both(listener)
+    server.send(b"never read")
+    for number in range(64):
+        client.send(bytes([number]) * 65536)
+    thread = threading.Thread(target=client.finish, args=(_PATIENCE_S,))
+    thread.start()
+    time.sleep(0.2)  # it has sent what the buffers hold
+    messages: list[bytes] = []
+    while server.open:
+        select.select([server], [], [], _PATIENCE_S)
+        messages += server.pump_in()
+    server.close()
+    thread.join(_PATIENCE_S)
+    assert not thread.is_alive()
+    assert messages == [bytes([number]) * 65536 for number in range(64)]
+
+
+def test_who_finishes_does_not_wait_for_ever(listener: socket.socket) -> None:
+    client, server = both(listener)
+    begin = time.monotonic()
+    client.finish(0.2)
+    assert time.monotonic() - begin < _PATIENCE_S / 2
+    assert not client.open
+    server.close()
+
+
+def receive_end(connection: Connection) -> list[bytes]:
+    select.select([connection], [], [], _PATIENCE_S)
+    messages = connection.pump_in()
+    assert not connection.open
+    return messages
+
+
+def test_more_than_the_buffers_hold_waits_without_blocking(listener: socket.socket) -> None:
+    client, server = both(listener)
+    sent = [bytes([number]) * MAX_RECORD for number in range(16)]
+    for message in sent:
+        client.send(message)
+    assert (client.wants_write, client.full) == (True, True)
+    assert receive(server, len(sent), client) == sent
+    assert (client.wants_write, client.full) == (False, False)
+    client.close()
+    server.close()
+
+
+def test_a_wrong_key_is_told_without_the_key(listener: socket.socket) -> None:
+    wrong = new_key()
+    with pytest.raises(ChannelError, match="no connection within") as caught:
+        both(listener, wrong)
+    assert wrong.hex() not in str(caught.value)
+
+
+def test_a_server_that_says_nothing_is_given_up(listener: socket.socket) -> None:
+    with pytest.raises(ChannelError, match="did not answer in time"):
+        connect([listener.getsockname()[:2]], KEY, 0.2)
+
+
+def test_the_next_address_is_tried(listener: socket.socket) -> None:
+    with listen("127.0.0.1", 1) as gone:
+        dead = gone.getsockname()[:2]
+    kept: list[Connection] = []
+    thread = threading.Thread(target=serve, args=(listener, KEY, kept))
+    thread.start()
+    client = connect([dead, listener.getsockname()[:2]], KEY, _PATIENCE_S)
+    thread.join(_PATIENCE_S)
+    assert client.authenticated
+    client.close()
+    kept[0].close()
+
+
+def test_sending_to_a_peer_that_is_gone_does_no_harm(listener: socket.socket) -> None:
+    client, server = both(listener)
+    server.close()
+    for _ in range(4):
+        client.send(bytes(1000))
+    assert receive_end(client) == []
+    client.close()
