@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.tensors import resnet50
 from pyhvd import __version__
-from pyhvd.devices.layout import lay_out
+from pyhvd.devices.pack_plan import lay_out
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.tools.doctor.facts import gpus
 from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
         Histogram as Histogram,
         Metrics as Metrics,
         metrics as metrics,
+        start_timeline as start_timeline,
+        stop_timeline as stop_timeline,
     )
     from pyhvd.api.handles import (
         Handle as Handle,
@@ -75,10 +77,6 @@ if TYPE_CHECKING:
     from pyhvd.api.process_sets import (
         ProcessSet as ProcessSet,
         global_process_set as global_process_set,
-    )
-    from pyhvd.api.recording import (
-        start_timeline as start_timeline,
-        stop_timeline as stop_timeline,
     )
     from pyhvd.api.topology import (
         ccl_built as ccl_built,
@@ -159,10 +157,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("UnsupportedDtypeError", "UnsupportedOpError"),
     ),
     "api.handles": ("Handle", "poll", "synchronize"),
-    "api.diagnostics": ("Histogram", "Metrics", "metrics"),
+    "api.diagnostics": ("Histogram", "Metrics", "metrics", "start_timeline", "stop_timeline"),
     "api.lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
     "api.memory": ("empty", "empty_like"),
-    "api.recording": ("start_timeline", "stop_timeline"),
     "api.objects": ("allgather_object", "broadcast_object"),
     "api.process_sets": ("ProcessSet", "global_process_set"),
     "api.topology": (

@@ -10,7 +10,6 @@ users catch.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -201,49 +200,3 @@ class HorovodVersionMismatchError(ImportError):
         self.name = name
         self.version = version
         self.installed_version = installed_version
-
-
-def sendable(text: str) -> str:
-    """Return a text with what UTF-8 does not have, as in a file's name that is no text, as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-MAX_TEXT = 6000
-"""Characters of an exception's text, or of its traceback, that travel."""
-
-
-def exception_text(exc: BaseException) -> str:
-    """Return an exception's kind and text, as long as they are.
-
-    One that cannot say its text still has a kind: who tells others of a failure must not fail of it.
-    """
-    try:
-        text = str(exc)
-    except Exception as of_str:
-        text = f"<its str() raised {type(of_str).__name__}>"
-    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-
-
-def describe_exception(exc: BaseException) -> str:
-    """Return an exception's kind and text, cut in the middle if they are long."""
-    return shorten(exception_text(exc))
-
-
-def describe_traceback(exc: BaseException, skip: int = 0) -> str:
-    """Return an exception's traceback as Python shows it, cut in the middle if it is long.
-
-    The first ``skip`` frames are left out.
-    """
-    link = exc.__traceback__
-    for _ in range(skip):
-        link = link.tb_next if link is not None else None
-    return shorten("".join(traceback.format_exception(type(exc), exc, link)))
-
-
-def shorten(text: str, between: str = "\n") -> str:
-    """Return a text that can be sent: above MAX_TEXT characters its middle is cut out, which is said."""
-    if len(text) > MAX_TEXT:
-        half = MAX_TEXT // 2
-        said = f"... {len(text) - 2 * half} characters left out ..."
-        text = f"{text[:half]}{between}{said}{between}{text[-half:]}"
-    return sendable(text)

@@ -18,20 +18,15 @@ from pyhvd.api.handles import Handle, QueuedHandle
 from pyhvd.api.process_sets import ProcessSet, members_of
 from pyhvd.backends.host import rows_of
 from pyhvd.common.stacks import calling_site
+from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.pending import Arrival, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.engine import context
-from pyhvd.errors import (
-    DuplicateNameError,
-    HorovodInternalError,
-    UnsupportedOpError,
-    describe_exception,
-    describe_traceback,
-)
+from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
 from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType
-from pyhvd.negotiation.validation import describe_ranks, verb
+from pyhvd.negotiation.validation import verb
 from pyhvd.queue import TensorEntry
 
 T = TypeVar("T")

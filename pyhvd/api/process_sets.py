@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from pyhvd.common.text import describe_ranks
 from pyhvd.engine import context
 from pyhvd.engine.context import Ranks, StaticSet
 from pyhvd.negotiation.messages import GLOBAL_SET
-from pyhvd.negotiation.validation import describe_ranks
 
 
 def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:

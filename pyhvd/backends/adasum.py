@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.backends.base import Fabric
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.transport.fabric import Fabric
 
 RIDE = 4 * 1024 * 1024
 """Bytes of tensors that ride together; a tensor of half as many rides alone, and needs no packing."""

@@ -23,8 +23,9 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import Fabric, PhaseHook, Pieces, no_phase
+from pyhvd.backends.base import PhaseHook, Pieces, no_phase
 from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.transport.fabric import Fabric
 
 FLAT = 64 * 1024
 """At most so many bytes, over all ranks, are gathered and reduced everywhere, in one step instead of two."""

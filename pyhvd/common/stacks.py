@@ -17,15 +17,16 @@ import threading
 from collections.abc import Collection
 from types import CodeType, FrameType
 
-from pyhvd.errors import sendable
-from pyhvd.negotiation.messages import Frame, ThreadStack
+import msgspec
+
+from pyhvd.common.text import sendable
 
 MAX_THREADS = 8
 MAX_FRAMES = 10
 MAX_TEXT = 160
 """Most characters of a path, a name or a line of code."""
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY = tuple(
     {
         *(
@@ -135,3 +136,36 @@ def _cut(text: str, keep_end: bool = False) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"...{text[3 - MAX_TEXT :]}" if keep_end else f"{text[: MAX_TEXT - 3]}..."
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One call on a Python stack: file, line number, function, and the line's text where it is at hand."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
+    """Where a thread stands in the user's program.
+
+    Attributes
+    ----------
+    name : str
+        Of the thread.
+    frames : list of Frame
+        The user's frames, the innermost first; bounded in number.
+    inside : str
+        Which library function the innermost of them is in, or empty.
+    left_out : int
+        User's frames beyond the bound.
+    """
+
+    name: str
+    frames: list[Frame]
+    inside: str = ""
+    left_out: int = 0

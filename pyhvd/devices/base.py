@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from pyhvd.arrays import Bytes
-from pyhvd.devices.layout import Words
+from pyhvd.devices.pack_plan import Words
 from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
 
 Stream = int
@@ -148,7 +148,7 @@ class Packer(Protocol):
         buffer : int
             Address, aligned to 16 bytes.
         offsets : numpy.ndarray of int64
-            Element of the buffer at which each tensor begins; see :func:`pyhvd.devices.layout.lay_out`.
+            Element of the buffer at which each tensor begins; see :func:`pyhvd.devices.pack_plan.lay_out`.
         sources : numpy.ndarray of int64
             Address of each tensor, aligned to its element; 0 stands for one that is not there, in whose place
             goes the neutral element of ``op``.

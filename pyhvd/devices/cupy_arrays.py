@@ -8,7 +8,7 @@ import cupy
 
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import CupyDevice, cuda_device
-from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.pack_plan import refuse_overlap
 from pyhvd.devices.streams import Lease
 from pyhvd.dtypes import lookup
 

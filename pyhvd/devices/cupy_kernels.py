@@ -1,4 +1,4 @@
-"""The kernels of ``fusion.cu``, compiled by CuPy when they are first needed.
+"""The kernels of ``pack_kernels.cu``, compiled by CuPy when they are first needed.
 
 It takes NVRTC about half a second for a pair of types; CuPy keeps the outcome in its cache, for other
 processes too.
@@ -19,7 +19,7 @@ from pyhvd.devices.packing import Argument, Launch
 @functools.cache
 def source() -> str:
     """Return the kernels' source."""
-    return resources.files("pyhvd.devices").joinpath("fusion.cu").read_text(encoding="utf-8")
+    return resources.files("pyhvd.devices").joinpath("pack_kernels.cu").read_text(encoding="utf-8")
 
 
 def options(tensor: str, wire: str) -> tuple[str, ...]:

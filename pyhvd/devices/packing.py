@@ -15,8 +15,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.devices.base import Device, Event, Memory, Stream
-from pyhvd.devices.layout import ALIGNMENT, Words
-from pyhvd.devices.pack_plan import make_tiles
+from pyhvd.devices.pack_plan import ALIGNMENT, Words, make_tiles
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 Argument = np.uint64 | np.int64 | np.float64
@@ -24,7 +23,7 @@ Launch = Callable[[str, int, tuple[Argument, ...], Stream], None]
 """``launch(name, blocks, arguments, stream)`` queues a kernel, in blocks of :data:`tiles.THREADS` threads."""
 
 Compile = Callable[[str, str], Launch]
-"""``compile(tensor, wire)`` returns the kernels for one pair of types, named as in ``fusion.cu``."""
+"""``compile(tensor, wire)`` returns the kernels for one pair of types, named as in ``pack_kernels.cu``."""
 
 _FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
 _REAL = {Code.COMPLEX64: Code.FLOAT32, Code.COMPLEX128: Code.FLOAT64}
@@ -146,7 +145,7 @@ class KernelPacker:
 
 
 def kernel_types(code: Code, wire: Code, factor: float) -> tuple[str, str]:
-    """Return the types of a kernel, by their names in ``fusion.cu``: of the tensors, and of the buffer.
+    """Return the types of a kernel, by their names in ``pack_kernels.cu``: of the tensors, and of the buffer.
 
     Raises
     ------

@@ -9,7 +9,7 @@ import torch
 
 from pyhvd.devices.base import DeviceView, Event, Stream
 from pyhvd.devices.cupy_device import cuda_device
-from pyhvd.devices.layout import refuse_overlap
+from pyhvd.devices.pack_plan import refuse_overlap
 from pyhvd.devices.streams import stream_of
 from pyhvd.dtypes import DtypeInfo, named
 

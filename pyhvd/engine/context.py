@@ -22,25 +22,26 @@ from typing import Any
 import msgspec
 
 from pyhvd import __version__
-from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.base import Backend, Pieces
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
 from pyhvd.common.processes import Place, here
+from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback, describe_values
 from pyhvd.config import SHARED, Config
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import LaneBell, open_lane
 from pyhvd.engine.runtime import Fittings, Runtime
-from pyhvd.errors import HorovodInternalError, NotInitializedError, describe_exception, describe_traceback
+from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.native.shared_memory import LaneSlot, count_players
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
-from pyhvd.negotiation.validation import describe_ranks, describe_values
 from pyhvd.observe.hang_reporter import Whereabouts
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
+from pyhvd.transport.fabric import Fabric
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]

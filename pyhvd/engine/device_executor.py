@@ -33,7 +33,7 @@ from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.terms import kernel_terms
+from pyhvd.negotiation.reduction import kernel_terms
 from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pyhvd.backends.base import Aborted
 from pyhvd.common.processes import Place
+from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import (
     HorovodInternalError,
     InternalError,
@@ -24,12 +24,11 @@ from pyhvd.errors import (
     ShutDownError,
     StallError,
     TransportError,
-    describe_exception,
-    describe_traceback,
 )
 from pyhvd.native.shared_memory import NOTE
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response
 from pyhvd.negotiation.validation import verb
+from pyhvd.transport.fabric import Aborted
 
 _FRAME = 64
 """Bytes, at most, of an ErrorInfo of which only kind, rank and text are given, beside the text."""
@@ -57,7 +56,7 @@ def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) 
 def info_of(exc: BaseException, rank: int) -> ErrorInfo:
     """Return what the others are told of the exception that ends a rank's engine.
 
-    Of an :class:`~pyhvd.backends.base.Aborted` that is what this rank was told itself; its ``rank`` is the
+    Of an :class:`~pyhvd.transport.fabric.Aborted` that is what this rank was told itself; its ``rank`` is the
     one that failed first.
     """
     if isinstance(exc, Aborted):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
-from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.base import Backend, Pieces
 from pyhvd.backends.host import rows_of
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.common.processes import Place
@@ -28,11 +28,12 @@ from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
-from pyhvd.negotiation.terms import kernel_terms
+from pyhvd.negotiation.reduction import kernel_terms
 from pyhvd.negotiation.validation import verb
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
+from pyhvd.transport.fabric import Fabric
 
 Views = Sequence[TensorView | None]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Aborted, Backend, Fabric
-from pyhvd.backends.shm import OpenWindow, Segment, ShmBackend
+from pyhvd.backends.base import Backend
+from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.dtypes import ReduceOp, lookup
@@ -34,6 +34,8 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
+from pyhvd.transport.fabric import Aborted, Fabric
+from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 

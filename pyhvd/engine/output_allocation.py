@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pyhvd.backends.base import Backend
+from pyhvd.common.text import describe_ranks
 from pyhvd.errors import RankFailedError
 from pyhvd.negotiation.messages import Response
-from pyhvd.negotiation.validation import describe_ranks, verb
+from pyhvd.negotiation.validation import verb
 from pyhvd.queue import TensorEntry
 
 T = TypeVar("T")

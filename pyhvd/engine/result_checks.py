@@ -21,13 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Backend
+from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import CorruptionError
 from pyhvd.negotiation.fusion import response_bytes
 from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.validation import describe_ranks, describe_values, verb
+from pyhvd.negotiation.validation import verb
+from pyhvd.transport.fabric import Fabric
 
 _log = logging.getLogger("pyhvd")
 

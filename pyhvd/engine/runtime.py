@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pyhvd.backends.base import Backend, Fabric, Pieces
+from pyhvd.backends.base import Backend, Pieces
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
 from pyhvd.engine.fast_path import FastLane
-from pyhvd.engine.progress_probe import Onlooker, give_up_time, make_watch
 from pyhvd.engine.response_queue import ResponseQueue
 from pyhvd.engine.shutdown import GOODBYE, Farewell
+from pyhvd.engine.watchdog import Onlooker, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
 from pyhvd.native.shared_memory import Lane
 from pyhvd.negotiation.fusion import plan
@@ -51,7 +51,7 @@ from pyhvd.negotiation.messages import (
     encode,
     is_aside,
 )
-from pyhvd.negotiation.terms import kernel_terms
+from pyhvd.negotiation.reduction import kernel_terms
 from pyhvd.observe.hang_reporter import Whereabouts, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
@@ -59,6 +59,7 @@ from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
+from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
     from pyhvd.transport.control import ControlTransport

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.common.text import describe_ranks
 
 if TYPE_CHECKING:
     from pyhvd.transport.control import ControlTransport

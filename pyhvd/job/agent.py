@@ -10,10 +10,9 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -44,7 +43,6 @@ from pyhvd.job.messages import (
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.process.exit_report import EXIT
 from pyhvd.job.rank_process import Child
-from pyhvd.spark.resources import encode_resources
 from pyhvd.transport.tcp.connection import Address, Connection, connect
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -77,44 +75,6 @@ class Given:
 
     files: Mapping[str, int] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-
-
-class TaskBody:
-    """What Spark runs for each partition; all that goes to the executors is in it.
-
-    Parameters
-    ----------
-    addresses : sequence of (str, int)
-        Where the driver listens.
-    secret : Secret
-        The job's key.
-    """
-
-    def __init__(self, addresses: Sequence[Address], secret: Secret) -> None:
-        self._addresses = list(addresses)
-        self._secret = secret
-
-    def __call__(self, partition: Iterable[Any]) -> Iterator[tuple[int, bytes]]:
-        """Yield the rank and its pickled result; nothing if the driver has ended the job."""
-        (index,) = partition
-        result = self.run(index, {})
-        if result is not None:
-            yield result
-
-    def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
-        """Be task `index`; return the rank and its pickled result, None if the driver has ended the job.
-
-        The rank inherits the descriptors in `files`, and finds their numbers in variables of these names.
-        """
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
-        # Not its attemptNumber: a barrier stage is tried again as a whole, and that then begins at 0 again.
-        attempt = context.taskAttemptId()
-        resources = {name: list(given.addresses) for name, given in context.resources().items()}
-        given = Given(files, encode_resources(resources))
-        return run_task(self._addresses, self._secret, index, attempt, given)
 
 
 def run_task(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pyhvd.job.connections import Peer, Switchboard
+from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.failure import Verdict
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
@@ -40,7 +41,6 @@ from pyhvd.job.messages import (
 from pyhvd.job.placement import Registry, Seat, Task
 from pyhvd.job.process.exit_report import EXIT, LOST, Record
 from pyhvd.job.rendezvous import PmiWiring, Wiring
-from pyhvd.spark.errors import SparkError, StartTimeoutError
 
 # When the Spark job has failed, its ranks have so long to say why.
 _LAST_WORDS_S = 1.0
@@ -154,7 +154,7 @@ class DriverService:
             A rank raised, ended, was killed, or its host is gone.
         StartTimeoutError
             Not all tasks came in time.
-        SparkError
+        LaunchError
             Spark ended the job, for its own reasons.
         """
         self._board.wake_for(job)
@@ -179,7 +179,7 @@ class DriverService:
             self._board.forget(job)
             try:
                 results = self._sort(job.results())
-            except SparkError:
+            except LaunchError:
                 job_ended = min(job_ended, now)
                 if now > job_ended + _LAST_WORDS_S and self._verdict.settled_at == math.inf:
                     raise

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
+from pyhvd.job.errors import LaunchError
 from pyhvd.job.placement import Seat
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, SECONDARY, SIGNAL, Record, root_cause
-from pyhvd.spark.errors import SparkError
 
 # So long is waited for a better reason than that a task is gone, or that a rank complains of another one.
 _BETTER_S = 1.0
@@ -70,7 +70,7 @@ class Verdict:
         case = next(case for case in self._cases if case.record is cause)
         seat = places.get(cause.rank)
         if seat is None:
-            return SparkError(cause.text)
+            return LaunchError(cause.text)
         error = RankFailedError(
             f"rank {cause.rank} of {len(places)} on host {seat.host} (Spark task {seat.index}) {cause.text}",
             cause.rank,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
-from pyhvd.errors import describe_exception
+from pyhvd.common.text import describe_exception
 
 _log = logging.getLogger("pyhvd")
 

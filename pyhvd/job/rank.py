@@ -17,7 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from pyhvd.common import launcher_hooks
-from pyhvd.errors import TransportError, describe_exception, describe_traceback
+from pyhvd.common.text import describe_exception, describe_traceback
+from pyhvd.errors import TransportError
 from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, Place, find_place

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from pyhvd.job.messages import Failed, Start, decode_from_task
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL
+from pyhvd.job.process.signals import describe_signal
 from pyhvd.job.process.supervised import Kept
 from pyhvd.job.rank import ENTERS, FAILURE, LENGTH, RESULT
-from pyhvd.run.rank_supervisor import describe_signal
 from pyhvd.transport.tcp.session import ChannelError
 
 _CHUNK = 1 << 16

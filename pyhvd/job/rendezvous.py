@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pyhvd.job.connections import Peer
+from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import FromDriver, FromTask, Pmi
 from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer
 from pyhvd.job.placement import Seat, Task, assign
 from pyhvd.job.process.exit_report import EXIT
-from pyhvd.spark.errors import SparkError
 
 
 class Office(Protocol):
@@ -49,7 +49,7 @@ class Wiring(Protocol):
 
         Raises
         ------
-        SparkError
+        LaunchError
             They cannot be wired so.
         """
 
@@ -98,7 +98,7 @@ class PmiWiring:
         try:
             self._server = PmiServer([len(group) for group in groups])
         except PmiError as exc:
-            raise SparkError(str(exc)) from exc
+            raise LaunchError(str(exc)) from exc
         self._seats = assign(groups)
 
     def seats(self) -> list[Seat]:

@@ -10,8 +10,8 @@ import sys
 
 from msgspec.structs import replace
 
+from pyhvd.common.text import describe_values
 from pyhvd.negotiation.messages import ErrorInfo
-from pyhvd.negotiation.validation import describe_values
 
 MOST = 4096
 """Tensors whose lines are known."""

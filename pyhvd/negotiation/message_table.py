@@ -27,8 +27,7 @@ from pyhvd.negotiation.messages import (
     Response,
     iter_bits,
 )
-from pyhvd.negotiation.pending_hits import HeldBits
-from pyhvd.negotiation.response_cache import Group, Slot, SlotTable, group_of
+from pyhvd.negotiation.response_cache import Group, HeldBits, Slot, SlotTable, group_of
 from pyhvd.negotiation.stragglers import Lateness
 from pyhvd.negotiation.validation import check, sizes_differ, verb
 

@@ -14,6 +14,7 @@ import enum
 
 import msgspec
 
+from pyhvd.common.stacks import ThreadStack
 from pyhvd.errors import InternalError
 
 PROTOCOL_VERSION = 3
@@ -254,39 +255,6 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     stop: ErrorInfo | None = None
     tuning: Tuning | None = None
     timeline: TimelineOrder | None = None
-
-
-class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One call on a Python stack: file, line number, function, and the line's text where it is at hand."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
-class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
-    """Where a thread stands in the user's program.
-
-    Attributes
-    ----------
-    name : str
-        Of the thread.
-    frames : list of Frame
-        The user's frames, the innermost first; bounded in number.
-    inside : str
-        Which library function the innermost of them is in, or empty.
-    left_out : int
-        User's frames beyond the bound.
-    """
-
-    name: str
-    frames: list[Frame]
-    inside: str = ""
-    left_out: int = 0
 
 
 class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.common.text import describe_ranks
+from pyhvd.dtypes import INTEGERS, DtypeInfo, ReduceOp
 from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
-from pyhvd.negotiation.messages import RequestType
-from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.negotiation.messages import Request, RequestType
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +100,27 @@ def _factor(which: str, value: float) -> float:
         raise ValueError(f"{which}_factor={value!r} is not a number: {exc}") from None
     if not math.isfinite(factor):
         raise ValueError(f"{which}_factor={value!r} is not a finite number")
+    return factor
+
+
+def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
+    """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
+
+    Ranks that have joined count in the divisor.
+    """
+    if request.op != ReduceOp.AVERAGE:
+        return ReduceOp(request.op), request.postscale
+    return ReduceOp.SUM, _quotient(request.postscale, size, request.dtype in INTEGERS)
+
+
+@functools.lru_cache(maxsize=256)
+def _quotient(postscale: float, size: int, exact: bool) -> float:
+    """Return postscale / size; with ``exact`` never nearer to zero than it is.
+
+    Integers are cut off after the multiplication: a factor of 1/49 that was rounded down would make the
+    average of 49 ones a 0.
+    """
+    factor = postscale / size
+    if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):
+        return math.nextafter(factor, math.copysign(math.inf, factor))
     return factor

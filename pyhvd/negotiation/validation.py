@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.dtypes import BY_CODE, ReduceOp
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType
 
@@ -25,27 +26,6 @@ _NEEDS_ALL = frozenset(
 def verb(request_type: int) -> str:
     """Return the public name of an operation."""
     return RequestType(request_type).name.lower()
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"`` or ``"ranks 0-2, 5"``."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
-
-
-def describe_values(per_rank: Mapping[int, str]) -> str:
-    """Return ``"ranks 0-2: (3,); rank 3: (4,)"``."""
-    by_value: dict[str, list[int]] = {}
-    for rank in sorted(per_rank):
-        by_value.setdefault(per_rank[rank], []).append(rank)
-    return "; ".join(f"{describe_ranks(ranks)}: {value}" for value, ranks in by_value.items())
 
 
 def _dtype(request: Request) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyhvd.common.processes import Place, State
+from pyhvd.common.stacks import Frame, ThreadStack
+from pyhvd.common.text import describe_ranks
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
-from pyhvd.negotiation.messages import GLOBAL_SET, ErrorInfo, ErrorKind, Frame, ThreadStack
-from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.negotiation.messages import GLOBAL_SET, ErrorInfo, ErrorKind
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
 
 _NAMES = 6

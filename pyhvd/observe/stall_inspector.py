@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.common.processes import State
+from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import StackReport, ThreadStack
+from pyhvd.negotiation.messages import StackReport
 
 ANSWER_SECONDS = 2.0
 """How long a rank may take to say where it stands."""

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.base import Fabric
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.errors import HorovodInternalError, TimelineError
@@ -48,6 +47,7 @@ from pyhvd.observe.trace.clocks import Reading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
 from pyhvd.observe.trace.rows import MAIN, Rows, Tensor
 from pyhvd.queue import TensorEntry
+from pyhvd.transport.fabric import Fabric
 
 _log = logging.getLogger("pyhvd")
 

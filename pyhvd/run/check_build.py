@@ -18,7 +18,7 @@ from typing import Any
 
 from pyhvd import __version__
 from pyhvd.job.mpi.flavour import INSTALL, judge_library
-from pyhvd.transport.control.mpi import probe
+from pyhvd.transport.mpi import probe
 
 FRAMEWORKS = ("numpy", "cupy", "torch")
 _PROBE = Path(probe.__file__)

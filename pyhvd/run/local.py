@@ -18,14 +18,14 @@ import tempfile
 import time
 from types import FrameType
 
-from pyhvd.job.mpi.flavour import LaunchError, find_library, find_mpiexec
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, Record, root_cause
+from pyhvd.job.process.signals import ENDING, to_handle
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
-from pyhvd.run.rank_supervisor import to_handle
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Asked to stop, ranks have this long to clean up. A second signal cuts it short.
 _GRACE_S = 5.0
 # A rank that fails ends the job itself; when the job still runs after this long, the launcher ends it.
@@ -128,7 +128,7 @@ class _Job:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number in _ENDING:
+        if number in ENDING:
             grace = 0.0 if self._stopped_by else _GRACE_S  # the second one: now
             self._stopped_by = self._stopped_by or number
             self._end_by(grace)
@@ -278,7 +278,7 @@ def _short_temporary_directory() -> str | None:
 
 
 def _die_with_launcher() -> None:
-    from pyhvd.job.mpi.abort import die_with_parent
+    from pyhvd.job.process.parent_death import die_with_parent
 
     die_with_parent(signal.SIGTERM, _LAUNCHER)
 

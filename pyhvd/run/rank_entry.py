@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 
-from pyhvd.job.mpi.abort import claim_first_failure, die_with_parent, drain_stderr, end_job
+from pyhvd.job.mpi.abort import claim_first_failure, drain_stderr, end_job
 from pyhvd.job.mpi.rank_env import Place
 from pyhvd.job.process.environment import set_defaults
 from pyhvd.job.process.exit_report import EXIT, Record
 from pyhvd.job.process.output import make_relays
+from pyhvd.job.process.parent_death import die_with_parent
+from pyhvd.job.process.signals import BLOCKED_OVER_FORK
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import Line, connect
-from pyhvd.run.rank_supervisor import BLOCKED_OVER_FORK, FIRST_ENDS_JOB_S, Supervisor
+from pyhvd.run.rank_supervisor import FIRST_ENDS_JOB_S, Supervisor
 
 
 def run_rank(options: Options, place: Place) -> int:
@@ -30,7 +32,7 @@ def run_rank(options: Options, place: Place) -> int:
     if said is not None and place.rank == 0:
         print(said, file=sys.stderr, flush=True)
     try:
-        relays = make_relays(options, place)
+        relays = make_relays(place, options.output_filename, options.prefix_output, options.prefix_timestamp)
     except OSError as exc:
         return _refuse(place, line, f"cannot write the files of --output-filename: {exc}")
     read, write = os.pipe()

@@ -19,11 +19,8 @@ from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, drain_stderr, 
 from pyhvd.job.mpi.rank_env import Place
 from pyhvd.job.process.exit_report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, SIGNAL, UP, Record
 from pyhvd.job.process.output import Relay
+from pyhvd.job.process.signals import BLOCKED_OVER_FORK, ENDING, describe_signal, to_handle
 from pyhvd.run.control_socket import Line
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # After it reported a failure, a rank has this long for its exit handlers; then the job ends without them.
 _EXIT_HANDLERS_S = 0.5
@@ -134,7 +131,7 @@ class Supervisor:
             self._selector.unregister(source)
 
     def _forward(self, number: int, _frame: FrameType | None = None) -> None:
-        if number in _ENDING:
+        if number in ENDING:
             self._stopping = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, number)
@@ -147,7 +144,7 @@ class Supervisor:
         assert self._line is not None
         for what, value in self._line.receive():
             if what == "signal":
-                self._job_stops = self._job_stops or value in _ENDING
+                self._job_stops = self._job_stops or value in ENDING
                 self._forward(value)
         if not self._line.open:  # the launcher is gone, or wants us gone
             self._forget(self._line)
@@ -243,27 +240,6 @@ class Supervisor:
     def _tell(self, what: str, value: object) -> None:
         if self._line is not None:
             self._line.send(what, value)
-
-
-def to_handle() -> list[signal.Signals]:
-    """The signals to take and pass on: not SIGHUP under nohup, which has had it ignored."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
-
-
-def describe_signal(number: int) -> str:
-    """Say how a process ended that a signal killed."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "an unnamed signal"
-    hints = {
-        signal.SIGKILL: "; was it out of memory? (see dmesg)",
-        signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
-        signal.SIGBUS: "; is /dev/shm full? PYTHONFAULTHANDLER=1 shows where",
-        signal.SIGABRT: "; set PYTHONFAULTHANDLER=1 to see where",
-    }
-    return f"was killed by {name} (signal {number}){hints.get(number, '')}"  # type: ignore[call-overload]
 
 
 def _discard(fd: int) -> None:

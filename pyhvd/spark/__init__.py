@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pyhvd.job.errors import UnsupportedLauncherError
 from pyhvd.spark.api import run
 from pyhvd.spark.data.manifest import Column, Dataset
 from pyhvd.spark.data.partition import partition
 from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.shard import Shard, shard
 from pyhvd.spark.data.store import Store
-from pyhvd.spark.errors import (
-    DataError,
-    JavaNotFoundError,
-    SparkError,
-    StartTimeoutError,
-    UnsupportedLauncherError,
-)
+from pyhvd.spark.errors import DataError, JavaNotFoundError, SparkError, StartTimeoutError
 from pyhvd.spark.java import use_java
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel
 from pyhvd.spark.ml.training import Batch, Training

@@ -9,19 +9,20 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pyhvd.errors import ConfigError, describe_exception, sendable
+from pyhvd.common.text import describe_exception, sendable
+from pyhvd.errors import ConfigError
 from pyhvd.job.addresses import listening_places
-from pyhvd.job.agent import TaskBody
 from pyhvd.job.driver import DriverService, JobSpec
+from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
-from pyhvd.job.mpi.flavour import LaunchError
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecWiring, find
 from pyhvd.job.output import Lines, Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection
-from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
+from pyhvd.spark.errors import SparkError, as_spark_errors
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.slots import count_slots, wait_for_slots
+from pyhvd.spark.task_body import TaskBody
 from pyhvd.transport.tcp.connection import Address
 from pyhvd.transport.tcp.session import MAX_RECORD
 
@@ -128,7 +129,7 @@ def _run(
     places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
     secret = Secret()
     wiring = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
-    with output:
+    with as_spark_errors(), output:
         service = DriverService(spec, secret, [bind for bind, _ in places], output, wiring)
         addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
         if wiring is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from pyhvd.errors import HorovodInternalError, exception_text, shorten
+from pyhvd.common.text import exception_text, shorten
+from pyhvd.job import errors
+from pyhvd.job.errors import LaunchError
 
 
-class SparkError(HorovodInternalError):
+class SparkError(LaunchError):
     """The job could not be run in Spark; the text says why and what to do."""
 
 
-class StartTimeoutError(SparkError):
+class StartTimeoutError(SparkError, errors.StartTimeoutError):
     """Not all tasks have started in time.
 
     Attributes
@@ -20,9 +23,18 @@ class StartTimeoutError(SparkError):
         The indices of the tasks that never came.
     """
 
-    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.missing = list(missing)
+
+@contextmanager
+def as_spark_errors() -> Iterator[None]:
+    """Raise the errors of the job, which knows no Spark, as those that users of Spark catch."""
+    try:
+        yield
+    except SparkError:
+        raise
+    except errors.StartTimeoutError as exc:
+        raise StartTimeoutError(str(exc), exc.missing) from exc.__cause__
+    except LaunchError as exc:
+        raise SparkError(str(exc)) from exc.__cause__
 
 
 class JavaNotFoundError(SparkError):
@@ -31,10 +43,6 @@ class JavaNotFoundError(SparkError):
 
 class DataError(ValueError):
     """Data cannot be used so; the text names the column, file or folder, and the remedy."""
-
-
-class UnsupportedLauncherError(ValueError):
-    """pyhvd.spark.run has no such way to start ranks; the text says which to use."""
 
 
 def reason_of(exc: BaseException) -> str:

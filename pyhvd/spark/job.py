@@ -9,10 +9,10 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from pyhvd.job.agent import TaskBody
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
 from pyhvd.spark.errors import DataError, SparkError, reason_of
+from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pyhvd.api import lifecycle
 from pyhvd.engine.context import Slot, playing_rank
 from pyhvd.errors import RankFailedError, ShutDownError, TransportError
-from pyhvd.transport.world import ThreadWorlds
+from pyhvd.transport.inprocess import ThreadWorlds
 
 T = TypeVar("T")
 _SECONDARY = (RankFailedError, ShutDownError, TransportError)

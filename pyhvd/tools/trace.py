@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import RankTrace, load
 from pyhvd.observe.trace.merging import merge

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Bytes, address
-from pyhvd.backends.base import Aborted, Block, Fabric
-from pyhvd.backends.shm import LINE, Segment, aligned
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
+from pyhvd.transport.control import Bell, Message, Sending
+from pyhvd.transport.fabric import Aborted, Block, Fabric
+from pyhvd.transport.shm import LINE, Segment, aligned
+from pyhvd.transport.world import Topology, World
 
 
 class Meeting:
@@ -192,3 +194,142 @@ def open_thread_arena(fabric: Fabric) -> Arena:
 
 def _hold_on(offset: int, nbytes: int) -> None:
     """The memory is there, and stays."""
+
+
+class Mailbox:
+    """One in-process rank's inbox."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._messages: list[Message] = []
+        self._rung = False
+
+    def put(self, message: Message | None) -> None:
+        """Lay down a message (or just ring), from any thread."""
+        with self._changed:
+            if message is not None:
+                self._messages.append(message)
+            self._rung = True
+            self._changed.notify()
+
+    def take(self) -> list[Message]:
+        """Return the messages."""
+        with self._changed:
+            messages, self._messages = self._messages, []
+            return messages
+
+    def wait(self, timeout: float | None) -> None:
+        """Sleep until something was put."""
+        with self._changed:
+            if not self._rung:
+                self._changed.wait(timeout and min(timeout, threading.TIMEOUT_MAX))
+            self._rung = False
+
+
+class _Delivered:
+    """What is put has arrived."""
+
+    def gone(self) -> bool:
+        """Return True."""
+        return True
+
+
+_DELIVERED = _Delivered()
+
+
+class InProcessTransport:
+    """Messages between ranks that are threads of one process.
+
+    With a bell, whose addresses are the ranks, the thread sleeps on that; else on its mailbox.
+    """
+
+    def __init__(self, rank: int, boxes: Sequence[Mailbox], bell: Bell | None = None) -> None:
+        self.rank = rank
+        self.size = len(boxes)
+        self._boxes = boxes
+        self._bell = bell
+
+    def send(self, destination: int, payload: bytes) -> Sending:
+        """Send a message."""
+        self._boxes[destination].put((self.rank, payload))
+        if self._bell is not None:
+            self._bell.ring(destination)
+        return _DELIVERED
+
+    def receive(self) -> list[Message]:
+        """Return what has arrived."""
+        return self._boxes[self.rank].take()
+
+    def wait(self, timeout: float | None) -> None:
+        """Sleep; see :class:`ControlTransport`."""
+        if self._bell is not None:
+            self._bell.wait(timeout)
+        else:
+            self._boxes[self.rank].wait(timeout)
+
+    def wake(self) -> None:
+        """End the sleep of the thread in :meth:`wait`."""
+        if self._bell is not None:
+            self._bell.ring()
+        else:
+            self._boxes[self.rank].put(None)
+
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 - what is put has arrived
+        """Return True: what is put has arrived."""
+        return True
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class ThreadWorlds:
+    """The shared part of ``size`` ranks that are threads of one process.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    timeout : float
+        Seconds after which a rank that waits for another one gives up.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self._size = size
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._meetings: list[Meeting] = []
+        self._boxes: list[list[Mailbox]] = []
+        self._turns = [0] * size
+
+    def world(self, rank: int) -> World:
+        """Return one rank's next world: the n-th calls of all ranks belong together."""
+        with self._lock:
+            turn = self._turns[rank]
+            self._turns[rank] += 1
+            if turn == len(self._meetings):
+                self._meetings.append(Meeting(self._size, self._timeout))
+                self._boxes.append([Mailbox() for _ in range(self._size)])
+            meeting, boxes = self._meetings[turn], self._boxes[turn]
+        fabric = ThreadFabric(meeting, rank)
+        return World(
+            topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
+            fabric=fabric,
+            exchange=fabric.exchange_objects,
+            connect=lambda bell: InProcessTransport(rank, boxes, bell),
+            members=_no_communicators,
+            abort=meeting.abort,
+            threads=True,
+            open_window=open_thread_window,
+            open_arena=open_thread_arena,
+        )
+
+    def abort(self) -> None:
+        """Let no rank wait for another any longer."""
+        with self._lock:
+            meetings = list(self._meetings)
+        for meeting in meetings:
+            meeting.abort()
+
+
+def _no_communicators(comm: object) -> tuple[int, ...]:
+    raise ValueError(f"ranks that are threads have no MPI communicators, so {comm!r} means nothing to them")

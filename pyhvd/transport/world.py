@@ -6,15 +6,13 @@ Owns: the parts that the engine is built on, and how they are made for ranks tha
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyhvd.backends.base import Fabric
-from pyhvd.backends.shm import OpenWindow
 from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.control import Bell, ControlTransport, InProcessTransport, Mailbox
-from pyhvd.transport.inprocess import Meeting, ThreadFabric, open_thread_arena, open_thread_window
+from pyhvd.transport.control import Bell, ControlTransport
+from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.shm import OpenWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,56 +64,3 @@ class World:
     threads: bool
     open_window: OpenWindow
     open_arena: Callable[[Fabric], Arena | NoArena]
-
-
-class ThreadWorlds:
-    """The shared part of ``size`` ranks that are threads of one process.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    timeout : float
-        Seconds after which a rank that waits for another one gives up.
-    """
-
-    def __init__(self, size: int, timeout: float) -> None:
-        self._size = size
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._meetings: list[Meeting] = []
-        self._boxes: list[list[Mailbox]] = []
-        self._turns = [0] * size
-
-    def world(self, rank: int) -> World:
-        """Return one rank's next world: the n-th calls of all ranks belong together."""
-        with self._lock:
-            turn = self._turns[rank]
-            self._turns[rank] += 1
-            if turn == len(self._meetings):
-                self._meetings.append(Meeting(self._size, self._timeout))
-                self._boxes.append([Mailbox() for _ in range(self._size)])
-            meeting, boxes = self._meetings[turn], self._boxes[turn]
-        fabric = ThreadFabric(meeting, rank)
-        return World(
-            topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
-            fabric=fabric,
-            exchange=fabric.exchange_objects,
-            connect=lambda bell: InProcessTransport(rank, boxes, bell),
-            members=_no_communicators,
-            abort=meeting.abort,
-            threads=True,
-            open_window=open_thread_window,
-            open_arena=open_thread_arena,
-        )
-
-    def abort(self) -> None:
-        """Let no rank wait for another any longer."""
-        with self._lock:
-            meetings = list(self._meetings)
-        for meeting in meetings:
-            meeting.abort()
-
-
-def _no_communicators(comm: object) -> tuple[int, ...]:
-    raise ValueError(f"ranks that are threads have no MPI communicators, so {comm!r} means nothing to them")

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from pyhvd.arrays import Array, Bytes, address
 from pyhvd.devices.base import DeviceView, Memory, Stream
-from pyhvd.devices.layout import ALIGNMENT, Words
+from pyhvd.devices.pack_plan import ALIGNMENT, Words
 from pyhvd.devices.streams import Lease
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp, lookup
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of ``fusion.cu`` on the CPU: the same source, by a C++ compiler, block after block.
+"""The CUDA kernels of ``pack_kernels.cu`` on the CPU: the same source, by a C++ compiler, block after block.
 
 What a thread does depends on its number and its block's alone, so that one loop over both does what a GPU
 does.
@@ -23,7 +23,7 @@ from pyhvd.devices.pack_plan import THREADS
 from pyhvd.devices.packing import Argument, Compile, Launch
 from tests.devices.fake import FakeDevice
 
-SOURCE = Path(__file__).resolve().parents[2] / "pyhvd" / "devices" / "fusion.cu"
+SOURCE = Path(__file__).resolve().parents[2] / "pyhvd" / "devices" / "pack_kernels.cu"
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="no g++, by which the kernels are compiled for the CPU"
@@ -37,7 +37,7 @@ struct Dim { int x; };
 static Dim blockIdx, threadIdx;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
-#include "fusion.cu"
+#include "pack_kernels.cu"
 
 #define RUN(SUFFIX) \
     extern "C" void run_pyhvd_pack_##SUFFIX( \

@@ -112,7 +112,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def _raw_module(device: FakeDevice) -> Any:
-    """Return the type of CuPy's modules of CUDA source; it knows the kernels of ``fusion.cu`` alone."""
+    """Return the type of CuPy's modules of CUDA source; it knows the kernels of ``pack_kernels.cu`` alone."""
 
     class RawModule:
         """CuPy's module of kernels."""

@@ -16,8 +16,7 @@ from hypothesis import given, settings, strategies as st
 from pyhvd import _fusion
 from pyhvd.arrays import address
 from pyhvd.devices import pack_plan, packing
-from pyhvd.devices.layout import ALIGNMENT, lay_out
-from pyhvd.devices.pack_plan import EACH, LARGE, THREADS, make_tiles
+from pyhvd.devices.pack_plan import ALIGNMENT, EACH, LARGE, THREADS, lay_out, make_tiles
 from pyhvd.devices.packing import KernelPacker, kernel_types
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.fake import FakeDevice, FakeEvent

@@ -10,7 +10,7 @@ import pytest
 
 from pyhvd import _fusion
 from pyhvd.arrays import address
-from pyhvd.devices.layout import lay_out
+from pyhvd.devices.pack_plan import lay_out
 from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from tests.devices.test_packing import (
     CASTS,

@@ -26,7 +26,7 @@ def test_over_mpi() -> None:
 @on_ranks(2, 8, timeout=60)
 def test_bits() -> None:
     """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
-    from pyhvd.transport.control.mpi import fabric
+    from pyhvd.transport.mpi import fabric
 
     hvd.init()
     rank, size = hvd.rank(), hvd.size()

@@ -29,9 +29,8 @@ def test_movements_and_arrays() -> None:
 @on_ranks(3, timeout=60)
 def test_small_windows_and_small_messages() -> None:
     """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
-    from pyhvd.transport.control.mpi import fabric
-
     from pyhvd.backends import host
+    from pyhvd.transport.mpi import fabric
 
     os.environ["PYHVD_STAGING_SIZE"] = "24"
     host.FLAT, fabric.LARGEST = 0, 8

@@ -7,11 +7,11 @@ import os
 
 import numpy as np
 import pytest
-from pyhvd.transport.control.mpi import fabric
 
 import pyhvd as hvd
 from pyhvd.backends.gpu import cuda_mpi
 from pyhvd.devices import array_libraries
+from pyhvd.transport.mpi import fabric
 from pyhvd.transport.mpi.fabric import MpiFabric
 from pyhvd.transport.mpi.probe import cuda_aware
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array

@@ -148,11 +148,13 @@ def test_an_mpi_that_crashes_does_not_take_the_doctor_with_it(fake: Path) -> Non
 def test_an_extension_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
     copy = tmp_path / "pyhvd"
     shutil.copytree(Path(pyhvd.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "*.c"))
-    for extension in copy.glob("_lane.*.so"):
+    for extension in copy.glob("native/shared_memory.*.so"):
         extension.write_bytes(b"no library")
     ended = run(DOCTOR, {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert ended.code == 1, ended.err
-    assert "PROBLEM (pyhvd): extension _lane cannot be imported (ImportError: " in " ".join(ended.out.split())
+    assert "PROBLEM (pyhvd): extension native.shared_memory cannot be imported (ImportError: " in " ".join(
+        ended.out.split()
+    )
 
 
 def test_ranks_that_hang_are_named_with_what_they_did(tmp_path: Path) -> None:

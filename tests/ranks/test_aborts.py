@@ -13,12 +13,13 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.backends.host import HostBackend
-from pyhvd.backends.shm import ShmBackend, ShmFabric
+from pyhvd.backends.shm import ShmBackend
 from pyhvd.engine import context
 from pyhvd.engine.executor import Executor
 from pyhvd.negotiation.messages import ErrorInfo
 from pyhvd.testing import RanksFailed, run_ranks
 from pyhvd.transport.inprocess import ThreadFabric
+from pyhvd.transport.shm import ShmFabric
 from tests.conformance.cases import outcome
 from tests.ranks.test_hangs import look_only_when
 

@@ -52,8 +52,8 @@ class Restless:
 def restless() -> Iterator[dict[str, Any]]:
     """Let whatever is tuned be tuned all the time; yields the knobs for that."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner, "Search", Restless)
-        patch.setattr(tuner, "SHORTEST_SAMPLE", 0.0)
+        patch.setattr(autotuner, "Search", Restless)
+        patch.setattr(autotuner, "SHORTEST_SAMPLE", 0.0)
         Restless.changes = 0
         yield {"autotune": True, "autotune_steps_per_sample": 0, "autotune_warmup_samples": 0}
 
@@ -109,7 +109,7 @@ def _train(enough: Callable[[], bool]) -> Tuning:
 def test_a_search_ends_and_every_rank_has_what_it_found(
     fast: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tuner, "SHORTEST_SAMPLE", 0.0)
+    monkeypatch.setattr(autotuner, "SHORTEST_SAMPLE", 0.0)
     caplog.set_level(logging.INFO, "pyhvd")
     path = tmp_path / "tuned.csv"
     found = run_ranks(

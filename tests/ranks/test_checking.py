@@ -11,11 +11,12 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.backends.base import Fabric
 from pyhvd.backends.host import HostBackend
-from pyhvd.backends.shm import OpenWindow, make_backend
+from pyhvd.backends.shm import make_backend
 from pyhvd.engine import context
 from pyhvd.testing import run_ranks
+from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.shm import OpenWindow
 
 SIZE = 3
 BAD = 1

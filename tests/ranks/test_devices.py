@@ -25,7 +25,7 @@ PIECE = 1 << 8
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
 
 Body = Callable[[FakeDevice], Any]

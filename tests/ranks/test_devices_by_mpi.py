@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.base import Block
 from pyhvd.backends.gpu import cuda_mpi, select
 from pyhvd.backends.gpu.nccl_init import NcclCarrier
 from pyhvd.devices import array_libraries
 from pyhvd.observe.hooks import Instruments
 from pyhvd.testing import RanksFailed, run_ranks
+from pyhvd.transport.fabric import Block
 from pyhvd.transport.inprocess import ThreadFabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
@@ -60,8 +60,8 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> Mpi:
             seen.sent += [(fabric.rank, len(block)) for _, block in send]
         trade(fabric, send, recv, patience)
 
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(opening, "CARRIERS", [NcclCarrier(no_nccl)])
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(select, "CARRIERS", [NcclCarrier(no_nccl)])
     monkeypatch.setattr(ThreadFabric, "takes_devices", takes_devices)
     monkeypatch.setattr(ThreadFabric, "trade", noted)
     phase = Instruments.phase
@@ -240,7 +240,7 @@ def test_an_mpi_that_does_not_take_devices_on_one_rank(
 
 
 def test_threads_have_no_mpi(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
     with caplog.at_level(logging.INFO, "pyhvd"):
         on_devices(2, some)
     assert "ranks that are threads of one process have no MPI between them" in told(caplog)[0]

@@ -41,8 +41,8 @@ class Carrier(NcclCarrier):
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(opening, "CARRIERS", [Carrier(library)])
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(select, "CARRIERS", [Carrier(library)])
     return library
 
 

@@ -35,7 +35,7 @@ class Said(threading.Event):
             return text
 
         original = hang_report.warning_of
-        monkeypatch.setattr(hangs, "warning_of", make)
+        monkeypatch.setattr(hang_reporter, "warning_of", make)
 
 
 def look_only_when(monkeypatch: pytest.MonkeyPatch, *missing: tuple[int, ...]) -> None:
@@ -166,7 +166,7 @@ def test_what_was_submitted_before_the_answers_came_is_not_reported(
         assert submitted.wait(20)
         return []
 
-    monkeypatch.setattr(hangs, "user_stacks", slowly)
+    monkeypatch.setattr(hang_reporter, "user_stacks", slowly)
 
     def body() -> None:
         if hvd.rank() == 1:

@@ -23,7 +23,7 @@ VALUES = np.arange(60, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(arguments[4])
         return inner(*arguments)
 
-    monkeypatch.setattr(reducing, "reduce_tensors", counted)
+    monkeypatch.setattr(reductions, "reduce_tensors", counted)
     return names
 
 

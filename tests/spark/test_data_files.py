@@ -16,10 +16,7 @@ pa = pytest.importorskip("pyarrow", reason="make test-spark installs it")
 fsspec = pytest.importorskip("fsspec", reason="make test-spark installs it")
 
 import pyhvd.spark  # noqa: E402
-from pyhvd.spark.data import (
-    manifest,  # noqa: E402
-    optional_imports,  # noqa: E402
-)
+from pyhvd.spark.data import manifest, optional_imports  # noqa: E402
 from pyhvd.spark.data.columns import describe, to_batch  # noqa: E402
 from pyhvd.spark.data.folder import Folder  # noqa: E402
 from pyhvd.spark.data.manifest import Dataset  # noqa: E402

@@ -6,6 +6,7 @@ import pytest
 
 from pyhvd import errors
 from pyhvd.common.processes import Place
+from pyhvd.common.text import MAX_TEXT, describe_exception, describe_traceback
 from pyhvd.engine.error_mapping import exception_of
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind
 
@@ -94,11 +95,11 @@ def test_long_tracebacks_are_cut_in_the_middle() -> None:
     try:
         raise ValueError("a" * 50_000)
     except ValueError as exc:
-        text = errors.describe_traceback(exc)
+        text = describe_traceback(exc)
     assert text.startswith("Traceback (most recent call last):")
     assert "characters left out" in text
-    assert len(text) < errors.MAX_TEXT + 100
-    assert len(errors.describe_exception(ValueError("a" * 50_000))) < errors.MAX_TEXT + 100
+    assert len(text) < MAX_TEXT + 100
+    assert len(describe_exception(ValueError("a" * 50_000))) < MAX_TEXT + 100
 
 
 def test_an_exception_that_cannot_say_its_text_is_told_all_the_same() -> None:
@@ -106,11 +107,11 @@ def test_an_exception_that_cannot_say_its_text_is_told_all_the_same() -> None:
         def __str__(self) -> str:
             raise KeyError("no text")
 
-    assert errors.describe_exception(Mute()) == "Mute: <its str() raised KeyError>"
-    assert "Mute" in errors.describe_traceback(Mute())
+    assert describe_exception(Mute()) == "Mute: <its str() raised KeyError>"
+    assert "Mute" in describe_traceback(Mute())
 
 
 def test_what_travels_is_text_though_a_files_name_is_none() -> None:
     exc = ValueError("bad\udcff.py")
-    assert errors.describe_exception(exc) == "ValueError: bad\\udcff.py"
-    assert errors.describe_traceback(exc) == "ValueError: bad\\udcff.py\n"
+    assert describe_exception(exc) == "ValueError: bad\\udcff.py"
+    assert describe_traceback(exc) == "ValueError: bad\\udcff.py\n"

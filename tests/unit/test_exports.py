@@ -124,7 +124,7 @@ def test_a_name_of_horovods_that_is_missing_says_what_does_its_work() -> None:
     with pytest.raises(AttributeError, match=remedy):
         _ = hvd.DistributedOptimizer  # type: ignore[attr-defined]
     assert not hasattr(hvd, "DistributedOptimizer")
-    for name, text in hvd._BY_HAND.items():  # type: ignore[attr-defined]
+    for name, text in hvd._BY_HAND.items():
         named = re.findall(r"\b(?<!\.)(\w+)\(\)", text)
         assert named, name
         assert set(named) <= set(hvd.__all__), name

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Bytes, address
-from pyhvd.backends.base import Backend, Block, Fabric
+from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.device_transport import refuse_together
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.devices.base import Device, DeviceBackend, DeviceViews, Packer, Span, Stream
+from pyhvd.transport.fabric import Block, Fabric
 
 TRIAL_S = 20.0
 """Seconds that a trial's messages may take."""

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Backend
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.transport.fabric import Fabric
 
 TEXT_BYTES = 512
 """What is told of an error is no longer."""

@@ -37,7 +37,7 @@ from pyhvd.devices.base import (
     Span,
     Stream,
 )
-from pyhvd.devices.layout import ALIGNMENT, Words, lay_out
+from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
 from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
 from pyhvd.errors import TransportError
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.base import Backend, Fabric
+from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.device_transport import TEXT_BYTES, Refused, cut, refuse_together
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.transport.fabric import Fabric
 
 CONNECT_S = 120.0
 """Seconds that NCCL gets to connect the ranks: its own start has no limit where a rank never comes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -11,7 +11,6 @@ from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.cuda_mpi import CudaMpiCarrier
 from pyhvd.backends.gpu.device_transport import Carrier, Refused, exchange
 from pyhvd.backends.gpu.nccl_init import NcclCarrier
-from pyhvd.backends.gpu.paths import Offer, obstacle
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
@@ -88,3 +87,64 @@ def _tell(host: Backend, way: str, reasons: Sequence[str]) -> None:
         ranks = f"{host.size} rank{'s' if host.size > 1 else ''}"
         why = f": {'; '.join(dict.fromkeys(reasons))}" if reasons else ""
         _log.info("arrays on the devices of %s go %s%s", ranks, way, why)
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has.
+
+    Attributes
+    ----------
+    device : str
+        The same on two ranks if, and only if, they use the same physical device; empty where there is none.
+    name : str
+        The device's name in its process.
+    carriers : dict of str to str
+        By the name of each carrier that it knows its version.
+    refusals : dict of str to str
+        ... or why it cannot be used.
+    """
+
+    device: str
+    name: str = ""
+    carriers: dict[str, str] = {}
+    refusals: dict[str, str] = {}
+
+
+def obstacle(offers: Sequence[Offer], carrier: str, shares: bool, members: Sequence[int]) -> str:
+    """Return what keeps the ranks of a process set from using a carrier, or nothing.
+
+    Parameters
+    ----------
+    offers : sequence of Offer
+        By set rank.
+    carrier : str
+        Its name.
+    shares : bool
+        Whether it lets two ranks use one device.
+    members : sequence of int
+        The set's global ranks.
+    """
+    without = [members[i] for i, offer in enumerate(offers) if not offer.device]
+    if without:
+        return f"there is no device on {_ranks(without)}"
+    sharing: dict[str, list[int]] = {}
+    for i, offer in enumerate(offers):
+        sharing.setdefault(offer.device, []).append(i)
+    for group in sharing.values():
+        if len(group) > 1 and not shares:
+            return f"{_ranks([members[i] for i in group])} share a device, {offers[group[0]].name}"
+    refusals = {members[i]: o.refusals[carrier] for i, o in enumerate(offers) if carrier in o.refusals}
+    versions = {members[i]: o.carriers[carrier] for i, o in enumerate(offers) if carrier in o.carriers}
+    if refusals:
+        return f"{carrier} cannot be used: {_per_rank(refusals)}"
+    if len(set(versions.values())) > 1:
+        return f"the ranks have different versions of {carrier}: {_per_rank(versions)}"
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _per_rank(texts: Mapping[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))

@@ -18,7 +18,7 @@ from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.base import Backend
 from pyhvd.backends.host import Window, rows_of, windows
 from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
-from pyhvd.devices.layout import Words, lay_out
+from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -12,23 +11,10 @@ import time
 
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, Place
 
-_PR_SET_PDEATHSIG = 1
 # mpiexec kills this process long before; should it not, the process leaves all the same.
 _KILLED_WITHIN_S = 2.0
 
 _claims: list[socket.socket] = []  # held until this process ends
-
-
-def die_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send signal `number` when the parent dies (Linux only).
-
-    `parent` is its process id: it may have died before the request.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
 
 
 def claim_first_failure(parent: int) -> bool:

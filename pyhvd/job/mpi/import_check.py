@@ -118,7 +118,8 @@ def _differs(place: Place, file: str) -> bool:
 
 def describe_foreign(place: Place) -> str:
     """The message for ranks that do not find each other."""
-    from pyhvd.job.mpi.flavour import LaunchError, find_library, find_mpiexec
+    from pyhvd.job.errors import LaunchError
+    from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 
     library = find_library()
     try:

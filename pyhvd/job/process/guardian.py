@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from pyhvd.job.mpi.abort import die_with_parent
+from pyhvd.job.process.parent_death import die_with_parent
 
 
 def keep(

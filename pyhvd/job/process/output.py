@@ -8,7 +8,6 @@ import time
 from typing import BinaryIO
 
 from pyhvd.job.mpi.rank_env import Place
-from pyhvd.run.cli import Options
 
 
 class Relay:
@@ -118,20 +117,20 @@ class Relay:
                 text = text[os.write(self._target, text) :]
 
 
-def make_relays(options: Options, place: Place) -> list[Relay]:
-    """The relays that the options ask for: none, or one each for stdout and stderr."""
-    if options.output_filename is None and not options.prefix_output:
+def make_relays(place: Place, directory: str | None, prefix: bool, timestamp: bool) -> list[Relay]:
+    """Return a relay each for stdout and stderr; none if neither files nor prefixes are wanted."""
+    if directory is None and not prefix:
         return []
     folder = None
-    if options.output_filename is not None:
+    if directory is not None:
         digits = len(str(place.size - 1))
-        folder = os.path.join(options.output_filename, f"rank.{place.rank:0{digits}d}")
+        folder = os.path.join(directory, f"rank.{place.rank:0{digits}d}")
         os.makedirs(folder, exist_ok=True)
     return [
         Relay(
             target,
-            f"[{place.rank}]<{name}>:".encode() if options.prefix_output else b"",
-            options.prefix_timestamp,
+            f"[{place.rank}]<{name}>:".encode() if prefix else b"",
+            timestamp,
             None if folder is None else os.path.join(folder, name),
         )
         for target, name in ((1, "stdout"), (2, "stderr"))

@@ -22,7 +22,7 @@ ROUNDS = 32
 
 
 class Gathering(Protocol):
-    """What of a fabric the measurement needs; see :class:`pyhvd.backends.base.Fabric`."""
+    """What of a fabric the measurement needs; see :class:`pyhvd.transport.fabric.Fabric`."""
 
     rank: int
     size: int

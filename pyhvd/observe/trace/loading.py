@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from pyhvd.negotiation.validation import describe_ranks
+from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.clocks import ClockMap, Reading
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
 from pyhvd.observe.trace.rows import DATA_PATH, MAIN

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
-from pyhvd.job.agent import TaskBody
 from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import Plan, Shard
 from pyhvd.spark.errors import DataError
+from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

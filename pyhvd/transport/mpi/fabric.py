@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from pyhvd.arrays import Bytes
-from pyhvd.backends.base import Block, Fabric
-from pyhvd.backends.shm import NoWindow, Segment
 from pyhvd.native.shared_memory import HUGE, Mapping
 from pyhvd.transport.arena import Arena, NoArena
+from pyhvd.transport.fabric import Block, Fabric
 from pyhvd.transport.mpi.probe import cuda_aware, refusal
+from pyhvd.transport.shm import NoWindow, Segment
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.backends.gpu.paths import Offer, obstacle
+from pyhvd.backends.gpu.select import Offer, obstacle
 
 NCCL = {"NCCL": "2.27"}
 

@@ -13,8 +13,15 @@ from types import CodeType
 import pytest
 
 from pyhvd.common import stacks
-from pyhvd.common.stacks import MAX_FRAMES, MAX_TEXT, MAX_THREADS, calling_site, describe_site, user_stacks
-from pyhvd.negotiation.messages import ThreadStack
+from pyhvd.common.stacks import (
+    MAX_FRAMES,
+    MAX_TEXT,
+    MAX_THREADS,
+    ThreadStack,
+    calling_site,
+    describe_site,
+    user_stacks,
+)
 from pyhvd.testing import run_ranks
 
 HERE = str(Path(__file__).resolve())

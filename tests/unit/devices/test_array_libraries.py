@@ -19,7 +19,7 @@ without_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, 
 
 @pytest.fixture
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_libraries", {"tests": FakeLibrary()})
+    monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
 
 
 class Interface:

@@ -22,9 +22,7 @@ from tests.devices.fake import FakeDevice, fake_array
 from tests.devices.kernels_on_cpu import needs_compiler
 from tests.devices.stand_in import make_cupy
 
-OURS = [
-    f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_kernels", "cupy_library", "foreign_library")
-]
+OURS = [f"pyhvd.devices.{name}" for name in ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays")]
 SEEDS = range(5)
 
 
@@ -34,7 +32,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     cupy = make_cupy(fake)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.setattr(libraries, "_libraries", {})
+    monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield fake

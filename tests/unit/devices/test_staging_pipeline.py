@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.arrays import Array, Bytes
-from pyhvd.devices.layout import ALIGNMENT, lay_out
+from pyhvd.devices.pack_plan import ALIGNMENT, lay_out
 from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
 from tests.devices.fake import FakeArray, FakeDevice, fake_array
 

@@ -22,7 +22,7 @@ from tests.devices.fake import FakeDevice, elements, fake_array
 from tests.devices.stand_in import make_cupy
 from tests.devices.stand_in_torch import Tensor, make_torch
 
-OURS = ("cupy_device", "cupy_kernels", "cupy_library", "foreign_library", "torch_library")
+OURS = ("cupy_device", "cupy_kernels", "cupy_arrays", "dlpack_arrays", "torch_arrays")
 VALUES = np.arange(100.0)
 
 
@@ -32,7 +32,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     cupy = make_cupy(fake)
     for name, module in {"cupy": cupy, "cupy.cuda": cupy.cuda, "torch": make_torch(fake)}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(libraries, "_libraries", {})
+    monkeypatch.setattr(array_libraries, "_libraries", {})
     for name in OURS:
         monkeypatch.delitem(sys.modules, f"pyhvd.devices.{name}", raising=False)
     yield fake

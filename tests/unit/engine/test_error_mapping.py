@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pyhvd as hvd
-from pyhvd.backends.base import Aborted
 from pyhvd.engine.error_mapping import error_of_response, error_of_thread, info_of, note_of
 from pyhvd.native.shared_memory import NOTE
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
+from pyhvd.transport.fabric import Aborted
 
 texts = st.text(max_size=40).flatmap(lambda part: st.integers(0, 400).map(lambda n: part * n))
 infos = st.builds(

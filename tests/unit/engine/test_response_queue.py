@@ -13,7 +13,7 @@ from pyhvd.negotiation.messages import (
     decode_responses,
     encode,
 )
-from pyhvd.transport.control import InProcessTransport, Mailbox
+from pyhvd.transport.inprocess import InProcessTransport, Mailbox
 
 
 class Parcel:

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.common.processes import Place, State
 from pyhvd.config import Config
-from pyhvd.engine.progress_probe import give_up_time
-from pyhvd.engine.watchdog import Standstill, Watch, give_up_after
+from pyhvd.engine.watchdog import Standstill, Watch, give_up_after, give_up_time
 from pyhvd.observe.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
 
 PLACES = [Place("node", 100 + rank, "n") for rank in range(4)]

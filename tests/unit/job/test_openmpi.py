@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.job.connections import Peer
-from pyhvd.job.credentials import call_driver, to_environment
-from pyhvd.job.job_key import Secret
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.job_key import Secret, call_driver, to_environment
 from pyhvd.job.messages import (
     DaemonEnded,
     EndDaemon,
@@ -38,7 +38,6 @@ from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
 from pyhvd.job.placement import Task, seats_of
 from pyhvd.job.process.exit_report import EXIT, SIGNAL
 from pyhvd.job.process.supervised import Kept
-from pyhvd.spark.errors import SparkError
 from pyhvd.transport.tcp.session import ChannelError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -116,9 +115,12 @@ def test_arguments_of_the_agent(flags: list[str]) -> None:
 
 
 def test_an_agent_started_by_hand_says_so() -> None:
-    for module, text in (("agent", "expected a host and a command"), ("stand_in", "not by hand")):
+    for module, text in (("launch_agent", "expected a host and a command"), ("rank_proxy", "not by hand")):
         done = subprocess.run(
-            [sys.executable, "-m", f"pyhvd.spark.{module}"], capture_output=True, text=True, check=False
+            [sys.executable, "-m", f"pyhvd.job.mpi.openmpi.{module}"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 1
         assert text in done.stderr
@@ -410,7 +412,7 @@ def test_an_mpiexec_that_ends_too_early_says_why(office: Recorder, tmp_path: Pat
 def test_open_mpi_needs_hosts_with_names_of_their_own(office: Recorder) -> None:
     wiring = MpiexecWiring(Mpiexec("/bin/true", OPENMPI), [], Secret())
     wiring.call_at([("127.0.0.1", 1)], "driver")
-    with pytest.raises(SparkError, match="Open MPI tells hosts apart by their names, and same is the name"):
+    with pytest.raises(LaunchError, match="Open MPI tells hosts apart by their names, and same is the name"):
         wiring.begin(office, [[Task(0, 0, "aa", "same")], [Task(1, 0, "bb", "same")]])
 
 

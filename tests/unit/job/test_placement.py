@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.job.addresses import listening_places
+from pyhvd.job.errors import UnsupportedLauncherError
 from pyhvd.job.failure import Verdict
 from pyhvd.job.messages import Start, encode
 from pyhvd.job.placement import Registry, Task, assign
@@ -27,7 +28,7 @@ from pyhvd.spark.api import (
     _unpickle,
     _use_barrier,
 )
-from pyhvd.spark.errors import JavaNotFoundError, SparkError, UnsupportedLauncherError
+from pyhvd.spark.errors import JavaNotFoundError, SparkError
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 

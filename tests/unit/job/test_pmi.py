@@ -13,7 +13,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.job.mpi.flavour import LaunchError, find_library
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, process_mapping
 from pyhvd.job.mpi.rank_env import MPICH
 

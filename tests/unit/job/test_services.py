@@ -18,14 +18,17 @@ from unittest.mock import patch
 import cloudpickle
 import pytest
 
-from pyhvd.errors import MAX_TEXT, RankFailedError, RemoteError
+from pyhvd.common.text import MAX_TEXT
+from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import WINDOW, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
 from pyhvd.job.placement import Task
 from pyhvd.job.rendezvous import PmiWiring
-from pyhvd.spark.errors import SparkError, StartTimeoutError, reason_of
+from pyhvd.spark import errors as spark_errors
+from pyhvd.spark.errors import SparkError, as_spark_errors, reason_of
 from pyhvd.spark.job import CollectJob
 from pyhvd.transport.tcp.connection import Connection, connect, new_key
 from pyhvd.transport.tcp.session import ChannelError
@@ -409,7 +412,7 @@ def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> 
         assert wiring.begun.wait(PATIENCE_S)
         connection.close()
 
-    with pytest.raises(SparkError, match=r"Spark task 1 on host b is lost"):
+    with pytest.raises(LaunchError, match=r"Spark task 1 on host b is lost"):
         bench.run(bench.task(0), leave)
 
 
@@ -451,10 +454,10 @@ def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptur
     assert "Spark could not be told to end job group pyhvd.spark.run.7" in caplog.text
 
 
-def test_hosts_that_cannot_be_described_are_a_spark_error() -> None:
+def test_hosts_that_cannot_be_described_are_a_launch_error() -> None:
     hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
     office: Any = None
-    with pytest.raises(SparkError, match="use as many ranks on each host"):
+    with pytest.raises(LaunchError, match="use as many ranks on each host"):
         PmiWiring().begin(office, hosts)
 
 
@@ -477,3 +480,16 @@ def test_the_secret_is_not_shown() -> None:
     secret = Secret()
     assert secret.reveal().hex() not in f"{secret} {secret!r}"
     assert cloudpickle.loads(cloudpickle.dumps(secret)).reveal() == secret.reveal()
+
+
+def test_errors_of_the_job_reach_users_of_spark_as_spark_errors() -> None:
+    with pytest.raises(spark_errors.StartTimeoutError, match="2 of 3 tasks") as late, as_spark_errors():
+        raise StartTimeoutError("2 of 3 tasks", [0, 2])
+    assert isinstance(late.value, SparkError)
+    assert late.value.missing == [0, 2]
+    with pytest.raises(SparkError, match="no host"), as_spark_errors():
+        raise LaunchError("no host")
+    own = SparkError("already")
+    with pytest.raises(SparkError) as same, as_spark_errors():
+        raise own
+    assert same.value is own

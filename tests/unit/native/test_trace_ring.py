@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pyhvd.arrays import address
-from pyhvd.backends.shm import LINE, aligned
 from pyhvd.native.shared_memory import FLAT, PACKING, REDUCING, Trace, Window, area_bytes
 from pyhvd.observe.hooks import read_clock
+from pyhvd.transport.shm import LINE, aligned
 
 CHUNK = FLAT
 _FLOAT32 = 7

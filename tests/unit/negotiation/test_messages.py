@@ -8,18 +8,17 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
+from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.errors import InternalError
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
-    Frame,
     Request,
     RequestList,
     Response,
     ResponseList,
     StackReport,
     StackRequest,
-    ThreadStack,
     Tuning,
     bits_to_bytes,
     bytes_to_bits,

@@ -7,8 +7,9 @@ from itertools import permutations
 import pytest
 from hypothesis import given, strategies as st
 
+from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
-from pyhvd.negotiation.validation import check, describe_ranks, describe_values, verb
+from pyhvd.negotiation.validation import check, verb
 from tests.unit.negotiation.simulation import allreduce, tensor
 
 

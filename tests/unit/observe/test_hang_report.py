@@ -7,8 +7,9 @@ import textwrap
 import pytest
 
 from pyhvd.common.processes import Place, State
+from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import ErrorKind, Frame, ThreadStack
+from pyhvd.negotiation.messages import ErrorKind
 from pyhvd.observe.hang_report import describe_state, error_of, names_of, warning_of
 from pyhvd.observe.hang_reporter import HangReporter, Whereabouts
 from pyhvd.observe.stall_inspector import Answer, Finding, StallInspector

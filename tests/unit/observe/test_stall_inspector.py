@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.common.processes import State
+from pyhvd.common.stacks import ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport, ThreadStack
+from pyhvd.negotiation.messages import PROTOCOL_VERSION, StackReport
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Finding, Inquiry, StallInspector
 
 

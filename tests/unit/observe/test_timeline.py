@@ -8,11 +8,11 @@ from typing import cast
 import pytest
 
 from pyhvd.arrays import Bytes
-from pyhvd.backends.base import Fabric
 from pyhvd.errors import StallError, TransportError
 from pyhvd.negotiation.messages import TimelineOrder
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.timeline import Recorder, new_job
+from pyhvd.transport.fabric import Fabric
 
 
 class Lonely:

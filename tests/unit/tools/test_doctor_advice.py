@@ -79,11 +79,11 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
     ),
     ({"mpiexec_error": "no mpiexec of MPICH"}, ("problem", "mpiexec", "no mpiexec of MPICH")),
     (
-        {"extensions": {"_fusion": "", "_lane": "ImportError: undefined symbol"}},
+        {"extensions": {"_fusion": "", "native.shared_memory": "ImportError: undefined symbol"}},
         (
             "problem",
             "pyhvd",
-            "extension _lane cannot be imported (ImportError: undefined symbol): install a wheel for this"
+            "extension native.shared_memory cannot be imported (ImportError: undefined symbol): install a wheel for this"
             " Python, or, in a source tree, run python setup.py build_ext --inplace",
         ),
     ),

@@ -7,7 +7,8 @@ import types
 from typing import Any
 
 import pytest
-from pyhvd.transport.control.mpi import probe
+
+from pyhvd.transport.mpi import probe
 
 PRESENT = "an MPI"
 

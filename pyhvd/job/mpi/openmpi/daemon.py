@@ -10,8 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
-from pyhvd.job.credentials import to_environment
-from pyhvd.job.job_key import Secret
+from pyhvd.job.job_key import Secret, to_environment
 from pyhvd.job.messages import StartDaemon
 from pyhvd.job.mpi.openmpi.rank_proxy import HOST, PYTHON
 from pyhvd.job.process.supervised import Kept

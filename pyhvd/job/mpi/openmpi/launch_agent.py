@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pyhvd.job.credentials import call_driver
+from pyhvd.job.job_key import call_driver
 from pyhvd.job.messages import Exit, Launch, decode_from_driver, encode
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError

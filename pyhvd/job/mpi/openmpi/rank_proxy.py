@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyhvd.job.credentials import VARIABLES, call_driver
+from pyhvd.job.job_key import VARIABLES, call_driver
 from pyhvd.job.messages import Exit, Pmi, StandIn, decode_from_driver, encode
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OTHER, find_place

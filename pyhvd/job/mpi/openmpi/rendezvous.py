@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyhvd.job.connections import Peer
-from pyhvd.job.credentials import to_environment
-from pyhvd.job.job_key import Secret
+from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
+from pyhvd.job.job_key import Secret, to_environment
 from pyhvd.job.messages import (
     DaemonEnded,
     DaemonOutput,
@@ -41,10 +41,9 @@ from pyhvd.job.mpi.pmi import Abort, Barrier, PmiError, check_abort, parse
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
 from pyhvd.job.placement import Seat, Task, seats_of
 from pyhvd.job.process.exit_report import LOST, SIGNAL
+from pyhvd.job.process.signals import describe_signal
 from pyhvd.job.process.supervised import Kept
 from pyhvd.job.rendezvous import Office, blame_abort
-from pyhvd.run.rank_supervisor import describe_signal
-from pyhvd.spark.errors import SparkError, UnsupportedLauncherError
 from pyhvd.transport.tcp.connection import Address
 
 # What mpiexec says is kept to be shown should it fail: so much of its end.
@@ -208,7 +207,7 @@ class MpiexecWiring:
 
         Raises
         ------
-        SparkError
+        LaunchError
             It cannot tell these hosts apart, or cannot be started.
         """
         self._office = office
@@ -229,7 +228,7 @@ class MpiexecWiring:
                 kill_s=_KILL_S,
             )
         except OSError as exc:
-            raise SparkError(f"{self._mpiexec.path} could not be started: {exc}") from exc
+            raise LaunchError(f"{self._mpiexec.path} could not be started: {exc}") from exc
         self._process.register(office.selector)
 
     def seats(self) -> list[Seat]:
@@ -396,7 +395,7 @@ class MpiexecWiring:
 def _check_names(names: Sequence[str]) -> None:
     same = [name for name, count in Counter(names).items() if count > 1]
     if same:
-        raise SparkError(
+        raise LaunchError(
             f"Open MPI tells hosts apart by their names, and {same[0]} is the name of several here: give each"
             " a name of its own (containers: --hostname), or use launcher='pmi' with MPICH on the executors"
         )

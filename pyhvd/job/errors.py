@@ -1,0 +1,29 @@
+"""Errors of starting and running a job; whoever starts jobs for users derives its own from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyhvd.errors import HorovodInternalError
+
+
+class LaunchError(HorovodInternalError):
+    """The job cannot be started, or has failed without the fault of one rank; the text names the remedy."""
+
+
+class StartTimeoutError(LaunchError):
+    """Some processes of the job did not start in time.
+
+    Attributes
+    ----------
+    missing : list of int
+        Indices of the processes that did not start.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
+class UnsupportedLauncherError(ValueError):
+    """No such way to start ranks exists; the text names those that do."""
