@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pyhvd.errors import InternalError
 from pyhvd.negotiation.delegation import Board
-from pyhvd.negotiation.message_table import Negotiation
+from pyhvd.negotiation.message_table import MessageTable
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     PROTOCOL_VERSION,
@@ -34,7 +34,7 @@ from pyhvd.negotiation.messages import (
     iter_bits,
 )
 from pyhvd.negotiation.response_cache import WorkerCache
-from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.negotiation.stragglers import StragglerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class Coordinator:
         self._seen = [0] * size
         self._stop: ErrorInfo | None = None
         self._tuning: Tuning | None = None
-        self.lateness = Lateness(size)
+        self.lateness = StragglerStats(size)
         self._ended = False
         self._timeline: TimelineOrder | None = None
         self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
         members = [tuple(range(size)), *sets]
         self._sets = {
-            i: Negotiation(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
+            i: MessageTable(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
         }
 
     def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
@@ -169,7 +169,7 @@ class Coordinator:
             for name, since, submitted, missing in each.pending(now)
         ]
 
-    def _live(self, set_id: int, seen: int) -> Negotiation | None:
+    def _live(self, set_id: int, seen: int) -> MessageTable | None:
         """Return a set's state, unless the rank speaks of a removed set (whose id may be in use again)."""
         negotiation = self._sets.get(set_id)
         return negotiation if negotiation is not None and negotiation.since <= seen else None
@@ -181,7 +181,7 @@ class Coordinator:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
             set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
-            self._sets[set_id] = Negotiation(
+            self._sets[set_id] = MessageTable(
                 set_id, request.ranks, self._capacity, self._sequence + 1, self._board, self.lateness
             )
             return [Response(request, GLOBAL_SET, value=set_id)]

@@ -21,7 +21,7 @@ from pyhvd.common.stacks import calling_site
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
-from pyhvd.devices.pending import Arrival, taken
+from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.engine import context
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
@@ -279,7 +279,7 @@ def result_on_device(grouped: bool, inplace: Sequence[Any] | None) -> Callable[[
 
     def result(outputs: list[Any]) -> Any:
         for output in outputs:
-            if isinstance(output, Arrival):
+            if isinstance(output, PendingArray):
                 output.follow()
         return list(inplace) if grouped else inplace[0]
 

@@ -10,7 +10,7 @@ from typing import Any
 from pyhvd.devices.base import Device, DeviceView, Event
 
 
-class Arrival:
+class PendingArray:
     """A result that is there when an event has passed.
 
     Parameters
@@ -37,9 +37,9 @@ class Arrival:
 
 def taken(result: Any) -> Any:
     """Return what a caller gets for a tensor's result: of a pair, the first may be on a device."""
-    if isinstance(result, Arrival):
+    if isinstance(result, PendingArray):
         return result.take()
-    if isinstance(result, tuple) and isinstance(result[0], Arrival):
+    if isinstance(result, tuple) and isinstance(result[0], PendingArray):
         return (result[0].take(), *result[1:])
     return result
 
@@ -47,7 +47,7 @@ def taken(result: Any) -> Any:
 _LOOK_S = 1e-3
 
 
-class Keeper:
+class KeepAlive:
     """Keeps alive what queued work uses, until an event behind it has passed.
 
     Memory pools give memory to the next one of the stream that it was allocated for, as soon as nothing

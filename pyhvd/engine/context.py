@@ -32,11 +32,11 @@ from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import LaneBell, open_lane
-from pyhvd.engine.runtime import Fittings, Runtime
+from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.native.shared_memory import LaneSlot, count_players
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
-from pyhvd.observe.hang_reporter import Whereabouts
+from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
@@ -170,8 +170,8 @@ class Context:
             sets,
             config,
             make,
-            Fittings(
-                where=Whereabouts(rank, places, threads),
+            RuntimeParts(
+                where=RankLocations(rank, places, threads),
                 hooks=self.hooks,
                 recorder=recorder,
                 lane=self.lane,

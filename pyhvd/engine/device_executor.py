@@ -27,7 +27,7 @@ from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.common.processes import Place
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
 from pyhvd.devices.host_device import HostDevice
-from pyhvd.devices.pending import Arrival, Keeper
+from pyhvd.devices.pending import KeepAlive, PendingArray
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
@@ -46,7 +46,7 @@ ABORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
+class DeviceContext:
     """Where this rank's work is done.
 
     Attributes
@@ -104,9 +104,9 @@ class DeviceExecutor:
         self._hooks = hooks
         self._on_host = on_host
         self._checked, self._cuda_aware_mpi = checked, cuda_aware_mpi
-        self._station: Station | None = None
+        self._station: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
-        self._keeper = Keeper()
+        self._keeper = KeepAlive()
         self._aborted = False
         self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
@@ -171,7 +171,7 @@ class DeviceExecutor:
 
     # -- where, and by which way ---------------------------------------------------------------------
 
-    def _settle(self, entries: Entries) -> Station:
+    def _settle(self, entries: Entries) -> DeviceContext:
         """Return this rank's device and stream: that of its arrays, or any if it has joined."""
         device = next((view.on for view in _distinct(entries)), None)
         if self._station is not None and device in (None, self._station.device):
@@ -183,7 +183,7 @@ class DeviceExecutor:
                 " local rank, or submit an array before it joins"
             )
         chosen = device or self._own_device()
-        self._station = Station(chosen, chosen.make_stream(), chosen.packer())
+        self._station = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
                 self._opened[set_id] = self._stage(set_id, self._station)
@@ -202,12 +202,12 @@ class DeviceExecutor:
         count = count_devices()
         return cuda_device(neighbours.index(self._rank) % count) if count else HostDevice()
 
-    def _backend(self, set_id: int, station: Station) -> DeviceBackend:
+    def _backend(self, set_id: int, station: DeviceContext) -> DeviceBackend:
         if set_id not in self._opened:
             self._opened[set_id] = self._open(set_id, station)
         return self._opened[set_id]
 
-    def _open(self, set_id: int, station: Station) -> DeviceBackend:
+    def _open(self, set_id: int, station: DeviceContext) -> DeviceBackend:
         """Agree on the way that a set's arrays take; collective over the set."""
         return open_backend(
             self._hosts[set_id],
@@ -218,7 +218,7 @@ class DeviceExecutor:
             cuda_aware_mpi=self._cuda_aware_mpi,
         )
 
-    def _stage(self, set_id: int, station: Station) -> DeviceBackend:
+    def _stage(self, set_id: int, station: DeviceContext) -> DeviceBackend:
         return StagedBackend(self._hosts[set_id], station.device, station.stream, station.packer)
 
     # -- the verbs -----------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ class DeviceExecutor:
 
     # -- by host memory ------------------------------------------------------------------------------
 
-    def _by_host(self, station: Station, batch: list[Response], entries: Entries) -> None:
+    def _by_host(self, station: DeviceContext, batch: list[Response], entries: Entries) -> None:
         """Carry a batch out on host arrays, tensor by tensor, and send the results up again."""
         device, stream = station.device, station.stream
         mirrored = [self._mirror(station, entry) if entry is not None else None for entry in entries]
         device.synchronize(device.mark(stream))
         self._on_host(batch, mirrored)
 
-    def _mirror(self, station: Station, entry: TensorEntry) -> TensorEntry:
+    def _mirror(self, station: DeviceContext, entry: TensorEntry) -> TensorEntry:
         """Return an entry of the same tensor in host memory, whose contents are on their way down."""
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
@@ -311,7 +311,7 @@ class DeviceExecutor:
         )
 
     def _send_up(
-        self, station: Station, entry: TensorEntry, result: Any, error: BaseException | None
+        self, station: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
     ) -> None:
         """Complete an entry with a result that lies in host memory."""
         if error is not None:
@@ -335,7 +335,7 @@ class DeviceExecutor:
     # -- outputs -------------------------------------------------------------------------------------
 
     @property
-    def _here(self) -> Station:
+    def _here(self) -> DeviceContext:
         assert self._station is not None
         return self._station
 
@@ -365,7 +365,7 @@ class DeviceExecutor:
         stream: Stream,
         entries: Entries,
         outputs: Sequence[DeviceView | Memory | None],
-        finish: Callable[[Arrival], Any] = lambda arrival: arrival,
+        finish: Callable[[PendingArray], Any] = lambda arrival: arrival,
     ) -> None:
         """Hand results back that are there when the stream has come to its end."""
         for entry, output in zip(entries, outputs, strict=True):
@@ -376,7 +376,7 @@ class DeviceExecutor:
         self._keeper.keep(self._here.device, event, (used, list(outputs)))
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView):
-                entry.done(finish(Arrival(output, event)), None)
+                entry.done(finish(PendingArray(output, event)), None)
 
 
 def _be_patient(until: float) -> None:
@@ -406,7 +406,7 @@ def _distinct(entries: Entries) -> list[DeviceView]:
     return [view for view in found if view is not None]
 
 
-def _await_all(station: Station, views: Sequence[DeviceView]) -> None:
+def _await_all(station: DeviceContext, views: Sequence[DeviceView]) -> None:
     """Let the communication stream wait until views may be used; those of one call share an event."""
     for event in {id(view.ready): view.ready for view in views}.values():
         station.device.wait(station.stream, event)

@@ -32,8 +32,8 @@ from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
 from pyhvd.engine.fast_path import FastLane
 from pyhvd.engine.response_queue import ResponseQueue
-from pyhvd.engine.shutdown import GOODBYE, Farewell
-from pyhvd.engine.watchdog import Onlooker, give_up_time, make_watch
+from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
+from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
 from pyhvd.native.shared_memory import Lane
 from pyhvd.negotiation.fusion import plan
@@ -46,13 +46,13 @@ from pyhvd.negotiation.messages import (
     ResponseList,
     TimelineOrder,
     Tuning,
-    decode_aside,
+    decode_out_of_band,
     decode_requests,
     encode,
-    is_aside,
+    is_out_of_band,
 )
 from pyhvd.negotiation.reduction import kernel_terms
-from pyhvd.observe.hang_reporter import Whereabouts, make_reporter, take_aside
+from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
@@ -68,12 +68,12 @@ _log = logging.getLogger("pyhvd")
 
 
 @dataclass(slots=True, kw_only=True)
-class Fittings:
+class RuntimeParts:
     """What a runtime is fitted out with, beside what it works on.
 
     Attributes
     ----------
-    where : Whereabouts
+    where : RankLocations
         Of the ranks.
     hooks : Instruments
         Told of what happens.
@@ -89,7 +89,7 @@ class Fittings:
         On rank 0 of a job that is tuned; owned.
     """
 
-    where: Whereabouts
+    where: RankLocations
     hooks: Instruments
     recorder: Recorder
     lane: Lane | None = None
@@ -113,7 +113,7 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
-    fittings : Fittings
+    fittings : RuntimeParts
         The rest.
     """
 
@@ -124,7 +124,7 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
-        fittings: Fittings,
+        fittings: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
         lane = fittings.lane
@@ -158,7 +158,7 @@ class Runtime:
             config,
         )
         self._recorder.members = self._worker.sets
-        self._farewell = Farewell(control)
+        self._farewell = ShutdownBarrier(control)
         self._outgoing: ResponseList | None = None
         self._lists = ResponseQueue(control)
         self._entered = self._abandoned = self.broken = False
@@ -168,12 +168,12 @@ class Runtime:
         # As _stop, but from the watch: why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._onlooker = Onlooker(self._where, self._queue, self._executor, self._lane, self._recorder)
+        self._onlooker = ProgressProbe(self._where, self._queue, self._executor, self._lane, self._recorder)
         self._watch = make_watch(config, control.rank, self._onlooker, self._give_up)
         self.ended: HorovodInternalError | None = None
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
 
-    def _fit(self, fittings: Fittings) -> None:
+    def _fit(self, fittings: RuntimeParts) -> None:
         self._tuner, self._where = fittings.tuner, fittings.where
         self._hooks, self._recorder = fittings.hooks, fittings.recorder
         self._surroundings = fittings.surroundings
@@ -288,8 +288,8 @@ class Runtime:
             active = True
             if not payload:
                 self._farewell.hear(source)
-            elif is_aside(payload):
-                take_aside(decode_aside(payload), source, self._where, self._hangs, self._control.send)
+            elif is_out_of_band(payload):
+                take_aside(decode_out_of_band(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
                 self._receive(self._coordinator, source, decode_requests(payload))
             else:

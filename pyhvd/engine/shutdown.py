@@ -20,7 +20,7 @@ GOODBYE = b""
 _SECONDS = 10.0
 
 
-class Farewell:
+class ShutdownBarrier:
     """See the module's docstring; used by the runtime's thread alone."""
 
     def __init__(self, control: ControlTransport) -> None:

@@ -5,7 +5,7 @@ stopped or dead, nor where its background thread is inside a collective that a r
 finish. So each rank also looks by itself, every now and then, and later than rank 0 would: has anything ended
 here since I last looked?
 
-Owns: the thread that looks, and :class:`Standstill`, which is pure. The thread touches nothing of the
+Owns: the thread that looks, and :class:`ProgressTimer`, which is pure. The thread touches nothing of the
 runtime's but what any thread may read; what is to be done it is given as functions. There is none where no
 shutdown time is set, except on rank 0, which warns.
 """
@@ -23,8 +23,8 @@ from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
 from pyhvd.engine.fast_path import FastLane
 from pyhvd.errors import HorovodInternalError
-from pyhvd.observe.hang_report import Standing, describe_late_end, describe_standing, error_of_standing
-from pyhvd.observe.hang_reporter import Whereabouts
+from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_standing, error_of_standing
+from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorQueue
@@ -39,7 +39,7 @@ def give_up_after(end_after: float) -> float:
 
 
 @dataclass(slots=True)
-class Standstill:
+class ProgressTimer:
     """For how long nothing has ended although something is in flight.
 
     Attributes
@@ -116,7 +116,7 @@ class Watch:
     def _main(self) -> None:
         limits = [each for each in (self._warn_after, self._end_after) if each]
         pause = min(limits) / 4
-        standstill = Standstill(2 * pause)
+        standstill = ProgressTimer(2 * pause)
         warned = 0.0
         while not self._over.wait(pause):
             now = time.monotonic()
@@ -134,12 +134,12 @@ class Watch:
 _log = logging.getLogger("pyhvd")
 
 
-class Onlooker:
+class ProgressProbe:
     """See the module's docstring.
 
     Parameters
     ----------
-    where : Whereabouts
+    where : RankLocations
         Of the ranks.
     queue : TensorQueue
         What goes by message.
@@ -153,7 +153,7 @@ class Onlooker:
 
     def __init__(
         self,
-        where: Whereabouts,
+        where: RankLocations,
         queue: TensorQueue,
         executor: Executor,
         lane: FastLane | None,
@@ -188,7 +188,7 @@ class Onlooker:
         """Return what is said where a shutdown does not come to its end for so long (s)."""
         return describe_late_end(self._standing(passed), self._where.places)
 
-    def _standing(self, passed: float) -> Standing:
+    def _standing(self, passed: float) -> StallSnapshot:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
         under_way += ["timeline"] * self._recorder.busy
@@ -196,7 +196,7 @@ class Onlooker:
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])
         others = [rank for rank in range(len(self._where.places)) if rank != self._where.rank]
-        return Standing(self._where.rank, shown, runs, self._where.states(others), passed)
+        return StallSnapshot(self._where.rank, shown, runs, self._where.states(others), passed)
 
 
 def give_up_time(config: Config) -> float:
@@ -206,7 +206,7 @@ def give_up_time(config: Config) -> float:
 
 
 def make_watch(
-    config: Config, rank: int, onlooker: Onlooker, give_up: Callable[[float], None]
+    config: Config, rank: int, onlooker: ProgressProbe, give_up: Callable[[float], None]
 ) -> Watch | None:
     """Return a rank's watch, if it needs one; ``give_up(passed)`` ends the rank."""
     if config.stall_check_disable or not config.stall_check_time_seconds:

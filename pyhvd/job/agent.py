@@ -19,21 +19,21 @@ import msgspec
 from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
+    OUTPUT_CREDIT,
     PART,
-    WINDOW,
     Beat,
     Code,
     DaemonEnded,
     DaemonOutput,
     EndDaemon,
     Ended,
-    Enters,
+    EnteringInit,
     Failed,
     FromTask,
     Output,
+    OutputAck,
     Pmi,
     Register,
-    Shown,
     Start,
     StartDaemon,
     Stop,
@@ -42,7 +42,7 @@ from pyhvd.job.messages import (
 )
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.process.exit_report import EXIT
-from pyhvd.job.rank_process import Child
+from pyhvd.job.rank_process import RankProcess
 from pyhvd.transport.tcp.connection import Address, Connection, connect
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -124,7 +124,7 @@ class _Task:
         self._given = given
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
-        self._child: Child | None = None
+        self._child: RankProcess | None = None
         self._daemon: Daemon | None = None
         self._rank = -1
         self._said_end = False
@@ -167,7 +167,7 @@ class _Task:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._driver.wants_write else 0)
         self._selector.modify(self._driver, wanted, self._hear)
         if self._child is not None:  # a rank that prints faster than its output is shown has to wait
-            self._child.hold_output(self._unshown >= WINDOW or self._driver.full)
+            self._child.hold_output(self._unshown >= OUTPUT_CREDIT or self._driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self._driver.full)
         for key, _ in self._selector.select(BEAT_S / 2):
@@ -193,7 +193,7 @@ class _Task:
                 self._code.append(message.part)
             elif isinstance(message, Pmi) and self._child is not None:
                 self._child.answer_pmi(message.line)
-            elif isinstance(message, Shown):
+            elif isinstance(message, OutputAck):
                 self._unshown -= message.count
             elif isinstance(message, Start):
                 self._begin(message)
@@ -212,11 +212,11 @@ class _Task:
         code = b"".join(self._code)
         self._code.clear()
         try:
-            self._child = Child(
+            self._child = RankProcess(
                 start,
                 code,
                 on_pmi=lambda line: self._say(Pmi(line)),
-                on_enter=lambda: self._say(Enters()),
+                on_enter=lambda: self._say(EnteringInit()),
                 on_output=self._pass_on,
                 files=self._given.files,
             )

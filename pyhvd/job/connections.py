@@ -65,7 +65,7 @@ class Peer:
             self.connection.send(encode(message))
 
 
-class Switchboard:
+class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
     Parameters

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pyhvd.job.connections import Peer, Switchboard
+from pyhvd.job.connections import ConnectionServer, Peer
 from pyhvd.job.errors import LaunchError, StartTimeoutError
-from pyhvd.job.failure import Verdict
+from pyhvd.job.failure import FailureAnalysis
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     Beat,
@@ -24,23 +24,23 @@ from pyhvd.job.messages import (
     DaemonEnded,
     DaemonOutput,
     Ended,
-    Enters,
+    EnteringInit,
     Failed,
     FromDriver,
     FromTask,
     Launch,
     Output,
+    OutputAck,
     Pmi,
+    RankProxy,
     Register,
-    Shown,
-    StandIn,
     Start,
     Stop,
     parts,
 )
 from pyhvd.job.placement import Registry, Seat, Task
-from pyhvd.job.process.exit_report import EXIT, LOST, Record
-from pyhvd.job.rendezvous import PmiWiring, Wiring
+from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport
+from pyhvd.job.rendezvous import PmiRendezvous, Rendezvous
 
 # When the Spark job has failed, its ranks have so long to say why.
 _LAST_WORDS_S = 1.0
@@ -111,7 +111,7 @@ class DriverService:
         Addresses to listen on.
     display : Display
         Shows what the ranks write.
-    wiring : Wiring, optional
+    wiring : Rendezvous, optional
         How the ranks find each other; by PMI-1, of which the driver is the server.
     """
 
@@ -121,18 +121,18 @@ class DriverService:
         secret: Secret,
         hosts: Sequence[str],
         display: Display,
-        wiring: Wiring | None = None,
+        wiring: Rendezvous | None = None,
     ) -> None:
         self._spec = spec
         self._display = display
         self._registry = Registry(spec.size)
-        self._verdict = Verdict()
-        self._wiring: Wiring = wiring or PmiWiring()
+        self._verdict = FailureAnalysis()
+        self._wiring: Rendezvous = wiring or PmiRendezvous()
         self._wired = False
         self._by_rank: dict[int, Peer] = {}
         self.seats: list[Seat] = []
         self._over: str | None = None
-        self._board = Switchboard(secret, hosts, spec.size, self._handle, self._lose)
+        self._board = ConnectionServer(secret, hosts, spec.size, self._handle, self._lose)
         self._board.selector.register(display, selectors.EVENT_READ, self._tell_shown)
 
     @property
@@ -142,7 +142,7 @@ class DriverService:
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """See :class:`~pyhvd.job.rendezvous.Office`."""
+        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
         return self._board.selector
 
     def run(self, job: SparkJob) -> list[bytes]:
@@ -267,7 +267,7 @@ class DriverService:
     def _handle(self, peer: Peer, message: FromTask) -> None:
         if isinstance(message, Register):
             self._register(peer, message)
-        elif isinstance(message, Launch | StandIn | DaemonOutput | DaemonEnded) or peer.task is None:
+        elif isinstance(message, Launch | RankProxy | DaemonOutput | DaemonEnded) or peer.task is None:
             if self._over is None:
                 self._wiring.hear(peer, message)
         elif peer.rank < 0 or isinstance(message, Beat):
@@ -276,7 +276,7 @@ class DriverService:
             self._display.write(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             self._wiring.hear_pmi(peer.rank, message.line)
-        elif isinstance(message, Enters):
+        elif isinstance(message, EnteringInit):
             self._wiring.enter(peer.rank)
         elif isinstance(message, Failed):
             self._note_failure(peer.rank, message)
@@ -286,14 +286,14 @@ class DriverService:
 
     def _tell_shown(self) -> None:
         for rank, count in self._display.take_shown().items():
-            self.tell_rank(rank, Shown(count))
+            self.tell_rank(rank, OutputAck(count))
 
     def _note_failure(self, rank: int, failed: Failed) -> None:
         if failed.silent and self._wiring.ends_ranks:
             # By the driver's own clock, as with tasks that are lost: what came first explains the others.
             self.blame(rank, _phrase(failed), failed.code, LOST)
             return
-        record = Record(rank, failed.kind, failed.code, _phrase(failed), failed.when)
+        record = ExitReport(rank, failed.kind, failed.code, _phrase(failed), failed.when)
         self._verdict.add(record, time.monotonic(), failed.traceback)
 
     def _register(self, peer: Peer, said: Register) -> None:
@@ -314,19 +314,19 @@ class DriverService:
         peer.task = task
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
-        """See :class:`~pyhvd.job.rendezvous.Office`."""
+        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
         if rank in self._by_rank:  # else its task was lost before the ranks have started
             self._by_rank[rank].send(message)
 
     def tell_task(self, index: int, message: FromDriver) -> None:
-        """See :class:`~pyhvd.job.rendezvous.Office`."""
+        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
         for peer in self._board.peers:
             if peer.task is not None and peer.task.index == index:
                 peer.send(message)
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
-        """See :class:`~pyhvd.job.rendezvous.Office`."""
-        self._verdict.add(Record(rank, kind, code, text), time.monotonic())
+        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
+        self._verdict.add(ExitReport(rank, kind, code, text), time.monotonic())
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
         """A task is gone that had more to say, perhaps."""
@@ -336,7 +336,7 @@ class DriverService:
         elif peer.rank < 0:
             self._registry.remove(peer.task)
         elif not peer.ended and not self._verdict.has(peer.rank):
-            self._verdict.add(Record(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)
+            self._verdict.add(ExitReport(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)
 
 
 def _phrase(failed: Failed) -> str:

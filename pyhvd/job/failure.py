@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.placement import Seat
-from pyhvd.job.process.exit_report import INTERRUPT, LOST, SECONDARY, SIGNAL, Record, root_cause
+from pyhvd.job.process.exit_report import INTERRUPT, LOST, SECONDARY, SIGNAL, ExitReport, root_cause
 
 # So long is waited for a better reason than that a task is gone, or that a rank complains of another one.
 _BETTER_S = 1.0
@@ -24,23 +24,23 @@ _CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SI
 
 @dataclass(frozen=True)
 class _Case:
-    record: Record
+    record: ExitReport
     traceback: str
 
 
-class Verdict:
+class FailureAnalysis:
     """The failures of one job."""
 
     def __init__(self) -> None:
         self._cases: list[_Case] = []
         self._settled_at = math.inf
 
-    def add(self, record: Record, now: float, traceback: str = "", waited: bool = False) -> None:
+    def add(self, record: ExitReport, now: float, traceback: str = "", waited: bool = False) -> None:
         """Note that a rank has failed.
 
         Parameters
         ----------
-        record : Record
+        record : ExitReport
             Its text is the cause in one line, as after "rank 1 ".
         now : float
             The time, in seconds.
@@ -79,7 +79,7 @@ class Verdict:
             error.__cause__ = RemoteError(cause.rank, case.traceback)
         return error
 
-    def _cause(self, places: Mapping[int, Seat]) -> Record:
+    def _cause(self, places: Mapping[int, Seat]) -> ExitReport:
         records = [case.record for case in self._cases]
         cause = root_cause(records)
         assert cause is not None
@@ -91,7 +91,7 @@ class Verdict:
         return cause
 
 
-def _is_crash(record: Record) -> bool:
+def _is_crash(record: ExitReport) -> bool:
     return record.kind == SIGNAL and record.code in _CRASHES
 
 

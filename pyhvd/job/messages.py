@@ -13,7 +13,7 @@ from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
 """Most bytes of a part of something long."""
-WINDOW = 1 << 18
+OUTPUT_CREDIT = 1 << 18
 """A rank has to wait with more output when so many bytes of it have not been shown yet."""
 
 
@@ -66,7 +66,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Shown(msgspec.Struct, frozen=True, tag=True):
+class OutputAck(msgspec.Struct, frozen=True, tag=True):
     """Driver to task: so many more bytes of the rank's output have been shown."""
 
     count: int
@@ -103,7 +103,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: the rank has ended well, and the result goes through Spark."""
 
 
-class Enters(msgspec.Struct, frozen=True, tag=True):
+class EnteringInit(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: the rank is about to call MPI_Init, and to wait for the others there."""
 
 
@@ -141,7 +141,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     command: str
 
 
-class StandIn(msgspec.Struct, frozen=True, tag=True):
+class RankProxy(msgspec.Struct, frozen=True, tag=True):
     """Stand-in to driver, first: mpiexec's daemon has started me as this rank.
 
     Attributes
@@ -207,9 +207,19 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 FromTask = (
-    Register | Pmi | Output | Enters | Failed | Ended | Beat | Launch | StandIn | DaemonOutput | DaemonEnded
+    Register
+    | Pmi
+    | Output
+    | EnteringInit
+    | Failed
+    | Ended
+    | Beat
+    | Launch
+    | RankProxy
+    | DaemonOutput
+    | DaemonEnded
 )
-FromDriver = Code | Start | Pmi | Shown | Beat | Stop | Exit | StartDaemon | EndDaemon
+FromDriver = Code | Start | Pmi | OutputAck | Beat | Stop | Exit | StartDaemon | EndDaemon
 
 _encoder = msgspec.msgpack.Encoder()
 _from_task = msgspec.msgpack.Decoder(FromTask)

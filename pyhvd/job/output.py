@@ -2,7 +2,7 @@
 
 Who reads them may stand still, as a pager does; the thread that serves the job must not. So nothing waits in
 :meth:`Output.write`, and a task is told what of its rank's output has been shown: with
-:data:`~pyhvd.job.messages.WINDOW` bytes that have not, it stops to read, and its rank has to wait.
+:data:`~pyhvd.job.messages.OUTPUT_CREDIT` bytes that have not, it stops to read, and its rank has to wait.
 """
 
 from __future__ import annotations

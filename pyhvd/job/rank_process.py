@@ -17,7 +17,7 @@ from pyhvd.job.messages import Failed, Start, decode_from_task
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL
 from pyhvd.job.process.signals import describe_signal
-from pyhvd.job.process.supervised import Kept
+from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.job.rank import ENTERS, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -51,7 +51,7 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-class Child:
+class RankProcess:
     """A rank's process.
 
     Parameters
@@ -100,7 +100,7 @@ class Child:
             env["PMI_FD"] = str(pmi.fileno())
         env |= {name: str(number) for name, number in files.items()}
         try:
-            self._process = Kept(
+            self._process = SupervisedProcess(
                 "pyhvd.job.process.rank_main",
                 [str(control.fileno())],
                 env,

@@ -14,7 +14,7 @@ from pyhvd.job.placement import Seat, Task, assign
 from pyhvd.job.process.exit_report import EXIT
 
 
-class Office(Protocol):
+class RendezvousHost(Protocol):
     """What a wiring may ask of the driver's service."""
 
     @property
@@ -31,7 +31,7 @@ class Office(Protocol):
         """Note a failure; rank -1 if it is none of a rank."""
 
 
-class Wiring(Protocol):
+class Rendezvous(Protocol):
     """A way in which ranks find each other.
 
     Attributes
@@ -44,7 +44,7 @@ class Wiring(Protocol):
     def ends_ranks(self) -> bool:
         """See above."""
 
-    def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """All tasks have come: those of each host, in the order of :meth:`Registry.groups`.
 
         Raises
@@ -87,13 +87,13 @@ class Wiring(Protocol):
         """Leave nothing running."""
 
 
-class PmiWiring:
+class PmiRendezvous:
     """The driver itself is the server of PMI-1; nothing is started anywhere but the ranks."""
 
     ends_ranks = False
 
-    def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
-        """See :class:`Wiring`."""
+    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+        """See :class:`Rendezvous`."""
         self._office = office
         try:
             self._server = PmiServer([len(group) for group in groups])
@@ -102,23 +102,23 @@ class PmiWiring:
         self._seats = assign(groups)
 
     def seats(self) -> list[Seat]:
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         return self._seats
 
     def waits_for(self) -> str:
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         return ""
 
     def variables(self, rank: int) -> Mapping[str, str]:  # noqa: ARG002
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         return {}
 
     def speaks_pmi(self, rank: int) -> bool:  # noqa: ARG002
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         return True
 
     def hear_pmi(self, rank: int, line: str) -> None:
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         try:
             answers: Iterable[tuple[int, str]] = self._server.handle(rank, line)
         except Abort as abort:
@@ -130,28 +130,28 @@ class PmiWiring:
                 self._office.tell_rank(who, Pmi(answer))
 
     def enter(self, rank: int) -> None:
-        """See :class:`Wiring`; its lines of PMI-1 say it too."""
+        """See :class:`Rendezvous`; its lines of PMI-1 say it too."""
 
     def hear(self, peer: Peer, message: FromTask) -> None:
-        """See :class:`Wiring`; there is nothing more."""
+        """See :class:`Rendezvous`; there is nothing more."""
 
     def leave(self, rank: int) -> None:
-        """See :class:`Wiring`."""
+        """See :class:`Rendezvous`."""
         try:
             self._server.leave(rank)
         except PmiError as exc:
             self._office.blame(rank, f"left the others alone: {exc}", 1)
 
     def check(self, now: float) -> None:
-        """See :class:`Wiring`; nothing runs."""
+        """See :class:`Rendezvous`; nothing runs."""
 
     def stop(self) -> None:
-        """See :class:`Wiring`; nothing runs."""
+        """See :class:`Rendezvous`; nothing runs."""
 
     def close(self) -> None:
-        """See :class:`Wiring`; nothing runs."""
+        """See :class:`Rendezvous`; nothing runs."""
 
 
-def blame_abort(office: Office, abort: Abort) -> None:
+def blame_abort(office: RendezvousHost, abort: Abort) -> None:
     """A rank has called MPI_Abort."""
     office.blame(abort.rank, f"called MPI_Abort with code {abort.code}", abort.code)

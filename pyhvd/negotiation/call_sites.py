@@ -17,7 +17,7 @@ MOST = 4096
 """Tensors whose lines are known."""
 
 
-class Sites:
+class CallSites:
     """The lines of one process set, by tensor and rank."""
 
     def __init__(self) -> None:

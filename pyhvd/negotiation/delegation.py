@@ -35,7 +35,7 @@ class Board(Protocol):
         """Return, by rank, what is posted; and the slots that were used since the last look."""
 
 
-class Loans:
+class Delegation:
     """The loans of one process set.
 
     Parameters

@@ -1,6 +1,6 @@
 """Refusals: tensors and grouped calls that have failed already, of which some ranks have yet to hear.
 
-Owns: :class:`Refusal`, one failure and who is still to be told, and :class:`Refusals`, those of one process
+Owns: :class:`FailedCall`, one failure and who is still to be told, and :class:`FailedCalls`, those of one process
 set. Pure: kept by :mod:`pyhvd.negotiation.message_table`.
 
 A grouped call fails as a whole, so what has failed may have several tensors. A rank is told of each one as
@@ -22,7 +22,7 @@ Key = tuple[str, str]
 
 
 @dataclass(slots=True, eq=False)
-class Refusal:
+class FailedCall:
     """Something has failed: a rank refused it, or what the ranks submitted does not fit together.
 
     Attributes
@@ -41,7 +41,7 @@ class Refusal:
     alone : dict of int to set of str
         For each rank that has submitted some of it by themselves, which.
     age, filed : int
-        Its number, and under how many keys it is found; for :class:`Refusals`.
+        Its number, and under how many keys it is found; for :class:`FailedCalls`.
     """
 
     error: ErrorInfo
@@ -55,7 +55,7 @@ class Refusal:
     filed: int = 0
 
     @classmethod
-    def by(cls, rank: int, request: Request, error: ErrorInfo, others: Iterable[int]) -> Refusal:
+    def by(cls, rank: int, request: Request, error: ErrorInfo, others: Iterable[int]) -> FailedCall:
         """Make the refusal of one rank, of which the others are to be told."""
         waiting = dict.fromkeys(others, -1)
         if request.group:
@@ -135,11 +135,11 @@ def keys_of(request: Request) -> tuple[Key, ...]:
     return (("", request.name), key) if request.group and not request.error else (key,)
 
 
-class Refusals:
+class FailedCalls:
     """The refusals of one process set, found by tensor and by group."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Key, list[Refusal]] = {}
+        self._by_key: dict[Key, list[FailedCall]] = {}
         self._added = 0
 
     def __bool__(self) -> bool:
@@ -149,19 +149,19 @@ class Refusals:
         """Return whether one of them may concern a request."""
         return any(key in self._by_key for key in keys_of(request))
 
-    def add(self, refusal: Refusal) -> None:
+    def add(self, refusal: FailedCall) -> None:
         """Remember a failure, if any rank has yet to hear of it."""
         if refusal.is_open():
             self._added += 1
             refusal.age = self._added
             self._file(refusal)
 
-    def tell(self, rank: int, request: Request) -> tuple[Refusal | None, bool]:
+    def tell(self, rank: int, request: Request) -> tuple[FailedCall | None, bool]:
         """Find the oldest refusal that a rank's request falls under; the rank counts as told of it.
 
         Returns
         -------
-        refusal : Refusal or None
+        refusal : FailedCall or None
             None where nothing like it has failed.
         news : bool
             Whether the rank's part in it, or that this tensor belongs to it, was not known before.
@@ -182,7 +182,7 @@ class Refusals:
                 refusal.excuse(rank)
                 self.update(refusal)
 
-    def update(self, refusal: Refusal) -> None:
+    def update(self, refusal: FailedCall) -> None:
         """A refusal has changed: find it by all that it is about now, or forget it."""
         if refusal.is_open():
             self._file(refusal)
@@ -194,7 +194,7 @@ class Refusals:
                     del self._by_key[key]
         refusal.filed = 0
 
-    def _file(self, refusal: Refusal) -> None:
+    def _file(self, refusal: FailedCall) -> None:
         count = len(refusal.names) + bool(refusal.group)
         for key in refusal.found_by() if refusal.filed != count else ():
             here = self._by_key.setdefault(key, [])

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pyhvd.negotiation.call_sites import Sites
-from pyhvd.negotiation.delegation import Board, Loans
-from pyhvd.negotiation.failed_calls import Refusal, Refusals
+from pyhvd.negotiation.call_sites import CallSites
+from pyhvd.negotiation.delegation import Board, Delegation
+from pyhvd.negotiation.failed_calls import FailedCall, FailedCalls
 from pyhvd.negotiation.messages import (
     JOIN_NAME,
     UNNAMED,
@@ -27,8 +27,8 @@ from pyhvd.negotiation.messages import (
     Response,
     iter_bits,
 )
-from pyhvd.negotiation.response_cache import Group, HeldBits, Slot, SlotTable, group_of
-from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.negotiation.response_cache import Group, PendingHits, Slot, SlotTable, group_of
+from pyhvd.negotiation.stragglers import StragglerStats
 from pyhvd.negotiation.validation import check, sizes_differ, verb
 
 _CACHED = frozenset(
@@ -59,7 +59,7 @@ class Entry:
     deferred: list[tuple[int, Request]] = field(default_factory=list)
 
 
-class Negotiation:
+class MessageTable:
     """What the coordinator knows of one process set.
 
     Parameters
@@ -74,7 +74,7 @@ class Negotiation:
         Number of the response list that announces the set; 0 for sets that exist from the start.
     board : Board, optional
         Where ranks agree on cached tensors by themselves.
-    lateness : Lateness, optional
+    lateness : StragglerStats, optional
         Told who submits a tensor last.
     """
 
@@ -85,23 +85,23 @@ class Negotiation:
         capacity: int,
         since: int = 0,
         board: Board | None = None,
-        lateness: Lateness | None = None,
+        lateness: StragglerStats | None = None,
     ) -> None:
         self.set_id = set_id
         self.ranks = ranks
         self.since = since
         self.cache = SlotTable(capacity)
-        self._loans = Loans(set_id, ranks, self.cache, board)
+        self._loans = Delegation(set_id, ranks, self.cache, board)
         self._lateness = lateness if len(ranks) > 1 else None
-        self.sites = Sites()
+        self.sites = CallSites()
         self.joined: list[int] = []
         self.responses: list[Response] = []
         self._members = frozenset(ranks)
         self._table: dict[str, Entry] = {}
         self._group_ready: dict[Group, set[str]] = {}
         self._groups: dict[Group, set[str]] = {}
-        self._refusals = Refusals()
-        self._bits = HeldBits(ranks)
+        self._refusals = FailedCalls()
+        self._bits = PendingHits(ranks)
         self._seq = 0
         self._now = 0.0
 
@@ -310,7 +310,7 @@ class Negotiation:
         joined = [r for r in self.joined if r not in entry.requests]
         error = check(entry.requests, joined)
         if error is not None:
-            self._fail_with_group(name, Refusal(self.sites.add_to(error, name), origin=name))
+            self._fail_with_group(name, FailedCall(self.sites.add_to(error, name), origin=name))
             return
         group = group_of(self._first(entry))
         if group is None:
@@ -367,7 +367,7 @@ class Negotiation:
         for_ranks = tuple(sorted(entry.requests))
         self.responses.append(Response(self._first(entry), self.set_id, error=error, only=for_ranks))
 
-    def _fail_with_group(self, name: str, refusal: Refusal) -> None:
+    def _fail_with_group(self, name: str, refusal: FailedCall) -> None:
         """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit.
 
         What the ranks have yet to submit of it fails as it comes.
@@ -403,7 +403,7 @@ class Negotiation:
             error = sizes_differ(request, {**sizes, rank: request.group_size})
             error = self.sites.add_to(error, *names, request.name)
             waiting = dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1)
-            self._fail_with_group(min(names), Refusal(error, waiting, group=request.group))
+            self._fail_with_group(min(names), FailedCall(error, waiting, group=request.group))
             return True
         return False
 
@@ -421,7 +421,7 @@ class Negotiation:
             rank,
             traceback=request.traceback,
         )
-        refusal = Refusal.by(rank, request, error, self._members - {rank})
+        refusal = FailedCall.by(rank, request, error, self._members - {rank})
         if entries:
             self._fail_with_group(self._first(entries[0]).name, refusal)
         else:
@@ -445,7 +445,7 @@ class Negotiation:
                 self._withdraw_group(rank, group, refusal)
         return refusal is not None
 
-    def _withdraw_group(self, rank: int, group: Group, refusal: Refusal) -> None:
+    def _withdraw_group(self, rank: int, group: Group, refusal: FailedCall) -> None:
         """Fail what a rank has in the table of a group that has failed, and what others have of it alone."""
         pending = [(r, q) for entry in self._table.values() for r, q in entry.requests.items()]
         gone = [(r, q) for r, q in pending if r == rank and group_of(q) == group]
@@ -461,11 +461,11 @@ class Negotiation:
         for other, request, since in behind:
             self._take(other, request, since)
 
-    def _respond_to(self, rank: int, request: Request, refusal: Refusal) -> None:
+    def _respond_to(self, rank: int, request: Request, refusal: FailedCall) -> None:
         error = refusal.error_for(request.name)
         self.responses.append(Response(request, self.set_id, error=error, only=(rank,)))
 
-    def _withdraw(self, rank: int, request: Request, refusal: Refusal) -> list[tuple[int, Request, float]]:
+    def _withdraw(self, rank: int, request: Request, refusal: FailedCall) -> list[tuple[int, Request, float]]:
         """Fail one rank's request in the table alone; return what came behind it, and since when it waits."""
         self._respond_to(rank, request, refusal)
         entry = self._table[request.name]

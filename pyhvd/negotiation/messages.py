@@ -272,14 +272,14 @@ class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
     threads: list[ThreadStack]
 
 
-Aside = StackRequest | StackReport
+OutOfBand = StackRequest | StackReport
 """What passes beside the lists, and has no place in their order."""
 
 # A byte that MessagePack never uses: the lists, which are many, pay nothing for being told from these.
-_ASIDE = 0xC1
+_OUT_OF_BAND = 0xC1
 
 _encoder = msgspec.msgpack.Encoder()
-_aside_decoder = msgspec.msgpack.Decoder(Aside)
+_out_of_band_decoder = msgspec.msgpack.Decoder(OutOfBand)
 _request_decoder = msgspec.msgpack.Decoder(RequestList)
 _response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
@@ -289,20 +289,20 @@ def encode(message: RequestList | ResponseList) -> bytes:
     return _encoder.encode(message)
 
 
-def encode_aside(message: Aside) -> bytes:
+def encode_out_of_band(message: OutOfBand) -> bytes:
     """Return the wire form of what passes beside the lists."""
-    return bytes((_ASIDE,)) + _encoder.encode(message)
+    return bytes((_OUT_OF_BAND,)) + _encoder.encode(message)
 
 
-def is_aside(data: bytes | bytearray) -> bool:
+def is_out_of_band(data: bytes | bytearray) -> bool:
     """Return whether a message, which is not empty, is none of the lists."""
-    return data[0] == _ASIDE
+    return data[0] == _OUT_OF_BAND
 
 
-def decode_aside(data: bytes | bytearray) -> Aside:
-    """Read what :func:`encode_aside` wrote; raises InternalError if it is not that."""
+def decode_out_of_band(data: bytes | bytearray) -> OutOfBand:
+    """Read what :func:`encode_out_of_band` wrote; raises InternalError if it is not that."""
     try:
-        message: Aside = _aside_decoder.decode(memoryview(data)[1:])
+        message: OutOfBand = _out_of_band_decoder.decode(memoryview(data)[1:])
     except msgspec.DecodeError as exc:
         raise InternalError(f"undecodable message of {len(data)} bytes: {exc}") from exc
     _check_version(message.version)

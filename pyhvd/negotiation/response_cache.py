@@ -221,7 +221,7 @@ class WorkerCache:
         return [self._slots[slot][0] for slot in iter_bits(bits)]
 
 
-class HeldBits:
+class PendingHits:
     """See the module's docstring.
 
     Parameters

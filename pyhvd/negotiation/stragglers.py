@@ -7,7 +7,7 @@ Pure: told the time. The coordinator keeps it for what goes by message; on the b
 from __future__ import annotations
 
 
-class Lateness:
+class StragglerStats:
     """Counts, by rank.
 
     Times that overlap count once, for whoever came first: a set's ranks together are charged with no more

@@ -57,7 +57,7 @@ def error_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StallSnapshot:
     """What a rank knows when nothing ends any more, and rank 0 does not say why.
 
     Attributes
@@ -87,7 +87,7 @@ class Standing:
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
 
-def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
+def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the text of it."""
     tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
@@ -100,13 +100,13 @@ def describe_standing(standing: Standing, places: Sequence[Place]) -> str:
     return "\n".join([first, *_suspect_lines(standing, places)])
 
 
-def describe_late_end(standing: Standing, places: Sequence[Place]) -> str:
+def describe_late_end(standing: StallSnapshot, places: Sequence[Place]) -> str:
     """Return what is said where a shutdown does not come to its end."""
     first = f"shutting down: not all ranks have come to their end within {standing.passed:.0f} s"
     return "\n".join([first, *_suspect_lines(standing, places)])
 
 
-def _suspect_lines(standing: Standing, places: Sequence[Place]) -> list[str]:
+def _suspect_lines(standing: StallSnapshot, places: Sequence[Place]) -> list[str]:
     lines = []
     for rank in standing.suspects[:MOST_ASKED]:
         state = standing.states[rank]
@@ -115,7 +115,7 @@ def _suspect_lines(standing: Standing, places: Sequence[Place]) -> list[str]:
     return lines
 
 
-def error_of_standing(standing: Standing, places: Sequence[Place]) -> StallError:
+def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> StallError:
     """Return the error with which a rank gives up by itself."""
     text = describe_standing(standing, places)
     missing = {name: list(standing.suspects) for name in standing.names}

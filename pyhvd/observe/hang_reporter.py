@@ -17,11 +17,11 @@ from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Stalled
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
-    Aside,
     ErrorInfo,
+    OutOfBand,
     StackReport,
     StackRequest,
-    encode_aside,
+    encode_out_of_band,
 )
 from pyhvd.observe.hang_report import error_of, warning_of
 from pyhvd.observe.metrics import Meter
@@ -33,7 +33,7 @@ Send = Callable[[int, bytes], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class RankLocations:
     """Where the ranks are, as this one knows it.
 
     Attributes
@@ -66,7 +66,7 @@ class HangReporter:
     ----------
     inspector : StallInspector
         Decides when there is something to report.
-    where : Whereabouts
+    where : RankLocations
         Of the ranks.
     send : callable
         ``send(rank, payload)``: by the control transport.
@@ -79,7 +79,7 @@ class HangReporter:
     def __init__(
         self,
         inspector: StallInspector,
-        where: Whereabouts,
+        where: RankLocations,
         send: Send,
         pending: Callable[[float], list[Stalled]],
         count: Callable[[int, bool], None],
@@ -141,7 +141,7 @@ class HangReporter:
             if rank == self._where.rank:
                 inquiry.take(rank, self._where.report(inquiry.number))
             else:
-                self._send(rank, encode_aside(StackRequest(PROTOCOL_VERSION, inquiry.number)))
+                self._send(rank, encode_out_of_band(StackRequest(PROTOCOL_VERSION, inquiry.number)))
 
     def _conclude(self, now: float) -> ErrorInfo | None:
         """Report what the inquiry has found, if it is over, unless nothing is stalled any more."""
@@ -162,18 +162,18 @@ class HangReporter:
 
 
 def take_aside(
-    message: Aside, source: int, where: Whereabouts, reporter: HangReporter | None, send: Send
+    message: OutOfBand, source: int, where: RankLocations, reporter: HangReporter | None, send: Send
 ) -> None:
     """Answer a question, or take an answer."""
     if isinstance(message, StackRequest):
-        send(source, encode_aside(where.report(message.number)))
+        send(source, encode_out_of_band(where.report(message.number)))
     elif reporter is not None:
         reporter.take(source, message)
 
 
 def make_reporter(
     config: Config,
-    where: Whereabouts,
+    where: RankLocations,
     send: Send,
     coordinator: Coordinator | None,
     unannounced: bool,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
-from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.negotiation.stragglers import StragglerStats
 
 BUCKETS = 48
 """As in ``counters.h``: the k-th bucket counts values up to 2**k, and above 2**(k-1)."""
@@ -208,7 +208,7 @@ class Meter:
         Whether to measure times.
     fast : FastCounts, optional
         The fast lane.
-    lateness : Lateness, optional
+    lateness : StragglerStats, optional
         Of what goes by message: on rank 0.
     """
 
@@ -218,7 +218,7 @@ class Meter:
         size: int,
         timed: bool,
         fast: FastCounts | None = None,
-        lateness: Lateness | None = None,
+        lateness: StragglerStats | None = None,
     ) -> None:
         self._rank = rank
         self._size = size

@@ -21,7 +21,7 @@ from types import FrameType
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.rank_env import OPENMPI
-from pyhvd.job.process.exit_report import INTERRUPT, LOST, Record, root_cause
+from pyhvd.job.process.exit_report import INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.signals import ENDING, to_handle
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
@@ -80,7 +80,7 @@ class _Job:
         self._ranks: dict[Line, int] = {}  # -1 until the supervisor has said which
         self._seen: set[int] = set()
         self._ended: set[int] = set()
-        self._records: list[Record] = []
+        self._records: list[ExitReport] = []
         self._stopped_by = 0
         self._end_at: float | None = None  # when the launcher ends the job itself
         self._kill_at: float | None = None  # when it kills what is then left
@@ -182,7 +182,7 @@ class _Job:
                 if self._stopped_by:
                     line.send("signal", self._stopped_by)
             elif what == "record":
-                self._records.append(Record.load(value.encode()))
+                self._records.append(ExitReport.load(value.encode()))
             elif what == "ended":
                 self._ended.add(self._ranks[line])
                 if value != 0 and not self._stopped_by:
@@ -195,7 +195,7 @@ class _Job:
                 if self._ended:
                     before = ", ".join(map(str, sorted(self._ended)[:20]))
                     text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
-                self._records.append(Record(rank, LOST, 1, text))
+                self._records.append(ExitReport(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
 
     def _hang_up(self, line: Line) -> None:

@@ -10,7 +10,7 @@ import time
 from pyhvd.job.mpi.abort import claim_first_failure, drain_stderr, end_job
 from pyhvd.job.mpi.rank_env import Place
 from pyhvd.job.process.environment import set_defaults
-from pyhvd.job.process.exit_report import EXIT, Record
+from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.output import make_relays
 from pyhvd.job.process.parent_death import die_with_parent
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK
@@ -66,7 +66,7 @@ def run_rank(options: Options, place: Place) -> int:
 
 def _refuse(place: Place, line: Line | None, why: str) -> int:
     """End the job before this rank's script has begun; return the exit code to leave with."""
-    record = Record(place.rank, EXIT, 1, f"pyhvd: {place.title} {why}")
+    record = ExitReport(place.rank, EXIT, 1, f"pyhvd: {place.title} {why}")
     if line is not None:
         line.send("record", record.dump().decode())
         line.send("ended", record.code)

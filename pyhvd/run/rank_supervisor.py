@@ -17,7 +17,16 @@ from types import FrameType
 
 from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, drain_stderr, end_job
 from pyhvd.job.mpi.rank_env import Place
-from pyhvd.job.process.exit_report import DOUBT, EXCEPTION, EXIT, INTERRUPT, SECONDARY, SIGNAL, UP, Record
+from pyhvd.job.process.exit_report import (
+    EXCEPTION,
+    EXIT,
+    INTERRUPT,
+    SECONDARY,
+    SIGNAL,
+    TENTATIVE,
+    UP,
+    ExitReport,
+)
 from pyhvd.job.process.output import Relay
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK, ENDING, describe_signal, to_handle
 from pyhvd.run.control_socket import Line
@@ -54,7 +63,7 @@ class Supervisor:
         self._pid = pid
         self._report_fd = report_fd
         self._report = b""
-        self._record: Record | None = None
+        self._record: ExitReport | None = None
         self._deadline = math.inf  # when the rank must have ended
         self._line = line
         self._relays = relays
@@ -158,8 +167,8 @@ class Supervisor:
                 self._report += chunk
             self._forget(self._report_fd)  # closed
         *lines, self._report = self._report.split(b"\n")
-        for record in map(Record.load, lines):
-            if record.kind == DOUBT:
+        for record in map(ExitReport.load, lines):
+            if record.kind == TENTATIVE:
                 self._doubt = record.text
                 continue
             if record.kind == UP:
@@ -169,27 +178,29 @@ class Supervisor:
             self._deadline = time.monotonic() + _EXIT_HANDLERS_S
             self._announce(record)
 
-    def _announce(self, record: Record) -> None:
+    def _announce(self, record: ExitReport) -> None:
         """Pass the failure on at once: should this process be killed next, it is known already."""
         self._record = record
         self._tell("record", record.dump().decode())
         self._is_first = record.kind != SECONDARY and claim_first_failure(self._parent)
 
-    def _describe_end(self, exit_code: int) -> Record:
+    def _describe_end(self, exit_code: int) -> ExitReport:
         """A record for a rank that ended without reporting anything."""
         who = f"pyhvd: {self._place.title} (pid {self._pid})"
         if exit_code < 0:
-            return Record(self._place.rank, SIGNAL, 128 - exit_code, f"{who} {describe_signal(-exit_code)}")
+            return ExitReport(
+                self._place.rank, SIGNAL, 128 - exit_code, f"{who} {describe_signal(-exit_code)}"
+            )
         if self._doubt:
-            return Record(self._place.rank, EXIT, 1, f"{who} exited with code {exit_code}: {self._doubt}")
+            return ExitReport(self._place.rank, EXIT, 1, f"{who} exited with code {exit_code}: {self._doubt}")
         if not exit_code:
             text = (
                 f"{who} exited with code 0 while pyhvd was up, without its exit handlers (as os._exit does):"
                 " the other ranks still counted on it; call pyhvd.shutdown() first"
             )
-            return Record(self._place.rank, EXIT, 1, text)
+            return ExitReport(self._place.rank, EXIT, 1, text)
         text = f"{who} exited with code {exit_code}, without a Python exception"
-        return Record(self._place.rank, EXIT, exit_code, text)
+        return ExitReport(self._place.rank, EXIT, exit_code, text)
 
     def _leave(self, code: int) -> int:
         """With the rank ended: show its failure unless the launcher will, and end the job if it failed."""
@@ -212,13 +223,13 @@ class Supervisor:
         end_job(self._place, code, signal_mpiexec=not self._stopping and (launched or code == 1))
         return code
 
-    def _shows(self, record: Record) -> bool:
+    def _shows(self, record: ExitReport) -> bool:
         if self._stopping:
             return self._is_first and record.kind in (EXCEPTION, INTERRUPT)
         # A rank that has to call MPI_Abort shows its failure itself, if it gets that far.
         return can_end_job(self._place) or self._overdue or not self._reported
 
-    def _let_first_rank_end_job(self, record: Record) -> None:
+    def _let_first_rank_end_job(self, record: ExitReport) -> None:
         """Unless this rank was the first to fail, wait for that one to end the job, and us with it."""
         if self._is_first:
             return

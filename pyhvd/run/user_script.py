@@ -19,13 +19,13 @@ from pyhvd.job.mpi.abort import can_end_job, drain_stderr
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import Place
 from pyhvd.job.process.exit_report import (
-    DOUBT,
     EXCEPTION,
     EXIT,
     INTERRUPT,
     SECONDARY,
+    TENTATIVE,
     UP,
-    Record,
+    ExitReport,
     is_secondary,
 )
 
@@ -40,7 +40,7 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
     place : Place
         Where this rank stands.
     report_fd : int
-        Where the supervisor reads one :class:`Record`.
+        Where the supervisor reads one :class:`ExitReport`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A killed rank must not take its last lines with it; and whole lines only, as ranks share the screen
@@ -95,19 +95,19 @@ class _Ending:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        self._send(Record(self._place.rank, kind, code, text, time.time() if when is None else when))
+        self._send(ExitReport(self._place.rank, kind, code, text, time.time() if when is None else when))
         return code
 
     def doubt(self, text: str) -> None:
         """Tell the supervisor what to say should this rank end without another word; "" takes it back."""
-        self._send(Record(self._place.rank, DOUBT, 1, text))
+        self._send(ExitReport(self._place.rank, TENTATIVE, 1, text))
 
     def tell_up(self, up: bool) -> None:
         """Tell the supervisor whether pyhvd is up: then even code 0 is no good end for the others."""
         if os.getpid() == self._pid:  # a process that the rank has forked is not the rank
-            self._send(Record(self._place.rank, UP, int(up), ""))
+            self._send(ExitReport(self._place.rank, UP, int(up), ""))
 
-    def _send(self, record: Record) -> None:
+    def _send(self, record: ExitReport) -> None:
         line = record.dump()
         while line:
             line = line[os.write(self._report_fd, line) :]

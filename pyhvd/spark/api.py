@@ -15,7 +15,7 @@ from pyhvd.job.addresses import listening_places
 from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
-from pyhvd.job.mpi.openmpi.rendezvous import MpiexecWiring, find
+from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.output import Lines, Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection
@@ -207,9 +207,9 @@ def _mpiexec_arguments(
         raise ValueError(f"extra_mpi_args={extra_mpi_args!r}: {exc}") from None
 
 
-def _mpiexec(arguments: list[str], secret: Secret, executable: str | None) -> MpiexecWiring:
+def _mpiexec(arguments: list[str], secret: Secret, executable: str | None) -> MpiexecRendezvous:
     try:
-        return MpiexecWiring(find(), arguments, secret, executable)
+        return MpiexecRendezvous(find(), arguments, secret, executable)
     except LaunchError as exc:
         raise SparkError(f"launcher='mpiexec' needs one on the driver: {exc}") from None
 

@@ -22,7 +22,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.flavour import find_library
-from pyhvd.job.mpi.openmpi.rendezvous import MpiexecWiring, find
+from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.spark.errors import SparkError, StartTimeoutError
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
@@ -41,7 +41,7 @@ def is_mpich() -> bool:
 
 def make(function: Callable[..., Any], size: int, extra: str = "", mpiexec: Any = None, **spec: Any) -> Bench:
     secret = Secret()
-    wiring = MpiexecWiring(mpiexec or find(), shlex.split(extra), secret, spec.get("executable"))
+    wiring = MpiexecRendezvous(mpiexec or find(), shlex.split(extra), secret, spec.get("executable"))
     bench = Bench(function, size, drop, secret, wiring, **spec)
     wiring.call_at(bench.addresses, "127.0.0.1")
     return bench

@@ -11,7 +11,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.backends.gpu import cuda_mpi, select
-from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
 from pyhvd.observe.hooks import Instruments
 from pyhvd.testing import RanksFailed, run_ranks
@@ -61,7 +61,7 @@ def mpi(monkeypatch: pytest.MonkeyPatch) -> Mpi:
         trade(fabric, send, recv, patience)
 
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(select, "CARRIERS", [NcclCarrier(no_nccl)])
+    monkeypatch.setattr(select, "CARRIERS", [NcclTransport(no_nccl)])
     monkeypatch.setattr(ThreadFabric, "takes_devices", takes_devices)
     monkeypatch.setattr(ThreadFabric, "trade", noted)
     phase = Instruments.phase

@@ -12,7 +12,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu import select
-from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
@@ -25,7 +25,7 @@ SIZES = (1, 2, 4)
 Body = Callable[[PeerDevice], Any]
 
 
-class Carrier(NcclCarrier):
+class DeviceTransport(NcclTransport):
     """Gives each rank its end of one library."""
 
     def __init__(self, nccl: FakeNccl) -> None:
@@ -35,14 +35,14 @@ class Carrier(NcclCarrier):
 
     def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
         assert isinstance(device, PeerDevice)
-        return NcclCarrier(lambda: self._nccl.rank(device)).open(host, device, stream, packer)
+        return NcclTransport(lambda: self._nccl.rank(device)).open(host, device, stream, packer)
 
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(select, "CARRIERS", [Carrier(library)])
+    monkeypatch.setattr(select, "CARRIERS", [DeviceTransport(library)])
     return library
 
 

@@ -38,8 +38,8 @@ _kept: list[Any] = []
 """Memory to which MPI may write as long as the process lives."""
 
 
-class CudaMpiCarrier:
-    """Implements :class:`pyhvd.backends.gpu.device_transport.Carrier`."""
+class CudaMpiTransport:
+    """Implements :class:`pyhvd.backends.gpu.device_transport.DeviceTransport`."""
 
     name = "CUDA-aware MPI"
     shares = True

@@ -22,7 +22,7 @@ class Refused(Exception):
     """A carrier does not connect a process set; the text, the same on all ranks, says where and why."""
 
 
-class Carrier(Protocol):
+class DeviceTransport(Protocol):
     """What moves device memory between ranks.
 
     Attributes

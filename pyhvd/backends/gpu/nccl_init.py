@@ -22,8 +22,8 @@ CONNECT_S = 120.0
 _ID_BYTES = 128
 
 
-class NcclCarrier:
-    """What moves device memory between ranks by NCCL; see :class:`pyhvd.backends.gpu.device_transport.Carrier`.
+class NcclTransport:
+    """What moves device memory between ranks by NCCL; see :class:`pyhvd.backends.gpu.device_transport.DeviceTransport`.
 
     Parameters
     ----------

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pyhvd.backends.base import Backend
-from pyhvd.backends.gpu.cuda_mpi import CudaMpiCarrier
-from pyhvd.backends.gpu.device_transport import Carrier, Refused, exchange
-from pyhvd.backends.gpu.nccl_init import NcclCarrier
+from pyhvd.backends.gpu.cuda_mpi import CudaMpiTransport
+from pyhvd.backends.gpu.device_transport import DeviceTransport, Refused, exchange
+from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 
 _log = logging.getLogger("pyhvd")
 
-CARRIERS: list[Carrier] = [NcclCarrier()]
+CARRIERS: list[DeviceTransport] = [NcclTransport()]
 """The best one first."""
 
-ON_REQUEST: list[Carrier] = [CudaMpiCarrier()]
+ON_REQUEST: list[DeviceTransport] = [CudaMpiTransport()]
 """What is looked at after these, and only if it was asked for."""
 
 
@@ -48,7 +48,7 @@ def open_backend(
     cuda_aware_mpi : bool
         Whether MPI may be given addresses on devices; the same on every rank.
     """
-    carriers: list[Carrier] = [*CARRIERS, *(ON_REQUEST if cuda_aware_mpi else ())]
+    carriers: list[DeviceTransport] = [*CARRIERS, *(ON_REQUEST if cuda_aware_mpi else ())]
     mine = msgspec.msgpack.encode(_offer(carriers, device, host))
     offers = [msgspec.msgpack.decode(data, type=Offer) for data in exchange(host.fabric, mine)]
     reasons: list[str] = []
@@ -68,7 +68,7 @@ def open_backend(
     return StagedBackend(host, device, stream, packer)
 
 
-def _offer(carriers: Sequence[Carrier], device: Device, host: Backend) -> Offer:
+def _offer(carriers: Sequence[DeviceTransport], device: Device, host: Backend) -> Offer:
     if not device.identity():
         return Offer("")
     versions: dict[str, str] = {}

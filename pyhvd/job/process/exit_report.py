@@ -17,7 +17,7 @@ INTERRUPT = "interrupt"
 SECONDARY = "secondary"
 LOST = "lost"
 # Not a failure: what to say should the rank end without another word; an empty one takes it back.
-DOUBT = "doubt"
+TENTATIVE = "doubt"
 # Nor this: pyhvd is up in the rank (code 1), or is no more (code 0).
 UP = "up"
 _EXPLAINS = {EXCEPTION: 0, EXIT: 0, SIGNAL: 0, INTERRUPT: 1, SECONDARY: 2, LOST: 3}
@@ -27,7 +27,7 @@ _SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
 
 
 @dataclass(frozen=True)
-class Record:
+class ExitReport:
     """How one rank ended, when it did not end well.
 
     Attributes
@@ -55,12 +55,12 @@ class Record:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def load(cls, line: bytes) -> Record:
+    def load(cls, line: bytes) -> ExitReport:
         """The record that :meth:`dump` wrote."""
         return cls(**json.loads(line))
 
 
-def root_cause(records: Iterable[Record]) -> Record | None:
+def root_cause(records: Iterable[ExitReport]) -> ExitReport | None:
     """The record that explains the others: the most telling kind, then the earliest."""
     return min(records, key=lambda record: (_EXPLAINS[record.kind], record.when), default=None)
 

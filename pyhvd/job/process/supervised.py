@@ -17,7 +17,7 @@ _CHUNK = 1 << 16
 _LAST_CHUNKS = 64
 
 
-class Kept:
+class SupervisedProcess:
     """A process that ends with this one, and all that it starts with it.
 
     Parameters

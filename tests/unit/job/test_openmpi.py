@@ -27,17 +27,17 @@ from pyhvd.job.messages import (
     FromDriver,
     Launch,
     Pmi,
-    StandIn,
+    RankProxy,
     StartDaemon,
 )
 from pyhvd.job.mpi.openmpi import launch_agent, rank_proxy
 from pyhvd.job.mpi.openmpi.daemon import DaemonError, daemon_environment, localise
-from pyhvd.job.mpi.openmpi.rendezvous import Mpiexec, MpiexecWiring, command_line, environment
+from pyhvd.job.mpi.openmpi.rendezvous import Mpiexec, MpiexecRendezvous, command_line, environment
 from pyhvd.job.mpi.pmi import Barrier, PmiError
 from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
 from pyhvd.job.placement import Task, seats_of
 from pyhvd.job.process.exit_report import EXIT, SIGNAL
-from pyhvd.job.process.supervised import Kept
+from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.transport.tcp.session import ChannelError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -147,7 +147,7 @@ def test_what_mpiexec_adds_goes_to_the_rank() -> None:
     daemon = {"PATH": "/bin", "HOME": "/root", "_PYHVD_SPARK_HOST": "ha", "MODE": "a"}
     mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     environ = daemon | mpi | {"PATH": "/mpi:/bin", "MODE": "b", "PWD": "/"}
-    assert rank_proxy.introduce(environ, daemon) == StandIn("ha", 3, 1, mpi | {"MODE": "b"}, pmi=False)
+    assert rank_proxy.introduce(environ, daemon) == RankProxy("ha", 3, 1, mpi | {"MODE": "b"}, pmi=False)
 
 
 def test_the_key_does_not_go_to_the_rank() -> None:
@@ -245,7 +245,7 @@ def office() -> Recorder:
 
 @pytest.fixture
 def wiring(office: Recorder) -> Any:
-    made = MpiexecWiring(Mpiexec("/bin/true", MPICH), [], Secret())
+    made = MpiexecRendezvous(Mpiexec("/bin/true", MPICH), [], Secret())
     made.call_at([("127.0.0.1", 1)], "driver")
     made.begin(office, GROUPS)
     yield made
@@ -260,14 +260,16 @@ def pump(office: Recorder, until: Callable[[], object]) -> None:
     assert until()
 
 
-def seat_all(wiring: MpiexecWiring, office: Recorder) -> None:
+def seat_all(wiring: MpiexecRendezvous, office: Recorder) -> None:
     """As ``--map-by node`` would: neighbours are on different hosts."""
     for rank, host, local_rank in ((2, "haa", 1), (0, "haa", 0), (1, "hbb", 0)):
         assert wiring.seats() == []
-        wiring.hear(office.peer(f"stand-in {rank}"), StandIn(host, rank, local_rank, {"R": str(rank)}, True))
+        wiring.hear(
+            office.peer(f"stand-in {rank}"), RankProxy(host, rank, local_rank, {"R": str(rank)}, True)
+        )
 
 
-def test_ranks_are_seated_as_mpiexec_says(wiring: MpiexecWiring, office: Recorder) -> None:
+def test_ranks_are_seated_as_mpiexec_says(wiring: MpiexecRendezvous, office: Recorder) -> None:
     seat_all(wiring, office)
     assert [(seat.rank, seat.index, seat.host) for seat in wiring.seats()] == [
         (0, 0, "first"),
@@ -279,7 +281,7 @@ def test_ranks_are_seated_as_mpiexec_says(wiring: MpiexecWiring, office: Recorde
     assert office.blamed == []
 
 
-def test_the_first_task_of_a_host_runs_its_daemon(wiring: MpiexecWiring, office: Recorder) -> None:
+def test_the_first_task_of_a_host_runs_its_daemon(wiring: MpiexecRendezvous, office: Recorder) -> None:
     wiring.hear(office.peer("agent"), Launch("hbb", "proxy 1"))
     wiring.hear(office.peer("again"), Launch("hbb", "proxy 1"))
     wiring.hear(office.peer("stranger"), Launch("elsewhere", "proxy 2"))
@@ -294,7 +296,7 @@ def test_the_first_task_of_a_host_runs_its_daemon(wiring: MpiexecWiring, office:
 
 
 @pytest.mark.parametrize("code", [-9, 137])
-def test_a_daemon_that_is_killed_is_the_cause(wiring: MpiexecWiring, office: Recorder, code: int) -> None:
+def test_a_daemon_that_is_killed_is_the_cause(wiring: MpiexecRendezvous, office: Recorder, code: int) -> None:
     wiring.hear(office.peer("agent"), Launch("hbb", "proxy 1"))
     office.told.clear()
     wiring.hear(office.peer("task 1", GROUPS[1][0]), DaemonEnded(code))
@@ -306,25 +308,25 @@ def test_a_daemon_that_is_killed_is_the_cause(wiring: MpiexecWiring, office: Rec
 
 @pytest.mark.parametrize("said", [(3, "haa", 0), (-1, "haa", 0), (0, "haa", 0), (1, "haa", 0)])
 def test_a_seat_that_is_taken_or_none(
-    wiring: MpiexecWiring, office: Recorder, said: tuple[int, str, int]
+    wiring: MpiexecRendezvous, office: Recorder, said: tuple[int, str, int]
 ) -> None:
-    wiring.hear(office.peer("first"), StandIn("haa", 0, 0, {}, True))
+    wiring.hear(office.peer("first"), RankProxy("haa", 0, 0, {}, True))
     rank, host, local_rank = said
-    wiring.hear(office.peer("second"), StandIn(host, rank, local_rank, {}, True))
+    wiring.hear(office.peer("second"), RankProxy(host, rank, local_rank, {}, True))
     assert office.told == [("second", Exit(1))]
     assert wiring.seats() == []
     assert office.blamed == []
 
 
-def test_more_ranks_on_a_host_than_tasks(wiring: MpiexecWiring, office: Recorder) -> None:
-    wiring.hear(office.peer("stand-in"), StandIn("hbb", 1, 1, {}, True))
+def test_more_ranks_on_a_host_than_tasks(wiring: MpiexecRendezvous, office: Recorder) -> None:
+    wiring.hear(office.peer("stand-in"), RankProxy("hbb", 1, 1, {}, True))
     assert office.told == [("stand-in", Exit(1))]
     ((rank, text, _, _),) = office.blamed
     assert rank == -1
     assert "be local rank 1 of a host that has 1 of the job's Spark tasks; do extra_mpi_args" in text
 
 
-def test_lines_of_pmi_pass_both_ways(wiring: MpiexecWiring, office: Recorder) -> None:
+def test_lines_of_pmi_pass_both_ways(wiring: MpiexecRendezvous, office: Recorder) -> None:
     seat_all(wiring, office)
     wiring.hear_pmi(1, "cmd=get key=a")
     stand_ins = {said.rank: peer for peer, said in wiring._stand_ins.values()}
@@ -335,14 +337,14 @@ def test_lines_of_pmi_pass_both_ways(wiring: MpiexecWiring, office: Recorder) ->
     ]
 
 
-def test_an_abort_is_its_ranks_own_failure(wiring: MpiexecWiring, office: Recorder) -> None:
+def test_an_abort_is_its_ranks_own_failure(wiring: MpiexecRendezvous, office: Recorder) -> None:
     seat_all(wiring, office)
     wiring.hear_pmi(2, "cmd=abort exitcode=9")
     assert office.blamed == [(2, "called MPI_Abort with code 9", 9, EXIT)]
     assert office.told == []
 
 
-def test_a_rank_that_ends_while_others_wait_for_it(wiring: MpiexecWiring, office: Recorder) -> None:
+def test_a_rank_that_ends_while_others_wait_for_it(wiring: MpiexecRendezvous, office: Recorder) -> None:
     seat_all(wiring, office)
     wiring.enter(0)
     wiring.leave(1)
@@ -353,10 +355,10 @@ def test_a_rank_that_ends_while_others_wait_for_it(wiring: MpiexecWiring, office
 
 @pytest.mark.parametrize("first", ["enter", "leave"])
 def test_a_rank_that_takes_no_part_in_mpi_without_pmi(office: Recorder, first: str) -> None:
-    wiring = MpiexecWiring(Mpiexec("/bin/true", OPENMPI), [], Secret())
+    wiring = MpiexecRendezvous(Mpiexec("/bin/true", OPENMPI), [], Secret())
     wiring.begin(office, GROUPS[1:])
     for rank in range(2):
-        wiring._stand_ins[rank] = (office.peer(f"stand-in {rank}"), StandIn("hbb", rank, rank, {}, False))
+        wiring._stand_ins[rank] = (office.peer(f"stand-in {rank}"), RankProxy("hbb", rank, rank, {}, False))
     wiring._barrier = Barrier(2)
     try:
         for what in ("enter", "leave") if first == "enter" else ("leave", "enter"):
@@ -367,9 +369,9 @@ def test_a_rank_that_takes_no_part_in_mpi_without_pmi(office: Recorder, first: s
     assert "rank 1 has ended without taking part in MPI, but rank 0 waits for it" in text
 
 
-def test_ranks_that_leave_after_all_have_entered(office: Recorder, wiring: MpiexecWiring) -> None:
+def test_ranks_that_leave_after_all_have_entered(office: Recorder, wiring: MpiexecRendezvous) -> None:
     for rank, host, local_rank in ((0, "haa", 0), (1, "hbb", 0), (2, "haa", 1)):
-        wiring.hear(office.peer(f"stand-in {rank}"), StandIn(host, rank, local_rank, {}, False))
+        wiring.hear(office.peer(f"stand-in {rank}"), RankProxy(host, rank, local_rank, {}, False))
     for rank in range(3):
         wiring.enter(rank)
     for rank in range(3):
@@ -378,7 +380,7 @@ def test_ranks_that_leave_after_all_have_entered(office: Recorder, wiring: Mpiex
 
 
 def test_stand_ins_end_as_their_ranks_do_and_daemons_are_helped(
-    wiring: MpiexecWiring, office: Recorder
+    wiring: MpiexecRendezvous, office: Recorder
 ) -> None:
     wiring.hear(office.peer("agent"), Launch("haa", "proxy"))
     seat_all(wiring, office)
@@ -396,7 +398,7 @@ def test_an_mpiexec_that_ends_too_early_says_why(office: Recorder, tmp_path: Pat
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho unknown option >&2\nexit 3\n")
     program.chmod(0o755)
-    wiring = MpiexecWiring(Mpiexec(str(program), MPICH), [], Secret())
+    wiring = MpiexecRendezvous(Mpiexec(str(program), MPICH), [], Secret())
     wiring.call_at([("127.0.0.1", 1)], "driver")
     wiring.begin(office, GROUPS)
     try:
@@ -410,7 +412,7 @@ def test_an_mpiexec_that_ends_too_early_says_why(office: Recorder, tmp_path: Pat
 
 
 def test_open_mpi_needs_hosts_with_names_of_their_own(office: Recorder) -> None:
-    wiring = MpiexecWiring(Mpiexec("/bin/true", OPENMPI), [], Secret())
+    wiring = MpiexecRendezvous(Mpiexec("/bin/true", OPENMPI), [], Secret())
     wiring.call_at([("127.0.0.1", 1)], "driver")
     with pytest.raises(LaunchError, match="Open MPI tells hosts apart by their names, and same is the name"):
         wiring.begin(office, [[Task(0, 0, "aa", "same")], [Task(1, 0, "bb", "same")]])
@@ -419,9 +421,11 @@ def test_open_mpi_needs_hosts_with_names_of_their_own(office: Recorder) -> None:
 _SLOW = "trap 'sleep 0.2; echo tidied; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
 
 
-def run_command(command: str, said: list[bytes], ended: list[int | None]) -> tuple[Kept, Recorder]:
+def run_command(
+    command: str, said: list[bytes], ended: list[int | None]
+) -> tuple[SupervisedProcess, Recorder]:
     recorder = Recorder()
-    kept = Kept(
+    kept = SupervisedProcess(
         "pyhvd.job.process.command_main",
         [command],
         dict(os.environ),

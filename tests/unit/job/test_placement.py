@@ -14,10 +14,10 @@ from hypothesis import given, strategies as st
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.job.addresses import listening_places
 from pyhvd.job.errors import UnsupportedLauncherError
-from pyhvd.job.failure import Verdict
+from pyhvd.job.failure import FailureAnalysis
 from pyhvd.job.messages import Start, encode
 from pyhvd.job.placement import Registry, Task, assign
-from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, Record
+from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.spark import java
 from pyhvd.spark.api import (
     _interfaces,
@@ -77,12 +77,14 @@ def test_only_a_newer_attempt_replaces_a_task() -> None:
 
 
 def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
-    verdict = Verdict()
+    verdict = FailureAnalysis()
     assert verdict.settled_at == math.inf
-    verdict.add(Record(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
+    verdict.add(ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
     assert verdict.settled_at > 100.0
-    verdict.add(Record(2, LOST, 1, "is lost", 9.0), now=100.1)
-    verdict.add(Record(1, EXCEPTION, 1, "failed: ValueError: x", 10.2), now=100.2, traceback="Traceback ...")
+    verdict.add(ExitReport(2, LOST, 1, "is lost", 9.0), now=100.1)
+    verdict.add(
+        ExitReport(1, EXCEPTION, 1, "failed: ValueError: x", 10.2), now=100.2, traceback="Traceback ..."
+    )
     assert verdict.settled_at == 100.2
     error = verdict.error(assign(registry_of(["a", "a", "b"]).groups()))
     assert isinstance(error, RankFailedError)
@@ -99,20 +101,20 @@ def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
 )
 def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, text: str) -> None:
     seats = assign(registry_of(["a", "a", "b"]).groups())
-    verdict = Verdict()
-    verdict.add(Record(0, kind, code, text, 10.0), now=100.0)
+    verdict = FailureAnalysis()
+    verdict.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
     assert verdict.settled_at > 100.0  # the loss may be seen later than what follows from it
-    verdict.add(Record(1, LOST, 1, "is lost", 10.1), now=100.1)
+    verdict.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
     assert str(verdict.error(seats)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
-    verdict.add(Record(2, LOST, 1, "is lost", 10.2), now=100.2)
+    verdict.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)
     assert str(verdict.error(seats)) == "rank 2 of 3 on host b (Spark task 2) is lost"
 
 
 def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
-    verdict = Verdict()
-    verdict.add(Record(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
+    verdict = FailureAnalysis()
+    verdict.add(ExitReport(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
     assert verdict.settled_at == 100.0
-    verdict.add(Record(2, LOST, 1, "is lost", 9.9), now=100.0)
+    verdict.add(ExitReport(2, LOST, 1, "is lost", 9.9), now=100.0)
     seats = assign(registry_of(["a", "a", "b"]).groups())
     assert str(verdict.error(seats)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
 

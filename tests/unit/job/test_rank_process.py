@@ -13,8 +13,8 @@ import pytest
 
 from pyhvd.job.messages import Start
 from pyhvd.job.process.exit_report import LOST
-from pyhvd.job.process.supervised import Kept
-from pyhvd.job.rank_process import Child, rank_environment
+from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.rank_process import RankProcess, rank_environment
 from tests.spark_services import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -29,16 +29,16 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     assert child.failure.kind == LOST
 
 
-def _end_under(python: Path) -> Child:
+def _end_under(python: Path) -> RankProcess:
     """Return a rank that has ended before it has taken its code; its keeper is in the file `python`."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
-    child = Child(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
+    child = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
     _see_to_the_end(child)
     return child
 
 
-def _see_to_the_end(process: Child | Kept) -> None:
+def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
     until = time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         process.register(selector)
@@ -60,7 +60,7 @@ def test_a_keeper_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Pat
 
 def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
     ended: list[int | None] = []
-    kept = Kept(
+    kept = SupervisedProcess(
         "tests.slow_keeper",
         [],
         dict(os.environ),
@@ -89,7 +89,9 @@ os._exit(0 if sorted(left) == sorted([0, 1, 2, kept, life]) else 1)
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match="null byte"):
-        Child(Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
+        RankProcess(
+            Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {}
+        )
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -24,9 +24,9 @@ from pyhvd.job.connections import SILENT_S, Peer
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import WINDOW, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
+from pyhvd.job.messages import OUTPUT_CREDIT, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
 from pyhvd.job.placement import Task
-from pyhvd.job.rendezvous import PmiWiring
+from pyhvd.job.rendezvous import PmiRendezvous
 from pyhvd.spark import errors as spark_errors
 from pyhvd.spark.errors import SparkError, as_spark_errors, reason_of
 from pyhvd.spark.job import CollectJob
@@ -86,7 +86,7 @@ def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
         assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
         assert lines[-1] == b"the last line, which does not end"
     # What a rank's pipe held, and what was read at once, are beyond the window.
-    assert display.most_before <= 2 * (WINDOW + (1 << 17))
+    assert display.most_before <= 2 * (OUTPUT_CREDIT + (1 << 17))
 
 
 class Slow(Shown):
@@ -383,7 +383,7 @@ def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
     assert shown == [(0, 2, b"No module named pyhvd\n")]
 
 
-class Broken(PmiWiring):
+class Broken(PmiRendezvous):
     """Has its seats when a task has been lost already, and speaks to that one's rank."""
 
     def __init__(self) -> None:
@@ -458,7 +458,7 @@ def test_hosts_that_cannot_be_described_are_a_launch_error() -> None:
     hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
     office: Any = None
     with pytest.raises(LaunchError, match="use as many ranks on each host"):
-        PmiWiring().begin(office, hosts)
+        PmiRendezvous().begin(office, hosts)
 
 
 def test_nothing_is_said_to_a_peer_that_is_gone() -> None:

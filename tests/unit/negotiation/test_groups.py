@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.negotiation.message_table import Negotiation
+from pyhvd.negotiation.message_table import MessageTable
 from pyhvd.negotiation.messages import ErrorKind, Request
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
@@ -197,7 +197,7 @@ def test_grouped_here_and_single_there(first: int, cached: bool) -> None:
 
 def test_bits_of_half_a_group_are_not_ready() -> None:
     """Not even if every rank sent them; ranks send groups as a whole."""
-    negotiation = Negotiation(0, (0, 1), 8)
+    negotiation = MessageTable(0, (0, 1), 8)
     for request in grouped("g", [(1,), (2,)]):
         for rank in (0, 1):
             negotiation.submit(rank, request, 1, 0.0)

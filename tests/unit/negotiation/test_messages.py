@@ -22,12 +22,12 @@ from pyhvd.negotiation.messages import (
     Tuning,
     bits_to_bytes,
     bytes_to_bits,
-    decode_aside,
+    decode_out_of_band,
     decode_requests,
     decode_responses,
     encode,
-    encode_aside,
-    is_aside,
+    encode_out_of_band,
+    is_out_of_band,
 )
 
 small = st.integers(-1, 2**40)
@@ -136,14 +136,14 @@ stack_reports = st.builds(
 
 @given(message=stack_reports | st.builds(StackRequest, version=st.just(PROTOCOL_VERSION), number=small))
 def test_asides_come_back_and_are_told_from_lists(message: StackReport | StackRequest) -> None:
-    data = encode_aside(message)
-    assert is_aside(data)
-    assert decode_aside(data) == decode_aside(bytearray(data)) == message
+    data = encode_out_of_band(message)
+    assert is_out_of_band(data)
+    assert decode_out_of_band(data) == decode_out_of_band(bytearray(data)) == message
 
 
 @given(message=request_lists | response_lists)
 def test_lists_are_no_asides(message: RequestList | ResponseList) -> None:
-    assert not is_aside(encode(message))
+    assert not is_out_of_band(encode(message))
 
 
 @given(bits=st.integers(0, 2**300))
@@ -166,7 +166,7 @@ def test_noise_is_no_message(data: bytes) -> None:
         with pytest.raises(InternalError):
             decode(data)
     with pytest.raises(InternalError):
-        decode_aside(b"\xc1" + data)
+        decode_out_of_band(b"\xc1" + data)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
 from pyhvd.negotiation.messages import ErrorKind
 from pyhvd.observe.hang_report import describe_state, error_of, names_of, warning_of
-from pyhvd.observe.hang_reporter import HangReporter, Whereabouts
+from pyhvd.observe.hang_reporter import HangReporter, RankLocations
 from pyhvd.observe.stall_inspector import Answer, Finding, StallInspector
 
 PLACES = [Place(f"node{rank // 2}", 100 + rank, "n") for rank in range(6)]
@@ -146,7 +146,7 @@ def test_a_job_that_was_suspended_is_not_ended_for_it(suspended: bool) -> None:
     waiting = [Stalled(0, "x", 0.0, (0,), (1,))]
     reporter = HangReporter(
         StallInspector(10.0, 20.0),
-        Whereabouts(0, [Place("a", 1), Place("b", 2)]),
+        RankLocations(0, [Place("a", 1), Place("b", 2)]),
         send=lambda rank, payload: None,
         pending=lambda now: waiting,
         count=lambda tensors, warned: None,

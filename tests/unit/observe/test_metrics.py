@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.negotiation.stragglers import StragglerStats
 from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 
@@ -69,7 +69,7 @@ def test_the_difference_of_histograms() -> None:
 
 
 def test_a_snapshot_has_what_both_lanes_counted() -> None:
-    lateness = Lateness(2)
+    lateness = StragglerStats(2)
     lateness.count(0, 1, since=1.0, now=1.5, tensors=2)
     meter = Meter(0, 2, timed=True, fast=FakeLane(), lateness=lateness)
     meter.submitted(hits=2, misses=5)
@@ -126,7 +126,7 @@ def test_times_can_be_switched_at_any_time() -> None:
 
 
 def test_a_snapshot_is_fit_for_json() -> None:
-    meter = Meter(0, 2, timed=False, lateness=Lateness(2))
+    meter = Meter(0, 2, timed=False, lateness=StragglerStats(2))
     meter.agreed("allreduce", "mpi", [4], [], 0)
     told: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(meter.snapshot()), allow_nan=False))
     assert told["tensors"] == {"allreduce": {"mpi": 1}}
@@ -134,7 +134,7 @@ def test_a_snapshot_is_fit_for_json() -> None:
 
 
 def test_time_that_overlaps_counts_once() -> None:
-    late = Lateness(3)
+    late = StragglerStats(3)
     late.count(0, 1, since=0.0, now=10.0)
     late.count(0, 1, since=1.0, now=11.0)
     late.count(0, 2, since=10.5, now=12.0)
@@ -144,7 +144,7 @@ def test_time_that_overlaps_counts_once() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 100), st.floats(0, 5)), max_size=30))
 def test_nobody_is_awaited_for_longer_than_has_passed(steps: list[tuple[int, float, float]]) -> None:
-    late, now = Lateness(3), 0.0
+    late, now = StragglerStats(3), 0.0
     for rank, before, passed in steps:
         now += passed
         late.count(0, rank, since=max(now - before, 0.0), now=now)

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pyhvd.errors import ConfigError
-from pyhvd.negotiation.stragglers import Lateness
+from pyhvd.negotiation.stragglers import StragglerStats
 from pyhvd.observe import endpoint_files
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import FAMILIES, INFO, Endpoint
@@ -31,7 +31,7 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def meter() -> Meter:
-    lateness = Lateness(2)
+    lateness = StragglerStats(2)
     lateness.count(0, 1, since=1.0, now=1.5)
     meter = Meter(0, 2, timed=True, lateness=lateness)
     meter.submitted(hits=1, misses=2)

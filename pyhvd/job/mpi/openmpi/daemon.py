@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pyhvd.job.job_key import Secret, to_environment
 from pyhvd.job.messages import StartDaemon
 from pyhvd.job.mpi.openmpi.rank_proxy import HOST, PYTHON
-from pyhvd.job.process.supervised import Kept
+from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.job.rank_process import own_environment
 from pyhvd.transport.tcp.connection import Address
 
@@ -105,7 +105,7 @@ class Daemon:
         folders = [os.path.dirname(python), sysconfig.get_path("scripts"), *search]
         command = localise(wanted.command, wanted.prefix, folders)
         self._on_end = on_end
-        self._process = Kept(
+        self._process = SupervisedProcess(
             "pyhvd.job.process.command_main",
             [command],
             daemon_environment(os.environ, wanted.host, addresses, secret),

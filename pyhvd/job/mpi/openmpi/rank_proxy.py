@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pyhvd.job.job_key import VARIABLES, call_driver
-from pyhvd.job.messages import Exit, Pmi, StandIn, decode_from_driver, encode
+from pyhvd.job.messages import Exit, Pmi, RankProxy, decode_from_driver, encode
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OTHER, find_place
 from pyhvd.transport.tcp.connection import Connection
@@ -50,7 +50,7 @@ def read_environment(pid: int) -> dict[str, str]:
     return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if b"=" in entry)
 
 
-def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> StandIn:
+def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> RankProxy:
     """Return what to tell the driver.
 
     Raises
@@ -62,7 +62,7 @@ def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> Stand
     if place is None or place.launcher == OTHER:
         raise ChannelError("this program is started by an mpiexec of Open MPI or MPICH, not by hand")
     added = added_variables(environ, of_daemon)
-    return StandIn(environ.get(HOST, ""), place.rank, place.local_rank, added, "PMI_FD" in environ)
+    return RankProxy(environ.get(HOST, ""), place.rank, place.local_rank, added, "PMI_FD" in environ)
 
 
 class Relay:

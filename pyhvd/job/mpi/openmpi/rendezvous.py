@@ -31,7 +31,7 @@ from pyhvd.job.messages import (
     FromTask,
     Launch,
     Pmi,
-    StandIn,
+    RankProxy,
     StartDaemon,
 )
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
@@ -42,8 +42,8 @@ from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
 from pyhvd.job.placement import Seat, Task, seats_of
 from pyhvd.job.process.exit_report import LOST, SIGNAL
 from pyhvd.job.process.signals import describe_signal
-from pyhvd.job.process.supervised import Kept
-from pyhvd.job.rendezvous import Office, blame_abort
+from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.rendezvous import RendezvousHost, blame_abort
 from pyhvd.transport.tcp.connection import Address
 
 # What mpiexec says is kept to be shown should it fail: so much of its end.
@@ -159,8 +159,8 @@ def environment(
     return env | dict(to_environment(addresses, secret))
 
 
-class MpiexecWiring:
-    """See :class:`~pyhvd.job.rendezvous.Wiring`.
+class MpiexecRendezvous:
+    """See :class:`~pyhvd.job.rendezvous.Rendezvous`.
 
     Parameters
     ----------
@@ -183,10 +183,10 @@ class MpiexecWiring:
         self._executable = executable
         self._addresses: list[Address] = []
         self._told = ""
-        self._process: Kept | None = None
+        self._process: SupervisedProcess | None = None
         self._groups: dict[str, list[Task]] = {}
         self._agents: dict[int, Peer] = {}  # by the task that runs the daemon
-        self._stand_ins: dict[int, tuple[Peer, StandIn]] = {}
+        self._stand_ins: dict[int, tuple[Peer, RankProxy]] = {}
         self._said = ""
         self._left: set[int] = set()
         self._tidy_at = math.inf
@@ -202,7 +202,7 @@ class MpiexecWiring:
         self._addresses = list(addresses)
         self._told = told
 
-    def begin(self, office: Office, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """Start mpiexec.
 
         Raises
@@ -219,7 +219,7 @@ class MpiexecWiring:
         command = command_line(self._mpiexec, hosts, self._extra, self._told)
         env = environment(self._mpiexec.family, os.environ, self._addresses, self._secret)
         try:
-            self._process = Kept(
+            self._process = SupervisedProcess(
                 "pyhvd.job.process.command_main",
                 [command],
                 env,
@@ -280,7 +280,7 @@ class MpiexecWiring:
         """An agent, a stand-in, or a task whose daemon it is, has said something."""
         if isinstance(message, Launch):
             self._launch(peer, message)
-        elif isinstance(message, StandIn):
+        elif isinstance(message, RankProxy):
             self._seat(peer, message)
         elif isinstance(message, DaemonOutput):
             self._note_output(2, message.data)
@@ -338,7 +338,7 @@ class MpiexecWiring:
             index, StartDaemon(wanted.host, wanted.command, self._mpiexec.prefix, self._executable)
         )
 
-    def _seat(self, peer: Peer, said: StandIn) -> None:
+    def _seat(self, peer: Peer, said: RankProxy) -> None:
         group = self._groups.get(said.host, [])
         known = {(other.host, other.local_rank) for _, other in self._stand_ins.values()}
         size = sum(map(len, self._groups.values()))
