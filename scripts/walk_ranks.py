@@ -88,17 +88,18 @@ def main(kind: str, library: str, file: str) -> None:
     if os.path.dirname(hvd.__file__) != package:
         raise RuntimeError(f"pyhvd comes from {hvd.__file__}, and not from {package}")
     threads = {thread.native_id: thread.name for thread in threading.enumerate()}
+    allreduce, op = hvd.allreduce, hvd.Sum  # the package looks its names up when they are first used
     tensor = np.ones(1024, np.float32)
     remembered = kind == "remembered"
     for _ in range(20 if remembered else 0):
-        hvd.allreduce(tensor, name="again", op=hvd.Sum)
+        allreduce(tensor, name="again", op=op)
     rounds = []
     for number in range(ROUNDS):
         name = "again" if remembered else f"new.{number}"
         time.sleep(SETTLE_S + (0 if remembered else LATE_S * hvd.rank()))
         if hvd.rank() == 0:
             recording.begin()
-        hvd.allreduce(tensor, name=name, op=hvd.Sum)
+        allreduce(tensor, name=name, op=op)
         if not remembered:
             time.sleep(SETTLE_S)
         rounds.append(recording.end())

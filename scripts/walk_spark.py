@@ -31,10 +31,10 @@ def train() -> int:
     threading.setprofile(None)
     import pyhvd as hvd
 
-    atexit.register(sys.setprofile, None)  # what hvd does then is this function's doing too
     hvd.init()
     rank: int = hvd.rank()
     hvd.shutdown()
+    atexit.register(sys.setprofile, None)  # what hvd does at exit is this function's doing
     sys.setprofile(profile)
     return rank
 
