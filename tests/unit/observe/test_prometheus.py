@@ -205,4 +205,4 @@ def test_a_directory_that_others_may_have_made_is_not_used(
         assert "pyhvd_info" in scrape(endpoint), "only top suffers"
     finally:
         endpoint.close()
-    assert "is not a directory of this user's own" in caplog.text
+    assert "is not a private directory of this user" in caplog.text
