@@ -181,7 +181,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         recording.close()
     assert main(["summary", str(tmp_path), "--top", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "where the time went: ms, summed over turns, mean of ranks 0-2"
+    assert lines[0] == "time by part: ms, summed over turns, mean of ranks 0-2"
     assert lines[1].split()[:4] == ["tensor", "turns", "MiB", "total"]
     assert lines[3].split()[:6] == ["allreduce.w0", "10", "0.01", "86.667", "26.667", "10.000"]
     assert lines[4] == "(1 more)"
