@@ -55,8 +55,10 @@ def restless() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "Search", Restless)
         patch.setattr(tuner, "SHORTEST_SAMPLE", 0.0)
+        make = tuner.Tuner
+        patch.setattr(tuner, "Tuner", lambda search, _, sampler, log: make(search, 0, sampler, log))
         Restless.changes = 0
-        yield {"autotune": True, "autotune_steps_per_sample": 0, "autotune_warmup_samples": 0}
+        yield {"autotune": True, "autotune_warmup_samples": 0}
 
 
 @pytest.mark.parametrize("fast", [True, False])
