@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from pyhvd.net.connection import Address
-from pyhvd.spark.child import own_environment
+from pyhvd.spark.child import own_environment, without_foreign
 from pyhvd.spark.credentials import to_environment
 from pyhvd.spark.kept import Kept
 from pyhvd.spark.messages import StartDaemon
@@ -20,8 +20,6 @@ from pyhvd.spark.stand_in import HOST, PYTHON
 
 # It has a second from SIGTERM to SIGKILL.
 _KILL_S = 3.0
-# What the executor's environment says of a job that it is itself part of is not about the daemon's job.
-_FOREIGN = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
 
 
 class DaemonError(Exception):
@@ -61,8 +59,11 @@ def daemon_environment(
     environ: Mapping[str, str], host: str, addresses: Sequence[Address], secret: Secret
 ) -> dict[str, str]:
     """Return the environment of the daemon, from the task's; its stand-ins have it from the daemon."""
-    env = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
-    env = own_environment(env) | {HOST: host, PYTHON: sys.executable, **to_environment(addresses, secret)}
+    env = own_environment(without_foreign(environ)) | {
+        HOST: host,
+        PYTHON: sys.executable,
+        **to_environment(addresses, secret),
+    }
     if os.getuid() == 0:
         env |= root_settings("PRTE")
     return env
