@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import secrets
 import sys
@@ -120,7 +119,6 @@ class Context:
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
-        self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
@@ -242,13 +240,9 @@ class Context:
             for key in [key for key in self._counters if key[0] == set_id]:
                 del self._counters[key]
 
-    def is_forked(self) -> bool:
-        """Return whether this is a forked child, which has the context, but not its thread."""
-        return os.getpid() != self._pid
-
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
-        if self.is_forked():
+        if self.runtime.is_forked():
             raise NotInitializedError(
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )
