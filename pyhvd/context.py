@@ -161,6 +161,7 @@ class Context:
             tuner = make_tuner(config, self.topology.size, windowed, log)
         slot = current_slot()  # callbacks of handles act for this rank too
         threads = None if slot is process_slot else (threading.get_ident(),)
+        self.where = Whereabouts(rank, places, threads)
         return Runtime(
             world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
             backends,
@@ -168,7 +169,7 @@ class Context:
             config,
             make,
             Fittings(
-                where=Whereabouts(rank, places, threads),
+                where=self.where,
                 hooks=self.hooks,
                 recorder=recorder,
                 lane=self.lane,
@@ -242,7 +243,7 @@ class Context:
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
-        if self.runtime.is_forked():
+        if self.where.is_forked():
             raise NotInitializedError(
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -215,15 +214,11 @@ class Runtime:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
-        if self.is_forked():
+        if self._where.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self._queue.flush()
         if self._lane is not None:
             self._lane.lane.flush()
-
-    def is_forked(self) -> bool:
-        """Return whether this is a forked child, which has the runtime, but not its thread."""
-        return os.getpid() != self._where.places[self._where.rank].pid
 
     def is_here(self) -> bool:
         """Return whether this is one of the runtime's own threads, which cannot wait for its end."""

@@ -100,9 +100,7 @@ def run(
         An argument cannot be used; the text names the argument, its value, and what is expected.
     """
     _check_call(fn, args, kwargs)
-    _check_rest(env, {"stdout": stdout, "stderr": stderr}, verbose, executable)
-    if df is not None:
-        check_frame(df)
+    _check_rest(env, {"stdout": stdout, "stderr": stderr}, verbose, executable, df)
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
@@ -194,7 +192,7 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
     _expect(named, "kwargs", kwargs, "a mapping of names to arguments")
 
 
-def _check_rest(env: Any, files: Mapping[str, Any], verbose: Any, executable: Any) -> None:
+def _check_rest(env: Any, files: Mapping[str, Any], verbose: Any, executable: Any, df: Any) -> None:
     _expect(env is None or isinstance(env, Mapping), "env", env, "a mapping of names to values")
     for name, file in files.items():
         text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
@@ -202,6 +200,8 @@ def _check_rest(env: Any, files: Mapping[str, Any], verbose: Any, executable: An
     _expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     path = isinstance(executable, str) and executable
     _expect(executable is None or path, "executable", executable, "the path of a Python, as str")
+    if df is not None:
+        check_frame(df)
 
 
 def _expect(right: object, name: str, value: object, expected: str) -> None:
