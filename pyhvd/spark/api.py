@@ -94,15 +94,11 @@ def run(
 
     Raises
     ------
-    RankFailedError, StartTimeoutError, SparkError, DataError
-        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job; no rows.
-    ValueError
-        An argument cannot be used; the text names the argument, its value, and what is expected.
+    RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
+        A rank failed (the ``__cause__``); tasks did not come; Spark ended the job; no rows; a wrong argument.
     """
-    _check_call(fn, args, kwargs)
-    _check_rest(env, {"stdout": stdout, "stderr": stderr}, verbose, executable, df)
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
+    shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
@@ -118,6 +114,7 @@ def _run(
     df: DataFrame | None,
     mpiexec_arguments: list[str] | None,
 ) -> list[Any]:
+    _check(call, env, verbose, executable, df)
     chosen = _interfaces(nics)
     timeout = _start_timeout(start_timeout, os.environ)
     size = None if num_proc is None else _positive(num_proc)
@@ -184,24 +181,27 @@ def _drive(
         job.close()
 
 
-def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+def _check(call: Any, env: Any, verbose: Any, executable: Any, df: Any) -> None:
+    fn, args, kwargs = call
     _expect(callable(fn), "fn", fn, "a function")
     many = isinstance(args, Iterable) and not isinstance(args, (str, bytes, Mapping))
     _expect(many, "args", args, "a sequence of arguments")
     named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
     _expect(named, "kwargs", kwargs, "a mapping of names to arguments")
-
-
-def _check_rest(env: Any, files: Mapping[str, Any], verbose: Any, executable: Any, df: Any) -> None:
     _expect(env is None or isinstance(env, Mapping), "env", env, "a mapping of names to values")
-    for name, file in files.items():
-        text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
-        _expect(file is None or text, name, file, "a file that is open for text")
     _expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
     path = isinstance(executable, str) and executable
     _expect(executable is None or path, "executable", executable, "the path of a Python, as str")
     if df is not None:
         check_frame(df)
+
+
+def _text_files(stdout: TextIO | None, stderr: TextIO | None) -> tuple[TextIO | None, TextIO | None]:
+    given: dict[str, Any] = {"stdout": stdout, "stderr": stderr}
+    for name, file in given.items():
+        text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
+        _expect(file is None or text, name, file, "a file that is open for text")
+    return stdout, stderr
 
 
 def _expect(right: object, name: str, value: object, expected: str) -> None:
