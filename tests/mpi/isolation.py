@@ -64,12 +64,15 @@ def _settings_of(logger: logging.Logger) -> tuple[int, list[logging.Handler], bo
 
 
 def _product() -> Iterator[tuple[Any, str, Any]]:
-    """Yield owner, name and value of pyhvd's functions, classes, methods, constants and imported modules."""
+    """Yield owner, name and value of pyhvd's functions, classes, methods, constants and imported modules.
+
+    A value whose name is in lower case is state of pyhvd's own.
+    """
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "pyhvd" or module is None:
             continue
         for name, value in list(vars(module).items()):
-            if isinstance(value, _CODE + _CONSTANTS):
+            if isinstance(value, _CODE) or (name.isupper() and isinstance(value, _CONSTANTS)):
                 yield module, name, value
             if isinstance(value, type) and value.__module__ == module_name:
                 for attribute, inside in list(vars(value).items()):

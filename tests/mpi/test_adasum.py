@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 import pyhvd as hvd
 from pyhvd.testing import run_ranks
 from tests.conformance import adasum
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
 
-@on_ranks(1, 2, 3, 4, timeout=20)
-def test_adasum() -> None:
-    hvd.init()
-    run_all(adasum.CASES)
+@each(adasum.CASES, 1, 2, 3, 4, count="nranks")
+@on_ranks()
+def test_case(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(2, 4, timeout=20, env={"PYHVD_FAST_LANE": "0"})
-def test_over_mpi() -> None:
-    hvd.init()
-    run_all(adasum.CASES)
+@each(adasum.CASES, 2, 4, count="nranks")
+@on_ranks(env={"PYHVD_FAST_LANE": "0"})
+def test_over_mpi(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(2, 8, timeout=60)
-def test_bits() -> None:
+@on_ranks(2, 8)
+def test_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
     from pyhvd.backends import mpi
 
@@ -39,5 +41,5 @@ def test_bits() -> None:
     os.environ["PYHVD_FAST_LANE"] = "0"
     hvd.init()
     assert adasum.digests() == want
-    mpi.LARGEST = 5000
+    monkeypatch.setattr(mpi, "LARGEST", 5000)
     assert adasum.digests() == want

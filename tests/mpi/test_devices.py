@@ -72,20 +72,20 @@ PLAYED = "by CUDA-aware MPI (the one under test), and reductions through the hos
 
 
 @on_ranks(2, 3, 4, env=BY_MPI)
-def test_by_an_mpi_that_takes_devices() -> None:
+def test_by_an_mpi_that_takes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one, which takes the fake device's memory."""
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(MpiFabric, "takes_devices", lambda fabric: "the one under test")
     _verbs(PLAYED)
 
 
 @on_ranks(2, env={**BY_MPI, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
-def test_blocks_longer_than_one_message() -> None:
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
-    mpi.LARGEST = 10_000
+def test_blocks_longer_than_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MpiFabric, "takes_devices", lambda fabric: "the one under test")
+    monkeypatch.setattr(mpi, "LARGEST", 10_000)
     _verbs(PLAYED)
 
 
-@on_ranks(2, env=BY_MPI)
+@on_ranks(2, env=BY_MPI, alone=True)
 def test_a_trial_that_does_not_end_leaves_nobody_behind() -> None:
     """One rank takes no part in it: what the other has sent stays on its way for ever."""
     libraries.register("tests", FakeLibrary())
