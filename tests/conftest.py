@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long and finds little; runs with --full alone")
-    config.addinivalue_line("markers", "any_mpi: does the same under every MPI; runs under MPICH, elsewhere with --full")
+    config.addinivalue_line(
+        "markers", "any_mpi: does the same under every MPI; `make test` runs it under MPICH alone"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,10 +5,10 @@
         hvd.init()
         assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == hvd.size()
 
-pytest runs the decorated function once per rank count. Tests with the same rank count share a job, as the start
-of mpiexec takes longer than most tests: the job's ranks run one case after the other. A case that fails or hangs
-ends its job, and the next case gets a fresh one. This module is the pytest side: it starts the jobs, hands the
-cases over, collects what the ranks left and reports it.
+pytest runs the decorated function once per rank count. The start of mpiexec takes longer than most tests, so
+tests with the same rank count share a job, whose ranks run one case after the other. A case that fails or
+hangs ends its job, and the next case gets a fresh one. This module is the pytest side: it starts the jobs,
+hands the cases over, collects the results and reports them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def hear_log() -> list[str]:
 
 
 def on_ranks(
-    *counts: int, timeout: float = 60.0, env: Environment | None = None, alone: bool = False, cleanup: bool = True
+    *counts: int,
+    timeout: float = 60.0,
+    env: Environment | None = None,
+    alone: bool = False,
+    cleanup: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated module-level test on each of `counts` ranks.
 
@@ -79,22 +83,24 @@ def on_ranks(
     counts : int
         Numbers of ranks. Without any, the test is parametrised over ``nranks`` by other means.
     timeout : float
-        Seconds for the case, with the start of a job that is not there yet. Then each rank writes the stacks of
-        all its threads, and the job is killed.
+        Seconds for the case, including the start of its job if it is the first one. Then each rank writes the
+        stacks of all its threads, and the job is killed.
     env : mapping, optional
         Environment variables of the ranks during the case; None removes one.
     alone : bool
         Start a job for this case alone: it changes its process, or ends it.
     cleanup : bool
-        After the test, shut pyhvd down and finalize MPI. False leaves both to the interpreter's exit, in a job of
-        its own.
+        After the test, shut pyhvd down and finalize MPI. False leaves both to the interpreter's exit, in a
+        job for this case alone.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         signature = inspect.signature(function)
         parameters = [p for p in signature.parameters.values() if p.name != "nranks"]
         wanted = len(parameters) < len(signature.parameters)
-        fixtures = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nranks", "shared_jobs")]
+        fixtures = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nranks", "shared_jobs")
+        ]
 
         def test(**arguments: Any) -> None:
             n, jobs = arguments["nranks"], arguments.pop("shared_jobs")
@@ -176,8 +182,8 @@ class CaseJob:
         self._cases += 1
         folder = self._directory / str(self._cases)
         folder.mkdir()
-        task = {"module": function.__module__, "function": function.__qualname__, "env": dict(env or {})}
-        task |= {"cleanup": cleanup, "last": last}
+        task: dict[str, Any] = {"module": function.__module__, "function": function.__qualname__}
+        task |= {"env": dict(env or {}), "cleanup": cleanup, "last": last}
         task |= {"dump_at": start + timeout, "kill_at": start + timeout + 3 * _STACKS_S}
         (folder / "task.json").write_text(json.dumps(task))
         (folder / "arguments.pkl").write_bytes(cloudpickle.dumps(dict(arguments)))

@@ -1,8 +1,8 @@
 """What one case of a shared job must not leave to the next one.
 
-The environment, the working directory, signal handlers, loggers and warning filters are put back. Product code
-that is still patched is an error, which names it: such a test uses the ``monkeypatch`` fixture, which is undone
-on the ranks, or a job of its own, ``on_ranks(..., alone=True)``.
+The environment, the working directory, signal handlers, loggers and warning filters are put back. Product
+code that is still patched is an error, which names it: such a test needs the ``monkeypatch`` fixture, which
+is undone on the ranks, or a job of its own, ``on_ranks(..., alone=True)``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,15 @@ class State:
             logger.setLevel(level)
             logger.handlers[:] = handlers
             logger.disabled = disabled
-        changed = [f"{owner.__name__}.{name}" for owner, name, value in self._product if _is_new(owner, name, value)]
+        changed = [
+            f"{owner.__name__}.{name}"
+            for owner, name, value in self._product
+            if vars(owner).get(name) is not value
+        ]
         if changed:
             raise RuntimeError(
-                f"the test has left {', '.join(changed)} patched: use monkeypatch, or on_ranks(..., alone=True)"
+                f"the test has left {', '.join(changed)} patched: "
+                "use monkeypatch, or on_ranks(..., alone=True)"
             )
 
 
@@ -78,7 +83,3 @@ def _product() -> Iterator[tuple[Any, str, Any]]:
                 for attribute, inside in list(vars(value).items()):
                     if isinstance(inside, _CODE + _CONSTANTS):
                         yield value, attribute, inside
-
-
-def _is_new(owner: Any, name: str, value: Any) -> bool:
-    return vars(owner).get(name) is not value

@@ -15,6 +15,8 @@ import numpy as np
 import pyhvd as hvd
 from pyhvd import context
 
+pytestmark = pytest.mark.any_mpi
+
 hvd.init()
 gradients = [np.full(n, hvd.rank() + 1.0, np.float32) for n in (10, 3000, 60_000)]
 want = hvd.size() * (hvd.size() + 1) / 2

@@ -13,7 +13,6 @@ from tests.conformance.cases import Case, each, run
 from tests.conformance.oracle import exchanged, inputs, reduced, same
 from tests.mpi.harness import on_ranks
 
-
 CASES = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
 
 

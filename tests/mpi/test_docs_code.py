@@ -22,6 +22,8 @@ from pyhvd.run import cli
 from tests.mpi.harness import run_mpi
 from tests.mpi.launch import ROOT, mpiexec_path
 
+pytestmark = pytest.mark.any_mpi
+
 FENCE = re.compile(r"^```(?P<tags>[^\n`]*)\n(?P<code>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 
 

@@ -15,6 +15,8 @@ import pytest
 from tests.mpi.harness import run_mpi
 from tests.mpi.launch import ROOT, mpiexec_path
 
+pytestmark = pytest.mark.any_mpi
+
 pytestmark = pytest.mark.skipif(
     mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH"
 )

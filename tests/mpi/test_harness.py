@@ -132,6 +132,7 @@ def _miss_finalize() -> None:
         time.sleep(LONG_S)
 
 
+@pytest.mark.any_mpi
 def test_hang_of_the_others_in_finalize_is_noticed() -> None:
     report = run_function(2, _miss_finalize, timeout=HANG_S)
     assert report.timed_out
@@ -204,6 +205,7 @@ def test_run_mpi_returns_code_and_output(tmp_path: Path) -> None:
     assert run.stdout.splitlines() == ["size 2"] * 2
 
 
+@pytest.mark.any_mpi
 def test_run_mpi_shows_stacks_of_a_hang(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from mpi4py import MPI\nimport time\ndef stuck():\n    time.sleep(300)\nstuck()\n")
@@ -295,7 +297,7 @@ HOME = os.environ.get("HOME")
 def test_a_case_leaves_nothing_to_the_next_one(shared_jobs: SharedJobs, tmp_path: Path) -> None:
     for case in (_print_pid, _change_everything, _find_nothing_changed):
         arguments = {} if case is _print_pid else {"folder": str(tmp_path)}
-        report = shared_jobs.run(2, case, arguments)  # type: ignore[arg-type]
+        report = shared_jobs.run(2, case, arguments)
         assert report.outcome == "passed", report.text
 
 

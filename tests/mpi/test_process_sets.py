@@ -17,12 +17,12 @@ from tests.mpi.harness import on_ranks
 
 
 def _use_all(given: list[hvd.ProcessSet]) -> None:
-    for each in given:
-        assert each.ranks is not None
-        if hvd.rank() in each.ranks:
-            sets.every_verb_in(each.ranks, each)
+    for one in given:
+        assert one.ranks is not None
+        if hvd.rank() in one.ranks:
+            sets.every_verb_in(one.ranks, one)
         else:
-            sets.check_outsider(each)
+            sets.check_outsider(one)
     hvd.barrier()
 
 
@@ -78,12 +78,12 @@ def test_static_sets_and_failed_inits() -> None:
         with pytest.raises(ValueError, match=r"process set|there are only ranks"):
             hvd.init(process_sets=bad)
         assert not hvd.is_initialized(), kind
-        assert [each.process_set_id for each in bad] == [None] * len(bad)
+        assert [one.process_set_id for one in bad] == [None] * len(bad)
         with pytest.raises(NotImplementedError, match="comm"):
             hvd.init(process_sets=[hvd.ProcessSet(MPI.COMM_SELF)])
         static = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [1, 2, 3], [3])]
         hvd.init(process_sets=static)
-        assert [each.process_set_id for each in static] == [1, 2, 3], kind
+        assert [one.process_set_id for one in static] == [1, 2, 3], kind
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
         if kind in ("world", "one refuses"):
             _use_all(static)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from tests.conformance import volumes
@@ -16,6 +17,7 @@ def test_case(case: Case) -> None:
     run(case)
 
 
+@pytest.mark.any_mpi
 @on_ranks(2)
 def test_a_tensor_of_240_megabytes() -> None:
     hvd.init()
