@@ -11,9 +11,16 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
 
+# Whether everything runs: pytest --full, as in `make test-all`.
+full = False
 RANK_COUNTS = ("nranks", "size")
 
 Value = tuple[tuple[str, Hashable], ...]
+
+
+def examples(number: int) -> int:
+    """Return how many of the examples of a long search of Hypothesis run."""
+    return number if full else number // 10
 
 
 def each_value_once(items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 RACES = Path(__file__).resolve().parent / "races"
 TIMES = int(os.environ.get("PYHVD_STRESS_RACES", "1"))

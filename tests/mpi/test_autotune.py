@@ -9,13 +9,13 @@ import pytest
 
 from tests.mpi.run_support import bare, pyhvdrun, script
 
+pytestmark = pytest.mark.any_mpi
+
 TRAIN = """
 import os, sys
 import numpy as np
 import pyhvd as hvd
 from pyhvd import context
-
-pytestmark = pytest.mark.any_mpi
 
 hvd.init()
 gradients = [np.full(n, hvd.rank() + 1.0, np.float32) for n in (10, 3000, 60_000)]

@@ -15,11 +15,10 @@ import pytest
 from tests.mpi.harness import run_mpi
 from tests.mpi.launch import ROOT, mpiexec_path
 
-pytestmark = pytest.mark.any_mpi
-
-pytestmark = pytest.mark.skipif(
-    mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH"
-)
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.skipif(mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH"),
+]
 needs_sklearn = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn, which brings the digits, is missing"
 )

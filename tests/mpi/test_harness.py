@@ -271,7 +271,7 @@ def _change_everything(folder: str) -> None:
     os.environ.pop("HOME", None)
     os.chdir(folder)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
+    warnings.filterwarnings("ignore", message="left by a case")
     logger = logging.getLogger("pyhvd")
     logger.setLevel(logging.CRITICAL)
     logger.addHandler(logging.NullHandler())
@@ -285,7 +285,7 @@ def _find_nothing_changed(folder: str) -> None:
     assert os.environ.get("HOME") == HOME
     assert os.getcwd() != folder
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    assert not any(action == "ignore" and category is Warning for action, _, category, *_ in warnings.filters)
+    assert "left by a case" not in str(warnings.filters)
     logger = logging.getLogger("pyhvd")
     assert logger.level != logging.CRITICAL
     assert not any(type(handler) is logging.NullHandler for handler in logger.handlers)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pyhvd.dtypes import Code
 from pyhvd.fusion import plan, response_bytes
 from pyhvd.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
+from tests.thinning import examples
 from tests.unit.simulation import allreduce, tensor
 
 
@@ -211,7 +212,7 @@ fusable_or_not = st.builds(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     responses=st.lists(any_response, max_size=25) | st.lists(fusable_or_not, max_size=12),
     threshold=st.integers(0, 300),
