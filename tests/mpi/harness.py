@@ -98,9 +98,6 @@ def on_ranks(
         signature = inspect.signature(function)
         parameters = [p for p in signature.parameters.values() if p.name != "nranks"]
         wanted = len(parameters) < len(signature.parameters)
-        fixtures = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nranks", "shared_jobs")
-        ]
 
         def test(**arguments: Any) -> None:
             n, jobs = arguments["nranks"], arguments.pop("shared_jobs")
@@ -112,13 +109,7 @@ def on_ranks(
                 report = jobs.run(n, function, arguments, timeout=timeout, env=env)
             _report_to_pytest(report)
 
-        test.__dict__.update(function.__dict__)  # the marks set below this decorator
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(function, name))
-        attributes: Any = test
-        attributes.__wrapped__ = function  # pytest then reports the test's own file and line
-        attributes.rank_function = function  # what a rank calls
-        attributes.__signature__ = signature.replace(parameters=[*parameters, *fixtures])
+        _dress(test, function, signature.replace(parameters=parameters))
         # pytest-timeout would end the whole pytest run: it must only come after the job's own deadline.
         marked: Callable[..., None] = pytest.mark.timeout(timeout + 60)(test)
         if not counts:
@@ -128,6 +119,17 @@ def on_ranks(
         return parametrised
 
     return decorate
+
+
+def _dress(test: Any, function: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Make a test look like the function that the ranks call, and add the two parameters of its own."""
+    test.__dict__.update(function.__dict__)  # the marks set below the decorator
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(test, name, getattr(function, name))
+    test.__wrapped__ = function  # pytest then reports the test's own file and line
+    test.rank_function = function  # what a rank calls
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nranks", "shared_jobs")]
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
 def run_function(
