@@ -37,7 +37,7 @@ class Part:
     workers: int = 1
 
 
-ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py")
+ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py", "tests/test_thinning.py")
 SPARK_MAIN_PATH = (
     "tests/spark/test_run.py",
     "tests/spark/test_data.py",

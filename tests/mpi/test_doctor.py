@@ -52,6 +52,7 @@ def test_a_trial_leaves_the_job_s_files_and_ports_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.any_mpi
 def test_json() -> None:
     ended = doctor("--json", env={"PYHVD_FUSION_TRESHOLD": "1"})
     assert ended.code == 0, ended.err
@@ -207,6 +208,7 @@ def test_a_setting_that_breaks_init_is_a_problem_there_too() -> None:
     assert "Traceback" not in ended.out + ended.err
 
 
+@pytest.mark.any_mpi
 def test_a_hang_under_mpiexec_ends_too(tmp_path: Path) -> None:
     hang = "    import numpy.random\n    numpy.random.default_rng = lambda *seed: time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(STUCK + hang)
