@@ -97,7 +97,7 @@ def run_part(name: str, extra: list[str], limit: float, *, full: bool) -> Outcom
         if part.other:
             env["PYHVD_OTHER_MPIEXEC"] = str(ROOT / part.other / "bin" / "mpiexec")
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}"]
-        command += ["--full"] if full else part.thin
+        command += ["--full"] if full else list(part.thin)
         command += ["-n", str(part.workers)] if part.workers > 1 else []
         command += [*extra, *part.paths]
         process = subprocess.Popen(command, cwd=ROOT, env=env)
@@ -143,7 +143,8 @@ def main() -> int:
     options = parser.parse_args()
     chosen = options.parts or (ALL if options.all else PLAIN)
     extra = options.pytest_args.split()
-    outcomes = [run_part(name, extra, options.limit, full=options.full) for name in chosen]
+    full = options.full or "--full" in extra
+    outcomes = [run_part(name, extra, options.limit, full=full) for name in chosen]
     print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for one in outcomes:
         line = (
