@@ -25,7 +25,8 @@ def test_over_mpi(case: Case) -> None:
     run(case)
 
 
-@on_ranks(2, 8)
+@pytest.mark.parametrize("nranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+@on_ranks()
 def test_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
     from pyhvd.backends import mpi

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 import pyhvd as hvd
 from pyhvd.testing import run_ranks
 from tests.conformance import determinism
@@ -24,7 +26,8 @@ def test_case(case: Case) -> None:
     run(case)
 
 
-@on_ranks(3, 4)
+@pytest.mark.parametrize("nranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
 def test_bits() -> None:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()

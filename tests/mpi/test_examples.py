@@ -118,6 +118,7 @@ def test_digits_curve_does_not_depend_on_the_number_of_ranks(digits: dict[int, d
 
 
 @needs_sklearn
+@pytest.mark.slow
 def test_digits_with_fewer_examples_per_step_than_ranks(tmp_path: Path) -> None:
     """Rank 2 has nothing to do in any step, and joins at once."""
     curves = []
