@@ -45,6 +45,8 @@ def choose(combinations: Sequence[Sequence[Hashable]]) -> list[int]:
     >>> choose([("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1), ("c", 2)])
     [0, 3, 4]
     """
+    if all(len(combination) == 1 for combination in combinations):
+        return list(range(len(combinations)))
     uses = Counter[Hashable]()
     missing = {value for combination in combinations for value in combination}
     chosen: list[int] = []
