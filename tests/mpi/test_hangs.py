@@ -61,7 +61,8 @@ def test_the_flags_reach_the_ranks_under_a_foreign_mpiexec(tmp_path: Path) -> No
 
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLDING = "ctypes.PyDLL(None).sleep(60)"
-KEEPING = f"hvd.context.current().lane.seize(); {STOPPED}"  # whoever posts on the lane waits for this rank
+# The other ranks wait for this one when they post on the lane.
+KEEPING = f"from pyhvd.engine import context; context.current().lane.seize(); {STOPPED}"
 
 
 @pytest.mark.any_mpi

@@ -31,6 +31,7 @@ WORKING = """
     first = True
     while True:
         hvd.allreduce(np.ones(1000, np.float32), name="x")
+        time.sleep(0.002)  # leave a core to top
         stop = os.path.exists(sys.argv[1]) or time.monotonic() > until
         if hvd.broadcast(np.array(stop), 0, name="stop"):
             break
@@ -148,5 +149,5 @@ def test_a_port_that_is_taken_ends_the_job(tmp_path: Path) -> None:
 
 @on_ranks(2, env={"PYHVD_METRICS_PORT": "65535"})
 def test_a_port_that_cannot_be_had_is_everybodys_error() -> None:
-    with pytest.raises(ValueError, match=r"PYHVD_METRICS_PORT=65535: (with|local) "):
+    with pytest.raises(ValueError, match=r"PYHVD_METRICS_PORT=65535: (plus|local) "):
         hvd.init()

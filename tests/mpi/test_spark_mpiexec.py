@@ -20,11 +20,11 @@ import cloudpickle
 import pytest
 
 import pyhvd as hvd
+from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.mpi.rank_env import MPICH
-from pyhvd.spark.errors import SparkError, StartTimeoutError
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -107,7 +107,7 @@ def test_environment_of_the_ranks() -> None:
 
 def test_an_argument_that_mpiexec_does_not_know() -> None:
     with pytest.raises(
-        SparkError, match=r"mpiexec ended with exit code \d+ before the ranks; it said:\n(?s:.)*nonesuch"
+        LaunchError, match=r"mpiexec ended with exit code \d+ before the ranks; it said:\n(?s:.)*nonesuch"
     ):
         run(add_up, 2, "--nonesuch-option")
 
@@ -189,7 +189,7 @@ def test_a_python_that_is_not_there() -> None:
         (r"\S*/(mpiexec|prterun) ", r"mpiexec was killed by SIGKILL"),
         (r"\S*/(prted|hydra_pmi_proxy) ", r"mpiexec's daemon on host \S+ was killed by SIGKILL"),
         # mpiexec ends the job, and MPI perhaps a rank.
-        (r"\S+ -m pyhvd\.spark\.stand_in", r"mpiexec ended with exit code|rank \d of 2"),
+        (r"\S+ -m pyhvd\.job\.mpi\.openmpi\.rank_proxy", r"mpiexec ended with exit code|rank \d of 2"),
     ],
 )
 def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path
             os.kill(found[0], signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises((SparkError, hvd.RankFailedError), match=text):
+    with pytest.raises((LaunchError, hvd.RankFailedError), match=text):
         run(function, 2)
     assert time.time() - float(when.read_text()) < _SOON_S
 
