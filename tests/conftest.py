@@ -27,10 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run every combination of parameters and every slow test, as `make test-all` does; without it a"
         " parametrised test runs in so many combinations that every value of every parameter occurs",
     )
+    parser.addoption(
+        "--rest", action="store_true", help="run what --full adds to a run without it, and all of Hypothesis"
+    )
+    parser.addoption(
+        "--second-mpi", action="store_true", help="leave out the tests marked any_mpi, unless --full is given"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    thinning.full = config.getoption("--full")
+    thinning.full = config.getoption("--full") or config.getoption("--rest")
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("full" if thinning.full else "quick")
     config.addinivalue_line("markers", "slow: takes long and finds little; runs with --full alone")
@@ -40,9 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if thinning.full:
+    if config.getoption("--full"):
         return
-    kept = thinning.each_value_once([item for item in items if item.get_closest_marker("slow") is None])
+    left_out = {"slow", "any_mpi"} if config.getoption("--second-mpi") else {"slow"}
+    marked = [item for item in items if left_out & {mark.name for mark in item.iter_markers()}]
+    kept = thinning.each_value_once([item for item in items if item not in marked])
+    if config.getoption("--rest"):
+        kept = {item for item in items if item not in kept or thinning.is_search(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +34,38 @@ def test_a_value_that_has_few_combinations_is_not_lost() -> None:
 
 def test_a_single_axis_is_whole() -> None:
     assert choose([("a",), ("b",), ("c",)]) == [0, 1, 2]
+
+
+PARAMETRISED = """
+import pytest
+from hypothesis import given, strategies
+
+@pytest.mark.parametrize("letter", "abc")
+@pytest.mark.parametrize("number", [1, 2])
+def test_pairs(letter, number): pass
+
+@pytest.mark.any_mpi
+def test_any_mpi(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@given(strategies.integers())
+def test_search(number): pass
+"""
+
+
+@pytest.mark.parametrize("option", [(), ("--second-mpi",)])
+def test_the_rest_is_what_was_left_out_and_the_searches(option: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "test_parametrised.py"
+    path.write_text(PARAMETRISED)
+
+    def collected(*options: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--collect-only", "-q", *options]
+        said = subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
+        return {line.partition("::")[2] for line in said.splitlines() if "::" in line}
+
+    plain, rest = collected(*option), collected(*option, "--rest")
+    assert len(plain) == (5 - len(option))
+    assert plain & rest == {"test_search"}
+    assert plain | rest == collected(*option, "--full")

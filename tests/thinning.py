@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
 
-# Whether everything runs: pytest --full, as in `make test-all`.
+# Whether searches of Hypothesis run in full: pytest --full, as in `make test-all`, or --rest.
 full = False
 RANK_COUNTS = ("nranks", "size")
 
@@ -21,6 +21,11 @@ Value = tuple[tuple[str, Hashable], ...]
 def examples(number: int) -> int:
     """Return how many of the examples of a long search of Hypothesis run."""
     return number if full else number // 10
+
+
+def is_search(item: pytest.Item) -> bool:
+    """Return whether Hypothesis chooses the test's examples: a full run has more of them."""
+    return getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def each_value_once(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -67,12 +72,14 @@ def choose(combinations: Sequence[Sequence[Hashable]]) -> list[int]:
 
 def _values(variants: Sequence[pytest.Function]) -> list[list[Value]]:
     """Return each variant's values, one for each axis."""
-    together: dict[tuple[object, ...], list[str]] = {}
+    decorator: dict[str, object] = {}
+    for mark in variants[0].iter_markers("parametrize"):
+        names = mark.args[0].replace(",", " ").split() if isinstance(mark.args[0], str) else mark.args[0]
+        decorator.update(dict.fromkeys(names, mark))
+    axes: dict[object, list[str]] = {}
     for name in variants[0].callspec.params:
-        of_its_own = name if name in RANK_COUNTS else None
-        indices = tuple(item.callspec.indices[name] for item in variants)
-        together.setdefault((of_its_own, *indices), []).append(name)
+        axes.setdefault(name if name in RANK_COUNTS else id(decorator.get(name, name)), []).append(name)
     return [
-        [tuple((name, id(item.callspec.params[name])) for name in names) for names in together.values()]
+        [tuple((name, id(item.callspec.params[name])) for name in names) for names in axes.values()]
         for item in variants
     ]
