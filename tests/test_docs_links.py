@@ -27,3 +27,14 @@ def test_the_picture_of_the_packages_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "draw_packages.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["architecture", "mechanisms", "internals"])
+def test_files_that_are_named_exist(page: str) -> None:
+    """A file may be named by the end of its path."""
+    files = [f"/{path}" for folder in ("pyhvd", "tests") for path in (ROOT / folder).rglob("*")]
+    text = (ROOT / "docs" / f"{page}.md").read_text().split("## Where this differs")[0]
+    generated = r"<!-- walk: .*?<!-- end of walk -->"  # by a tree that had these files
+    named = re.findall(r"[\w/]+\.(?:py[xi]?|px[id]|[ch]|cu)\b", re.sub(generated, "", text, flags=re.S))
+    assert len(named) > 10
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
