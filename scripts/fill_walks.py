@@ -1,7 +1,7 @@
 """Fill the lists of files in docs/internals.md from the output of `make walk`.
 
-A list stands between ``<!-- walk: first_allreduce -->`` and ``<!-- end of walk -->``, where the name is that of
-a count of scripts/walk.py.
+A list stands between ``<!-- walk: first_allreduce -->`` and ``<!-- end of walk -->``; the name is that
+of a count of scripts/walk.py.
 
   make walk ARGS="--json build/walk.json"
   python scripts/fill_walks.py build/walk.json
