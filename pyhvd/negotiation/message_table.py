@@ -103,13 +103,13 @@ class MessageTable:
         self._refusals = FailedCalls()
         self._bits = PendingHits(ranks)
         self._seq = 0
-        self._now = 0.0
+        self.last_submission = 0.0  # s; a join counts too
 
     # -- what a rank says ----------------------------------------------------------------------------
 
     def submit(self, rank: int, request: Request, seq: int, now: float) -> None:
         """Take one full request of a rank; ``seq`` is the number of the list being built."""
-        self._seq, self._now = seq, now
+        self._seq, self.last_submission = seq, now
         self._take(rank, request, now)
         self._refusals.excuse(self.joined)
 
@@ -133,7 +133,7 @@ class MessageTable:
 
     def submit_bits(self, rank: int, bits: int, seen: int, seq: int, now: float) -> None:
         """Take the cached tensors that a rank submits again; ``seen`` says what its bits mean."""
-        self._seq, self._now = seq, now
+        self._seq, self.last_submission = seq, now
         self._recall(bits | (rivals := self.cache.rivals(bits)))
         clash = bool(rivals & self._bits.anyone())  # who is ready with another size must be heard of
         if seen >= self.cache.last_change and not (clash or self._table or self._refusals or self.joined):
@@ -247,13 +247,13 @@ class MessageTable:
     def _hold_recalled(self, posted: dict[int, int]) -> None:
         for rank, bits in posted.items():
             for slot in iter_bits(bits):
-                self._hold_bits(rank, 1 << slot, self._loans.since(slot, self._now))
+                self._hold_bits(rank, 1 << slot, self._loans.since(slot, self.last_submission))
 
     def _make_room(self, name: str) -> None:
         """See that the slot that a new tensor gets is one that nobody has posted, nor used of late."""
         if self.cache.victim(name, 0) < 0:
             return
-        self._loans.look(self._now)
+        self._loans.look(self.last_submission)
         while (slot := self.cache.victim(name, self._bits.anyone())) >= 0 and self._loans.has(slot):
             self._recall(1 << slot)
 
