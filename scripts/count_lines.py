@@ -1,7 +1,7 @@
 """Count the lines of product code: pyhvd/ without blank lines and comments, with and without docstrings.
 
-Files that git tracks count: Python, Cython, C and CUDA. A docstring is a string in triple quotes that begins a
-line. Packages are the folders of pyhvd/; "." is its root.
+Files that git tracks count: Python, Cython, C and CUDA. A docstring is a string in triple quotes that begins
+a line. Packages are the folders of pyhvd/; "." is its root.
 
   python scripts/count_lines.py                # the working tree
   python scripts/count_lines.py --rev HEAD~10  # a revision
