@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.backends.base import Views
+from pyhvd.dtypes import BY_CODE, Code, ReduceOp, ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
 RIDE = 4 * 1024 * 1024
@@ -45,7 +46,6 @@ TINY = 2.0**-511
 float64: above it neither a square nor a quotient of squares has lost its digits."""
 
 Terms = NDArray[np.float64]
-Views = Sequence[TensorView | None]
 Span = tuple[int, int]
 
 
@@ -93,18 +93,19 @@ class Ride:
         ``buffer(use, nbytes)`` returns memory that may be used until the next call for the same use.
     counts : sequence of int
         Elements of each tensor.
-    info : DtypeInfo
-        float16, bfloat16, float32 or float64.
+    spec : ReduceSpec
+        Of float16, bfloat16, float32 or float64.
     """
 
     def __init__(
-        self, fabric: Fabric, buffer: Callable[[str, int], Bytes], counts: Sequence[int], info: DtypeInfo
+        self, fabric: Fabric, buffer: Callable[[str, int], Bytes], counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         self._fabric = fabric
         self._buffer = buffer
-        self._info = info
-        self._half = info.itemsize == 2
-        self._wide = BY_CODE[Code.FLOAT32] if self._half else info
+        self._spec = spec
+        self._info = spec.info
+        self._half = spec.info.itemsize == 2
+        self._wide = BY_CODE[Code.FLOAT32] if self._half else spec.info
         base, more = np.divmod(np.array(counts, np.int64), fabric.size)
         number = np.arange(fabric.size)[:, None]
         # By piece and tensor: elements, and where they begin in the tensor.
@@ -113,30 +114,31 @@ class Ride:
         # Where pieces begin in the buffer.
         self._starts = [0, *itertools.accumulate(self._sizes.sum(axis=1).tolist())]
 
-    def run(self, sources: Views, targets: Views, prescale: float, postscale: float) -> None:
+    def run(self, sources: Views, targets: Views) -> None:
         """Reduce; None stands for a rank that has joined, which gives zeros."""
         size = self._fabric.size
         alone = targets[0] if len(targets) == 1 else None
         nbytes = self._starts[-1] * self._wide.itemsize
         work = self._space("work", nbytes) if self._half or alone is None else alone.bytes
-        held = self._load(sources, work, prescale)
+        held = self._load(sources, work)
         if nbytes * size <= FLAT:
             held = self._reduce_flat(held)
-            out = self._finish(held, work, alone, (0, size), postscale)
+            out = self._finish(held, work, alone, (0, size))
         else:
             held, way = self._reduce_halves(held, work)
             own = way[-1][1] if way else (0, size)
-            out = self._finish(held, work, alone, own, postscale)
+            out = self._finish(held, work, alone, own)
             self._gather_halves(out, way)
         if alone is None:
             _fusion.unpack(address(out), self._addresses(targets), self._sizes.reshape(-1), self._info.code)
 
     # -- in and out ----------------------------------------------------------------------------------
 
-    def _load(self, sources: Views, work: Bytes, prescale: float) -> Bytes:
+    def _load(self, sources: Views, work: Bytes) -> Bytes:
         """Return what this rank brings, scaled and in order of the pieces: its own memory, or ``work``."""
         wide, info, total = self._wide.code, self._info.code, self._starts[-1]
         alone = sources[0] if len(sources) == 1 else None
+        prescale = self._spec.prescale
         if self._half:
             narrow = self._space("narrow", total * 2) if alone is None else alone.bytes
             if alone is None:
@@ -156,13 +158,11 @@ class Ride:
         ptrs, sizes = self._addresses(sources), self._sizes.reshape(-1)
         _fusion.pack(address(into), ptrs, sizes, self._info.code, ReduceOp.SUM, factor)
 
-    def _finish(
-        self, held: Bytes, work: Bytes, alone: TensorView | None, own: Span, postscale: float
-    ) -> Bytes:
+    def _finish(self, held: Bytes, work: Bytes, alone: TensorView | None, own: Span) -> Bytes:
         """Scale and round this rank's pieces; return the buffer of the result, in the tensors' dtype."""
         elements = self._starts[own[1]] - self._starts[own[0]]
         mine = address(self._part(work, own))
-        _fusion.scale(mine, address(self._part(held, own)), elements, self._wide.code, postscale)
+        _fusion.scale(mine, address(self._part(held, own)), elements, self._wide.code, self._spec.postscale)
         if not self._half:
             return work
         out = self._space("narrow", self._starts[-1] * 2) if alone is None else alone.bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
 
@@ -45,6 +45,10 @@ def no_phase(name: str) -> AbstractContextManager[None]:  # noqa: ARG001 - nobod
 _NOBODY: AbstractContextManager[None] = nullcontext()
 
 
+Views = Sequence[TensorView | None]
+"""One per tensor; None where this rank has joined."""
+
+
 class Backend(Protocol):
     """Runs agreed collectives for one process set; ``name`` is the prefix of its phases' names."""
 
@@ -54,44 +58,18 @@ class Backend(Protocol):
     name: str
     pieces: Pieces
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors that ride together; None stands for a rank that has joined."""
 
-    def adasum(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors by Adasum, each by itself; None stands for a rank that has joined."""
 
     def reducescatter(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
         """Reduce, and leave each rank its own rows of dimension 0."""
 
-    def allgather(
-        self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
         """Concatenate; ``counts[i][r]`` is the number of bytes that rank r gives to tensor i."""
 
     def broadcast(self, buffer: Bytes, root: int) -> None:

@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyhvd import _fusion
-from pyhvd.arrays import Bytes, TensorView, address
+from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import PhaseHook, Pieces, no_phase
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.backends.base import PhaseHook, Pieces, Views, no_phase
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
 FLAT = 64 * 1024
@@ -84,66 +84,42 @@ class HostBackend:
 
     # -- reductions ----------------------------------------------------------------------------------
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors that ride together; see :class:`~pyhvd.backends.base.Backend`."""
-        item = info.itemsize
+        item = spec.info.itemsize
         for window in windows(counts, max(self.pieces.staging_size // item, 1)):
             nbytes = item * sum(count for _, _, count in window)
             tensor, first, _ = window[0]
             source, target = sources[tensor], targets[tensor]
             span = slice(first * item, first * item + nbytes)
             alone = len(window) == 1
-            if alone and source is not None and prescale == 1.0:
+            if alone and source is not None and spec.prescale == 1.0:
                 send = source.bytes[span]
             else:
                 send = self._buffer("send", nbytes)
                 with self.phase("MEMCPY_IN_FUSION_BUFFER"):
-                    self._pack(send, sources, window, info, op, prescale)
+                    self._pack(send, sources, window, spec)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
             with self.phase(f"{self.name}_ALLREDUCE"):
-                self._reduce_everywhere(send, out, info, op, postscale)
+                self._reduce_everywhere(send, out, spec)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
                 with self.phase("MEMCPY_OUT_FUSION_BUFFER"):
-                    _fusion.unpack(address(out), ptrs, numbers, info.code)
+                    _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
-    def adasum(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors by Adasum, each by itself; see :mod:`pyhvd.backends.adasum`."""
-        for ride in adasum.rides(counts, max(adasum.RIDE // info.itemsize, 1)):
-            adasum.Ride(self.fabric, self._buffer, [counts[i] for i in ride], info).run(
-                [sources[i] for i in ride], [targets[i] for i in ride], prescale, postscale
+        for ride in adasum.rides(counts, max(adasum.RIDE // spec.info.itemsize, 1)):
+            adasum.Ride(self.fabric, self._buffer, [counts[i] for i in ride], spec).run(
+                [sources[i] for i in ride], [targets[i] for i in ride]
             )
 
     def reducescatter(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
         """Reduce, and leave each rank its own rows; see :class:`~pyhvd.backends.base.Backend`."""
-        item = info.itemsize
+        item = spec.info.itemsize
         row = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
@@ -155,27 +131,26 @@ class HostBackend:
             ]
             send_counts = [item * sum(n for _, _, n in pieces) for pieces in for_rank]
             send = self._buffer("send", sum(send_counts))
-            self._pack(send, sources, [p for pieces in for_rank for p in pieces], info, op, prescale)
+            self._pack(send, sources, [p for pieces in for_rank for p in pieces], spec)
             mine = send_counts[self.rank]
             box = self._buffer("box", mine * self.size)
             self.fabric.alltoallv(send, send_counts, box, [mine] * self.size)
             out = self._buffer("out", mine)
             blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, mine // item, info.code, op, postscale)
+            _fusion.reduce(address(out), blocks, mine // item, spec.info.code, spec.op, spec.postscale)
             own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]
             ptrs, numbers = self._pieces(targets, own, item)
-            _fusion.unpack(address(out), ptrs, numbers, info.code)
+            _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
-    def _reduce_everywhere(
-        self, send: Bytes, out: Bytes, info: DtypeInfo, op: ReduceOp, factor: float
-    ) -> None:
+    def _reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
         """Reduce one window of every rank; ``out`` may be ``send`` itself."""
-        nbytes, item, size = len(send), info.itemsize, self.size
+        nbytes, item, size = len(send), spec.info.itemsize, self.size
+        code, op, factor = spec.info.code, spec.op, spec.postscale
         if nbytes * size <= FLAT:
             box = self._buffer("box", nbytes * size)
             self.fabric.allgather(send, box)
             blocks = address(box) + nbytes * np.arange(size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, nbytes // item, info.code, op, factor)
+            _fusion.reduce(address(out), blocks, nbytes // item, code, op, factor)
             return
         counts = [n * item for n in rows_of(nbytes // item, size)]
         first = sum(counts[: self.rank])
@@ -183,14 +158,12 @@ class HostBackend:
         box = self._buffer("box", mine * size)
         self.fabric.alltoallv(send, counts, box, [mine] * size)
         blocks = address(box) + mine * np.arange(size, dtype=np.int64)
-        _fusion.reduce(address(out) + first, blocks, mine // item, info.code, op, factor)
+        _fusion.reduce(address(out) + first, blocks, mine // item, code, op, factor)
         self.fabric.allgatherv(out, counts)
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(
-        self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
-    ) -> None:
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
         """Concatenate; see :class:`~pyhvd.backends.base.Backend`."""
         small = [i for i, each in enumerate(counts) if sum(each) * 2 < self.pieces.staging_size]
         if len(small) > 1:
@@ -206,7 +179,7 @@ class HostBackend:
 
     def _allgather_packed(
         self,
-        sources: Sequence[TensorView | None],
+        sources: Views,
         targets: Sequence[Bytes],
         counts: Sequence[Sequence[int]],
         small: Sequence[int],
@@ -277,21 +250,13 @@ class HostBackend:
         return buffer[:nbytes]
 
     def _pieces(
-        self, tensors: Sequence[TensorView | None], window: Window, item: int
+        self, tensors: Views, window: Window, item: int
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """Return addresses (0 where a rank has joined) and element counts of a window's pieces."""
         bases = {i: view.ptr if (view := tensors[i]) is not None else 0 for i, _, _ in window}
         ptrs = np.array([base and base + k * item for i, k, _ in window for base in (bases[i],)], np.int64)
         return ptrs, np.array([n for _, _, n in window], np.int64)
 
-    def _pack(
-        self,
-        send: Bytes,
-        sources: Sequence[TensorView | None],
-        window: Window,
-        info: DtypeInfo,
-        op: ReduceOp,
-        factor: float,
-    ) -> None:
-        ptrs, numbers = self._pieces(sources, window, info.itemsize)
-        _fusion.pack(address(send), ptrs, numbers, info.code, op, factor)
+    def _pack(self, send: Bytes, sources: Views, window: Window, spec: ReduceSpec) -> None:
+        ptrs, numbers = self._pieces(sources, window, spec.info.itemsize)
+        _fusion.pack(address(send), ptrs, numbers, spec.info.code, spec.op, spec.prescale)

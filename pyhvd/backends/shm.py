@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Pieces
+from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, _starts, area_bytes
 
@@ -39,20 +38,12 @@ class ShmBackend(HostBackend):
         super().resize(pieces)
         self.window.resize(pieces.chunk_size)
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors that ride together, straight from and to the callers' memory."""
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
-        self._check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
+        starts, code = _starts(counts), spec.info.code
+        self._check(self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale))
 
 
 def make_backend(

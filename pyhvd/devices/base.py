@@ -25,7 +25,7 @@ import msgspec
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.pack_plan import Words
-from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import Code, DtypeInfo, ReduceOp, ReduceSpec
 
 Stream = int
 """The library's handle of a stream (CUDA: the address of a ``cudaStream_t``; 0 is the default stream)."""
@@ -293,26 +293,12 @@ class DeviceBackend(Protocol):
     stream: Stream
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce tensors that ride together."""
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
         """Reduce, and leave each rank its own rows of dimension 0."""
 

@@ -38,7 +38,7 @@ from pyhvd.devices.base import (
     Stream,
 )
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
-from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
 
 KEPT = 128 * 1024 * 1024
@@ -92,66 +92,53 @@ class NcclBackend:
         self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
         self._by_host = functools.cache(by_host)
 
-    def _reduces(self, info: DtypeInfo, op: ReduceOp) -> bool:
+    def _reduces(self, spec: ReduceSpec) -> bool:
         """Return whether NCCL has this reduction: the same on every rank."""
-        return reduction(self._library, info.code, op) is not None
+        return reduction(self._library, spec.info.code, spec.op) is not None
 
     # -- reductions ----------------------------------------------------------------------------------
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce tensors that ride together: in one buffer, or, if there is but one, where it is."""
-        if not self._reduces(info, op):
-            self._by_host().allreduce(sources, targets, counts, info, op, prescale, postscale)
+        if not self._reduces(spec):
+            self._by_host().allreduce(sources, targets, counts, spec)
             return
         with self._guarded():
-            if self._is_direct(sources, targets, prescale, postscale):
+            if self._is_direct(sources, targets, spec):
                 (source,), (target,), (count,) = sources, targets, counts
                 assert source is not None
                 assert target is not None
-                given = self._prescaled(source, target.ptr, count, prescale)
-                self._reduce(given, target.ptr, count, info.code, op)
-                self._scale(target.ptr, target.ptr, count, info.code, postscale)
+                given = self._prescaled(source, target.ptr, count, spec)
+                self._reduce(given, target.ptr, count, spec)
+                self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
-            offsets, total = lay_out(counts, info.itemsize)
+            offsets, total = lay_out(counts, spec.info.itemsize)
             if len(counts) == 1:
                 total = counts[0]  # as on a rank that takes the direct way
-            with self._room(total * info.itemsize) as buffer:
-                self._pack(buffer, offsets, sources, counts, info, op, prescale)
-                self._reduce(buffer, buffer, total, info.code, op)
-                self._unpack(buffer, offsets, targets, counts, info, postscale)
+            with self._room(total * spec.info.itemsize) as buffer:
+                self._pack(buffer, offsets, sources, counts, spec)
+                self._reduce(buffer, buffer, total, spec)
+                self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
         """Reduce, and leave each rank its own rows of dimension 0.
 
         What rides together is packed into one block per rank, all as long as the longest.
         """
-        if not self._reduces(info, op):
-            self._by_host().reducescatter(sources, targets, shapes, info, op, prescale, postscale)
+        if not self._reduces(spec):
+            self._by_host().reducescatter(sources, targets, shapes, spec)
             return
+        info = spec.info
         rows = [math.prod(shape[1:]) for shape in shapes]
         sizes = [rows_of(shape[0], self.size) for shape in shapes]
         parts = [[n * row for n in each] for each, row in zip(sizes, rows, strict=True)]
         with self._guarded():
             if len(shapes) == 1:
-                self._scatter_one(sources[0], targets[0], parts[0], info, op, prescale, postscale)
+                self._scatter_one(sources[0], targets[0], parts[0], spec)
                 return
             offsets, block = lay_out([max(part) for part in parts], info.itemsize)
             ptrs = _addresses(sources)
@@ -162,66 +149,57 @@ class NcclBackend:
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
-                self._packer.pack(
-                    buffer, where, froms, counts, info.code, info.code, op, prescale, self.stream
-                )
-                self._reduce_blocks(buffer, out, block, info.code, op)
+                self._queue_pack(buffer, where, froms, counts, spec)
+                self._reduce_blocks(buffer, out, block, spec)
                 mine = [part[self.rank] for part in parts]
-                self._unpack(out, offsets, targets, mine, info, postscale)
+                self._unpack(out, offsets, targets, mine, spec)
 
     def _scatter_one(
-        self,
-        source: DeviceView | None,
-        target: DeviceView | None,
-        parts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, source: DeviceView | None, target: DeviceView | None, parts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce one tensor's rows from where they are to where they belong, or by way of a buffer."""
-        mine, code = parts[self.rank], info.code
-        packs = source is None or prescale != 1.0
-        aside = target is None or (postscale != 1.0 and target.ptr % ALIGNMENT != 0)
+        info, mine = spec.info, parts[self.rank]
+        packs = source is None or spec.prescale != 1.0
+        aside = target is None or (spec.postscale != 1.0 and target.ptr % ALIGNMENT != 0)
         first = -(-sum(parts) * info.itemsize // ALIGNMENT) * ALIGNMENT if packs else 0
         with self._room(first + mine * info.itemsize if packs or aside else 0) as buffer:
             begin = np.zeros(1, np.int64)
             if packs:
-                self._pack(buffer, begin, [source], [sum(parts)], info, op, prescale)
+                self._pack(buffer, begin, [source], [sum(parts)], spec)
             send = source.ptr if source is not None and not packs else buffer
             recv = target.ptr if target is not None and not aside else buffer + first
-            self._reduce_rows(send, recv, parts, info, op)
+            self._reduce_rows(send, recv, parts, spec)
             if aside:
-                self._unpack(recv, begin, [target], [mine], info, postscale)
+                self._unpack(recv, begin, [target], [mine], spec)
             else:
-                self._scale(recv, recv, mine, code, postscale)
+                self._scale(recv, recv, mine, info.code, spec.postscale)
 
-    def _reduce(self, send: int, recv: int, count: int, code: Code, op: ReduceOp) -> None:
-        kind, how, numbers = self._terms(code, op)
+    def _reduce(self, send: int, recv: int, count: int, spec: ReduceSpec) -> None:
+        kind, how, numbers = self._terms(spec)
         if count:
             self._comm.allReduce(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_blocks(self, send: int, recv: int, count: int, code: Code, op: ReduceOp) -> None:
-        kind, how, numbers = self._terms(code, op)
+    def _reduce_blocks(self, send: int, recv: int, count: int, spec: ReduceSpec) -> None:
+        kind, how, numbers = self._terms(spec)
         if count:
             self._comm.reduceScatter(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], info: DtypeInfo, op: ReduceOp) -> None:
+    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce one tensor's rows, each rank's to that rank, straight from memory to memory."""
         if len(set(parts)) == 1:
-            self._reduce_blocks(send, recv, parts[0], info.code, op)
+            self._reduce_blocks(send, recv, parts[0], spec)
             return
-        kind, how, numbers = self._terms(info.code, op)
+        kind, how, numbers = self._terms(spec)
         with self._group():
             for root, count in enumerate(parts):
                 if count:
                     self._comm.reduce(send, recv, count * numbers, kind, how, root, self.stream)
-                send += count * info.itemsize
+                send += count * spec.info.itemsize
 
-    def _terms(self, code: Code, op: ReduceOp) -> tuple[int, int, int]:
-        found = reduction(self._library, code, op)
+    def _terms(self, spec: ReduceSpec) -> tuple[int, int, int]:
+        found = reduction(self._library, spec.info.code, spec.op)
         if found is None:
-            raise ValueError(f"NCCL has no {op.name} of {code.name}")
+            raise ValueError(f"NCCL has no {spec.op.name} of {spec.info.name}")
         return found
 
     # -- the other collectives -----------------------------------------------------------------------
@@ -361,18 +339,18 @@ class NcclBackend:
         yield memory.ptr
 
     @staticmethod
-    def _is_direct(sources: DeviceViews, targets: DeviceViews, prescale: float, postscale: float) -> bool:
+    def _is_direct(sources: DeviceViews, targets: DeviceViews, spec: ReduceSpec) -> bool:
         """Return whether a tensor goes from where it is to where it belongs; a factor wants whole vectors."""
         if len(sources) != 1 or sources[0] is None or targets[0] is None:
             return False
-        scaled_from = (sources[0].ptr if prescale != 1.0 else 0, targets[0].ptr if postscale != 1.0 else 0)
-        return all(ptr % ALIGNMENT == 0 for ptr in scaled_from)
+        scaled = (sources[0].ptr, spec.prescale), (targets[0].ptr, spec.postscale)
+        return all(factor == 1.0 or ptr % ALIGNMENT == 0 for ptr, factor in scaled)
 
-    def _prescaled(self, source: DeviceView, target: int, count: int, factor: float) -> int:
+    def _prescaled(self, source: DeviceView, target: int, count: int, spec: ReduceSpec) -> int:
         """Return where the source is, times the factor; at ``target`` if it had to be multiplied."""
-        if factor == 1.0:
+        if spec.prescale == 1.0:
             return source.ptr
-        self._scale(source.ptr, target, count, source.info.code, factor)
+        self._scale(source.ptr, target, count, spec.info.code, spec.prescale)
         return target
 
     def _scale(self, source: int, target: int, count: int, code: Code, factor: float) -> None:
@@ -382,29 +360,19 @@ class NcclBackend:
             self._packer.unpack(source, *one, code, code, factor, self.stream)
 
     def _pack(
-        self,
-        buffer: int,
-        offsets: Words,
-        sources: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        factor: float,
+        self, buffer: int, offsets: Words, sources: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        ptrs, numbers = _addresses(sources), np.array(counts, np.int64)
-        self._packer.pack(buffer, offsets, ptrs, numbers, info.code, info.code, op, factor, self.stream)
+        self._queue_pack(buffer, offsets, _addresses(sources), np.array(counts, np.int64), spec)
+
+    def _queue_pack(self, buffer: int, offsets: Words, ptrs: Words, counts: Words, spec: ReduceSpec) -> None:
+        code = spec.info.code
+        self._packer.pack(buffer, offsets, ptrs, counts, code, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
-        self,
-        buffer: int,
-        offsets: Words,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        factor: float,
+        self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        ptrs, numbers = _addresses(targets), np.array(counts, np.int64)
-        self._packer.unpack(buffer, offsets, ptrs, numbers, info.code, info.code, factor, self.stream)
+        ptrs, numbers, code = _addresses(targets), np.array(counts, np.int64), spec.info.code
+        self._packer.unpack(buffer, offsets, ptrs, numbers, code, code, spec.postscale, self.stream)
 
     def _library_type(self, name: str) -> int:
         return int(getattr(self._library, name))

@@ -20,7 +20,7 @@ from pyhvd.backends.host import Window, rows_of, windows
 from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
-from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
 
 _BYTE = BY_CODE[Code.UINT8]
 
@@ -63,17 +63,11 @@ class StagedBackend:
     # -- reductions ----------------------------------------------------------------------------------
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce tensors that ride together: in one buffer if there are several."""
         froms, tos = _present(sources), _present(targets)
+        info = spec.info
         offsets, total = (
             lay_out(counts, info.itemsize) if len(counts) > 1 else (np.zeros(1, np.int64), counts[0])
         )
@@ -85,7 +79,7 @@ class StagedBackend:
         def reduce(given: Bytes, result: Bytes) -> None:
             source, target = (TensorView(given, info), TensorView(result, info)) if froms else (None, None)
             count = len(given) // info.itemsize
-            self._host.allreduce([source], [target], [count], info, op, prescale, postscale)
+            self._host.allreduce([source], [target], [count], spec)
 
         self._pipeline.run(
             Step(
@@ -101,14 +95,7 @@ class StagedBackend:
             self._scatter(up, offsets, tos, info)
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
         """Reduce, and leave each rank its own rows.
 
@@ -119,7 +106,7 @@ class StagedBackend:
         rows = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * rows[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
-        item = info.itemsize
+        info, item = spec.info, spec.info.itemsize
 
         def step(window: Window) -> Step:
             down, up = [], []
@@ -140,10 +127,7 @@ class StagedBackend:
                     else [None] * len(lengths),
                     _cut(result, [n * item for n in lengths], info) if froms else [None] * len(lengths),
                     [(n * self.size,) for n in lengths],
-                    info,
-                    op,
-                    prescale,
-                    postscale,
+                    spec,
                 )
 
             total = sum(lengths) * item
