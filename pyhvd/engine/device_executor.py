@@ -262,7 +262,7 @@ class DeviceExecutor:
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = self._hosts[response.process_set].swap_counts(entry.splits)
+            received = self._hosts[response.process_set].exchange_counts(entry.splits)
         outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return

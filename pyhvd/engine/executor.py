@@ -267,7 +267,7 @@ class Executor:
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = backend.swap_counts(entry.splits)
+            received = backend.exchange_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
