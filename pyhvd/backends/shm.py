@@ -66,10 +66,5 @@ def make_backend(
         return ShmBackend(ShmFabric(fabric, opened, pieces.chunk_size, largest_chunk), pieces)
     if opened is not None and fabric.rank == 0:
         level = logging.DEBUG if opened.expected else logging.WARNING
-        _log.log(
-            level,
-            "%d ranks communicate through MPI, as they have no shared memory: %s",
-            fabric.size,
-            opened.cause,
-        )
+        _log.log(level, "no shared memory for %d ranks, so they use MPI: %s", fabric.size, opened.cause)
     return HostBackend(fabric, pieces)
