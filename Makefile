@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-SUITE = $(PYTHON) scripts/run_suite.py --pytest-args "$(ARGS)"
+SUITE = $(PYTHON) scripts/run_suite.py --pytest-args="$(ARGS)"
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
@@ -36,11 +36,15 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 # ---- tests
 
 .PHONY: test
-test: dev openmpi py313 py314t ## run the whole suite: unit, ranks, MPICH, Open MPI, other Pythons
+test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threads, MPICH, Open MPI; ten minutes
 	@$(SUITE)
 
+.PHONY: test-all
+test-all: dev openmpi .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch ## all combinations, stress, sanitizers, other Pythons, Spark
+	@$(SUITE) --full --all
+
 .PHONY: test-unit
-test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, in every test target)
+test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, ARGS=--full runs all, in every test target)
 	@$(SUITE) unit
 
 .PHONY: test-ranks
@@ -56,7 +60,7 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
 .PHONY: test-spark
-test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes, and not part of `make test`
+test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark
 
 .PHONY: test-spark-torch
@@ -202,6 +206,12 @@ comma = ,
 	@echo "==> $*: torch"
 	@$*/bin/python -m pip install --quiet --group torch
 	@touch $@
+
+# For test-all and CI: torch where pip finds a wheel for CPUs alone.
+.PHONY: torch
+torch: spark
+	@if .venv-spark/bin/python scripts/find_torch.py; then $(MAKE) --no-print-directory .venv-spark/.torch; \
+	  else echo "==> torch: skipped, pip finds no wheel without CUDA"; fi
 
 # No MPI in these two: what tests/unit covers must not need one.
 py313 py314t: py3%:

@@ -69,8 +69,8 @@ def test_through_mpi() -> None:
 
 
 @on_ranks(2, env={"PYHVD_STAGING_SIZE": PIECE, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
-def test_blocks_longer_than_one_message() -> None:
-    fabric.LARGEST = 10_000
+def test_blocks_longer_than_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric, "LARGEST", 10_000)
     _verbs()
 
 
