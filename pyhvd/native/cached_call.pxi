@@ -1,8 +1,8 @@
 # Units: calls that the cache remembers; a part of shared_memory.pyx.
 
-cdef struct Form:
+cdef struct ArrayLayout:
     # What the cache remembers of an array, side by side for the tensors of a unit: a thousand objects are
-    # seldom in the cache. The pointers are to what the tensor's Part keeps alive.
+    # seldom in the cache. The pointers are to what the tensor's CachedTensor keeps alive.
     void* dtype
     cnp.npy_intp first  # the first of dims
     cnp.npy_intp* dims
@@ -12,13 +12,13 @@ cdef struct Form:
     bint unscaled  # whether it may be reduced there
 
 
-cdef class Part:
+cdef class CachedTensor:
     """One tensor of a unit, as it was cached."""
 
     cdef readonly object request
     cdef readonly uint32_t slot
     cdef readonly uint64_t since
-    cdef readonly Unit unit
+    cdef readonly CachedCall unit
     cdef object dtype
     cdef double prescale
     cdef double postscale
@@ -28,7 +28,7 @@ cdef class Part:
     cdef bint window
     cdef cnp.npy_intp dims[32]
 
-    cdef void describe(self, Form* form) noexcept:
+    cdef void describe(self, ArrayLayout* form) noexcept:
         """Say what an array must look like to be this tensor; the form points into this object."""
         form.dtype = <void*>self.dtype
         form.first = self.dims[0]
@@ -44,7 +44,7 @@ cdef class Part:
         that list has been answered by it, and what comes behind it under the old number is refused, and goes
         by message.
         """
-        cdef Unit unit = self.unit
+        cdef CachedCall unit = self.unit
         if since == self.since:
             return
         self.since = since
@@ -64,9 +64,9 @@ cdef class Part:
             return False
         return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
 
-    cdef bint learn(self, Form* form, object dtype) except -1:
+    cdef bint learn(self, ArrayLayout* form, object dtype) except -1:
         """Return whether another dtype object means the same, and remember it, in the form too, if so."""
-        cdef Lane lane = self.unit.lane
+        cdef FastPath lane = self.unit.lane
         cdef object before
         if lane.code_of(dtype) != self.code:
             return False
@@ -83,29 +83,29 @@ cdef class Part:
 
 
 @cython.final
-cdef class Unit:
+cdef class CachedCall:
     """What is submitted together: one tensor, or a grouped call."""
 
     cdef pyhvd_unit c
-    cdef Form* forms
-    cdef Lane lane
+    cdef ArrayLayout* forms
+    cdef FastPath lane
     cdef readonly str name
     cdef readonly int set_id
     cdef readonly bint grouped
     cdef readonly list parts
-    cdef Part first
+    cdef CachedTensor first
     cdef tuple key
     cdef object handle
     cdef bint retired
 
-    def __cinit__(self, Lane lane, int set_id, str name, bint grouped, list parts):
+    def __cinit__(self, FastPath lane, int set_id, str name, bint grouped, list parts):
         cdef Py_ssize_t n = len(parts)
         cdef Py_ssize_t at
         cdef pyhvd_record* record
-        cdef Part part
+        cdef CachedTensor part
         self.c.post.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
         self.c.post.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
-        self.forms = <Form*>PyMem_Calloc(n, sizeof(Form))
+        self.forms = <ArrayLayout*>PyMem_Calloc(n, sizeof(ArrayLayout))
         self.grouped = grouped
         self.c.srcs = self.c.own
         if grouped:
@@ -127,8 +127,8 @@ cdef class Unit:
         self.c.post.n = <uint32_t>n
         self.c.grouped = grouped
         self.c.owner = <void*>self
-        for at, k in enumerate(sorted(range(n), key=[(<Part>each).slot for each in parts].__getitem__)):
-            part = <Part>parts[k]
+        for at, k in enumerate(sorted(range(n), key=[(<CachedTensor>each).slot for each in parts].__getitem__)):
+            part = <CachedTensor>parts[k]
             part.unit = self
             part.describe(&self.forms[k])
             self.forms[k].at = <uint32_t>at
@@ -150,14 +150,14 @@ cdef class Unit:
 
     cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace) except -1:
         """Return whether an object is an array as the cache remembers it for the k-th tensor."""
-        cdef Form* form = &self.forms[k]
+        cdef ArrayLayout* form = &self.forms[k]
         cdef PyArray* array = <PyArray*>tensor
         cdef int64_t address
         cdef int d
         if not PyArray_CheckExact(tensor):
             return False
         if PyArray_DESCR(array) != form.dtype:
-            if not (<Part>self.parts[k]).learn(form, <object>PyArray_DESCR(array)):
+            if not (<CachedTensor>self.parts[k]).learn(form, <object>PyArray_DESCR(array)):
                 return False
         if PyArray_NDIM(array) != form.ndim or not PyArray_IS_C_CONTIGUOUS(array):
             return False
@@ -230,7 +230,7 @@ cdef class Unit:
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
         """Submit it: n addresses to read from, n to write to, by slot. None if it is in flight."""
-        cdef Lane lane = self.lane
+        cdef FastPath lane = self.lane
         cdef Handle handle = Handle.__new__(Handle)
         cdef Handle before = None
         cdef int held = 0

@@ -1,4 +1,4 @@
-# Lane: one rank's end of the fast lane; a part of shared_memory.pyx.
+# FastPath: one rank's end of the fast lane; a part of shared_memory.pyx.
 
 cdef int AVERAGE = 0  # pyhvd.dtypes.ReduceOp.AVERAGE
 cdef int _generation = 0  # of this process, among its forked ancestors
@@ -15,18 +15,18 @@ SETS = PYHVD_BOARD_SETS
 MAX_SLOTS = PYHVD_BOARD_SLOTS
 
 
-def board_bytes(int size, uint32_t slots):
+def ready_table_bytes(int size, uint32_t slots):
     """Return the bytes of a board for so many ranks and slots (a multiple of 64)."""
     return pyhvd_board_bytes(size, slots)
 
 
-cdef class Lane(BoardEnd):
+cdef class FastPath(ReadyTableEnd):
     """One rank's end of the fast lane.
 
     Parameters
     ----------
     base : int
-        Address of the board, :func:`board_bytes` long, aligned to 128 bytes.
+        Address of the board, :func:`ready_table_bytes` long, aligned to 128 bytes.
     memory : object
         Keeps the board alive.
     rank, size : int
@@ -96,13 +96,13 @@ cdef class Lane(BoardEnd):
         bint inplace, bint ring
     ):
         """Submit a tensor that is as the cache remembers it; None: it is not."""
-        cdef Unit unit
-        cdef Part part
+        cdef CachedCall unit
+        cdef CachedTensor part
         cdef object target
         cdef int64_t[2] addresses
         if not self.may_submit(set_id, name):
             return None
-        unit = <Unit>(<dict>self.names[set_id]).get(name)
+        unit = <CachedCall>(<dict>self.names[set_id]).get(name)
         if unit is None or unit.grouped or not self.is_free(unit):
             return None
         part = unit.first
@@ -118,18 +118,18 @@ cdef class Lane(BoardEnd):
         bint inplace, bint ring
     ):
         """As :meth:`submit`, for the tensors of a grouped call."""
-        cdef Unit unit
+        cdef CachedCall unit
         cdef list source
         if not self.may_submit(set_id, name) or not isinstance(tensors, (list, tuple)):
             return None
-        unit = <Unit>(<dict>self.groups[set_id]).get((name, len(tensors)))
+        unit = <CachedCall>(<dict>self.groups[set_id]).get((name, len(tensors)))
         if unit is None or not self.is_free(unit) or not unit.first.same_terms(op, prescale, postscale):
             return None
         fetch_all(<PyObject*>tensors)
         source = list(tensors)
         return self._submit_group(unit, source, inplace, ring) if len(source) == unit.c.post.n else None
 
-    cdef Handle _submit_group(self, Unit unit, list source, bint inplace, bint ring):
+    cdef Handle _submit_group(self, CachedCall unit, list source, bint inplace, bint ring):
         cdef Py_ssize_t n = len(source)
         cdef Py_ssize_t k
         cdef Py_ssize_t at
@@ -150,7 +150,7 @@ cdef class Lane(BoardEnd):
                 at = unit.forms[k].at
                 addresses[n + at] = addresses[at] = <int64_t>PyArray_DATA(<PyArray*>tensor)
                 if not inplace:
-                    target.append((<Part>unit.parts[k]).empty())
+                    target.append((<CachedTensor>unit.parts[k]).empty())
                     addresses[n + at] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
             return unit.hold(source, target, addresses, ring)
         finally:
@@ -163,7 +163,7 @@ cdef class Lane(BoardEnd):
             return False
         return 0 <= set_id < PYHVD_BOARD_SETS and self.names[set_id] is not None
 
-    cdef bint is_free(self, Unit unit) except -1:
+    cdef bint is_free(self, CachedCall unit) except -1:
         """Return whether no message speaks, or is about to speak, of a unit's names."""
         if not self.entries and not self.refusals:
             return True
@@ -180,7 +180,7 @@ cdef class Lane(BoardEnd):
         with nogil:
             pyhvd_lane_flush(&self.c, False, pyhvd_now())
 
-    def post(self):
+    def mark_ready(self):
         """Post what has been submitted, whoever was about to do so."""
         with nogil:
             pyhvd_lane_flush(&self.c, True, pyhvd_now())
@@ -225,7 +225,7 @@ cdef class Lane(BoardEnd):
     def close_set(self, int set_id):
         """Forget a process set. Its units have been taken, and nobody submits to it."""
         for unit in self.names[set_id].values():
-            (<Unit>unit).retire()
+            (<CachedCall>unit).retire()
         self.names[set_id] = None
         self.groups[set_id] = None
         self.parts[set_id] = None
@@ -256,8 +256,8 @@ cdef class Lane(BoardEnd):
         direct : bool
             Whether every rank's array is in its arena.
         """
-        cdef Part part = <Part>(<dict>self.parts[set_id]).get(slot)
-        cdef Part new
+        cdef CachedTensor part = <CachedTensor>(<dict>self.parts[set_id]).get(slot)
+        cdef CachedTensor new
         cdef pyhvd_record* record = &self.c.sets[set_id].records[slot]
         # Whoever submits it as the own request says has it in the arena, if the ranks have agreed on that.
         record.direct = direct
@@ -268,7 +268,7 @@ cdef class Lane(BoardEnd):
             return
         if len(request.shape) > 32:
             return
-        new = Part.__new__(Part)
+        new = CachedTensor.__new__(CachedTensor)
         new.request = request
         new.slot = slot
         new.since = since
@@ -289,11 +289,11 @@ cdef class Lane(BoardEnd):
         self.parts[set_id][slot] = new
         self._assemble(set_id, new)
 
-    def _assemble(self, int set_id, Part part):
+    def _assemble(self, int set_id, CachedTensor part):
         """Make the unit of a tensor; that of a group once all of its tensors are there."""
         request = part.request
         if not request.group:
-            self.names[set_id][request.name] = Unit(self, set_id, request.name, False, [part])
+            self.names[set_id][request.name] = CachedCall(self, set_id, request.name, False, [part])
             return
         key = (request.group, request.group_size)
         waiting = self.gathering.setdefault((set_id, key), {})
@@ -303,7 +303,7 @@ cdef class Lane(BoardEnd):
         del self.gathering[set_id, key]
         names = [f"{request.group}_{i}of{request.group_size}" for i in range(1, request.group_size + 1)]
         if waiting.keys() == set(names):
-            unit = Unit(self, set_id, request.group, True, [waiting[name] for name in names])
+            unit = CachedCall(self, set_id, request.group, True, [waiting[name] for name in names])
             self.groups[set_id][key] = unit
             for name in names:
                 self.names[set_id][name] = unit
@@ -313,8 +313,8 @@ cdef class Lane(BoardEnd):
 
         A slot that is to mean what it means already is left alone.
         """
-        cdef Part part = <Part>self.parts[set_id].get(slot)
-        cdef Unit unit
+        cdef CachedTensor part = <CachedTensor>self.parts[set_id].get(slot)
+        cdef CachedCall unit
         if part is None or part.request == request:
             return None
         del self.parts[set_id][slot]
@@ -336,7 +336,7 @@ cdef class Lane(BoardEnd):
 
     def requests(self, int set_id, uint32_t slot, bint alone):
         """Return this rank's requests of the unit that a slot is in, or with ``alone`` the slot's own."""
-        cdef Part part = self.parts[set_id].get(slot) if self.has_set(set_id) else None
+        cdef CachedTensor part = self.parts[set_id].get(slot) if self.has_set(set_id) else None
         if part is None:
             return []
         if alone or part.unit is None:
@@ -345,10 +345,10 @@ cdef class Lane(BoardEnd):
 
     def find(self, int set_id, name):
         """Return the unit in flight that holds a tensor of this name, or None."""
-        cdef Unit unit
+        cdef CachedCall unit
         if not self.has_set(set_id):
             return None
-        unit = <Unit>self.names[set_id].get(name)
+        unit = <CachedCall>self.names[set_id].get(name)
         return unit if unit is not None and unit.in_flight() else None
 
     def find_group(self, int set_id, name):
@@ -376,7 +376,7 @@ cdef class Lane(BoardEnd):
         if self.c.refusals:
             unit = self.c.refused[0]
         pthread_mutex_unlock(&self.c.mutex)
-        return None if unit == NULL else <Unit>unit.owner
+        return None if unit == NULL else <CachedCall>unit.owner
 
     # -- the background thread -----------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ cdef class Lane(BoardEnd):
         for parts in self.parts:
             for part in (parts or {}).values():
                 if part.unit is not None:
-                    (<Unit>part.unit).handle = None
+                    (<CachedCall>part.unit).handle = None
 
     def _run_callbacks(self):
         with self.watching:

@@ -1,7 +1,7 @@
 # Handle: the promise of a result; a part of shared_memory.pyx.
 
 @cython.freelist(256)
-@cython.no_gc  # it holds nothing that leads back to it once it has ended; see Lane.forget
+@cython.no_gc  # it holds nothing that leads back to it once it has ended; see FastPath.forget
 cdef class Handle:
     """The promise of the result of one collective, or of one grouped collective.
 
@@ -10,7 +10,7 @@ cdef class Handle:
     """
 
     cdef object __weakref__
-    cdef Unit unit
+    cdef CachedCall unit
     cdef uint64_t turn
     cdef bint ended
     cdef bint seen
@@ -76,7 +76,7 @@ cdef class Handle:
 
         A callback may submit; it must not wait for another handle: nothing would end it.
         """
-        cdef Lane lane
+        cdef FastPath lane
         if self.done():
             callback(self)
             return
@@ -130,7 +130,7 @@ cdef class Handle:
 
     cdef int _end(self) except -1:
         """It has ended, and its owner knows: nothing need be kept alive any longer."""
-        cdef Unit unit = self.unit
+        cdef CachedCall unit = self.unit
         cdef object source = None
         cdef object handle = None
         if self.ended:
@@ -145,7 +145,7 @@ cdef class Handle:
         return 0
 
     cdef bint _wait(self, double seconds) except -1:
-        cdef Lane lane = self.unit.lane
+        cdef FastPath lane = self.unit.lane
         cdef int64_t left = -1 if seconds < 0 or seconds > 1e9 else <int64_t>(seconds * 1e9)
         cdef int64_t slice
         cdef int64_t began = pyhvd_now()

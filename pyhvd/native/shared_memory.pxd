@@ -6,7 +6,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "common/trace_ring.h" nogil:
     enum:
         PYHVD_SUBMITTED
-        PYHVD_PUT_UP
+        PYHVD_MARKED_READY
         PYHVD_READY
         PYHVD_CARRIED
         PYHVD_PACKING
@@ -75,7 +75,7 @@ cdef extern from "window/window.h" nogil:
         pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
         uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
     )
-    int pyhvd_window_swap(
+    int pyhvd_window_exchange(
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
         int64_t recv_count
     )

@@ -1,6 +1,6 @@
 """The shared-memory path of one node: windows, and the fast lane over them, without the GIL.
 
-Owns: :class:`Window`, a rank's view of memory that the ranks of a node share; :class:`Lane`, a rank's end of
+Owns: :class:`Window`, a rank's view of memory that the ranks of a node share; :class:`FastPath`, a rank's end of
 the fast lane (``fast_path/progress.h``) and of the board (``fast_path/ready_table.h``); the calls that it
 remembers, and :class:`Handle`, the promise that a caller gets. Knows addresses, slots and codes; not MPI.
 

@@ -1,9 +1,9 @@
 # The way in: from a verb to the lane of the rank that calls it; a part of shared_memory.pyx.
 
-cdef class LaneSlot:
+cdef class FastPathSlot:
     """Where :func:`start` finds the lane of a rank; None: everything goes by message."""
 
-    cdef Lane _lane
+    cdef FastPath _lane
 
     @property
     def lane(self):
@@ -11,33 +11,33 @@ cdef class LaneSlot:
         return self.get()
 
     @lane.setter
-    def lane(self, Lane lane):
+    def lane(self, FastPath lane):
         with cython.critical_section(self):
             self._lane = lane
 
-    cdef Lane get(self):
+    cdef FastPath get(self):
         with cython.critical_section(self):  # without the GIL, another thread may let go of it meanwhile
             return self._lane
 
 
 cdef object _current_slot = None
-cdef LaneSlot _process_slot = None
+cdef FastPathSlot _process_slot = None
 cdef object _set_class = None
 cdef object _global_set = None
-cdef int _players = 0
+cdef int _rank_threads = 0
 
 
-def meet(current_slot, LaneSlot process_slot, set_class, global_set):
+def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set):
     """Tell :func:`start` how to find the caller's lane, and what process sets are."""
     global _current_slot, _process_slot, _set_class, _global_set
     _current_slot, _process_slot = current_slot, process_slot
     _set_class, _global_set = set_class, global_set
 
 
-def count_players(int change):
+def count_rank_threads(int change):
     """One more thread, or one less, plays a rank of its own; under a lock of the caller's."""
-    global _players
-    _players += change
+    global _rank_threads
+    _rank_threads += change
 
 
 def start(
@@ -59,8 +59,8 @@ def start(
     Handle or None
         None: it has to go by message.
     """
-    cdef LaneSlot slot = _process_slot if _players == 0 else _current_slot()
-    cdef Lane lane = slot.get()
+    cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
+    cdef FastPath lane = slot.get()
     cdef object set_id = 0
     if lane is None or average is not None:
         return None

@@ -82,7 +82,7 @@ cdef class Mapping:
 
 
 SUBMITTED = PYHVD_SUBMITTED
-PUT_UP = PYHVD_PUT_UP
+MARKED_READY = PYHVD_MARKED_READY
 READY = PYHVD_READY
 CARRIED = PYHVD_CARRIED
 PACKING = PYHVD_PACKING
@@ -260,13 +260,13 @@ cdef class Window:
             )
         return status == 0
 
-    def swap(self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count):
+    def pairwise_exchange(self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count):
         """Give a partner some bytes, and take as many as it gives; the ranks do so in pairs."""
         cdef int status
         if not 0 <= partner < self.window.size or partner == self.window.rank:
             raise ValueError(f"{partner} is no partner of rank {self.window.rank} of {self.window.size}")
         with nogil:
-            status = pyhvd_window_swap(
+            status = pyhvd_window_exchange(
                 &self.window, partner, <const uint8_t*>send, send_count, <uint8_t*>recv, recv_count
             )
         return status == 0

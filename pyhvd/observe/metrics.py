@@ -150,7 +150,7 @@ class Metrics:
 
 
 class FastCounts(Protocol):
-    """What the fast lane has counted; see :class:`pyhvd.native.shared_memory.Lane`."""
+    """What the fast lane has counted; see :class:`pyhvd.native.shared_memory.FastPath`."""
 
     timed: bool
 

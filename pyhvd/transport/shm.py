@@ -106,7 +106,7 @@ class ShmFabric:
 
     def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Give each other blocks; what other pairs do holds up nobody."""
-        self.check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+        self.check(self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv)))
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""

@@ -168,7 +168,7 @@ static void swap(player *p) {
     int mask = roll(&p->plan, 2) ? p->size / 2 : 1, partner = p->rank ^ mask;
     for (int q = 0; q < p->size; q++) counts[q] = (int64_t)draw_bytes(p, MOST);
     fill_in(p, p->send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, partner);
-    if (pyhvd_window_swap(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
+    if (pyhvd_window_exchange(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
         fail("rank %d: aborted by nobody", p->rank);
     fill_in(p, p->expected, (size_t)counts[partner], PYHVD_UINT8, partner, p->rank);
     if (memcmp(p->expected, p->recv, (size_t)counts[partner]))

@@ -25,7 +25,7 @@
 /* Kinds of records, and what `number`, `slot` and `rank` are in them. */
 enum {
     PYHVD_SUBMITTED = 1, /* a unit was held back; slot: its first */
-    PYHVD_PUT_UP = 2,    /* ... and has been posted on the board */
+    PYHVD_MARKED_READY = 2,    /* ... and has been posted on the board */
     PYHVD_READY = 3,     /* a tensor, from when all had posted it to its turn; number: place in the log; rank: who was last */
     PYHVD_CARRIED = 4,   /* a batch, from begin to end; slot: how many tensors; the rest as before */
     PYHVD_PACKING = 5,   /* the next three: a stage of a chunk, begin to end; number: the chunk */

@@ -75,7 +75,7 @@ static int try_flush(pyhvd_lane *lane, int64_t now) {
             continue;
         }
         unit->state = PYHVD_POSTED;
-        pyhvd_trace_add(lane->trace, PYHVD_PUT_UP, traced, unit->set, unit->post.slots[0], 0, 0);
+        pyhvd_trace_add(lane->trace, PYHVD_MARKED_READY, traced, unit->set, unit->post.slots[0], 0, 0);
         uint32_t first = unit->post.slots[0] / 64, last = unit->post.slots[unit->post.n - 1] / 64;
         if (first < from[unit->set]) from[unit->set] = first;
         if (last + 1 > to[unit->set]) to[unit->set] = last + 1;

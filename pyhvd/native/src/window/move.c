@@ -73,7 +73,7 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
     return PYHVD_OK;
 }
 
-int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
+int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
                       int64_t recv_count) {
     control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
     int64_t longest = send_count, chunk = (int64_t)w->chunk;

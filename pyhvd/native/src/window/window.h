@@ -104,7 +104,7 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
                           const int64_t *recv_starts);
 
 /* Give the partner some bytes and take as many as it gives. All ranks do so, in pairs. */
-int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
+int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
                       int64_t recv_count);
 
 /* Return when every rank has called it. */
