@@ -106,7 +106,7 @@ class ShmFabric:
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; no pair waits for another."""
-        self.check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+        self.check(self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv)))
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""

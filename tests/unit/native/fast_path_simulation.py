@@ -59,11 +59,11 @@ class FakeBoard:
     def serves(self, set_id: int) -> bool:
         return set_id < 3
 
-    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+    def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         assert not [slot for slot in self.posted if slot[0] == set_id], "posts of a set that has gone"
         self.members[set_id] = tuple(ranks)
 
-    def lend(self, set_id: int, slot: int, since: int) -> None:
+    def delegate(self, set_id: int, slot: int, since: int) -> None:
         assert (set_id, slot) not in self.lent
         assert not self.posted.get((set_id, slot))
         self.lent[set_id, slot] = since
@@ -218,7 +218,7 @@ class FakeLane:
         self.held.append(unit)
         return True
 
-    def post(self) -> None:
+    def mark_ready(self) -> None:
         """Post all that is held."""
         self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
         for unit in self.held:
@@ -379,7 +379,9 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+            partial(self.lanes[r].mark_ready)
+            for r in ranks
+            if any(u.state == "held" for u in self.lanes[r].held)
         ]
         return can
 
