@@ -210,5 +210,5 @@ def test_what_is_shown_has_no_secret() -> None:
 
 
 def test_keys_that_are_short_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 bytes"):
+    with pytest.raises(ValueError, match="at least 16 random bytes"):
         Session(b"password", Role.CLIENT)
