@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pyhvd.common.text import describe_exception, sendable
 from pyhvd.errors import ConfigError
-from pyhvd.job.addresses import listening_places
+from pyhvd.job.addresses import interface_addresses
 from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
@@ -125,22 +125,20 @@ def _run(
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     spec = JobSpec(size, code, _rank_env(env, chosen), executable, timeout)
-    host = conf.get("spark.driver.host") or "127.0.0.1"
-    places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
+    bound, announced = _driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
-    wiring = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
+    rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
     with as_spark_errors(), output:
-        service = DriverService(spec, secret, [bind for bind, _ in places], output, wiring)
-        addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
-        if wiring is not None:
-            here = [(bind, port) for (bind, _), port in zip(places, service.ports, strict=True)]
-            wiring.call_at(here, places[0][1])
+        service = DriverService(spec, secret, bound, output, rendezvous)
+        if rendezvous is not None:
+            rendezvous.listen_at(zip(bound, service.ports, strict=True))
+        addresses = list(zip(announced, service.ports, strict=True))
         try:
             results = _drive(context, service, size, addresses, secret, dealt)
         finally:
             service.close()
-            for seat in service.seats if verbose >= 2 else ():
-                _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
+            for each in service.placements if verbose >= 2 else ():
+                _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
     return [_unpickle(rank, result) for rank, result in enumerate(results)]
 
 
@@ -232,6 +230,13 @@ def _active_context() -> Any:
             "pyhvd.spark.run needs a running Spark session: SparkSession.builder.getOrCreate() first"
         )
     return context
+
+
+def _driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
+    """Return the host that Spark's driver listens on, and the name by which its executors know it."""
+    host = conf.get("spark.driver.host") or "127.0.0.1"
+    bind = conf.get("spark.driver.bindAddress") or host
+    return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
 def _positive(num_proc: int) -> int:

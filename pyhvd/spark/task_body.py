@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pyhvd.job.agent import Given, run_task
+from pyhvd.job.agent import RankInputs, run_task
 from pyhvd.job.job_key import Secret
-from pyhvd.spark.resources import encode_resources
+from pyhvd.spark.resources import RESOURCES
 from pyhvd.transport.tcp.connection import Address
 
 
@@ -45,5 +46,5 @@ class TaskBody:
         # Not its attemptNumber: a barrier stage is tried again as a whole, and that then begins at 0 again.
         attempt = context.taskAttemptId()
         resources = {name: list(given.addresses) for name, given in context.resources().items()}
-        given = Given(files, encode_resources(resources))
-        return run_task(self._addresses, self._secret, index, attempt, given)
+        env = {RESOURCES: json.dumps(resources)}
+        return run_task(self._addresses, self._secret, index, attempt, RankInputs(files, env))

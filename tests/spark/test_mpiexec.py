@@ -1,4 +1,4 @@
-"""pyhvd.spark.run(launcher="mpiexec"): as without it, with Open MPI's mpiexec or MPICH's."""
+"""pyhvd.spark.run(launcher="mpiexec") behaves like launcher="pmi"; needs Open MPI."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.spark.test_run import allreduce
 
 run = functools.partial(pyhvd.spark.run, launcher="mpiexec")
 _PATIENCE_S = 15.0
-_DAEMONS_S = 3.0  # it takes mpiexec so long to end its daemons
+_DAEMONS_S = 3.0  # mpiexec takes up to this long to end its daemons
 _LAUNCHER = re.compile(
-    r"mpiexec|prterun|prted|hydra_pmi_proxy|pyhvd\.spark\.(agent|stand_in|command_process)"
+    r"mpiexec|prterun|prted|pyhvd\.job\.(mpi\.openmpi\.(launch_agent|rank_proxy)|process\.command_main)"
 )
 
 
 @pytest.fixture(autouse=True)
 def no_launcher_is_left(spark: Any) -> Iterator[None]:
-    """Neither mpiexec nor its agents here, nor its daemons and stand-ins on the workers."""
+    """Neither mpiexec and launch agents here, nor daemons and rank proxies on the workers."""
     yield
     until = time.monotonic() + _PATIENCE_S
     while (left := _launchers()) and time.monotonic() < until:
@@ -62,7 +62,7 @@ def test_arguments_reach_mpiexec(spark: Any, mark: dict[str, str]) -> None:
     assert run(rank_number, num_proc=2, env=mark) == [0, 1]
 
 
-@pytest.mark.parametrize("how", [how for how in ONE_ERROR if how != "keeper"])
+@pytest.mark.parametrize("how", [how for how in ONE_ERROR if how != "guardian"])
 def test_one_error_and_the_session_goes_on(
     spark: Any, mark: dict[str, str], tmp_path: Path, how: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""A process that dies with its parent (Linux)."""
+"""Ending a process together with its parent (Linux)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Have the kernel send signal `number` when the parent dies (Linux only).
+    """Make the kernel send signal `number` to this process when its parent dies (Linux only).
 
-    `parent` is its process id: it may have died before the request.
+    `parent` is the parent's process id: if it died before this call, the signal is sent at once.
     """
     if not sys.platform.startswith("linux"):
         return
