@@ -263,7 +263,7 @@ def _openmpi_settings(job_dir: str) -> dict[str, str]:
 
 
 def _die_with_launcher() -> None:
-    from pyhvd.job.process.parent_death import die_with_parent
+    from pyhvd.job.process.guardian import die_with_parent
 
     die_with_parent(signal.SIGTERM, _LAUNCHER)
 

@@ -10,8 +10,8 @@ import time
 from pyhvd.job.mpi.abort import claim_first_failure, drain_stderr, end_job
 from pyhvd.job.mpi.rank_env import RankEnv, set_defaults
 from pyhvd.job.process.exit_report import EXIT, ExitReport
+from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.job.process.output import make_relays
-from pyhvd.job.process.parent_death import die_with_parent
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import Line, connect

@@ -1,4 +1,4 @@
-"""What Spark has given the task of a rank: the addresses of its devices."""
+"""The devices that Spark has assigned to a rank's task."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BY_LOCAL_RANK = ("PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOC
 def get_available_devices() -> list[str]:
     """Return the GPUs that Spark has assigned to the task of this rank of :func:`pyhvd.spark.run`.
 
-    Spark assigns GPUs where ``spark.task.resource.gpu.amount`` asks for them. No other task has them.
+    Spark assigns GPUs if ``spark.task.resource.gpu.amount`` is set, each to one task.
 
     Returns
     -------
     list of str
-        Their addresses, most often CUDA's device numbers; empty if Spark has assigned none. With
-        PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1 in the ranks' environment it is the rank's local rank, for
-        executors of which each sees only its own GPUs and numbers them from 0.
+        Their addresses, usually CUDA's device numbers; empty if Spark has assigned none. With
+        PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1 in the ranks' environment it is the local rank, for executors
+        that each number their own GPUs from 0.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def get_available_devices() -> list[str]:
     Examples
     --------
     >>> import pyhvd.spark
-    >>> pyhvd.spark.get_available_devices()  # here is no Spark
+    >>> pyhvd.spark.get_available_devices()  # outside Spark
     []
     """
     rank_env = read_rank_env()

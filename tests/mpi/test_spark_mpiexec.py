@@ -43,7 +43,7 @@ def is_open_mpi() -> bool:
 def test_another_mpi_is_refused() -> None:
     if is_open_mpi():
         pytest.skip("mpi4py uses Open MPI")
-    with pytest.raises(UnsupportedLauncherError, match="needs Open MPI, but .*: use launcher='pmi'"):
+    with pytest.raises(UnsupportedLauncherError, match=r"needs Open MPI, but .*: use launcher='pmi'"):
         find()
 
 
@@ -169,7 +169,7 @@ def test_mpi_abort() -> None:
             MPI.COMM_WORLD.Abort(9)
         MPI.COMM_WORLD.Barrier()
 
-    with pytest.raises(hvd.RankFailedError, match="rank 1 of 2 .* exited with code 9 before"):
+    with pytest.raises(hvd.RankFailedError, match=r"rank 1 of 2 .* exited with code 9 before"):
         run(abort, 2)
 
 

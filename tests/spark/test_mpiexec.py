@@ -106,6 +106,6 @@ def test_the_driver_needs_an_mpiexec(
 ) -> None:
     monkeypatch.setattr("pyhvd.job.mpi.flavour._candidates", lambda: iter([os.fspath(tmp_path)]))
     with pytest.raises(
-        pyhvd.spark.SparkError, match="launcher='mpiexec' needs one on the driver: no mpiexec"
+        pyhvd.spark.SparkError, match="launcher='mpiexec' needs an mpiexec on the driver: no mpiexec"
     ):
         run(rank_number, num_proc=2, env=mark)

@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame can become arrays, said before any work is done; and how tasks get them."""
+"""Checks whether a DataFrame's columns can become arrays, and passes them to tasks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Columns of a DataFrame for tasks that take record batches of Arrow.
+    """Columns of a DataFrame, for tasks that process record batches of Arrow.
 
     Attributes
     ----------
     df : DataFrame
-        The columns, by names of this module's own: mapInArrow does not find a name that has a dot.
+        The columns, renamed: mapInArrow does not find names with a dot.
     names : list of str
-        The names that they had.
+        Their original names.
     """
 
     df: DataFrame
@@ -37,7 +37,7 @@ class Selection:
     def collect(
         self, work: Callable[[Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
     ) -> list[Any]:
-        """Have each partition's task call `work` with its record batches; return the rows that it yields."""
+        """Call `work` in each partition's task with its record batches; return the rows that it yields."""
         names = self.names
 
         def renamed(batches: Iterator[Any]) -> Iterator[Any]:
@@ -49,16 +49,16 @@ class Selection:
 
 
 def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
-    """Return these columns of a DataFrame, vectors of Spark ML as lists; all columns for None.
+    """Return some columns of a DataFrame, or all for None; vectors of Spark ML become lists.
 
     Raises
     ------
     DataError
-        A column is not there, is there twice, or is of a type that no array has.
+        A column is missing, occurs twice, or has a type that arrays do not have.
     SparkError
-        A package is missing.
+        A package is not installed.
     """
-    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
+    for module in ("pandas", "pyarrow"):  # mapInArrow needs both
         needed(module)
     if isinstance(names, str):
         raise DataError(f"columns={names!r}: expected a list of names")
@@ -76,19 +76,19 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
 
 
 def named(name: str) -> Column:
-    """Return the column of exactly this name, whatever characters it has."""
+    """Return the column of exactly this name; the name may have any characters."""
     from pyspark.sql import functions
 
     return functions.col("`" + name.replace("`", "``") + "`")
 
 
 def expression(name: str, kind: Any) -> Column:
-    """Return what is in a column of this type; vectors of Spark ML as lists.
+    """Return the values of a column of type `kind`; vectors of Spark ML become lists.
 
     Raises
     ------
     DataError
-        It is of a type that no array has.
+        Arrays do not have this type.
     """
     column = named(name)
     if type(kind).__name__ == "VectorUDT":
