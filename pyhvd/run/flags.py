@@ -1,7 +1,7 @@
-"""Flags and config-file entries that stand for an environment variable of the ranks.
+"""Flags and config-file entries, each of which sets an environment variable of the ranks.
 
-Owns: the table of them, as Horovod names them, and the config file (YAML, read with PyYAML). What a value
-means is the business of :mod:`pyhvd.config`, on the ranks; here it is checked for what is plainly wrong.
+Owns their table, with Horovod's names, and the config file (YAML, read with PyYAML). It rejects plainly wrong
+values; on the ranks, :mod:`pyhvd.config` interprets them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ConfigFileError(ValueError):
-    """The config file cannot be read, or says what nobody understands."""
+    """The config file cannot be read, or has an unknown entry or a wrong value."""
 
 
 def _text(value: Any) -> str:
@@ -69,22 +69,22 @@ def _opposite(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable, and how it is said.
+    """One variable, with its flag and its config-file entry.
 
     Attributes
     ----------
     entry : str
-        Section and key in the config file; ``controller`` is in no section.
+        Section and key in the config file; ``controller`` has no section.
     variable : str
-        What the ranks read.
+        The variable of the ranks.
     convert : callable
-        From what the file or the command line says to the variable's text; raises ValueError.
+        Converts the value in the file or on the command line to the variable's text; raises ValueError.
     flag : str
-        On the command line; empty where the config file alone has it.
+        The flag on the command line; empty for none.
     takes : str
-        What the flag takes; empty for a switch, which has a ``--no-`` form.
+        The flag's argument in ``--help``; empty for a switch, which has a ``--no-`` form.
     help : str
-        For ``--help``.
+        The text in ``--help``.
     """
 
     entry: str
@@ -110,7 +110,7 @@ SETTINGS = (
         _number,
         "--cycle-time-ms",
         "MS",
-        "let submissions gather for at most MS milliseconds (default: 1)",
+        "collect submissions for at most MS milliseconds (default: 1)",
     ),
     Setting(
         "params.cache_capacity",
@@ -126,7 +126,7 @@ SETTINGS = (
         _switch,
         "--autotune",
         "",
-        "search for the best fusion threshold, cycle time and chunk size; what is given is held",
+        "search for the best fusion threshold, cycle time and chunk size; given values stay",
     ),
     Setting(
         "autotune.log_file",
@@ -142,7 +142,7 @@ SETTINGS = (
         _whole,
         "--autotune-warmup-samples",
         "N",
-        "throw away N samples before the search (default: 3)",
+        "discard N samples before the search (default: 3)",
     ),
     Setting(
         "autotune.steps_per_sample",
@@ -150,7 +150,7 @@ SETTINGS = (
         _whole,
         "--autotune-steps-per-sample",
         "N",
-        "N steps of the program make a sample (default: 10)",
+        "take a sample over N steps of the program (default: 10)",
     ),
     Setting(
         "autotune.bayes_opt_max_samples",
@@ -182,7 +182,7 @@ SETTINGS = (
         _text,
         "--metrics-address",
         "ADDRESS",
-        "... on this address (default: 127.0.0.1)",
+        "serve metrics on this address (default: 127.0.0.1)",
     ),
     Setting(
         "params.cuda_aware_mpi",
@@ -201,7 +201,7 @@ SETTINGS = (
         _text,
         "--timeline-filename",
         "PATH",
-        "record what every rank does: rank 0 to PATH, the others beside it (a directory: all into it)",
+        "record each rank's timeline: rank 0 to PATH, the others beside it (a directory: all into it)",
     ),
     Setting(
         "timeline.mark_cycles",
@@ -209,7 +209,7 @@ SETTINGS = (
         _switch,
         "--timeline-mark-cycles",
         "",
-        "mark in the timeline when response lists are taken up (default: no)",
+        "mark in the timeline when a response list arrives (default: no)",
     ),
     Setting(
         "stall_check.enabled",
@@ -217,7 +217,7 @@ SETTINGS = (
         _opposite,
         "--stall-check",
         "",
-        "whether to look for stalled tensors at all (default: yes)",
+        "look for stalled tensors (default: yes)",
     ),
     Setting(
         "stall_check.warning_time_seconds",
@@ -233,7 +233,7 @@ SETTINGS = (
         _number,
         "--stall-check-shutdown-time-seconds",
         "S",
-        "... and end the job with an error after S seconds (default: 0, never)",
+        "end the job with an error if tensors have stalled for S seconds (default: 0, never)",
     ),
     Setting("library_options.mpi_threads_disable", "PYHVD_MPI_THREADS_DISABLE", _switch),
     Setting("library_options.num_nccl_streams", "PYHVD_NUM_NCCL_STREAMS", _whole),
@@ -246,9 +246,9 @@ SETTINGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take the flags of the table, and ``--config-file``."""
+    """Add the flags of the table, and ``--config-file``, to a parser."""
     parser.add_argument(
-        "--config-file", metavar="FILE", help="read settings from a YAML file; flags win over it"
+        "--config-file", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
     for setting in SETTINGS:
         if setting.flag and setting.takes:
@@ -266,7 +266,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(known: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that the flags, and the config file, ask for.
+    """Return the variables that the flags and the config file set.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def settings_of(known: argparse.Namespace) -> dict[str, str]:
 
 
 def read_config_file(path: str) -> dict[str, str]:
-    """Return the environment variables that a config file asks for; raises ConfigFileError."""
+    """Return the variables that a config file sets; raise ConfigFileError if it is invalid."""
     try:
         import yaml
     except ImportError:
@@ -296,7 +296,9 @@ def read_config_file(path: str) -> dict[str, str]:
     asked = {}
     for entry, value in _entries(path, sections, table):
         if entry not in table:
-            raise ConfigFileError(f"{path}: {entry} is no setting; there are {', '.join(sorted(table))}")
+            raise ConfigFileError(
+                f"{path}: {entry} is not a setting; the settings are {', '.join(sorted(table))}"
+            )
         try:
             asked[table[entry].variable] = table[entry].convert(value)
         except ValueError as exc:
@@ -305,7 +307,7 @@ def read_config_file(path: str) -> dict[str, str]:
 
 
 def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config file; a section may be empty."""
+    """Yield the entries of a config file, whose sections may be empty."""
     if not isinstance(sections, dict):
         raise ConfigFileError(f"{path}: expected sections with entries")
     for section, entries in sections.items():

@@ -58,7 +58,7 @@ def test_version() -> None:
         (["-n", "two", "x.py"], "-n/-np/--num-proc: expected a whole number, not 'two'"),
         (["-n", "2", "--start-timeout", "soon", "x.py"], "--start-timeout: expected a number, not 'soon'"),
         (["-n", "2", "--mpi-args", "-x 'a", "x.py"], '--mpi-args: No closing quotation: "-x \'a"'),
-        (["x.py"], "say how many ranks"),
+        (["x.py"], "the number of ranks is missing"),
         (["-n", "2"], "no script"),
         (["-n", "2", "-m"], "argument expected for the -m option"),
         (
