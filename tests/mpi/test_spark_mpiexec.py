@@ -20,12 +20,11 @@ import cloudpickle
 import pytest
 
 import pyhvd as hvd
-from pyhvd.job.errors import UnsupportedLauncherError
+from pyhvd.job.errors import LaunchError, StartTimeoutError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.mpi.rank_env import OPENMPI
-from pyhvd.spark.errors import SparkError, StartTimeoutError
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -115,7 +114,7 @@ def test_environment_of_the_ranks() -> None:
 
 def test_an_argument_that_mpiexec_does_not_know() -> None:
     with pytest.raises(
-        SparkError, match=r"mpiexec exited with code \d+ before the ranks; its output:\n(?s:.)*nonesuch"
+        LaunchError, match=r"mpiexec exited with code \d+ before the ranks; its output:\n(?s:.)*nonesuch"
     ):
         run(add_up, 2, "--nonesuch-option")
 
@@ -208,7 +207,7 @@ def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path
             os.kill(found[0], signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises((SparkError, hvd.RankFailedError), match=text):
+    with pytest.raises((LaunchError, hvd.RankFailedError), match=text):
         run(function, 2)
     assert time.time() - float(when.read_text()) < _SOON_S
 
