@@ -35,8 +35,8 @@ class RendezvousHost(Protocol):
         """Note a failure of a rank; rank -1 is none."""
 
 
-class Rendezvous(Protocol):
-    """A way for the ranks to find each other.
+class Rendezvous:
+    """A way for the ranks to find each other; this base class needs and starts nothing.
 
     Attributes
     ----------
@@ -46,8 +46,8 @@ class Rendezvous(Protocol):
         Whether MPI silently ends ranks that have lost others.
     """
 
-    speaks_pmi: bool
-    ends_ranks: bool
+    speaks_pmi = True
+    ends_ranks = False
 
     def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """Begin, with the tasks of each host in the order of :meth:`Registry.groups`.
@@ -57,24 +57,30 @@ class Rendezvous(Protocol):
         LaunchError
             These tasks cannot become one world.
         """
+        raise NotImplementedError
 
     def placements(self) -> list[RankPlacement]:
         """Return the placements in rank order; empty until they are known."""
-
-    def waits_for(self) -> str:
-        """Return what is missing, for an error's text."""
-
-    def variables(self, rank: int) -> Mapping[str, str]:
-        """Return the variables that MPI needs in the rank's environment."""
-
-    def enter(self, rank: int) -> None:
-        """Note that a rank is about to call MPI_Init."""
+        raise NotImplementedError
 
     def hear(self, peer: Peer, message: FromTask) -> None:
         """Handle a message about the rendezvous."""
+        raise NotImplementedError
 
     def leave(self, rank: int) -> None:
         """Note that a rank ended without error."""
+        raise NotImplementedError
+
+    def waits_for(self) -> str:
+        """Return what is missing, for an error's text."""
+        return ""
+
+    def variables(self, rank: int) -> Mapping[str, str]:  # noqa: ARG002
+        """Return the variables that MPI needs in the rank's environment."""
+        return {}
+
+    def enter(self, rank: int) -> None:
+        """Note that a rank is about to call MPI_Init."""
 
     def check(self, now: float) -> None:
         """Do what is due at this time; the service calls it in each turn."""
@@ -86,11 +92,8 @@ class Rendezvous(Protocol):
         """End what still runs, and wait for it."""
 
 
-class PmiRendezvous:
+class PmiRendezvous(Rendezvous):
     """The driver serves PMI-1 itself, and starts no further process."""
-
-    speaks_pmi = True
-    ends_ranks = False
 
     def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """See :class:`Rendezvous`."""
@@ -104,17 +107,6 @@ class PmiRendezvous:
     def placements(self) -> list[RankPlacement]:
         """See :class:`Rendezvous`."""
         return self._placements
-
-    def waits_for(self) -> str:
-        """See :class:`Rendezvous`."""
-        return ""
-
-    def variables(self, rank: int) -> Mapping[str, str]:  # noqa: ARG002
-        """See :class:`Rendezvous`."""
-        return {}
-
-    def enter(self, rank: int) -> None:
-        """Do nothing: the rank's lines of PMI-1 say that it enters MPI_Init."""
 
     def hear(self, peer: Peer, message: FromTask) -> None:
         """Answer a rank's line of PMI-1."""
@@ -136,12 +128,3 @@ class PmiRendezvous:
             self._server.leave(rank)
         except PmiError as exc:
             self._driver.blame(rank, f"ended too early: {exc}", 1)
-
-    def check(self, now: float) -> None:
-        """Do nothing: no process runs."""
-
-    def stop(self) -> None:
-        """Do nothing: no process runs."""
-
-    def close(self) -> None:
-        """Do nothing: no process runs."""

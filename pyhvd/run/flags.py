@@ -79,20 +79,23 @@ class Setting:
         The variable of the ranks.
     convert : callable
         Converts the value in the file or on the command line to the variable's text; raises ValueError.
-    flag : str
-        The flag on the command line; empty for none.
     takes : str
         The flag's argument in ``--help``; empty for a switch, which has a ``--no-`` form.
     help : str
-        The text in ``--help``.
+        The text in ``--help``; empty if there is no flag.
     """
 
     entry: str
     variable: str
     convert: Callable[[Any], str]
-    flag: str = ""
     takes: str = ""
     help: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag on the command line: named as the entry, without ``params`` and ``enabled``."""
+        name = self.entry.removeprefix("params.").removesuffix(".enabled")
+        return "--" + name.replace(".", "-").replace("_", "-")
 
 
 SETTINGS = (
@@ -100,7 +103,6 @@ SETTINGS = (
         "params.fusion_threshold_mb",
         "PYHVD_FUSION_THRESHOLD",
         _megabytes,
-        "--fusion-threshold-mb",
         "MB",
         "fuse tensors up to MB mebibytes; 0: no fusion (default: 128)",
     ),
@@ -108,7 +110,6 @@ SETTINGS = (
         "params.cycle_time_ms",
         "PYHVD_CYCLE_TIME",
         _number,
-        "--cycle-time-ms",
         "MS",
         "collect submissions for at most MS milliseconds (default: 1)",
     ),
@@ -116,7 +117,6 @@ SETTINGS = (
         "params.cache_capacity",
         "PYHVD_CACHE_CAPACITY",
         _whole,
-        "--cache-capacity",
         "N",
         "remember N responses per process set; 0: none (default: 1024)",
     ),
@@ -124,7 +124,6 @@ SETTINGS = (
         "autotune.enabled",
         "PYHVD_AUTOTUNE",
         _switch,
-        "--autotune",
         "",
         "search for the best fusion threshold, cycle time and chunk size; given values stay",
     ),
@@ -132,7 +131,6 @@ SETTINGS = (
         "autotune.log_file",
         "PYHVD_AUTOTUNE_LOG",
         _text,
-        "--autotune-log-file",
         "FILE",
         "write each sample of the search to FILE, as CSV",
     ),
@@ -140,7 +138,6 @@ SETTINGS = (
         "autotune.warmup_samples",
         "PYHVD_AUTOTUNE_WARMUP_SAMPLES",
         _whole,
-        "--autotune-warmup-samples",
         "N",
         "discard N samples before the search (default: 3)",
     ),
@@ -148,7 +145,6 @@ SETTINGS = (
         "autotune.steps_per_sample",
         "PYHVD_AUTOTUNE_STEPS_PER_SAMPLE",
         _whole,
-        "--autotune-steps-per-sample",
         "N",
         "take a sample over N steps of the program (default: 10)",
     ),
@@ -156,7 +152,6 @@ SETTINGS = (
         "autotune.bayes_opt_max_samples",
         "PYHVD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         _whole,
-        "--autotune-bayes-opt-max-samples",
         "N",
         "no effect: the search is not Bayesian",
     ),
@@ -164,7 +159,6 @@ SETTINGS = (
         "autotune.gaussian_process_noise",
         "PYHVD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         _fraction,
-        "--autotune-gaussian-process-noise",
         "X",
         "no effect: the search is not Bayesian",
     ),
@@ -172,7 +166,6 @@ SETTINGS = (
         "metrics.port",
         "PYHVD_METRICS_PORT",
         _port,
-        "--metrics-port",
         "PORT",
         "serve each rank's metrics for Prometheus on PORT + its local rank; 0: on any free port",
     ),
@@ -180,7 +173,6 @@ SETTINGS = (
         "metrics.address",
         "PYHVD_METRICS_ADDRESS",
         _text,
-        "--metrics-address",
         "ADDRESS",
         "serve metrics on this address (default: 127.0.0.1)",
     ),
@@ -188,7 +180,6 @@ SETTINGS = (
         "params.cuda_aware_mpi",
         "PYHVD_CUDA_AWARE_MPI",
         _switch,
-        "--cuda-aware-mpi",
         "",
         "give arrays on GPUs that NCCL does not carry to MPI as they are, if it takes them (default: no)",
     ),
@@ -199,7 +190,6 @@ SETTINGS = (
         "timeline.filename",
         "PYHVD_TIMELINE",
         _text,
-        "--timeline-filename",
         "PATH",
         "record each rank's timeline: rank 0 to PATH, the others beside it (a directory: all into it)",
     ),
@@ -207,7 +197,6 @@ SETTINGS = (
         "timeline.mark_cycles",
         "PYHVD_TIMELINE_MARK_CYCLES",
         _switch,
-        "--timeline-mark-cycles",
         "",
         "mark in the timeline when a response list arrives (default: no)",
     ),
@@ -215,7 +204,6 @@ SETTINGS = (
         "stall_check.enabled",
         "PYHVD_STALL_CHECK_DISABLE",
         _opposite,
-        "--stall-check",
         "",
         "look for stalled tensors (default: yes)",
     ),
@@ -223,7 +211,6 @@ SETTINGS = (
         "stall_check.warning_time_seconds",
         "PYHVD_STALL_CHECK_TIME_SECONDS",
         _number,
-        "--stall-check-warning-time-seconds",
         "S",
         "report tensors that some ranks have not submitted after S seconds (default: 60)",
     ),
@@ -231,7 +218,6 @@ SETTINGS = (
         "stall_check.shutdown_time_seconds",
         "PYHVD_STALL_SHUTDOWN_TIME_SECONDS",
         _number,
-        "--stall-check-shutdown-time-seconds",
         "S",
         "end the job with an error if tensors have stalled for S seconds (default: 0, never)",
     ),
@@ -251,7 +237,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--config-file", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
     for setting in SETTINGS:
-        if setting.flag and setting.takes:
+        if setting.help and setting.takes:
             parser.add_argument(
                 setting.flag,
                 dest=setting.variable,
@@ -259,7 +245,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 metavar=setting.takes,
                 help=setting.help,
             )
-        elif setting.flag:
+        elif setting.help:
             parser.add_argument(
                 setting.flag, dest=setting.variable, action=argparse.BooleanOptionalAction, help=setting.help
             )

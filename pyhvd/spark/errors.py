@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pyhvd.common.text import exception_text, shorten
@@ -43,6 +43,12 @@ class JavaNotFoundError(SparkError):
 
 class DataError(ValueError):
     """Data cannot be used; the text names the column, file or folder, and the remedy."""
+
+
+def missing_columns(missing: Iterable[str], known: Iterable[str]) -> DataError:
+    """Return the error for columns that do not exist."""
+    names = ", ".join(map(repr, missing))
+    return DataError(f"there is no column {names}; there are {', '.join(known)}")
 
 
 def reason_of(exc: BaseException) -> str:

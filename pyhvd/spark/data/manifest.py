@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pyhvd.spark.data.folder import Folder
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 
 NAME = "_pyhvd_metadata.json"
 """The file's name; Spark ignores names that begin with an underscore."""
@@ -92,9 +92,7 @@ class Dataset(msgspec.Struct, frozen=True):
         known = {column.name: column for column in self.columns}
         missing = [name for name in names if name not in known]
         if missing or not names:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(known)}"
-            )
+            raise missing_columns(missing, known)
         return tuple(known[name] for name in names)
 
 

@@ -16,7 +16,7 @@ from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import Plan, Shard
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ class SpilledPieces:
         table = needed("pyarrow").Table.from_batches([self._batches[number]])
         missing = [name for name in self._names or [] if name not in table.column_names]
         if missing:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))};"
-                f" there are {', '.join(table.column_names)}"
-            )
+            raise missing_columns(missing, table.column_names)
         return to_batch(table if self._names is None else table.select(list(self._names)))
 
 

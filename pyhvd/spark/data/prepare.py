@@ -87,24 +87,24 @@ def prepare(
 def _carry_out(rows: Selection, writer: PartWriter) -> Dataset:
     """Write files and manifest; remove files that the manifest does not name."""
     folder = writer.folder
-    kept: set[str] = set()
+    names: set[str] = set()
     try:
         dataset = _assemble(_write(rows, writer), folder)
         folder.write(manifest.NAME, manifest.encode(dataset))
-        kept = {part.name for part in dataset.parts}
+        names = {part.name for part in dataset.parts}
     finally:
-        _remove_others(folder, kept, writer.job)
+        _remove_others(folder, names, writer.job)
     return dataset
 
 
-def _remove_others(folder: Folder, kept: Container[str], job: str) -> None:
+def _remove_others(folder: Folder, current: Container[str], job: str) -> None:
     """Remove files of failed or duplicate attempts, and after a success those of the previous dataset.
 
     Raise nothing: the dataset exists, or there is an error already. Remaining files do no harm.
     """
     try:
         for name in folder.names():
-            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+            if PART_NAME.fullmatch(name) and name not in current and (current or f"-{job}-" in name):
                 folder.remove(name)
     except Exception as exc:
         _log.warning("files in %s that are not of the dataset could not be removed: %s", folder.path, exc)

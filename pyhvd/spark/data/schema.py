@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -66,7 +66,7 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     chosen = list(fields if names is None else names)
     missing = [name for name in chosen if name not in fields]
     if missing or not chosen:
-        raise DataError(f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(fields)}")
+        raise missing_columns(missing, fields)
     twice = [name for name, count in Counter(df.columns).items() if count > 1 and name in chosen]
     twice += [name for name, count in Counter(chosen).items() if count > 1]
     if twice:

@@ -18,7 +18,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.schema import expression, named
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 from pyhvd.spark.ml.model_metadata import Description
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
@@ -158,9 +158,7 @@ class Model(SparkModel):
             raise ValueError(f"output_cols={names!r}: the model has {len(described)} outputs")
         missing = [name for name in self.feature_cols if name not in columns]
         if missing:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(columns)}"
-            )
+            raise missing_columns(missing, columns)
         taken = [name for name, count in Counter([*columns, *names]).items() if count > 1]
         if taken:
             raise DataError(

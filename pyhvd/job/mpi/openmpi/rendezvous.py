@@ -43,7 +43,7 @@ from pyhvd.job.placement import RankPlacement, Task, assign
 from pyhvd.job.process.exit_report import LOST, SIGNAL
 from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rendezvous import RendezvousHost
+from pyhvd.job.rendezvous import Rendezvous, RendezvousHost
 from pyhvd.transport.tcp.connection import Address
 
 # This many last characters of mpiexec's output are shown if it fails.
@@ -111,7 +111,7 @@ def environment(environ: Mapping[str, str], addresses: Sequence[Address], secret
     return mpiexec_settings("slot", env) | env | dict(to_environment(addresses, secret))
 
 
-class MpiexecRendezvous:
+class MpiexecRendezvous(Rendezvous):
     """See :class:`~pyhvd.job.rendezvous.Rendezvous`.
 
     Parameters
