@@ -27,19 +27,14 @@ def host_hash(salt: str = "") -> str:
     """
     parts = [salt, socket.gethostname()]
     if sys.platform.startswith("linux"):
-        parts += [boot_id(), _inode("/proc/self/ns/ipc"), _inode("/proc/self/ns/pid"), _device("/dev/shm")]
+        parts += [boot_id(), *map(_identity, ("/proc/self/ns/ipc", "/proc/self/ns/pid", "/dev/shm"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _inode(path: str) -> str:
+def _identity(path: str) -> str:
+    """Return what identifies a namespace by its file, or a file system by its root; empty if unknown."""
     try:
-        return str(os.stat(path).st_ino)
+        status = os.stat(path)
     except OSError:
         return ""
-
-
-def _device(path: str) -> str:
-    try:
-        return str(os.stat(path).st_dev)
-    except OSError:
-        return ""
+    return f"{status.st_dev} {status.st_ino}"

@@ -92,9 +92,7 @@ class _Ending:
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
         """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        _flush()
         self._send(ExitReport(self._rank_env.rank, kind, code, text, time.time() if when is None else when))
         return code
 
@@ -116,9 +114,7 @@ class _Ending:
         """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or os.getpid() != self._pid:
             return
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
+        _flush()
         if can_end_job(self._rank_env):
             os._exit(self._code)
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
@@ -126,6 +122,12 @@ class _Ending:
         os.write(2, f"{self._text.rstrip()}\n".encode())
         drain_stderr()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
 
 
 def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
