@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import mpi4py
 
-from pyhvd.job.mpi.rank_env import find_place
+from pyhvd.job.mpi.rank_env import read_rank_env
 
-if find_place() is None:
+if read_rank_env() is None:
     mpi4py.rc.initialize = False
 
 from mpi4py import MPI

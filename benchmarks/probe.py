@@ -102,7 +102,7 @@ _CONTENDERS = {RAW: _Mpi4py, OURS: _Pyhvd, GLOO: _Gloo, HOROVOD: _Horovod}
 
 def _place() -> tuple[int, int]:
     """Return rank and size, as the launcher announced them."""
-    place = importlib.import_module("pyhvd.job.mpi.rank_env").find_place()
+    place = importlib.import_module("pyhvd.job.mpi.rank_env").read_rank_env()
     assert place is not None
     return place.rank, place.size
 

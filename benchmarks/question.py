@@ -24,7 +24,7 @@ from benchmarks.machine import CorePair, Machine, describe_machine, mpi_short
 from benchmarks.mpi import MPI
 from benchmarks.plot import plot
 from benchmarks.report import Report, Run, Target, judge, load_run, print_run, print_verdicts, save
-from pyhvd.job.mpi.rank_env import find_place
+from pyhvd.job.mpi.rank_env import read_rank_env
 
 ROOT = Path(__file__).resolve().parents[1]
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -97,7 +97,7 @@ def main(question: Question) -> int:
         given.repeats or (2 if given.tiny else question.repeats),
         given.seconds or question.seconds,
     )
-    if find_place() is not None:
+    if read_rank_env() is not None:
         if question.cases is None:
             raise SystemExit(f"{question.name} starts jobs of its own: run it outside mpiexec")
         run = _measure(question, options)
