@@ -78,7 +78,7 @@ def start_pyhvd() -> None:
 
 
 def pyhvd_singly(tensors: Tensors, prefix: str, name: str = SINGLY) -> Contender:
-    """Return contenders that submit the tensors one by one, then wait for each."""
+    """Return a contender that submits the tensors one by one, then waits for each."""
     start_pyhvd()
     named = [(array, f"{prefix}.{t}") for t, array in enumerate(tensors.arrays)]
 
@@ -91,7 +91,7 @@ def pyhvd_singly(tensors: Tensors, prefix: str, name: str = SINGLY) -> Contender
 
 
 def pyhvd_shared(world: World, tensors: Tensors, prefix: str) -> Contender:
-    """Return equal tensors in arrays of ``pyhvd.empty()``, which pyhvd reduces without a copy."""
+    """Return the same contender with arrays of ``pyhvd.empty()``, which pyhvd reduces without a copy."""
     start_pyhvd()
     counts = [array.size for array in tensors.arrays]
     dtype = tensors.arrays[0].dtype
