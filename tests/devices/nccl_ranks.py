@@ -1,4 +1,4 @@
-"""Ranks as threads, each with a device made of host memory, a stream for communication, and its NCCL."""
+"""Ranks as threads, each with a fake device, a communication stream and a fake NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARY = FakeLibrary()
 
 
 class ByHost:
-    """Stands for the way through the host: notes what it is asked for."""
+    """A fake of the host backend that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -48,7 +48,7 @@ class Rank:
         )
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
-        """Put values on the device, ``shift`` elements behind a multiple of 256 bytes."""
+        """Copy values to the device, ``shift`` elements after a multiple of 256 bytes."""
         fixed = np.asarray(values)
         with self.device.using(self.stream):
             behind = shift * fixed.dtype.itemsize
@@ -57,7 +57,7 @@ class Rank:
             return LIBRARY.adopt(array, writing=True)
 
     def look(self, view: DeviceView) -> Array:
-        """Return the contents, once the communication stream has come so far."""
+        """Return the contents, after the communication stream's queued work."""
         with self.device.using(self.stream):
             owner: FakeArray = view.owner
             return owner.get()
@@ -76,7 +76,7 @@ def on_ranks(
     seed: int = 0,
     timeouts: Sequence[float] | None = None,
 ) -> list[Any]:
-    """Return what each rank's thread returns, or the exception that it raised."""
+    """Run a function on each rank's thread; return the results or exceptions."""
     nccl = nccl or FakeNccl()
     meeting = Meeting(size, 30.0)
     results: list[Any] = [None] * size
@@ -104,7 +104,7 @@ def good(results: Sequence[Any]) -> Sequence[Any]:
 
 
 def numbers(code: Code, shape: tuple[int, ...], rank: int, seed: int = 0) -> Array:
-    """Small integers, of which every reduction is exact in every dtype."""
+    """Return small integers, whose reductions are exact in every dtype."""
     rng = np.random.default_rng([seed, rank, code])
     if code is Code.BOOL:
         return rng.integers(0, 2, shape).astype(bool)
