@@ -1,4 +1,4 @@
-"""Tests that need a GPU: without one each is skipped, and the reason says what is missing."""
+"""Skip each test here on a machine without a GPU; the reason names the missing part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyhvd.tools.doctor.gpus import probe_cuda
 
 @functools.cache
 def obstacle() -> str:
-    """Return why there is nothing to test on, or nothing."""
+    """Return the reason why no GPU can be used, or an empty string."""
     facts = probe_cuda()
     if not facts.cupy:
         return facts.errors.get("CuPy", "CuPy is not installed")

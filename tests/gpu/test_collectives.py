@@ -1,4 +1,4 @@
-"""Every verb on CuPy arrays: one rank by NCCL, two and four ranks that share a device by way of the host."""
+"""Test every verb on CuPy arrays: one rank by NCCL, and two and four ranks that share a device by staging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.mpi.harness import hear_log, on_ranks
 
 
 def mine(rank: int, *shape: int) -> Any:
-    """Small integers as float32: their sums are exact in any order."""
+    """Return small integers as float32, whose sums are exact in any order."""
     return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
 
 
@@ -96,7 +96,7 @@ def test_torch_tensors_come_back_as_such() -> None:
 
 @on_ranks(1, timeout=120)
 def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> None:
-    """A kernel that takes long is queued first: nothing may wait for it but what needs its result."""
+    """A slow kernel is queued first: only calls that need its result may wait for it."""
     import cupy
 
     hvd.init()
@@ -111,7 +111,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
         other = cupy.zeros(1, np.float32)
         spin((1,), (1,), (np.int64(1), other))
         stream.synchronize()
-        spin((1,), (1,), (np.int64(400_000_000), array))  # a fifth of a second and more
+        spin((1,), (1,), (np.int64(400_000_000), array))  # at least 0.2 s
         begun = time.perf_counter()
         handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
         spin((1,), (1,), (np.int64(1), other))
@@ -120,7 +120,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
         submitted = time.perf_counter() - begun
         result = hvd.synchronize(handle)
         waited = time.perf_counter() - begun
-        assert not behind.done, "the kernel has ended before it could show anything"
+        assert not behind.done, "the kernel ended too early for this test"
         assert submitted < 0.05
         assert waited < 0.15
         np.testing.assert_array_equal(result.get()[:2], [2.0, 1.0])
@@ -128,7 +128,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
 
 @on_ranks(1, timeout=120)
 def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
-    """It is dropped while that stream is held up, and the one that submitted allocates and writes."""
+    """The test drops the array while its stream is held; then the submitting stream allocates and writes."""
     import cupy
 
     hvd.init()
@@ -151,7 +151,7 @@ def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
         seen = result.copy()
     del result, handle
     with submits:
-        hvd.allreduce(cupy.ones(1, np.float32), name="y")  # pyhvd lets go of what it has kept
+        hvd.allreduce(cupy.ones(1, np.float32), name="y")  # pyhvd releases the arrays that it kept alive
         others = [cupy.full(count, 7, np.float32) for _ in range(4)]
     with uses:
         np.testing.assert_array_equal(seen.get(), np.arange(count, dtype=np.float32))
@@ -179,7 +179,7 @@ def test_submitting_takes_microseconds() -> None:
 
 @on_ranks(2, timeout=120, env={"PYHVD_CUDA_AWARE_MPI": "1"})
 def test_by_cuda_aware_mpi() -> None:
-    """Ranks that share a device, so that NCCL is not used, and an MPI that says it takes their memory."""
+    """Ranks share a device, which excludes NCCL, and the MPI declares that it accepts device memory."""
     import cupy
     from mpi4py import MPI
 
@@ -189,7 +189,7 @@ def test_by_cuda_aware_mpi() -> None:
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
     if not cuda_aware(MPI.__file__, MPI.Get_library_version()):
-        pytest.skip(f"{MPI.get_vendor()[0]} does not say that it takes memory on CUDA devices")
+        pytest.skip(f"{MPI.get_vendor()[0]} does not declare support of CUDA device memory")
     r, size = hvd.rank(), hvd.size()
     cupy.cuda.Device(0).use()
     with cupy.cuda.Stream(non_blocking=True):
