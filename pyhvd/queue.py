@@ -67,7 +67,7 @@ class TensorEntry(msgspec.Struct, eq=False):
 
 
 class Elsewhere(Protocol):
-    """Where tensors may be in flight past the queue; see :class:`pyhvd.native.shared_memory.Lane`.
+    """Where tensors may be in flight past the queue; see :class:`pyhvd.native.shared_memory.FastPath`.
 
     Attributes
     ----------

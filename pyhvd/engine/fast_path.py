@@ -19,9 +19,9 @@ from pyhvd.backends.base import Backend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
-from pyhvd.dtypes import ReduceOp, lookup
+from pyhvd.dtypes import ReduceSpec, lookup
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import MAX_SLOTS, SETS, Lane, Unit, board_bytes
+from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
     HOST,
     Request,
@@ -39,12 +39,12 @@ from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
-KernelTerms = Callable[[Request, int], tuple[ReduceOp, float]]
+KernelTerms = Callable[[Request, int], ReduceSpec]
 
 
 def open_lane(
     fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
-) -> Lane | None:
+) -> FastPath | None:
     """Return this rank's end of a new lane, or None where there is none to be had. Collective.
 
     Parameters
@@ -61,12 +61,12 @@ def open_lane(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-board_bytes(fabric.size, slots) // fabric.size))
+    opened = open_window(fabric, -(-ready_table_bytes(fabric.size, slots) // fabric.size))
     if not isinstance(opened, Segment):
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
         return None
-    lane = Lane(
+    lane = FastPath(
         opened.areas[0],
         opened.memory,
         fabric.rank,
@@ -95,14 +95,14 @@ class FastLane:
 
     Parameters
     ----------
-    lane : Lane
+    lane : FastPath
         The engine.
     worker : Worker
         This rank's machine.
     queue : TensorQueue
         Where tensors wait that do not go this way.
     terms : callable
-        ``terms(request, size)`` returns the kernels' op and the factor behind it.
+        ``terms(request, size)`` returns the reduction's :class:`~pyhvd.dtypes.ReduceSpec`.
     arena : Arena or None
         Where arrays are that need not be moved.
     meter : Meter
@@ -111,7 +111,7 @@ class FastLane:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: FastPath,
         worker: Worker,
         queue: TensorQueue,
         terms: KernelTerms,
@@ -161,7 +161,7 @@ class FastLane:
         other ranks have posted is not to meet what this rank submits next under its name.
         """
         if fresh:
-            self.lane.post()
+            self.lane.mark_ready()
         first, self._unsent = self._unsent, []
         while (unit := self.lane.refused()) is not None:
             _, entries = self._entries(unit)
@@ -203,15 +203,15 @@ class FastLane:
             # A list may give a small cache's slot away more than once: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
-                op, postscale = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, response.since, op, postscale, response.direct)
+                spec = self._terms(own, len(self._worker.sets[set_id]))
+                self.lane.install(set_id, slot, own, response.since, spec.op, spec.postscale, response.direct)
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
             if (unit := self.lane.find(set_id, name)) is not None:
                 self._convert(unit)
 
-    def _convert(self, unit: Unit) -> None:
+    def _convert(self, unit: CachedCall) -> None:
         """Let a unit end by message."""
         known, entries = self._entries(unit)
         self._queue.adopt(entries)
@@ -223,7 +223,7 @@ class FastLane:
             else:
                 self._unsent.append((entry.process_set, entry.request))
 
-    def _entries(self, unit: Unit) -> tuple[bool, list[TensorEntry]]:
+    def _entries(self, unit: CachedCall) -> tuple[bool, list[TensorEntry]]:
         """Take a unit; return whether the coordinator may know of it, and its tensors."""
         taken = unit.take()
         if taken is None:
@@ -256,7 +256,7 @@ class LaneBell:
 
     shortest = 0.0
 
-    def __init__(self, lane: Lane, rank: int) -> None:
+    def __init__(self, lane: FastPath, rank: int) -> None:
         self._lane = lane
         self._rank = rank
 

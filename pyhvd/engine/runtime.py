@@ -34,7 +34,7 @@ from pyhvd.engine.response_queue import ResponseQueue
 from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
 from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
-from pyhvd.native.shared_memory import Lane
+from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +50,7 @@ from pyhvd.negotiation.messages import (
     encode,
     is_out_of_band,
 )
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
@@ -78,7 +78,7 @@ class RuntimeParts:
         Told of what happens.
     recorder : Recorder
         Begins and ends timelines.
-    lane : Lane or None
+    lane : FastPath or None
         The fast lane, which the thread drives where nobody waits, and sleeps on.
     arena : Arena or None
         Where arrays are that the fast lane need not move.
@@ -91,7 +91,7 @@ class RuntimeParts:
     where: RankLocations
     hooks: Instruments
     recorder: Recorder
-    lane: Lane | None = None
+    lane: FastPath | None = None
     arena: Arena | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
@@ -137,7 +137,7 @@ class Runtime:
         lateness = self._coordinator.lateness if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._lane = (
-            FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)
+            FastLane(lane, self._worker, self._queue, reduce_spec, fittings.arena, self.meter)
             if lane is not None
             else None
         )

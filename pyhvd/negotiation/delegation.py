@@ -15,17 +15,17 @@ from pyhvd.negotiation.response_cache import Slot, SlotTable
 
 
 class Board(Protocol):
-    """Where ranks agree without messages; see :class:`pyhvd.native.shared_memory.Lane`. Bit vectors are ints."""
+    """Where ranks agree without messages; see :class:`pyhvd.native.shared_memory.FastPath`. Bit vectors are ints."""
 
     slots: int
 
-    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+    def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         """Let the members of a process set agree here."""
 
     def serves(self, set_id: int) -> bool:
         """Return whether there is room for a process set of this id."""
 
-    def lend(self, set_id: int, slot: int, since: int) -> None:
+    def delegate(self, set_id: int, slot: int, since: int) -> None:
         """Let ranks post a slot that means to them what response list ``since`` said."""
 
     def recall(self, set_id: int, bits: int) -> dict[int, int]:
@@ -58,7 +58,7 @@ class Delegation:
         self._answered = 0
         self._seen: dict[int, float] = {}
         if self._board is not None:
-            self._board.open_board(set_id, ranks)
+            self._board.open_ready_set(set_id, ranks)
 
     def answered(self, bits: int) -> None:
         """Remember slots that an answer of this round was about."""
@@ -82,7 +82,7 @@ class Delegation:
             meant = self._cache[slot]
             plain = meant.requests[0].type == RequestType.ALLREDUCE and meant.requests[0].device == HOST
             if plain and slot < self._board.slots and is_free(meant, slot):
-                self._board.lend(self._set_id, slot, meant.since)
+                self._board.delegate(self._set_id, slot, meant.since)
                 self._lent |= 1 << slot
 
     def recall(self, bits: int) -> dict[int, int]:

@@ -389,12 +389,12 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
 @pytest.mark.parametrize(
     ("code", "wire", "factor", "text"),
     [
-        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: floats alone are cast"),
+        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: only floats are cast"),
         (
             Code.COMPLEX64,
             Code.COMPLEX128,
             1.0,
-            "no kernel casts complex64 to complex128: floats alone are cast",
+            "no kernel casts complex64 to complex128: only floats are cast",
         ),
         (Code.BOOL, Code.BOOL, 2.0, "bool cannot be multiplied by 2.0"),
     ],

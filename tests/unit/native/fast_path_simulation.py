@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 
 from pyhvd.controller import Coordinator
-from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.fast_path import FastLane
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
@@ -25,6 +24,7 @@ from pyhvd.negotiation.messages import (
     ResponseList,
     encode,
 )
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
@@ -59,11 +59,11 @@ class FakeBoard:
     def serves(self, set_id: int) -> bool:
         return set_id < 3
 
-    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+    def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         assert not [slot for slot in self.posted if slot[0] == set_id], "posts of a set that has gone"
         self.members[set_id] = tuple(ranks)
 
-    def lend(self, set_id: int, slot: int, since: int) -> None:
+    def delegate(self, set_id: int, slot: int, since: int) -> None:
         assert (set_id, slot) not in self.lent
         assert not self.posted.get((set_id, slot))
         self.lent[set_id, slot] = since
@@ -218,7 +218,7 @@ class FakeLane:
         self.held.append(unit)
         return True
 
-    def post(self) -> None:
+    def mark_ready(self) -> None:
         """Post all that is held."""
         self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
         for unit in self.held:
@@ -269,7 +269,7 @@ class LaneNetwork(Network):
                 cast(Any, self.lanes[r]),
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
-                _terms,
+                reduce_spec,
                 None,
                 Meter(r, size, timed=False),
             )
@@ -379,7 +379,9 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+            partial(self.lanes[r].mark_ready)
+            for r in ranks
+            if any(u.state == "held" for u in self.lanes[r].held)
         ]
         return can
 
@@ -399,7 +401,3 @@ class LaneNetwork(Network):
             assert not any(unit.in_flight() for unit in lane.units.values())
             assert not queue.entries
             assert not queue.refusals
-
-
-def _terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    return ReduceOp.SUM, 1.0
