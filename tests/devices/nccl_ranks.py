@@ -1,4 +1,4 @@
-"""Ranks as threads, each with a device made of host memory, a stream for communication, and its NCCL."""
+"""Ranks as threads, each with a fake device, a communication stream and a fake NCCL."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def on_ranks(
     seed: int = 0,
     timeouts: Sequence[float] | None = None,
 ) -> list[Any]:
-    """Return what each rank's thread returns, or the exception that it raised."""
+    """Run a function on each rank's thread; return the results or exceptions."""
     nccl = nccl or FakeNccl()
     group = ThreadGroup(size, 30.0)
     results: list[Any] = [None] * size

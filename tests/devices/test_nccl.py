@@ -1,4 +1,4 @@
-"""The NCCL backend against numpy: ranks as threads, each with a device made of host memory."""
+"""Compare the NCCL backend with numpy; ranks are threads with fake devices."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_reducescatter(
     info = BY_CODE[Code.FLOAT32]
 
     def work(rank: Rank) -> list[Array]:
-        behind = shift * (rank.rank % 3)  # another one on each rank
+        behind = shift * (rank.rank % 3)  # a different tensor on each rank
         sources = [rank.array(numbers(info.code, s, rank.rank, i), behind) for i, s in enumerate(shapes)]
         mine = [(rows_of(s[0], size)[rank.rank], *s[1:]) for s in shapes]
         targets = [rank.array(np.zeros(s, np.float32), behind) for s in mine]
@@ -229,7 +229,7 @@ def test_broadcast(size: int) -> None:
     seed=st.integers(0, 1000),
 )
 def test_alltoall(sizes: list[list[int]], size: int, seed: int) -> None:
-    """``sizes[a][b]``: bytes from rank a to rank b."""
+    """Test an alltoall in which rank a sends ``sizes[a][b]`` bytes to rank b."""
 
     def block(a: int, b: int) -> Array:
         return np.random.default_rng([a, b]).integers(0, 256, sizes[a][b], np.uint8)

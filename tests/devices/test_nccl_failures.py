@@ -1,4 +1,4 @@
-"""NCCL that does not connect the ranks, or fails later: an error on every rank, and no device that waits."""
+"""Failures of NCCL, at the start or later: every rank gets an error, and no device waits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() 
                 reduce()
             return str(first.value), str(second.value)
         reduce()
-        rank.finish()  # the device is not left waiting
+        rank.finish()  # the device does not wait any longer
         with pytest.raises(TransportError) as first:
             rank.nccl.check()
         with pytest.raises(TransportError) as second:

@@ -1,4 +1,4 @@
-"""Packing on a device: the kernels' own source against numpy and the host's kernels, without a GPU."""
+"""Compare the packing kernels, compiled for the CPU, with numpy and the host kernels."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def finish(device: FakeDevice) -> None:
 
 
 class Packed:
-    """Tensors of some counts, packed into a buffer of ``wire`` by the kernels."""
+    """Tensors of the given counts, which the kernels pack into a buffer of dtype ``wire``."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Packed:
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
 
     def gaps(self) -> Array:
-        """The bytes of the buffer that belong to no tensor."""
+        """Return the buffer's bytes that belong to no tensor."""
         mine = np.zeros(self.memory.nbytes, bool)
         item = BY_CODE[self.wire].itemsize
         for offset, count in zip(self.offsets, self.counts, strict=True):
@@ -221,7 +221,7 @@ def test_factors_act_as_in_the_kernels_of_the_host(code: Code, factor: float) ->
 def test_casts_round_as_in_the_kernels_of_the_host(code: Code, wire: Code) -> None:
     counts = [5, 4099, 64]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits are mostly out of a narrower type's range
+    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits mostly exceed a narrower type's range
         values[1][::2] = np.random.default_rng(5).normal(size=2050).astype(DTYPES[code])
     packed = Packed(values, counts, code, wire, shifts=[0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
@@ -267,12 +267,12 @@ def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
         want = np.empty(count, DTYPES[code])
         _fusion.fill(address(want), count, code, op)
         same_bits(part, want)
-    packed.unpack()  # where there is none, nothing is written
+    packed.unpack()  # nothing is written without a tensor
 
 
 @needs_compiler
 def test_large_tensors_take_the_short_way() -> None:
-    """Enough for several vectors per thread; the second one lies askew, the third is small."""
+    """Each thread has several vectors; the second tensor is misaligned, and the third is small."""
     counts = [4 * LARGE, 4 * LARGE // 2, 10]
     values = [bits(Code.FLOAT32, n, i) for i, n in enumerate(counts)]
     packed = Packed(values, counts, Code.FLOAT32, Code.FLOAT32, shifts=[0, 1, 0])
@@ -369,7 +369,7 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
 
     unpack()
     unpack()
-    assert device.tables == 2  # the first one's kernel may still read
+    assert device.tables == 2  # the first table's kernel may still read it
     finish(device)
     unpack()
     unpack()
@@ -380,7 +380,7 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
         unpack()
     assert (device.tables, device.synchronized) == (packing.KEPT_TABLES + 2, waited), "nobody waits"
     finish(device)
-    for _ in range(packing.KEPT_TABLES + 1):  # two go, so that one more is needed
+    for _ in range(packing.KEPT_TABLES + 1):  # with two kernels queued, a further table is needed
         unpack()
     assert device.tables == packing.KEPT_TABLES + 3
     assert launched == ["pyhvd_unpack_small"] * (2 * packing.KEPT_TABLES + 7)
@@ -405,9 +405,7 @@ def test_what_no_kernel_does_is_refused(code: Code, wire: Code, factor: float, t
     assert str(caught.value) == text
 
 
-@pytest.mark.skipif(
-    shutil.which("nvcc") is None, reason="no nvcc, by which the kernels are compiled for GPUs"
-)
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc to compile the kernels for GPUs")
 @pytest.mark.parametrize(
     ("tensor", "wire"),
     [("FLOAT32", "FLOAT32"), ("FLOAT32", "FLOAT64"), ("FLOAT64", "FLOAT16"), ("BFLOAT16",) * 2],

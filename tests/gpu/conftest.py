@@ -1,4 +1,4 @@
-"""Tests that need a GPU: without one each is skipped, and the reason says what is missing."""
+"""Skip each test here on a machine without a GPU; the reason names the missing part."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.mpi.harness import on_ranks
 
 
 def mine(rank: int, *shape: int) -> Any:
-    """Small integers as float32: their sums are exact in any order."""
+    """Return small integers as float32, whose sums are exact in any order."""
     return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
 
 
@@ -110,7 +110,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
         other = cupy.zeros(1, np.float32)
         spin((1,), (1,), (np.int64(1), other))
         stream.synchronize()
-        spin((1,), (1,), (np.int64(400_000_000), array))  # a fifth of a second and more
+        spin((1,), (1,), (np.int64(400_000_000), array))  # at least 0.2 s
         begun = time.perf_counter()
         handle = hvd.allreduce_async(array, op=hvd.Sum, name="x")
         spin((1,), (1,), (np.int64(1), other))
@@ -119,7 +119,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
         submitted = time.perf_counter() - begun
         result = hvd.synchronize(handle)
         waited = time.perf_counter() - begun
-        assert not behind.done, "the kernel has ended before it could show anything"
+        assert not behind.done, "the kernel ended too early for this test"
         assert submitted < 0.05
         assert waited < 0.15
         np.testing.assert_array_equal(result.get()[:2], [2.0, 1.0])
@@ -150,7 +150,7 @@ def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
         seen = result.copy()
     del result, handle
     with submits:
-        hvd.allreduce(cupy.ones(1, np.float32), name="y")  # pyhvd lets go of what it has kept
+        hvd.allreduce(cupy.ones(1, np.float32), name="y")  # pyhvd releases the arrays that it kept alive
         others = [cupy.full(count, 7, np.float32) for _ in range(4)]
     with uses:
         np.testing.assert_array_equal(seen.get(), np.arange(count, dtype=np.float32))
