@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,6 +118,29 @@ def _mpi_only(text: str) -> str:
     if word != "mpi":
         raise ValueError("pyhvd has only 'mpi'")
     return word
+
+
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a string"),
+}
+
+
+def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a knob's value in its own type and spelling, by the rules that its variable has."""
+    optional = knob.default is None
+    if value is None and optional:
+        return None
+    kind = int if optional else type(knob.default)
+    allowed, expected = _KINDS[kind]
+    try:
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"expected {expected}" + " or None" * optional)
+        return knob.metadata["parse"](str(value))
+    except ValueError as exc:
+        raise ConfigError(f"{knob.name}={reprlib.repr(value)}: {exc}") from None
 
 
 def _knob(default: Any, suffix: str, parse: Callable[[str], Any], doc: str) -> Any:
@@ -236,6 +261,17 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the knobs that the environment or the caller has set: autotuning leaves them alone."""
 
+    def __post_init__(self) -> None:
+        """Check every field as its variable is checked; a ConfigError names the field."""
+        for knob in self.knobs():
+            object.__setattr__(self, knob.name, _checked(knob, getattr(self, knob.name)))
+        warn, end = self.stall_check_time_seconds, self.stall_shutdown_time_seconds
+        if 0 < end < warn:
+            raise ConfigError(
+                f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
+                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: a job would end before its warning"
+            )
+
     @property
     def metrics_timed(self) -> bool:
         """Whether metrics have times."""
@@ -265,7 +301,7 @@ class Config:
         Raises
         ------
         ConfigError
-            A value cannot be parsed; the text names the variable, the value and what was expected.
+            A value cannot be used; the text names the variable or field, the value and what was expected.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -288,12 +324,6 @@ class Config:
             notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
         if config.autotune_log and not config.autotune:
             notices.append("PYHVD_AUTOTUNE_LOG has no effect without PYHVD_AUTOTUNE=1")
-        warn, end = config.stall_check_time_seconds, config.stall_shutdown_time_seconds
-        if 0 < end < warn:
-            raise ConfigError(
-                f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
-                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: a job would end before its warning"
-            )
         return config, notices
 
     @classmethod

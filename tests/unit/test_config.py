@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pyhvd.config import SHARED, Config
@@ -171,6 +173,53 @@ def test_what_is_said_of_numbers(variable: str, text: str, expected: str) -> Non
     with pytest.raises(ConfigError) as error:
         Config.from_env({variable: text})
     assert str(error.value) == f"{variable}={text!r}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("fusion_threshold", "64", "expected a whole number"),
+        ("fusion_threshold", 1.5, "expected a whole number"),
+        ("fusion_threshold", True, "expected a whole number"),
+        ("fusion_threshold", -1, "expected a number >= 0"),
+        ("cache_capacity", None, "expected a whole number"),
+        ("chunk_size", 16385, "expected a multiple of 128"),
+        ("chunk_size", 0, "expected a number >= 16384"),
+        ("cycle_time_ms", "1", "expected a number"),
+        ("cycle_time_ms", math.nan, "expected a finite number >= 0"),
+        ("stall_check_time_seconds", 1e10, "expected a number <= 1e+09"),
+        ("fast_lane", 1, "expected True or False"),
+        ("fast_lane", "off", "expected True or False"),
+        ("timeline", 3, "expected a string"),
+        ("timeline", "\udcff", "expected text in UTF-8, as the ranks tell each other"),
+        ("check", "everything", "expected 0, 1, results, finite or results,finite"),
+        ("log_level", "loud", "expected one of trace, debug, info, warning, error, fatal"),
+        ("metrics_port", "9400", "expected a whole number or None"),
+        ("metrics_port", 65536, "expected a number <= 65535"),
+    ],
+)
+def test_a_field_given_by_hand_is_checked_as_its_variable_is(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config(**{field: value})
+    assert str(error.value) == f"{field}={value!r}: {expected}"
+    with pytest.raises(ConfigError):
+        Config.from_env({}, **{field: value})
+
+
+@each_knob
+def test_a_field_given_by_hand_is_what_its_variable_gives(knob: str) -> None:
+    _, _, value = GOOD[knob]
+    assert getattr(Config(**{knob: value}), knob) == value
+
+
+def test_numbers_by_hand_become_the_fields_own() -> None:
+    int64: Any = np.int64(3)
+    config = Config(cycle_time_ms=2, cache_capacity=int64, log_level="DEBUG", metrics_port=None)
+    assert (config.cycle_time_ms, type(config.cycle_time_ms)) == (2.0, float)
+    assert (config.cache_capacity, type(config.cache_capacity)) == (3, int)
+    assert (config.log_level, config.metrics_port) == ("debug", None)
+    with pytest.raises(ConfigError, match="PYHVD_STALL_SHUTDOWN_TIME_SECONDS=30 is less than"):
+        Config(stall_shutdown_time_seconds=30)
 
 
 def test_the_longest_time_can_be_waited_for() -> None:
