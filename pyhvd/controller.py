@@ -19,6 +19,7 @@ from pyhvd.negotiation.delegation import Board
 from pyhvd.negotiation.message_table import MessageTable
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
+    JOIN_NAME,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -160,14 +161,27 @@ class Coordinator:
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
-        """Return what is waiting, set by set, oldest first; nothing once the end has been told."""
+        """Return what is waiting, set by set, oldest first; nothing once the end has been told.
+
+        A join() waits while the other ranks work, so it is listed only where nothing else waits, and its time
+        counts from the last submission.
+        """
         if self._ended:
             return []
-        return [
+        tensors = [
             Stalled(i, name, since, submitted, missing)
             for i, each in sorted(self._sets.items())
             for name, since, submitted, missing in each.pending(now)
         ]
+        return tensors or self._open_join()
+
+    def _open_join(self) -> list[Stalled]:
+        everyone = self._sets[GLOBAL_SET]
+        if not everyone.joined:
+            return []
+        since = max(each.last_submission for each in self._sets.values())
+        missing = tuple(rank for rank in everyone.ranks if rank not in everyone.joined)
+        return [Stalled(GLOBAL_SET, JOIN_NAME, since, tuple(sorted(everyone.joined)), missing)]
 
     def _live(self, set_id: int, seen: int) -> MessageTable | None:
         """Return a set's state, unless the rank speaks of a removed set (whose id may be in use again)."""

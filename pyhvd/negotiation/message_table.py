@@ -202,6 +202,11 @@ class MessageTable:
         self._table.clear()
         return self.take_responses()
 
+    @property
+    def last_submission(self) -> float:
+        """When (s) a rank last submitted anything, a join included."""
+        return self._now
+
     def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
         """Return (name, first submission, who has submitted, who has not) of what waits, oldest first.
 

@@ -13,7 +13,7 @@ from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.common.text import describe_ranks
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
-from pyhvd.negotiation.messages import GLOBAL_SET, ErrorInfo, ErrorKind
+from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, ErrorInfo, ErrorKind
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS, MOST_ASKED, Answer, Finding
 
 _NAMES = 6
@@ -52,7 +52,7 @@ def error_of(
         stacks[rank] = "\n".join([line, *_detail(rank, finding, answers)])
     lines += [*_not_asked(finding, answers), *_circles(finding)]
     lines.append(f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)")
-    missing = {each.name: list(each.missing) for each in finding.stalled}
+    missing = {_shown(each.name): list(each.missing) for each in finding.stalled}
     return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
 
 
@@ -126,7 +126,13 @@ def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> Stall
 
 def name_of(process_set: int, name: str) -> str:
     """Return a tensor's name as reports have it."""
+    if name == JOIN_NAME:
+        return _shown(name)
     return repr(name) if process_set == GLOBAL_SET else f"{name!r} of process set {process_set}"
+
+
+def _shown(name: str) -> str:
+    return "join()" if name == JOIN_NAME else name
 
 
 def names_of(tensors: Sequence[Stalled]) -> str:
@@ -152,6 +158,8 @@ def describe_state(state: State, place: Place) -> str:
 
 def _headline(finding: Finding) -> str:
     count = len(finding.stalled)
+    if finding.stalled[0].name == JOIN_NAME:
+        return f"join() has waited for more than {finding.limit:g} s, because some ranks have not called it"
     what, them = ("a tensor has", "it") if count == 1 else (f"{count} tensors have", "them")
     return f"{what} waited for more than {finding.limit:g} s, because some ranks have not submitted {them}"
 
@@ -165,8 +173,8 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
         oldest = max(now - each.since for each in tensors)
         by = describe_ranks(submitted) if submitted else "nobody"
         lines.append(
-            f"  {names_of(tensors)}: not submitted by {describe_ranks(missing)},"
-            f" submitted by {by} (waiting for {oldest:.0f} s)"
+            f"  {names_of(tensors)}: not {_done(tensors)} by {describe_ranks(missing)},"
+            f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
         )
     return _cut(lines, "of such tensors")
 
@@ -180,7 +188,12 @@ def _rank_line(rank: int, finding: Finding, answers: Mapping[int, Answer], place
         where = "none of its threads runs Python code of the program"
     else:
         where = f"it is at {answer[0].frames[0]}{_inside(answer[0])}"
-    return f"rank {rank} on {places[rank]} has not submitted {names_of(lacking)}: {where}"
+    return f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"
+
+
+def _done(tensors: Sequence[Stalled]) -> str:
+    """Return what ranks do with them: a join is reported by itself."""
+    return "called" if tensors[0].name == JOIN_NAME else "submitted"
 
 
 def _detail(rank: int, finding: Finding, answers: Mapping[int, Answer]) -> list[str]:

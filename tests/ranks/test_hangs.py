@@ -154,6 +154,29 @@ def test_a_joined_rank_is_not_missing(
     assert reports(caplog)
 
 
+@both_lanes
+def test_a_join_that_waits_names_who_has_not_joined(
+    fast_lane: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(monkeypatch)
+    look_only_when(monkeypatch, (1,))
+
+    def body() -> None:
+        for _ in range(3):
+            hvd.allreduce(np.ones(4), name="x")
+        if hvd.rank() == 1:
+            hvd.allreduce(np.ones(4), name="y")
+            oversleep(said)
+        assert hvd.join() == 1
+
+    run_ranks(3, body, timeout=30, knobs={"fast_lane": fast_lane, "stall_check_time_seconds": 0.3})
+    (text,) = [r.getMessage() for r in caplog.records if "have not called" in r.getMessage()][:1]
+    assert re.search(r"  join\(\): not called by rank 1, called by ranks 0, 2 \(waiting for \d+ s\)", text)
+    assert "has not called join(): it is at" in text
+    assert " in oversleep" in text
+    assert "rank-2:" not in text
+
+
 def test_what_was_submitted_before_the_answers_came_is_not_reported(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.negotiation.messages import ErrorKind, Request, RequestType, Response
+from pyhvd.controller import Stalled
+from pyhvd.negotiation.messages import JOIN_NAME, ErrorKind, Request, RequestType, Response
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped, tensor
 
 JOIN = Request(RequestType.JOIN, "join.noname")
@@ -34,6 +35,28 @@ def finish(network: Network) -> list[Response]:
     network.check_slots()
     network.check_same_order()
     return network.answered[-1].responses
+
+
+def test_a_join_waits_where_nothing_else_goes_on() -> None:
+    network = Network(3)
+
+    def say(rank: int, request: Request, now: float) -> None:
+        network.submit(rank, [request])
+        network.send(rank)
+        network.deliver_up(rank, now)
+
+    say(1, JOIN, 5.0)
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 5.0, (1,), (0, 2))]
+    say(0, allreduce("x"), 7.0)
+    assert network.coordinator.stalled() == [Stalled(0, "x", 7.0, (0,), (2,))], "the tensor is what waits"
+    say(2, allreduce("x"), 8.0)
+    network.settle()
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 8.0, (1,), (0, 2))]
+    say(0, JOIN, 9.0)
+    assert network.coordinator.stalled() == [Stalled(0, JOIN_NAME, 9.0, (0, 1), (2,))]
+    say(2, JOIN, 10.0)
+    network.settle()
+    assert network.coordinator.stalled() == []
 
 
 ADASUM = Request(RequestType.ADASUM, "x", 7, (4,), 2)

@@ -9,7 +9,7 @@ import pytest
 from pyhvd.common.processes import Place, State
 from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.controller import Stalled
-from pyhvd.negotiation.messages import ErrorKind
+from pyhvd.negotiation.messages import JOIN_NAME, ErrorKind
 from pyhvd.observe.hang_report import describe_state, error_of, names_of, warning_of
 from pyhvd.observe.hang_reporter import HangReporter, RankLocations
 from pyhvd.observe.stall_inspector import Answer, Finding, StallInspector
@@ -49,6 +49,24 @@ def test_one_rank_is_late() -> None:
               data.py:7 in read
               ... and 3 calls further out
     """)
+
+
+def test_a_join_that_waits() -> None:
+    join = Stalled(0, JOIN_NAME, 10.0, (0, 1, 2), (3,))
+    assert text_of(join, answers={3: LOADING}) == lines("""
+        join() has waited for more than 60 s, because some ranks have not called it
+          join(): not called by rank 3, called by ranks 0-2 (waiting for 65 s)
+        rank 3 on host node1 (pid 103) has not called join(): it is at train.py:41 in load_batch
+            MainThread:
+              train.py:41 in load_batch: row = next(self.rows)
+              train.py:60 in <module>: main()
+            reader:
+              data.py:7 in read
+              ... and 3 calls further out
+    """)
+    error = error_of(Finding((join,), (join,), 60.0, ends_job=True), {3: LOADING}, PLACES, 75.2)
+    assert error.missing == {"join()": [3]}
+    assert error.message.startswith("the job was ended: join() has waited for more than 60 s")
 
 
 def test_ranks_that_say_nothing() -> None:
