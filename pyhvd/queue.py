@@ -23,8 +23,7 @@ import msgspec
 from pyhvd.common.stacks import describe_site
 from pyhvd.devices.array_libraries import View
 from pyhvd.errors import DuplicateNameError, HorovodInternalError
-from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType, verb
 
 Key = tuple[int, str]
 

@@ -27,9 +27,8 @@ from pyhvd.engine.fast_path import FastLane
 from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
-from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
+from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
 from pyhvd.negotiation.reduction import kernel_terms
-from pyhvd.negotiation.validation import verb
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue

@@ -135,7 +135,7 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
-        lateness = self._coordinator.lateness if self._coordinator is not None else None
+        lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._lane = (
             FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)

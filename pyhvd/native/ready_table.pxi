@@ -36,7 +36,7 @@ cdef class BoardEnd:
         """Zero the board; on one rank, before any uses it."""
         pyhvd_board_clear(&self.c.board)
 
-    def open_board(self, int set_id, ranks):
+    def open_ready_set(self, int set_id, ranks):
         """Let the members of a process set agree here."""
         cdef uint32_t members[256]
         for k, rank in enumerate(ranks):
@@ -45,7 +45,7 @@ cdef class BoardEnd:
         with nogil:
             pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, count)
 
-    def lend(self, int set_id, uint32_t slot, uint64_t since):
+    def delegate(self, int set_id, uint32_t slot, uint64_t since):
         """Let ranks post a slot that means to them what response list ``since`` said."""
         with nogil:
             pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)

@@ -1,4 +1,4 @@
-"""What a reducing verb's arguments mean: op, scales, and whether a dtype supports them."""
+"""The arguments of a reducing operation: op and scales, and the check that a dtype supports them."""
 
 from __future__ import annotations
 
@@ -35,34 +35,38 @@ class Reduction:
         prescale_factor: float,
         postscale_factor: float,
     ) -> Reduction:
-        """Check a verb's arguments.
+        """Check the arguments of an operation.
 
         Raises
         ------
         ValueError
-            Both ``average`` and ``op``, an ``average`` that is no bool, an unknown op, or a factor that is
+            ``average`` and ``op`` are both given, ``average`` is no bool, the op is unknown, or a factor is
             not a finite number.
         UnsupportedOpError
-            The verb does not have this op.
+            The operation does not support this op.
         """
         if average is not None:
             if op is not None:
                 raise ValueError("give op or average, not both; average is deprecated")
             if not isinstance(average, (bool, int, np.bool_)):
-                raise ValueError(f"average={average!r} is no bool: was it meant as name={average!r}?")
+                raise ValueError(f"average={average!r} is no bool; for a name, pass name={average!r}")
             text = "average is deprecated: use op=Average or op=Sum"
             warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
             op = ReduceOp.AVERAGE if average else ReduceOp.SUM
         try:
             chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
         except ValueError:
-            raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
+            raise ValueError(
+                f"op={op!r} is unknown: expected Average, Sum, Adasum, Min, Max or Product"
+            ) from None
         if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UnsupportedOpError(f"reducescatter has op=Average and op=Sum, not {chosen.name.title()}")
+            raise UnsupportedOpError(
+                f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"
+            )
         return cls(chosen, _factor("prescale", prescale_factor), _factor("postscale", postscale_factor))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise UnsupportedOpError where the op is not defined for so many ranks."""
+        """Raise UnsupportedOpError if the op is not defined for this number of ranks."""
         size = len(ranks)
         fewer = 1 << size.bit_length() - 1
         if self.op is ReduceOp.ADASUM and size & (size - 1):
@@ -72,7 +76,7 @@ class Reduction:
             )
 
     def check(self, info: DtypeInfo) -> None:
-        """Raise UnsupportedDtypeError where the dtype does not have this op or cannot be scaled."""
+        """Raise UnsupportedDtypeError if the dtype does not support this op or cannot be scaled."""
         if self.op not in info.ops:
             supported = ", ".join(op.name.title() for op in sorted(info.ops))
             hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
@@ -86,7 +90,7 @@ class Reduction:
 
 
 def _callers_level() -> int:
-    """Return the stacklevel of the first caller outside this package, as seen by this function's caller."""
+    """Return the stacklevel, for this function's caller, of the first caller outside pyhvd."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pyhvd."):
         level, frame = level + 1, frame.f_back
@@ -104,9 +108,9 @@ def _factor(which: str, value: float) -> float:
 
 
 def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
+    """Return op and postscale for the kernels: Average is a Sum divided by the size of the process set.
 
-    Ranks that have joined count in the divisor.
+    Joined ranks count in the divisor.
     """
     if request.op != ReduceOp.AVERAGE:
         return ReduceOp(request.op), request.postscale
@@ -115,10 +119,10 @@ def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
 
 @functools.lru_cache(maxsize=256)
 def _quotient(postscale: float, size: int, exact: bool) -> float:
-    """Return postscale / size; with ``exact`` never nearer to zero than it is.
+    """Return postscale / size; with ``exact`` the result is never rounded towards zero.
 
-    Integers are cut off after the multiplication: a factor of 1/49 that was rounded down would make the
-    average of 49 ones a 0.
+    Integers are truncated after the multiplication. If 1/49 were rounded down, the average of 49 ones would
+    be 0.
     """
     factor = postscale / size
     if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
-from pyhvd.negotiation.stragglers import StragglerStats
 
 BUCKETS = 48
 """As in ``counters.h``: the k-th bucket counts values up to 2**k, and above 2**(k-1)."""

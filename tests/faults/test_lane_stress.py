@@ -58,14 +58,14 @@ class _Rank:
         self.lane.attach({}, {}, {}, lambda: None)
         if rank == 0:
             self.lane.clear()
-            self.lane.open_board(0, range(size))
+            self.lane.open_ready_set(0, range(size))
         arenas = [base + shared_memory.board_bytes(size, SLOTS) + q * ARENA for q in range(size)]
         self.lane.know_arena(arenas[rank], ARENA)
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
             self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window)
             if rank == 0:
-                self.lane.lend(0, slot, 1)
+                self.lane.delegate(0, slot, 1)
         self.values = [np.empty(n, np.int64) for n in (*COUNTS, *GROUP)]
         first = arenas[rank] - at
         for which in SHARED:

@@ -59,11 +59,11 @@ class FakeBoard:
     def serves(self, set_id: int) -> bool:
         return set_id < 3
 
-    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+    def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         assert not [slot for slot in self.posted if slot[0] == set_id], "posts of a set that has gone"
         self.members[set_id] = tuple(ranks)
 
-    def lend(self, set_id: int, slot: int, since: int) -> None:
+    def delegate(self, set_id: int, slot: int, since: int) -> None:
         assert (set_id, slot) not in self.lent
         assert not self.posted.get((set_id, slot))
         self.lent[set_id, slot] = since
@@ -310,6 +310,7 @@ class LaneNetwork(Network):
 
     def respond(self) -> ResponseList | None:
         message = self.coordinator.respond()
+        self.validate()
         if message is not None:
             self.answered.append(message)
             audience = tuple(self.coordinator.audience(message))

@@ -47,7 +47,7 @@ class Lane:
         self._memory, base = _aligned(2 * size)
         self._window = shared_memory.Window(0, [base, base + size], shared_memory.FLAT)
         self._window.clear()
-        self.lane.open_board(0, range(2))
+        self.lane.open_ready_set(0, range(2))
         self.lane.open_set(0, self._window, [])
 
     def install(self, since: int, requests: list[Request], first: int = 0) -> None:
@@ -56,7 +56,7 @@ class Lane:
 
     def lend(self, since: int, count: int) -> None:
         for slot in range(count):
-            self.lane.lend(0, slot, since)
+            self.lane.delegate(0, slot, since)
 
     @contextmanager
     def submitted(self, grouped: bool) -> Iterator[Any]:
@@ -153,13 +153,13 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
     elif what == "frozen":
         here.lane.freeze(0, last)
     elif what == "lent anew":
-        here.lane.lend(0, last, 2)
+        here.lane.delegate(0, last, 2)
     elif what == "known anew":  # by this rank alone, so far
         here.install(2, mine[last:], last)
     else:  # and as many slots lent as before, but others
-        here.lane.open_board(0, range(2))
+        here.lane.open_ready_set(0, range(2))
         for slot in range(len(mine)):
-            here.lane.lend(0, 10 + slot, 1)
+            here.lane.delegate(0, 10 + slot, 1)
     with here.submitted(grouped):
         here.lane.post()
         assert here.lane.refused() is not None
