@@ -179,7 +179,7 @@ class Executor:
             return  # this rank has joined: it helps with what the others have submitted
         lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
-        told = [entry.told for entry in entries]
+        told = [entry.announced_ns for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, info: ErrorInfo) -> None:

@@ -242,7 +242,7 @@ class FastLane:
                 TensorView(source, lookup(source.dtype)),
                 TensorView(target, lookup(target.dtype)),
                 done,
-                told=posted,
+                announced_ns=posted,
             )
             for request, source, target in tensors
         ]

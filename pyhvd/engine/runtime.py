@@ -384,7 +384,7 @@ class Runtime:
             fresh = self._lane.before_sending(fresh)
         for process_set, request in fresh:
             if request.error:
-                self._queue.told(process_set, request.name)
+                self._queue.refusal_sent(process_set, request.name)
         fresh = [each for each in fresh if self._is_known(*each)]
         if not fresh and stop is None:
             return False

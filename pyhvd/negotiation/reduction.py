@@ -1,4 +1,4 @@
-"""The arguments of a reducing operation: op and scales, and the check that a dtype supports them."""
+"""What a reducing verb's arguments mean: op, scales, and whether a dtype supports them."""
 
 from __future__ import annotations
 
@@ -35,38 +35,34 @@ class Reduction:
         prescale_factor: float,
         postscale_factor: float,
     ) -> Reduction:
-        """Check the arguments of an operation.
+        """Check a verb's arguments.
 
         Raises
         ------
         ValueError
-            ``average`` and ``op`` are both given, ``average`` is no bool, the op is unknown, or a factor is
+            Both ``average`` and ``op``, an ``average`` that is no bool, an unknown op, or a factor that is
             not a finite number.
         UnsupportedOpError
-            The operation does not support this op.
+            The verb does not have this op.
         """
         if average is not None:
             if op is not None:
                 raise ValueError("give op or average, not both; average is deprecated")
             if not isinstance(average, (bool, int, np.bool_)):
-                raise ValueError(f"average={average!r} is no bool; for a name, pass name={average!r}")
+                raise ValueError(f"average={average!r} is no bool: was it meant as name={average!r}?")
             text = "average is deprecated: use op=Average or op=Sum"
             warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
             op = ReduceOp.AVERAGE if average else ReduceOp.SUM
         try:
             chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
         except ValueError:
-            raise ValueError(
-                f"op={op!r} is unknown: expected Average, Sum, Adasum, Min, Max or Product"
-            ) from None
+            raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
         if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UnsupportedOpError(
-                f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"
-            )
+            raise UnsupportedOpError(f"reducescatter has op=Average and op=Sum, not {chosen.name.title()}")
         return cls(chosen, _factor("prescale", prescale_factor), _factor("postscale", postscale_factor))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise UnsupportedOpError if the op is not defined for this number of ranks."""
+        """Raise UnsupportedOpError where the op is not defined for so many ranks."""
         size = len(ranks)
         fewer = 1 << size.bit_length() - 1
         if self.op is ReduceOp.ADASUM and size & (size - 1):
@@ -76,7 +72,7 @@ class Reduction:
             )
 
     def check(self, info: DtypeInfo) -> None:
-        """Raise UnsupportedDtypeError if the dtype does not support this op or cannot be scaled."""
+        """Raise UnsupportedDtypeError where the dtype does not have this op or cannot be scaled."""
         if self.op not in info.ops:
             supported = ", ".join(op.name.title() for op in sorted(info.ops))
             hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
@@ -90,7 +86,7 @@ class Reduction:
 
 
 def _callers_level() -> int:
-    """Return the stacklevel, for this function's caller, of the first caller outside pyhvd."""
+    """Return the stacklevel of the first caller outside this package, as seen by this function's caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pyhvd."):
         level, frame = level + 1, frame.f_back
