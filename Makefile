@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-SUITE = $(PYTHON) scripts/run_suite.py --pytest-args "$(ARGS)"
+SUITE = $(PYTHON) scripts/run_suite.py --pytest-args="$(ARGS)"
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
@@ -36,11 +36,15 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 # ---- tests
 
 .PHONY: test
-test: dev openmpi py313 py314t ## run the whole suite: unit, ranks, MPICH, Open MPI, other Pythons
+test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threads, MPICH, Open MPI; ten minutes
 	@$(SUITE)
 
+.PHONY: test-all
+test-all: dev openmpi .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch ## all combinations, stress, sanitizers, other Pythons, Spark
+	@$(SUITE) --full --all
+
 .PHONY: test-unit
-test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, in every test target)
+test-unit: dev ## the part without MPI (ARGS="-k fusion" goes to pytest, ARGS=--full runs all, in every test target)
 	@$(SUITE) unit
 
 .PHONY: test-ranks
@@ -56,7 +60,7 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
 .PHONY: test-spark
-test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes, and not part of `make test`
+test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark
 
 .PHONY: test-spark-torch
@@ -70,6 +74,10 @@ test-spark35: spark35 ## run, data and Estimator on Spark 3.5
 .PHONY: test-spark-openmpi
 test-spark-openmpi: .venv-spark-openmpi/.done ## pyhvd.spark.run(launcher="mpiexec") with Open MPI; as root
 	@$(SUITE) spark-openmpi
+
+.PHONY: test-gpu-build
+test-gpu-build: .venv-nvrtc/.done ## the GPU code against NVRTC and CuPy, without a GPU; their wheels take some 230 MB
+	@$(SUITE) gpu-build
 
 .PHONY: gpu-check
 gpu-check: .venv-gpu/.done ## tests/gpu and the rates of the kernels, on this machine's GPU, into benchmarks/results/gpu.json
@@ -123,7 +131,7 @@ format: dev ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -169,6 +177,10 @@ CUDA ?= 13
 	$(call venv,$(PYTHON),tests on a GPU)
 	$(call editable,[mpich$(comma)cuda$(CUDA)],test)
 
+.venv-nvrtc/.done: pyproject.toml $(NATIVE)
+	$(call venv,$(PYTHON),NVRTC and CuPy without a GPU)
+	$(call editable,,test --group gpu-build)
+
 .venv-spark/.done: pyproject.toml $(NATIVE)
 	$(call venv,$(PYTHON),tests inside Spark)
 	$(call editable,[mpich$(comma)spark],test --group examples)
@@ -194,6 +206,12 @@ comma = ,
 	@echo "==> $*: torch"
 	@$*/bin/python -m pip install --quiet --group torch
 	@touch $@
+
+# For test-all and CI: torch where pip finds a wheel for CPUs alone.
+.PHONY: torch
+torch: spark
+	@if .venv-spark/bin/python scripts/find_torch.py; then $(MAKE) --no-print-directory .venv-spark/.torch; \
+	  else echo "==> torch: skipped, pip finds no wheel without CUDA"; fi
 
 # No MPI in these two: what tests/unit covers must not need one.
 py313 py314t: py3%:

@@ -167,7 +167,7 @@ def run_tests() -> dict[str, int]:
     """Run tests/gpu; return how many passed, failed and were skipped."""
     with tempfile.TemporaryDirectory(prefix="pyhvd-gpu-") as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "tests/gpu"]
+        command = [sys.executable, "-m", "pytest", "-q", "--full", f"--junitxml={report}", "tests/gpu"]
         subprocess.run(command, cwd=ROOT, timeout=1800, check=False)
         suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None

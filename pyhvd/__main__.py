@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from pyhvd import __version__
@@ -35,7 +36,26 @@ def usage() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run a subcommand; return the exit code: 2 for bad usage, 130 after Ctrl-C."""
+    """Run a subcommand; return its exit code: 1 for an error, 2 for bad usage, 130 after Ctrl-C.
+
+    An operating system's error, as of an output that cannot be written, is a line on stderr.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except OSError as exc:
+        if not isinstance(exc, BrokenPipeError):  # a reader such as head needs no more
+            print(" ".join(["python -m pyhvd", *argv[:1]]) + f": {exc}", file=sys.stderr)
+        # Else the interpreter would try to write the rest at its exit, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         print(usage())
         return 0
@@ -47,10 +67,7 @@ def main(argv: list[str]) -> int:
         print(usage() + "\n" + wrong, file=sys.stderr)
         return 2
     module = importlib.import_module(COMMANDS[argv[0]][0])
-    try:
-        code: int = module.main(argv[1:])
-    except KeyboardInterrupt:
-        return 130
+    code: int = module.main(argv[1:])
     return code
 
 

@@ -1,5 +1,7 @@
 """Run parts of the test suite, each in its own venv, and close with one line that sums them up.
 
+Without names the parts of `make test` run, thinned out; --full runs all combinations of them.
+
 A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all.
 """
 
@@ -23,16 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 class Part:
     """What one pytest run covers; an optional part is skipped where its venv could not be made.
 
-    ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one.
+    ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``thin`` are
+    pytest's arguments without --full, ``workers`` the tests at a time.
     """
 
     venv: str
     paths: tuple[str, ...]
     optional: str = ""
     other: str = ""
+    thin: tuple[str, ...] = ()
+    workers: int = 1
 
 
-ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py")
+ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py", "tests/test_thinning.py")
 SPARK_MAIN_PATH = (
     "tests/spark/test_run.py",
     "tests/spark/test_data.py",
@@ -40,20 +45,29 @@ SPARK_MAIN_PATH = (
     "tests/spark/test_estimator.py",
 )
 PARTS = {
-    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE)),
-    "ranks": Part(".venv", ("tests/ranks",)),
-    "mpi-mpich": Part(".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi"),
-    "mpi-openmpi": Part(".venv-openmpi", ("tests/mpi",), other=".venv"),
+    "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=2),
+    "ranks": Part(".venv", ("tests/ranks",), workers=2),
+    "mpi-mpich": Part(
+        ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=2
+    ),
+    "mpi-openmpi": Part(
+        ".venv-openmpi", ("tests/mpi",), other=".venv", thin=("-m", "not any_mpi"), workers=2
+    ),
+    "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
-    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine"),
-    "py314t": Part(".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine"),
+    "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=2),
+    "py314t": Part(
+        ".venv-py314t", ("tests/unit",), "no free-threaded Python 3.14 on this machine", workers=2
+    ),
 }
 
-# These take minutes, and over a gigabyte of memory for Spark's Java processes.
-ON_DEMAND = ("spark", "spark-torch", "spark-openmpi", "spark35")
+# What covers every behaviour once for each carrier that differs.
+PLAIN = ("unit", "ranks", "mpi-mpich", "mpi-openmpi")
+# spark has the test files of spark-torch.
+ALL = tuple(name for name in PARTS if name != "spark-torch")
 
 
 @dataclass
@@ -69,7 +83,7 @@ class Outcome:
     bad: bool = False
 
 
-def run_part(name: str, extra: list[str], limit: float) -> Outcome:
+def run_part(name: str, extra: list[str], limit: float, *, full: bool) -> Outcome:
     """Run one part, its output streaming through, and read its counts from pytest's own report."""
     part, outcome = PARTS[name], Outcome(name)
     python = ROOT / part.venv / "bin" / "python"
@@ -85,7 +99,10 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
         if part.other:
             env["PYHVD_OTHER_MPIEXEC"] = str(ROOT / part.other / "bin" / "mpiexec")
-        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *extra, *part.paths]
+        command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}"]
+        command += ["--full"] if full else list(part.thin)
+        command += ["-n", str(part.workers)] if part.workers > 1 else []
+        command += [*extra, *part.paths]
         process = subprocess.Popen(command, cwd=ROOT, env=env)
         try:
             process.wait(limit)
@@ -120,13 +137,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help="default: all but spark*"
+        "parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"default: {', '.join(PLAIN)}"
     )
-    parser.add_argument("--limit", type=float, default=1500, help="seconds that one part may take")
+    parser.add_argument("--all", action="store_true", help="run all parts")
+    parser.add_argument("--full", action="store_true", help="run every combination and every slow test")
+    parser.add_argument("--limit", type=float, default=1800, help="seconds that one part may take")
     parser.add_argument("--pytest-args", default="", help="further arguments for pytest, one string")
     options = parser.parse_args()
-    chosen = options.parts or [name for name in PARTS if name not in ON_DEMAND]
-    outcomes = [run_part(name, options.pytest_args.split(), options.limit) for name in chosen]
+    chosen = options.parts or (ALL if options.all else PLAIN)
+    extra = options.pytest_args.split()
+    full = options.full or "--full" in extra
+    outcomes = [run_part(name, extra, options.limit, full=full) for name in chosen]
     print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for one in outcomes:
         line = (

@@ -24,6 +24,7 @@ def _why_not() -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the first one builds the extensions
 @pytest.mark.skipif(bool(_why_not()), reason=_why_not())
 @pytest.mark.parametrize("kind", ["first", "remembered"])

@@ -6,6 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from pyhvd.arrays import TensorView
+from pyhvd.devices.array_libraries import adopt
+from pyhvd.dtypes import Code
+
+_PROTOCOLS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
 
 class Compressor:
     """Interface: subclass it for a compression of your own; both methods are static."""
@@ -40,19 +46,43 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor as float16, and its dtype."""
+        """Return the tensor as float16 where it lies, and its dtype.
+
+        Raises
+        ------
+        TypeError
+            It is on a GPU, and of a library that pyhvd cannot ask to cast it.
+        """
         dtype = getattr(tensor, "dtype", None)
-        if not isinstance(dtype, np.dtype) or dtype.kind != "f" or dtype == np.float16:
+        if isinstance(dtype, np.dtype) and hasattr(tensor, "astype"):  # numpy, CuPy, JAX
+            if dtype.kind != "f" or dtype == np.float16:
+                return tensor, None
+            with np.errstate(over="ignore"):
+                return tensor.astype(np.float16), dtype
+        if str(dtype) in ("torch.float32", "torch.float64"):
+            return tensor.half(), dtype
+        if not any(hasattr(tensor, name) for name in _PROTOCOLS):
             return tensor, None
-        with np.errstate(over="ignore"):
-            # Of whatever library: an array on a device stays there.
-            array = tensor if hasattr(tensor, "astype") else np.asarray(tensor)
-            return array.astype(np.float16), dtype
+        seen = adopt(tensor)
+        if seen.info.code not in (Code.FLOAT32, Code.FLOAT64):
+            return tensor, None
+        if isinstance(seen, TensorView):
+            return FP16Compressor.compress(seen.array)
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise TypeError(
+            f"Compression.fp16 cannot cast a {kind} on {seen.device}: pass cupy.asarray(array),"
+            " or leave out the compression"
+        )
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor in its own dtype again."""
-        return tensor if ctx is None else tensor.astype(ctx)
+        if ctx is None:
+            return tensor
+        if not hasattr(tensor, "astype"):
+            return tensor.to(ctx)
+        # A torch tensor in host memory comes back as numpy's.
+        return tensor.astype(ctx if isinstance(ctx, np.dtype) else str(ctx).removeprefix("torch."))
 
 
 class Compression:

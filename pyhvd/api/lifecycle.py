@@ -198,7 +198,7 @@ def shutdown() -> None:
 def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
     """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
     active = slot.context
-    if active is None or active.is_forked():  # whose it is, in a forked child, is the parent's affair
+    if active is None or active.where.is_forked():  # whose it is, in a forked child, is the parent's affair
         return
     if slot.make_world is None:
         launcher_hooks.is_up(False)

@@ -63,9 +63,12 @@ static float times(float x, float y) { return x * y; }
 static float plus(float x, float y) { return x + y; }
 #endif
 
-/* A number times a factor, rounded as the number is. */
-__device__ static inline float scaled(float x, double factor) { return times(x, single(factor)); }
-__device__ static inline double scaled(double x, double factor) { return x * factor; }
+/* A number times a factor, rounded as the number is. NVRTC warns of a function that a pair of types does not call, but
+ * not of a member. */
+struct Scaled {
+    __device__ static float of(float x, double factor) { return times(x, single(factor)); }
+    __device__ static double of(double x, double factor) { return x * factor; }
+};
 
 /* ---- Types: what an element is, what it is multiplied as, and how it is rounded -------------------------
  *
@@ -183,6 +186,8 @@ enum {
     WORD = BYTES < 16 ? BYTES : 16          /* moved at a time, on the tensor's side */
 };
 
+static_assert(BYTES >= 4, "tensors of 1-byte elements do not go into a buffer of 8-byte elements");
+
 template <int BYTES_OF_WORD> struct Move;
 template <> struct Move<4> { typedef unsigned Word; };
 template <> struct Move<8> { typedef uint2 Word; };
@@ -202,7 +207,7 @@ template <class From, class To> struct Convert {
     __device__ static typename To::Item one(typename From::Item x, double factor)
     {
         const typename From::Wide wide = From::widen(x);
-        return To::narrow(factor == 1.0 ? wide : scaled(wide, factor));
+        return To::narrow(factor == 1.0 ? wide : Scaled::of(wide, factor));
     }
 };
 
@@ -210,7 +215,7 @@ template <class From, class To> struct Convert {
 template <class Same> struct Convert<Same, Same> {
     __device__ static typename Same::Item one(typename Same::Item x, double factor)
     {
-        return factor == 1.0 ? x : Same::narrow(scaled(Same::widen(x), factor));
+        return factor == 1.0 ? x : Same::narrow(Scaled::of(Same::widen(x), factor));
     }
 };
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import secrets
 import sys
@@ -121,7 +120,6 @@ class Context:
         self.static_ids: dict[Ranks, int] = {ranks: i for i, ranks in enumerate(sets, 1)}
         self.process_sets: dict[int, Ranks] = dict(enumerate([tuple(range(self.topology.size)), *sets]))
         self._world = world
-        self._pid = os.getpid()
         self._counters: dict[tuple[int, str], Iterator[int]] = {}
         self._lock = threading.Lock()
         self.hooks = Instruments()
@@ -164,6 +162,7 @@ class Context:
             tuner = make_tuner(config, self.topology.size, windowed, log)
         slot = current_slot()  # callbacks of handles act for this rank too
         threads = None if slot is process_slot else (threading.get_ident(),)
+        self.where = RankLocations(rank, places, threads)
         return Runtime(
             world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
             backends,
@@ -171,7 +170,7 @@ class Context:
             config,
             make,
             RuntimeParts(
-                where=RankLocations(rank, places, threads),
+                where=self.where,
                 hooks=self.hooks,
                 recorder=recorder,
                 lane=self.lane,
@@ -243,13 +242,9 @@ class Context:
             for key in [key for key in self._counters if key[0] == set_id]:
                 del self._counters[key]
 
-    def is_forked(self) -> bool:
-        """Return whether this is a forked child, which has the context, but not its thread."""
-        return os.getpid() != self._pid
-
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
-        if self.is_forked():
+        if self.where.is_forked():
             raise NotInitializedError(
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )

@@ -6,6 +6,7 @@ about. A rank that has joined has no entries, and takes part with neutral elemen
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -186,11 +187,13 @@ class Executor:
         """Let no rank wait for this one, which cannot go on, nor a device for a rank; from any thread.
 
         Not collective. In every set: what this rank has not done its part of now, it will not do.
+        An abort that fails leaves out none of the others.
         """
         note = note_of(info)
-        for backend in list(self._backends.values()):  # another thread may be adding one
-            backend.abort(note)
-        self._devices.abort(info.message)
+        with contextlib.ExitStack() as aborts:
+            aborts.callback(self._devices.abort, info.message)
+            for backend in reversed(list(self._backends.values())):  # another thread may be adding one
+                aborts.callback(backend.abort, note)
 
     def close(self, stop: ErrorInfo) -> None:
         """Give up the backends, in the order of their sets; collective.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -216,7 +215,7 @@ class Runtime:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
-        if os.getpid() != self._where.places[self._where.rank].pid:
+        if self._where.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self._queue.flush()
         if self._lane is not None:

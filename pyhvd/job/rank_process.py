@@ -26,9 +26,7 @@ _CHUNK = 1 << 16
 
 def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
     """Return the environment of a rank: the task's, the job's, and with PMI-1 its place, as Hydra has it."""
-    foreign = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
-    env = {name: value for name, value in environ.items() if not name.startswith(foreign)}
-    env = own_environment(env) | start.env
+    env = own_environment(without_foreign(environ)) | start.env
     if start.pmi:
         env |= {
             "PMI_RANK": str(start.rank),
@@ -38,6 +36,22 @@ def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]
             "MPI_LOCALNRANKS": str(start.local_size),
         }
     return env
+
+
+# The executor's environment may speak of a job that the executor itself is part of, which is not this job.
+_FOREIGN = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
+# The user sets parameters by spark.executorEnv; with orte and ess Open MPI 4 speaks of its own job.
+_PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
+_OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
+
+
+def without_foreign(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of another MPI job; the parameters of Open MPI stay."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_FOREIGN) or (name.startswith(_PARAMETERS) and not name.startswith(_OF_A_JOB))
+    }
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:

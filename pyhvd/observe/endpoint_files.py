@@ -1,8 +1,8 @@
-"""Where the ranks of a host say how their metrics can be read: a file each, in a directory of the user's.
+"""Files by which the ranks of a host publish the addresses of their metrics: one file per rank.
 
-Owns: :class:`RankFile`, its place and its form. The directory is ``pyhvd`` in $XDG_RUNTIME_DIR, else
-``pyhvd-<uid>`` in the directory for temporary files. It is used only if it belongs to this user and is closed
-to everybody else; so nobody else's files are ever believed.
+Owns :class:`RankFile`, its location and its format. The directory is ``pyhvd`` in $XDG_RUNTIME_DIR, else
+``pyhvd-<uid>`` in the directory for temporary files. pyhvd uses the directory only if it belongs to this
+user and has mode 0700, so that no other user can write such files.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import msgspec
 
 
 class RankFile(msgspec.Struct, frozen=True):
-    """How one rank's metrics can be read.
+    """The address of one rank's metrics.
 
     Attributes
     ----------
     job : str
-        Name of the job, the same for all of its ranks.
+        Name of the job; the same on all of its ranks.
     rank, size : int
-        Which rank, of how many.
+        The rank, and the number of ranks.
     pid : int
-        Its process.
+        The rank's process id.
     address, port : str, int
-        Where it serves them.
+        Address and port of its server.
     """
 
     job: str
@@ -40,27 +40,27 @@ class RankFile(msgspec.Struct, frozen=True):
 
 
 def write_file(file: RankFile) -> Path:
-    """Write a rank's file; return where.
+    """Write a rank's file; return its path.
 
     Raises
     ------
     OSError
-        There is no directory to write to that is this user's own.
+        No private directory of this user is available.
     """
     folder = _candidates()[0]
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _is_private(folder):
-        raise PermissionError(f"{folder} is not a directory of this user's own, closed to others (mode 0700)")
+        raise PermissionError(f"{folder} is not a private directory of this user (owner, mode 0700)")
     path = folder / f"{file.job}.{file.rank}.json"
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     hidden.write_bytes(msgspec.json.encode(file))
-    hidden.replace(path)  # whoever looks sees all of it
+    hidden.replace(path)  # a reader sees the whole file or none
     return path
 
 
 def read_files() -> list[RankFile]:
-    """Return the files of ranks that run, by job and rank. Those of ranks that have gone are removed."""
+    """Return the files of running ranks, by job and rank; remove those of ended ranks."""
     found: dict[tuple[str, int], RankFile] = {}
     for folder in filter(_is_private, _candidates()):
         for path in folder.glob("*.json"):
@@ -94,6 +94,6 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's by now
+    except PermissionError:  # the id now belongs to another user's process
         return False
     return True

@@ -8,6 +8,7 @@ has come in, or is overdue. What to report, and its text, are :mod:`pyhvd.observ
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,10 @@ class RankLocations:
     rank: int
     places: Sequence[Place]
     threads: Collection[int] | None = None
+
+    def is_forked(self) -> bool:
+        """Return whether this is a forked child of the rank, which has none of its threads."""
+        return os.getpid() != self.places[self.rank].pid
 
     def states(self, ranks: Iterable[int]) -> dict[int, State]:
         """Return what the processes of some ranks do, as far as that is seen from here."""

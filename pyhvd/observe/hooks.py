@@ -1,9 +1,9 @@
-"""Hooks: what happens in the engine, told to whoever has asked for it.
+"""Hooks: calls by which the engine tells instruments what it does.
 
-Owns: the list of hooks, and that one of them that raises is taken out instead of breaking a collective. Where
-nobody listens, a hook costs one look at an empty tuple. The timeline plugs in here; so may others.
+Owns the list of instruments of one rank, and removes an instrument that raises: no instrument breaks a
+collective. With no instrument a hook costs one test of an empty tuple. The timeline is an instrument.
 
-What the fast lane does is told by no hook, since it runs without Python: it is recorded in a ring
+No hook tells of the fast lane, because the fast lane runs without Python. It writes records to a ring
 (:class:`pyhvd.native.shared_memory.Trace`), which an instrument reads in :meth:`Instrument.look`.
 """
 
@@ -12,140 +12,112 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pyhvd.negotiation.messages import Request, Response
 from pyhvd.queue import TensorEntry
 
 _log = logging.getLogger("pyhvd")
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 
 
 def read_clock() -> int:
-    """Return the time in ns, of the clock that the C code reads as well: CLOCK_MONOTONIC."""
+    """Return CLOCK_MONOTONIC in ns; the C code reads the same clock."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 class Instrument:
-    """Base of what plugs in: every hook does nothing.
+    """Base class of instruments; each hook does nothing.
 
-    But for :meth:`queued`, which comes from any thread, all hooks come from the background thread. A hook is
-    short and never waits for another rank.
+    The background thread calls all hooks except :meth:`queued`, which any thread calls. A hook is short and
+    never waits for another rank.
     """
 
     def queued(self, entries: Sequence[TensorEntry]) -> None:
-        """A thread is about to submit tensors as one unit, past the fast lane."""
+        """Note that a thread is about to submit tensors of one call, outside the fast lane."""
 
     def requested(self, rank: int, tensors: Sequence[tuple[int, Request]]) -> None:
-        """On rank 0: another rank's, or this one's, requests have come in, as (process set id, request)."""
+        """Note on rank 0 that requests of a rank arrived, as (process set id, request)."""
 
     def list_taken(self, number: int, todo: Sequence[Response]) -> None:
-        """A response list is about to be carried out here; ``todo`` is what it means for this rank."""
+        """Note that this rank starts a response list; ``todo`` holds the responses that concern it."""
 
     def batch_started(self, batch: Sequence[Response]) -> None:
-        """Responses that ride together are about to be carried out."""
+        """Note that a batch of fused responses starts."""
 
     def batch_ended(self, batch: Sequence[Response]) -> None:
-        """... and have been. Their handles may have completed a little earlier."""
+        """Note that a batch ended; its handles may have completed a little earlier."""
 
     def phase(self, name: str, begin: int, end: int) -> None:
-        """A part of a batch, in ns of :func:`read_clock`; names are Horovod's activities."""
+        """Note a part of a batch, in ns of :func:`read_clock`; names are Horovod's activities."""
 
     def look(self, now: float) -> float | None:  # noqa: ARG002 - for those who override it
-        """Do what is due (monotonic s); return when to be called again at the latest, None for no need."""
+        """Do what is due at ``now`` (monotonic s); return the time of the next call, None for no need."""
         return None
 
 
+def _dispatch(
+    hook: Callable[Concatenate[Instrument, _Arguments], _Answer],
+) -> Callable[Concatenate[Instruments, _Arguments], list[_Answer]]:
+    """Return a method that calls a hook of every instrument and returns the answers."""
+    name = hook.__name__
+
+    def tell(self: Instruments, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> list[_Answer]:
+        answers = []
+        for each in self.active:
+            try:
+                answers.append(getattr(each, name)(*arguments, **named))
+            except Exception as exc:
+                self.remove(each)
+                _log.error("%s is switched off because it raised %r", type(each).__name__, exc, exc_info=exc)
+        return answers
+
+    tell.__doc__ = f"See :meth:`Instrument.{name}`."
+    return tell
+
+
 class Instruments:
-    """The hooks of one rank. Any thread may add and remove; ``active`` is replaced, never changed."""
+    """The instruments of one rank.
+
+    Any thread may add and remove. ``active`` is replaced, never changed, so that readers need no lock.
+    """
 
     def __init__(self) -> None:
         self.active: tuple[Instrument, ...] = ()
         self._lock = threading.Lock()
 
     def add(self, instrument: Instrument) -> None:
-        """Let an instrument hear from now on."""
+        """Call an instrument's hooks from now on."""
         with self._lock:
             self.active = (*self.active, instrument)
 
     def remove(self, instrument: Instrument) -> None:
-        """Tell it nothing any longer."""
+        """Call an instrument's hooks no longer."""
         with self._lock:
             self.active = tuple(each for each in self.active if each is not instrument)
 
-    def queued(self, entries: Sequence[TensorEntry]) -> None:
-        """See :meth:`Instrument.queued`."""
-        for each in self.active:
-            try:
-                each.queued(entries)
-            except Exception as exc:
-                self._drop(each, exc)
-
-    def requested(self, rank: int, tensors: Sequence[tuple[int, Request]]) -> None:
-        """See :meth:`Instrument.requested`."""
-        for each in self.active:
-            try:
-                each.requested(rank, tensors)
-            except Exception as exc:
-                self._drop(each, exc)
-
-    def list_taken(self, number: int, todo: Sequence[Response]) -> None:
-        """See :meth:`Instrument.list_taken`."""
-        for each in self.active:
-            try:
-                each.list_taken(number, todo)
-            except Exception as exc:
-                self._drop(each, exc)
-
-    def batch_started(self, batch: Sequence[Response]) -> None:
-        """See :meth:`Instrument.batch_started`."""
-        for each in self.active:
-            try:
-                each.batch_started(batch)
-            except Exception as exc:
-                self._drop(each, exc)
-
-    def batch_ended(self, batch: Sequence[Response]) -> None:
-        """See :meth:`Instrument.batch_ended`."""
-        for each in self.active:
-            try:
-                each.batch_ended(batch)
-            except Exception as exc:
-                self._drop(each, exc)
+    queued = _dispatch(Instrument.queued)
+    requested = _dispatch(Instrument.requested)
+    list_taken = _dispatch(Instrument.list_taken)
+    batch_started = _dispatch(Instrument.batch_started)
+    batch_ended = _dispatch(Instrument.batch_ended)
+    tell_phase = _dispatch(Instrument.phase)
+    _look = _dispatch(Instrument.look)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager around a part of a batch."""
-        return _Phase(self, name) if self.active else _NOBODY
-
-    def tell_phase(self, name: str, begin: int, end: int) -> None:
-        """See :meth:`Instrument.phase`."""
-        for each in self.active:
-            try:
-                each.phase(name, begin, end)
-            except Exception as exc:
-                self._drop(each, exc)
+        """Return a context manager that tells the instruments of a part of a batch."""
+        return _Phase(self, name) if self.active else _NO_PHASE
 
     def look(self, now: float) -> float | None:
-        """See :meth:`Instrument.look`; returns the earliest time."""
-        earliest: float | None = None
-        for each in self.active:
-            try:
-                due = each.look(now)
-            except Exception as exc:
-                self._drop(each, exc)
-                continue
-            if due is not None and (earliest is None or due < earliest):
-                earliest = due
-        return earliest
-
-    def _drop(self, instrument: Instrument, exc: Exception) -> None:
-        """An instrument must not break what it watches."""
-        self.remove(instrument)
-        _log.error("%s is switched off, as it raised: %r", type(instrument).__name__, exc, exc_info=exc)
+        """See :meth:`Instrument.look`; return the earliest time."""
+        return min((due for due in self._look(now) if due is not None), default=None)
 
 
-_NOBODY: AbstractContextManager[None] = nullcontext()
+_NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
 class _Phase:

@@ -1,10 +1,10 @@
-"""What one rank has done so far: the counting of what goes by message, and the snapshot that users get.
+"""Metrics of one rank: the counters that the engine updates, and the snapshot that users read.
 
-Owns: :class:`Meter`, which the engine counts with; :class:`Histogram` and :class:`Metrics`, what
-``pyhvd.metrics()`` returns. The fast lane counts for itself, in C (``counters.h``), and the meter reads it.
-Knows nothing of Prometheus, nor of contexts.
+Owns :class:`Meter`, the engine's counters, and :class:`Histogram` and :class:`Metrics`, the results of
+``pyhvd.metrics()``. The fast lane has its own counters in C (``counters.h``); the meter adds them.
+Knows nothing of Prometheus or of contexts.
 
-A meter's lock guards all that it has counted; it is held for some additions, once per response.
+One lock guards a meter's counters. A thread holds it for a few additions, once per response.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
 
 BUCKETS = 48
-"""As in ``counters.h``: the k-th bucket counts values up to 2**k, and above 2**(k-1)."""
+"""Buckets of a histogram; bucket k counts values above 2**(k-1) and up to 2**k, as in ``counters.h``."""
 
 FAST = "fast"
-"""Agreed on and carried out in shared memory, without messages."""
+"""Lane of tensors that are negotiated and reduced in shared memory, without messages."""
 
 WINDOW = "window"
-"""Agreed on by message, carried out in shared memory."""
+"""Lane of tensors that are negotiated by message and reduced in shared memory."""
 
 MPI = "mpi"
-"""Agreed on by message, carried out over MPI."""
+"""Lane of tensors that are negotiated by message and reduced over MPI."""
 
 _NS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many values fell between which bounds.
+    """Counts of values between bounds.
 
     Attributes
     ----------
     bounds : tuple of float
         Upper bounds of the buckets, inclusive, each twice the one before.
     counts : tuple of int
-        Values in each bucket; one more than ``bounds``, for what lies above the last one.
+        Values in each bucket; the last count, one more than ``bounds``, is of values above the last bound.
     sum : float
-        Of all values.
+        Sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -60,13 +60,13 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """Mean of the values; NaN where there are none."""
+        """Mean of the values; NaN if there are none."""
         return self.sum / self.count if self.count else math.nan
 
     def quantile(self, q: float) -> float:
-        """Return a bound that at least a share ``q`` of the values do not exceed; NaN where there are none.
+        """Return an upper bound of the ``q``-quantile; NaN if there are no values.
 
-        It is at most twice the quantile itself, and infinite above the last bound.
+        The bound is at most twice the quantile; it is infinite above the last bucket.
         """
         if not 0 <= q <= 1:
             raise ValueError(f"a quantile is between 0 and 1, not {q!r}")
@@ -78,54 +78,54 @@ class Histogram:
         return math.nan
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """Return what has come in since an earlier snapshot of the same histogram."""
+        """Return the values added since an earlier snapshot of the same histogram."""
         counts = tuple(now - then for now, then in zip(self.counts, earlier.counts, strict=True))
         return Histogram(self.bounds, counts, self.sum - earlier.sum)
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What one rank has done since ``init()``. ``dataclasses.asdict`` makes it fit for JSON.
+    """Counters of one rank since ``init()``; ``dataclasses.asdict`` converts them for JSON.
 
-    A tensor counts once it has been carried out; a grouped call counts as its tensors. Bytes are those of
-    this rank's input (0 for barrier and join). Everything is this rank's own, but for ``late_tensors`` and
+    A tensor counts when its collective runs; a grouped call counts as its tensors. Bytes are those of this
+    rank's input (0 for barrier and join). All values are of this rank alone, except ``late_tensors`` and
     ``awaited_seconds``, which rank 0 has for every rank.
 
     Attributes
     ----------
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     seconds : float
-        Since ``init()``; in a difference, between the two snapshots.
+        Time since ``init()``; in a difference, time between the two snapshots.
     tensors, bytes : dict of str to dict of str to int
-        By verb (``"allreduce"``, ...) and lane: ``"fast"`` (agreed on and reduced in shared memory, without
-        messages), ``"window"`` (agreed on by message, carried out in shared memory) or ``"mpi"`` (by message,
-        over MPI).
+        By verb (``"allreduce"``, ...) and lane: ``"fast"`` (negotiated and reduced in shared memory, without
+        messages), ``"window"`` (negotiated by message, reduced in shared memory) or ``"mpi"`` (negotiated by
+        message, reduced over MPI).
     responses : dict of str to int
-        Responses, each of which is one or several tensors that rode together, by lane.
+        Responses by lane; a response is one tensor, or several that were fused.
     response_tensors, response_bytes : Histogram
-        How many tensors, and bytes, rode together in one response.
+        Tensors and bytes of one response.
     cache_hits, cache_misses : int
-        Submitted tensors that the response cache knew, and those that it did not.
+        Submitted tensors that were in the response cache, and those that were not.
     timed : bool
-        Whether times are measured (PYHVD_METRICS_TIMES, or a metrics port); else the next three are empty.
+        Whether times are measured (PYHVD_METRICS_TIMES, or a metrics port). If not, the next three are empty.
     negotiation_seconds : Histogram
-        Per tensor: from when this rank told the others to when it knew that all had submitted it.
+        Per tensor: from this rank's announcement until it knew that all ranks had submitted the tensor.
     execution_seconds : Histogram
-        Per response: from then until the results were there.
+        Per response: from the agreement until the results were ready.
     wait_seconds : Histogram
-        Per wait: how long a thread of the program waited for a handle that was not ready.
+        Per wait of a thread of the program for a handle that was not ready.
     late_tensors : tuple of int
-        By rank: tensors that it was the last to submit. Empty but on rank 0.
+        By rank: tensors that this rank was the last to submit. Empty except on rank 0.
     awaited_seconds : tuple of float
-        By rank: how long others waited for it, and for nobody else. Times overlap only once: all ranks' sum
-        is no more than has passed. Empty but on rank 0.
+        By rank: time for which others waited for this rank alone. The sum over all ranks is at most the time
+        that passed. Empty except on rank 0.
     errors : dict of str to int
-        Tensors that ended in an error, by the error's class; calls that were refused here, as ``"refused"``.
+        Failed tensors by class of error; calls that this rank rejected count as ``"refused"``.
     stall_warnings : int
-        Reports of stalled tensors that rank 0 has logged.
+        Stall reports that rank 0 logged.
     stalled_tensors : int
-        Tensors that were overdue when rank 0 last looked.
+        Overdue tensors at rank 0's last look.
     """
 
     rank: int
@@ -150,37 +150,37 @@ class Metrics:
 
 
 class FastCounts(Protocol):
-    """What the fast lane has counted; see :class:`pyhvd.native.shared_memory.Lane`."""
+    """The fast lane's counters."""
 
     timed: bool
 
     def counts(self) -> dict[str, tuple[list[int], int]]:
-        """Return histograms by name: the counts of the buckets, and the sum of the values."""
+        """Return histograms by name, as (counts of the buckets, sum of the values)."""
 
     def lateness(self) -> list[tuple[int, int]]:
-        """Return, for each rank, tensors that it was the last to post, and the ns that others had waited."""
+        """Return for each rank the tensors it was the last to mark ready, and the ns that others waited."""
 
 
 class _Counter:
-    """A histogram that grows."""
+    """A histogram under construction."""
 
     def __init__(self) -> None:
         self.buckets = [0] * BUCKETS
         self.sum = 0
 
     def observe(self, value: int, times: int = 1) -> None:
-        """Count a value so many times."""
+        """Count a value ``times`` times."""
         self.buckets[bucket_of(value)] += times
         self.sum += value * times
 
 
 def bucket_of(value: int) -> int:
-    """Return the bucket of a value, as ``pyhvd_bucket`` does."""
+    """Return the bucket of a value; the same as ``pyhvd_bucket`` in C."""
     return min(max(value - 1, 0).bit_length(), BUCKETS - 1)
 
 
 _SPECS = {
-    # name: lowest and highest exponent that are shown, and the unit
+    # name: lowest and highest exponent shown, and the unit
     "response_tensors": (0, 12, 1.0),
     "response_bytes": (2, 30, 1.0),
     "negotiation": (10, 36, _NS),
@@ -190,7 +190,7 @@ _SPECS = {
 
 
 def _shown(name: str, buckets: Sequence[int], total: int) -> Histogram:
-    """Return a histogram between its bounds; what is below the lowest is counted there."""
+    """Return a histogram between its shown bounds; smaller values count in the lowest bucket."""
     low, high, unit = _SPECS[name]
     bounds = tuple(2.0**k * unit for k in range(low, high + 1))
     counts = (sum(buckets[: low + 1]), *buckets[low + 1 : high + 1], sum(buckets[high + 1 :]))
@@ -198,18 +198,18 @@ def _shown(name: str, buckets: Sequence[int], total: int) -> Histogram:
 
 
 class Meter:
-    """Counts for one rank. Any thread may call it.
+    """The counters of one rank; any thread may update them.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     timed : bool
         Whether to measure times.
     fast : FastCounts, optional
-        The fast lane.
+        The fast lane's counters.
     lateness : StragglerStats, optional
-        Of what goes by message: on rank 0.
+        Stragglers of tensors negotiated by message; on rank 0.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Meter:
 
     @property
     def timed(self) -> bool:
-        """Whether times are measured; may be changed at any time."""
+        """Whether times are measured; may change at any time."""
         return self._timed
 
     @timed.setter
@@ -251,37 +251,39 @@ class Meter:
     # -- for the engine ------------------------------------------------------------------------------
 
     def clock(self) -> int:
-        """Return the time in ns, or 0 where times are not measured."""
+        """Return the time in ns, or 0 if times are not measured."""
         return time.monotonic_ns() if self._timed else 0
 
     def submitted(self, hits: int, misses: int) -> None:
-        """So many tensors have been submitted that the response cache knew, or did not know."""
+        """Count submitted tensors that hit and missed the response cache."""
         with self._lock:
             self._hits += hits
             self._misses += misses
 
     def sent(self, message: RequestList) -> int:
-        """The other ranks are being told of these tensors; return the time (ns), 0 if it is not wanted."""
+        """Count the tensors of a message to the coordinator; return :meth:`clock`."""
         hits = sum(bytes_to_bits(bits).bit_count() for bits in message.bits.values())
         misses = sum(request.dtype >= 0 and not request.error for _, request in message.requests)
         self.submitted(hits, misses)
         return self.clock()
 
-    def agreed(self, verb: str, lane: str, sizes: Sequence[int], told: Sequence[int], now: int) -> None:
-        """A response is about to be carried out.
+    def agreed(
+        self, verb: str, lane: str, sizes: Sequence[int], announced_ns: Sequence[int], now: int
+    ) -> None:
+        """Count a response that is about to run.
 
-        Counted before anybody can see the results: who then reads the metrics finds them there.
+        A response counts before its results are visible, so that a thread with a result finds it counted.
 
         Parameters
         ----------
         verb, lane : str
-            What, and which way.
+            The collective, and one of FAST, WINDOW, MPI.
         sizes : sequence of int
             Bytes of each tensor.
-        told : sequence of int
-            When (ns) this rank told the others of each; 0: not known.
+        announced_ns : sequence of int
+            Time (ns) of this rank's announcement of each tensor; 0 if not known.
         now : int
-            The time (ns), or 0 where it is not timed.
+            The time (ns), or 0 if times are not measured.
         """
         with self._lock:
             self._tensors[verb, lane] += len(sizes)
@@ -289,25 +291,25 @@ class Meter:
             self._responses[lane] += 1
             self._histograms["response_tensors"].observe(len(sizes))
             self._histograms["response_bytes"].observe(sum(sizes))
-            for when in told if now else ():
+            for when in announced_ns if now else ():
                 if when:
                     self._histograms["negotiation"].observe(max(now - when, 0))
 
     def carried_out(self, began: int) -> None:
-        """A response has been carried out that was agreed on at ``began`` (ns; 0: it is not timed)."""
+        """Note the end of a response whose agreement was at ``began`` (ns; 0 if not timed)."""
         self._timed_since("execution", began)
 
     def waited(self, began: int) -> None:
-        """A caller has waited for a handle since ``began`` (ns; 0: it is not timed)."""
+        """Note the end of a wait for a handle that started at ``began`` (ns; 0 if not timed)."""
         self._timed_since("wait", began)
 
     def failed(self, kind: str) -> None:
-        """A tensor has ended in an error, or a call has been refused."""
+        """Count a failed tensor or a rejected call."""
         with self._lock:
             self._errors[kind] += 1
 
     def stalled(self, tensors: int, warned: bool = False) -> None:
-        """So many tensors are overdue at this look; and whether that has been reported."""
+        """Note the number of overdue tensors, and whether a report was just logged."""
         with self._lock:
             self._stalled = tensors
             self._stall_warnings += warned
@@ -320,7 +322,7 @@ class Meter:
     # -- for users -----------------------------------------------------------------------------------
 
     def snapshot(self) -> Metrics:
-        """Return what has been counted so far."""
+        """Return the counters."""
         fast = self._fast.counts() if self._fast is not None else {}
         late = self._late()
         with self._lock:
@@ -329,10 +331,10 @@ class Meter:
                 mine = totals[name]
                 totals[name] = [a + b for a, b in zip(mine[0], buckets, strict=True)], mine[1] + total
             responses = sum(fast["response_tensors"][0]) if fast else 0
-            on_lane = fast["response_tensors"][1] if fast else 0
+            fast_tensors = fast["response_tensors"][1] if fast else 0
             tensors, nbytes = dict(self._tensors), dict(self._bytes)
-            if on_lane:
-                tensors["allreduce", FAST] = on_lane
+            if fast_tensors:
+                tensors["allreduce", FAST] = fast_tensors
                 nbytes["allreduce", FAST] = fast["response_bytes"][1]
             by_lane = {**self._responses, **({FAST: responses} if responses else {})}
             return Metrics(
@@ -344,7 +346,7 @@ class Meter:
                 responses=dict(sorted(by_lane.items())),
                 response_tensors=_shown("response_tensors", *totals["response_tensors"]),
                 response_bytes=_shown("response_bytes", *totals["response_bytes"]),
-                cache_hits=self._hits + on_lane,
+                cache_hits=self._hits + fast_tensors,
                 cache_misses=self._misses,
                 timed=self._timed,
                 negotiation_seconds=_shown("negotiation", *totals["negotiation"]),

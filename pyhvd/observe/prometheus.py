@@ -1,8 +1,8 @@
-"""Metrics for Prometheus: the table of what is told, and the endpoint that tells it.
+"""Metrics for Prometheus: the table of metrics, and the endpoint that serves them.
 
-Owns: :data:`FAMILIES`, and :class:`Endpoint`, which serves a rank's metrics while its context lives. The text
-is made when it is asked for, by prometheus-client (the extra ``metrics``), in a thread of that library's.
-Knows nothing of how things are counted: it reads snapshots.
+Owns :data:`FAMILIES`, and :class:`Endpoint`, which serves a rank's metrics while its context lives.
+prometheus-client (the extra ``metrics``) makes the text at each scrape, in a thread of its own.
+Knows nothing of how the engine counts: it reads snapshots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,157 +29,95 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pyhvd")
 
-Values = Iterable[tuple[tuple[str, ...], "float | Histogram"]]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric; its samples have the label ``rank`` besides its own."""
+    """One metric; its samples have the label ``rank`` besides its own.
+
+    Its values are the field of :class:`Metrics` that has its name, without ``pyhvd_`` and ``_total``.
+    """
 
     name: str
     kind: str
     labels: tuple[str, ...]
     doc: str
-    read: Callable[[Metrics], Values]
+
+    def samples(self, metrics: Metrics) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
+        """Yield the values of its own labels, and the sample."""
+        field = self.name.removeprefix("pyhvd_").removesuffix("_total")
+        yield from _flatten(metrics.seconds if field == "uptime_seconds" else getattr(metrics, field))
 
 
-def _one(read: Callable[[Metrics], float | Histogram]) -> Callable[[Metrics], Values]:
-    return lambda metrics: [((), read(metrics))]
-
-
-def _nested(read: Callable[[Metrics], dict[str, dict[str, int]]]) -> Callable[[Metrics], Values]:
-    return lambda metrics: [
-        ((verb, lane), n) for verb, lanes in read(metrics).items() for lane, n in lanes.items()
-    ]
-
-
-def _flat(read: Callable[[Metrics], dict[str, int]]) -> Callable[[Metrics], Values]:
-    return lambda metrics: [((key,), n) for key, n in read(metrics).items()]
-
-
-def _by_rank(read: Callable[[Metrics], tuple[float, ...]]) -> Callable[[Metrics], Values]:
-    return lambda metrics: [((str(rank),), n) for rank, n in enumerate(read(metrics))]
+def _flatten(value: Any) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
+    """Yield the keys that lead to each number or histogram in nested dicts and tuples by rank."""
+    if not isinstance(value, dict | tuple):
+        yield (), value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        for keys, leaf in _flatten(inner):
+            yield (str(key), *keys), leaf
 
 
 FAMILIES = (
-    Family(
-        "pyhvd_tensors_total",
-        "counter",
-        ("verb", "lane"),
-        "Tensors that were carried out",
-        _nested(lambda m: m.tensors),
-    ),
-    Family(
-        "pyhvd_bytes_total",
-        "counter",
-        ("verb", "lane"),
-        "Bytes of those tensors, as this rank gave them",
-        _nested(lambda m: m.bytes),
-    ),
+    Family("pyhvd_tensors_total", "counter", ("verb", "lane"), "Tensors whose collective ran"),
+    Family("pyhvd_bytes_total", "counter", ("verb", "lane"), "Bytes of those tensors: this rank's input"),
     Family(
         "pyhvd_responses_total",
         "counter",
         ("lane",),
-        "Responses: one or several tensors that rode together",
-        _flat(lambda m: m.responses),
+        "Responses: one tensor each, or several that were fused",
     ),
+    Family("pyhvd_response_tensors", "histogram", (), "Tensors fused into one response"),
+    Family("pyhvd_response_bytes", "histogram", (), "Bytes fused into one response"),
+    Family("pyhvd_cache_hits_total", "counter", (), "Submitted tensors that were in the response cache"),
     Family(
-        "pyhvd_response_tensors",
-        "histogram",
-        (),
-        "Tensors fused into one response",
-        _one(lambda m: m.response_tensors),
-    ),
-    Family(
-        "pyhvd_response_bytes",
-        "histogram",
-        (),
-        "Bytes fused into one response",
-        _one(lambda m: m.response_bytes),
-    ),
-    Family(
-        "pyhvd_cache_hits_total",
-        "counter",
-        (),
-        "Submitted tensors that the response cache knew",
-        _one(lambda m: m.cache_hits),
-    ),
-    Family(
-        "pyhvd_cache_misses_total",
-        "counter",
-        (),
-        "Submitted tensors that the response cache did not know",
-        _one(lambda m: m.cache_misses),
+        "pyhvd_cache_misses_total", "counter", (), "Submitted tensors that were not in the response cache"
     ),
     Family(
         "pyhvd_negotiation_seconds",
         "histogram",
         (),
-        "Per tensor: from when this rank told the others until all had submitted it",
-        _one(lambda m: m.negotiation_seconds),
+        "Per tensor: from this rank's announcement until all ranks had submitted it",
     ),
     Family(
         "pyhvd_execution_seconds",
         "histogram",
         (),
-        "Per response: from when all had submitted it until the results were there",
-        _one(lambda m: m.execution_seconds),
+        "Per response: from the agreement until the results were ready",
     ),
-    Family(
-        "pyhvd_wait_seconds",
-        "histogram",
-        (),
-        "Per wait: how long the program waited for a handle that was not ready",
-        _one(lambda m: m.wait_seconds),
-    ),
+    Family("pyhvd_wait_seconds", "histogram", (), "Per wait of the program for a handle that was not ready"),
     Family(
         "pyhvd_late_tensors_total",
         "counter",
         ("late_rank",),
-        "Tensors that a rank was the last to submit (rank 0 tells)",
-        _by_rank(lambda m: m.late_tensors),
+        "Tensors that a rank was the last to submit (from rank 0)",
     ),
     Family(
         "pyhvd_awaited_seconds_total",
         "counter",
         ("late_rank",),
-        "How long others waited for a rank, and for nobody else (rank 0 tells)",
-        _by_rank(lambda m: m.awaited_seconds),
+        "Time for which others waited for one rank alone (from rank 0)",
     ),
     Family(
         "pyhvd_errors_total",
         "counter",
         ("kind",),
-        "Tensors that ended in an error, by its class; refused: calls that were wrong on this rank",
-        _flat(lambda m: m.errors),
+        "Failed tensors by class of error; refused: calls that this rank rejected",
     ),
-    Family(
-        "pyhvd_stall_warnings_total",
-        "counter",
-        (),
-        "Reports of stalled tensors (rank 0 tells)",
-        _one(lambda m: m.stall_warnings),
-    ),
-    Family(
-        "pyhvd_stalled_tensors",
-        "gauge",
-        (),
-        "Tensors that were overdue at the last look (rank 0 tells)",
-        _one(lambda m: m.stalled_tensors),
-    ),
-    Family("pyhvd_uptime_seconds", "gauge", (), "Since init()", _one(lambda m: m.seconds)),
+    Family("pyhvd_stall_warnings_total", "counter", (), "Reports of stalled tensors (from rank 0)"),
+    Family("pyhvd_stalled_tensors", "gauge", (), "Overdue tensors at the last look (from rank 0)"),
+    Family("pyhvd_uptime_seconds", "gauge", (), "Time since init()"),
 )
 INFO = Family(
     "pyhvd_info",
     "gauge",
     ("size", "job", "host", "pid", "version"),
-    "1, with what does not change as labels",
-    lambda _: (),
+    "1; its labels name what does not change",
 )
 
 
 def collect(metrics: Metrics, job: str) -> Iterator[Metric]:
-    """Yield a snapshot as prometheus-client's metrics."""
+    """Yield a snapshot as metrics of prometheus-client."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     make: dict[str, Any] = {
@@ -190,7 +128,7 @@ def collect(metrics: Metrics, job: str) -> Iterator[Metric]:
     rank = str(metrics.rank)
     for family in FAMILIES:
         made = make[family.kind](family.name, family.doc, labels=("rank", *family.labels))
-        for labels, value in family.read(metrics):
+        for labels, value in family.samples(metrics):
             if isinstance(value, Histogram):
                 made.add_metric((rank, *labels), _buckets(value), value.sum)
             else:
@@ -212,23 +150,23 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class Endpoint:
-    """Serves one rank's metrics over HTTP, from now until :meth:`close`.
+    """An HTTP server of one rank's metrics, from construction to :meth:`close`.
 
     Parameters
     ----------
     port : int
-        Plus ``local_rank`` the port; 0 for any that is free.
+        The server listens on ``port + local_rank``; 0 for any free port.
     address : str
-        To listen on.
+        Address to listen on.
     local_rank : int
-        So that the ranks of a host do not get in each other's way.
+        Local rank; gives each rank of a host a port of its own.
 
     Raises
     ------
     ImportError
         prometheus-client is not installed.
     ConfigError
-        The port cannot be had, or the address is none of this host's.
+        The port is not available, or the address does not belong to this host.
     """
 
     def __init__(self, port: int, address: str, local_rank: int) -> None:
@@ -244,15 +182,15 @@ class Endpoint:
         self._pid = os.getpid()
         wanted = port + local_rank if port else 0
         if wanted >= 1 << 16:
-            raise ConfigError(f"PYHVD_METRICS_PORT={port}: with local rank {local_rank} that is past 65535")
+            raise ConfigError(f"PYHVD_METRICS_PORT={port}: plus local rank {local_rank} exceeds 65535")
         try:
             self._server, self._thread = start_http_server(wanted, address, self._registry)
         except (OSError, UnicodeError) as exc:
-            # UnicodeError: no name of a host can look like that.
+            # UnicodeError: not a valid host name.
             if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno in _NOT_HERE:
                 why = exc.strerror if isinstance(exc, OSError) else exc
                 raise ConfigError(
-                    f"PYHVD_METRICS_ADDRESS={address!r}: no address of this host: {why}"
+                    f"PYHVD_METRICS_ADDRESS={address!r}: not an address of this host: {why}"
                 ) from exc
             raise ConfigError(
                 f"PYHVD_METRICS_PORT={port}: local rank {local_rank} cannot serve metrics on"
@@ -262,7 +200,7 @@ class Endpoint:
         self.port = self._server.server_port
 
     def serve(self, snapshot: Callable[[], Metrics], job: str) -> None:
-        """Tell from now on what ``snapshot()`` returns; let ``python -m pyhvd top`` find it."""
+        """Serve the results of ``snapshot()``; write the file by which ``python -m pyhvd top`` finds them."""
         first = snapshot()
         self._registry.register(_Collector(snapshot, job))
         _log.info("metrics of rank %d at http://%s:%d/metrics", first.rank, self.address, self.port)
@@ -274,9 +212,9 @@ class Endpoint:
             _log.warning("python -m pyhvd top will not find rank %d by itself: %s", first.rank, exc)
 
     def close(self) -> None:
-        """Serve no longer; takes up to half a second, as the server looks for its end that often.
+        """Stop serving; takes up to half a second, the period at which the server looks for its end.
 
-        In a fork of the process it does nothing: server and file are the parent's.
+        A forked child does nothing: server and file belong to its parent.
         """
         if os.getpid() != self._pid:
             return
@@ -289,7 +227,7 @@ class Endpoint:
 
 
 class _Collector:
-    """What prometheus-client asks at each scrape."""
+    """The collector that prometheus-client calls at each scrape."""
 
     def __init__(self, snapshot: Callable[[], Metrics], job: str) -> None:
         self._snapshot = snapshot

@@ -1,11 +1,11 @@
-"""The timeline: one rank's part of a recording, and how all ranks begin and end one together.
+"""The timeline: one rank's recording, and how all ranks start and stop one together.
 
-Owns: :class:`Timeline`, an instrument that notes what happens and, on the background thread and off the way
-of any tensor, turns it into a trace file; :class:`Recorder`, which begins and ends recordings. Both ends come
-with a measurement of the clocks, so that the files of all ranks can be put on one.
+Owns :class:`Timeline`, an instrument that collects notes and writes them to a trace file from the background
+thread, and :class:`Recorder`, which starts and stops recordings. Each start and stop measures the ranks'
+clocks, so that the files of all ranks can be merged on one clock.
 
-Memory is bounded: notes of hooks and the ring of the C code have room for so many, and what comes when they
-are full is dropped, counted, and told in the file and in the log.
+Memory is bounded: MOST_NOTES notes of hooks, and CELLS records of the C code. When one is full, new events
+are dropped and counted; the file and the log say how many.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pyhvd.transport.fabric import Fabric
 _log = logging.getLogger("pyhvd")
 
 DYNAMIC = "DYNAMIC"
-"""Value of PYHVD_TIMELINE that allows start_timeline(), and records nothing until then."""
+"""Value of PYHVD_TIMELINE that permits start_timeline() and records nothing before that call."""
 
 CELLS = 1 << 16
 """Records of the C code between two drains; 3.5 MiB."""
@@ -61,7 +61,7 @@ MOST_NOTES = 1 << 16
 """Notes of hooks between two drains."""
 
 PERIOD = 0.05
-"""Seconds between two drains: what a killed rank loses at most, unless it was busy."""
+"""Seconds between two drains; a killed rank loses at most this much, unless it was busy."""
 
 _TEXT = 1024
 _STAGES = {
@@ -74,22 +74,22 @@ Note = tuple[int, Callable[..., None], tuple[Any, ...]]
 
 
 class Timeline(Instrument):
-    """One rank's recording.
+    """The recording of one rank.
 
     Parameters
     ----------
     writer : TraceWriter
-        The file; owned.
+        The file; this object closes it.
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     job : str
-        Tells this recording from others; the same on every rank.
+        Identifies the recording; the same on every rank.
     mark_cycles : bool
-        Whether to leave a CYCLE_START for every response list and every entry of the fast lane's log.
+        Whether to write a CYCLE_START for every response list and every entry of the ready log.
     trace : Trace
-        Where the C code records.
+        Ring to which the C code writes records.
     lane : Lane or None
-        Knows the tensors of cache slots.
+        The fast lane, which knows the tensors of cache slots.
     members : callable
         ``members(id)`` returns the global ranks of a process set.
     """
@@ -113,7 +113,7 @@ class Timeline(Instrument):
         self._notes: deque[Note] = deque()
         self._counting = threading.Lock()
         self._dropped = -trace.dropped
-        self._told_dropped = False
+        self._warned_dropped = False
         self._failed = False
         self._set = 0
         self._due = 0.0
@@ -142,7 +142,7 @@ class Timeline(Instrument):
         listed = [(each, r.error.message if r.error is not None else "") for each, r in _tensors_of(todo)]
         self._note(self._rows.listed, number, listed)
         if any(r.slot >= 0 or r.request.type == RequestType.REMOVE_PROCESS_SET for r in todo):
-            self._collect()  # cache slots are about to mean something else, or nothing
+            self._collect()  # cache slots change their meaning now; the records before this need the old one
 
     def batch_started(self, batch: Sequence[Response]) -> None:
         """See :class:`Instrument`."""
@@ -164,12 +164,12 @@ class Timeline(Instrument):
         return self._due
 
     def add_clock(self, when: str, reading: Reading) -> None:
-        """Write down a measurement of this rank's clock; ``when`` is "start" or "end"."""
+        """Record a measurement of this rank's clock; ``when`` is "start" or "end"."""
         args: Event = {"when": when, "at_ns": reading.at, "offset_ns": reading.offset}
         self._head.append(_metadata(CLOCK, args | {"uncertainty_ns": reading.uncertainty}))
 
     def close(self) -> None:
-        """Write what is left, end the array, close the file."""
+        """Write the remaining events, end the array, close the file."""
         self._trace.stop()
         self._drain()
         self._rows.close(read_clock())
@@ -178,7 +178,7 @@ class Timeline(Instrument):
         self._write()
         self._writer.close()
         if dropped:
-            _log.warning("the timeline of rank %d lacks %d events: there was no room", self._rank, dropped)
+            _log.warning("the timeline of rank %d lacks %d events: the buffer was full", self._rank, dropped)
 
     # -- notes ---------------------------------------------------------------------------------------
 
@@ -196,10 +196,10 @@ class Timeline(Instrument):
         return self._dropped + self._trace.dropped
 
     def _collect(self) -> None:
-        """Take over the ring's records, with the tensors that they are about."""
+        """Turn the ring's records into notes, with the tensors that they name."""
         for kind, begin, end, number, set_id, slot, rank in self._trace.take(CELLS):
             if begin < self._origin:
-                continue  # left over from an earlier recording
+                continue  # of an earlier recording
             if kind in (SUBMITTED, PUT_UP):
                 what = self._rows.queued if kind == SUBMITTED else self._on_post
                 self._append((begin, what, (self._tensors(set_id, slot, alone=False),)))
@@ -214,15 +214,15 @@ class Timeline(Instrument):
                 self._append((end, self._end_phase, (_STAGES[kind], begin)))
 
     def _drain(self) -> None:
-        """Turn all notes into events, in the order of their times, and write them."""
+        """Turn all notes into events, ordered by time, and write them."""
         self._collect()
         notes = [self._notes.popleft() for _ in range(len(self._notes))]
         notes.sort(key=itemgetter(0))
         for at, what, args in notes:
             what(at, *args)
-        if self._count_dropped() and not self._told_dropped:
-            self._told_dropped = True
-            _log.warning("the timeline of rank %d drops events: there is no room for them", self._rank)
+        if self._count_dropped() and not self._warned_dropped:
+            self._warned_dropped = True
+            _log.warning("the timeline of rank %d drops events: the buffer is full", self._rank)
         self._write()
 
     def _write(self) -> None:
@@ -235,7 +235,7 @@ class Timeline(Instrument):
             self._failed = True
             _log.error("the timeline of rank %d ends here: %s: %s", self._rank, self._writer.path, exc)
 
-    # -- what notes mean -----------------------------------------------------------------------------
+    # -- notes become rows -----------------------------------------------------------------------------
 
     def _begin_batch(self, at: int, tensors: Sequence[Tensor]) -> None:
         self._set = tensors[0][0]
@@ -259,7 +259,7 @@ class Timeline(Instrument):
         self._rows.phase("WAIT_FOR_RANK", begin, end, rank=members[rank] if rank < len(members) else -1)
 
     def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
-        """Return the tensors that are submitted together with a slot's, or that one."""
+        """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
         requests: list[Request] = self._lane.requests(set_id, slot, alone) if self._lane is not None else []
         return [(set_id, request) for request in requests]
 
@@ -273,19 +273,19 @@ def _metadata(name: str, args: Event) -> Event:
 
 
 class Recorder:
-    """Begins and ends this rank's recordings, at the same place in the order of responses on every rank.
+    """Starts and stops this rank's recordings, at the same place in the order of responses on every rank.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     hooks : Instruments
-        Where a recording plugs in.
+        Instruments to which a recording is added.
 
     Attributes
     ----------
     busy : bool
-        Whether this rank begins or ends a recording together with the others. Read from any thread.
+        Whether this rank starts or stops a recording together with the others. Any thread may read it.
     """
 
     def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
@@ -307,7 +307,7 @@ class Recorder:
         self._closed: HorovodInternalError | None = None
 
     def watch(self, backend: HostBackend) -> None:
-        """Let a backend's phases be recorded."""
+        """Record the phases of a backend."""
         backend.phase = self._hooks.phase
         if isinstance(backend, ShmBackend):
             backend.window.attach(self.trace)
@@ -320,7 +320,7 @@ class Recorder:
         Raises
         ------
         TimelineError
-            Some rank cannot write its file; the same on every rank, and nothing is recorded.
+            Some rank cannot write its file. Every rank raises the same error, and none records.
         """
         error, path = "", Path(order.path)
         try:
@@ -337,7 +337,7 @@ class Recorder:
             raise TimelineError(f"{errors[0]}{more}: give a path in a directory that every rank can write to")
 
     def begin(self, fabric: Fabric) -> None:
-        """Record from now on, if a file is open. Collective."""
+        """Start to record, if a file is open. Collective."""
         if self._writer is None:
             return
         reading = measure(fabric, read_clock)
@@ -356,7 +356,7 @@ class Recorder:
         self._hooks.add(self._active)
 
     def end(self, fabric: Fabric | None) -> None:
-        """Record no longer, and close the file. Collective, unless ``fabric`` is None: no end is measured."""
+        """Stop recording and close the file; without a fabric, measure no clock. Collective with one."""
         active, self._active = self._active, None
         if active is None:
             return
@@ -368,7 +368,7 @@ class Recorder:
             active.close()
 
     def follow(self, order: TimelineOrder, fabric: Fabric) -> None:
-        """Do what rank 0 has asked for. Collective."""
+        """Carry out an order of rank 0. Collective."""
         error: TimelineError | None = None
         self.busy = True
         try:
@@ -380,7 +380,7 @@ class Recorder:
             error = exc
         finally:
             self.busy = False
-        with self._lock:  # only now: if this raised, close() would have to tell who waits
+        with self._lock:  # only here: after an exception above, close() must still find the waiting future
             if not self._under_way:
                 return
             _, waiting = self._under_way.popleft()
@@ -390,19 +390,19 @@ class Recorder:
             waiting.set_result(None)
 
     def _discard(self) -> None:
-        """Take away the empty file of a recording that does not come to be."""
+        """Remove the empty file of a recording that did not start."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
             with contextlib.suppress(OSError):
                 Path(writer.path).unlink()
 
-    # -- rank 0's wishes -----------------------------------------------------------------------------
+    # -- orders of rank 0 -----------------------------------------------------------------------------
 
     def ask(self, order: TimelineOrder) -> Future[None]:
-        """On rank 0, from any thread: let all ranks follow an order; the caller wakes the runtime.
+        """Queue an order for all ranks; on rank 0, from any thread. The caller wakes the runtime.
 
-        The end of the runtime ends a recording as well: who asks for that then just waits until it is done.
+        The end of the runtime also stops a recording: a stop that is asked for after it just waits for that.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -414,7 +414,7 @@ class Recorder:
         return future
 
     def next_order(self) -> TimelineOrder | None:
-        """Return what is to be sent to all ranks, or None."""
+        """Return the next order to send to all ranks, or None."""
         if not self._asked:
             return None
         with self._lock:
@@ -422,7 +422,7 @@ class Recorder:
         return self._under_way[-1][0]
 
     def close(self, error: HorovodInternalError) -> None:
-        """The runtime ends: no order will be followed any longer."""
+        """Fail the orders that are left: the runtime ends."""
         with self._lock:
             self._closed = error
             left = [*self._under_way, *self._asked]
@@ -435,14 +435,14 @@ class Recorder:
                 self._last_stops.append(future)
 
     def abandon(self, error: HorovodInternalError) -> None:
-        """The runtime's thread is caught in a collective: as :meth:`close`, and nobody waits for a file."""
+        """Do as :meth:`close`, and fail all waits: the runtime's thread is stuck in a collective."""
         self.close(error)
         for future in (self._over, *self._last_stops):
             with contextlib.suppress(InvalidStateError):  # finish() was first
                 future.set_exception(error)
 
     def finish(self, fabric: Fabric | None) -> None:
-        """Do as :meth:`end` does, for the last time."""
+        """Stop the last recording, and complete all waits for it."""
         try:
             self.end(fabric)
         finally:
@@ -452,12 +452,12 @@ class Recorder:
 
 
 def new_job() -> str:
-    """Return a name that no other recording has."""
+    """Return a unique name for a recording."""
     return uuid.uuid4().hex
 
 
 def _exchange(fabric: Fabric, text: str) -> list[str]:
-    """Return every rank's text, cut to what has room."""
+    """Return every rank's text, cut to _TEXT bytes."""
     mine = np.zeros(_TEXT, np.uint8)
     data = text.encode(errors="replace")[:_TEXT]
     mine[: len(data)] = np.frombuffer(data, np.uint8)

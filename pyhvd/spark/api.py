@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import numbers
 import os
+import reprlib
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pyhvd.common.text import describe_exception, sendable
 from pyhvd.errors import ConfigError
@@ -18,7 +21,7 @@ from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.output import Lines, Output
 from pyhvd.spark.data.partition import deal
-from pyhvd.spark.data.schema import Selection
+from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, as_spark_errors
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.slots import count_slots, wait_for_slots
@@ -92,11 +95,11 @@ def run(
 
     Raises
     ------
-    RankFailedError, StartTimeoutError, SparkError, DataError
-        A rank failed (its error is the ``__cause__``); tasks did not come; Spark ended the job; no rows.
+    RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
+        A rank failed (the ``__cause__``); tasks did not come; Spark ended the job; no rows; a wrong argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(stdout, stderr, Lines(prefix_output_with_timestamp, quiet=not verbose))
+    shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
@@ -112,13 +115,14 @@ def _run(
     df: DataFrame | None,
     mpiexec_arguments: list[str] | None,
 ) -> list[Any]:
-    context = _active_context()
-    conf = context.getConf()
+    _check(call, env, verbose, executable, df)
     chosen = _interfaces(nics)
     timeout = _start_timeout(start_timeout, os.environ)
-    if num_proc is None:
-        num_proc = wait_for_slots(lambda: count_slots(context), timeout, _is_dynamic(conf))
-    size = _positive(num_proc)
+    size = None if num_proc is None else _positive(num_proc)
+    context = _active_context()
+    conf = context.getConf()
+    if size is None:
+        size = wait_for_slots(lambda: count_slots(context), timeout, _is_dynamic(conf))
     dealt = None if df is None else deal(df, size)
     import cloudpickle
 
@@ -178,6 +182,34 @@ def _drive(
         job.close()
 
 
+def _check(call: Any, env: Any, verbose: Any, executable: Any, df: Any) -> None:
+    fn, args, kwargs = call
+    _expect(callable(fn), "fn", fn, "a function")
+    many = isinstance(args, Iterable) and not isinstance(args, (str, bytes, Mapping))
+    _expect(many, "args", args, "a sequence of arguments")
+    named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    _expect(named, "kwargs", kwargs, "a mapping of names to arguments")
+    _expect(env is None or isinstance(env, Mapping), "env", env, "a mapping of names to values")
+    _expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
+    path = isinstance(executable, str) and executable
+    _expect(executable is None or path, "executable", executable, "the path of a Python, as str")
+    if df is not None:
+        check_frame(df)
+
+
+def _text_files(stdout: TextIO | None, stderr: TextIO | None) -> tuple[TextIO | None, TextIO | None]:
+    given: dict[str, Any] = {"stdout": stdout, "stderr": stderr}
+    for name, file in given.items():
+        text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
+        _expect(file is None or text, name, file, "a file that is open for text")
+    return stdout, stderr
+
+
+def _expect(right: object, name: str, value: object, expected: str) -> None:
+    if not right:
+        raise ValueError(f"{name}={reprlib.repr(value)}: expected {expected}")
+
+
 def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_gloo:
         raise ValueError(
@@ -194,6 +226,8 @@ def _mpiexec_arguments(
     _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
+    text = extra_mpi_args is None or isinstance(extra_mpi_args, str)
+    _expect(text, "extra_mpi_args", extra_mpi_args, "one string, as in a shell")
     if launcher == "pmi" and extra_mpi_args:
         raise ValueError(
             "extra_mpi_args are for an mpiexec, and launcher='pmi' needs none: set MPI's variables with env,"
@@ -242,7 +276,7 @@ def _positive(num_proc: int) -> int:
 
 def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     """The argument, else the environment, else the default."""
-    source, value = "start_timeout", given
+    source, value = "start_timeout", cast(Any, given)
     for name in ("PYHVD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
         if value is None and name in environ:
             source = name
@@ -252,11 +286,13 @@ def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
                 value = math.nan
     if value is None:
         return _START_TIMEOUT_S
-    if not 0 < value < math.inf:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    seconds = float(value) if is_number else math.nan
+    if not 0 < seconds < math.inf:
         kind = ValueError if source == "start_timeout" else ConfigError
         text = value if source == "start_timeout" else environ[source]
         raise kind(f"{source}={text!r}: expected a number of seconds above 0")
-    return float(value)
+    return seconds
 
 
 def _interfaces(nics: Iterable[str] | None) -> list[str] | None:
@@ -265,7 +301,10 @@ def _interfaces(nics: Iterable[str] | None) -> list[str] | None:
         return None
     if isinstance(nics, str):
         return [nics]
-    return sorted(nics) if isinstance(nics, (set, frozenset)) else list(dict.fromkeys(nics))
+    _expect(isinstance(nics, Iterable), "nics", nics, "names of network interfaces")
+    names = list(dict.fromkeys(nics))
+    _expect(all(isinstance(name, str) for name in names), "nics", names, "names of network interfaces")
+    return sorted(names) if isinstance(nics, (set, frozenset)) else names
 
 
 def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str, str]:

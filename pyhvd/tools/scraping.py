@@ -1,6 +1,6 @@
-"""Reading the metrics of a job's ranks over HTTP, and making rates of two readings.
+"""Reading the metrics of a job's ranks over HTTP, and the rates between two readings.
 
-Owns: :class:`Reading`, what one rank tells at one moment; :class:`Row`, what happened between two of them.
+Owns :class:`Reading`, one rank's metrics at one moment, and :class:`Row`, the difference of two readings.
 Knows nothing of screens.
 """
 
@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 MOST_BYTES = 1 << 24
-"""More than a rank's metrics ever take: what is longer is not read to its end."""
+"""Upper bound of the bytes of a rank's metrics; longer answers are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One rank's metrics at one moment (monotonic s): value by sample name and label values."""
+    """One rank's metrics at one moment (monotonic s): values by sample name and label values."""
 
     when: float
     rank: int
@@ -44,19 +44,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What a job's endpoints told at one time; ``silent`` are those that are there, but did not answer."""
+    """The readings of a job's endpoints at one time; ``silent`` endpoints exist but did not answer."""
 
     readings: list[Reading]
     silent: list[str]
 
     @property
     def over(self) -> bool:
-        """Whether there is nobody left."""
+        """Whether no endpoint is left."""
         return not self.readings and not self.silent
 
 
 def scrape(urls: Sequence[str], timeout: float = 2.0) -> Scrape:
-    """Read endpoints, all at a time; what is not a rank of pyhvd counts as gone.
+    """Read all endpoints in parallel; an endpoint that is not a rank of pyhvd counts as gone.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def scrape(urls: Sequence[str], timeout: float = 2.0) -> Scrape:
 
 
 def parse(text: str, when: float) -> Reading | None:
-    """Return what an endpoint told; None if it is not one of pyhvd's."""
+    """Return the reading of an endpoint; None if the endpoint is not a rank of pyhvd."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as exc:
@@ -88,12 +88,12 @@ def parse(text: str, when: float) -> Reading | None:
             return None
         info = dict(next(iter(samples["pyhvd_info"])))
         return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples)
-    except (ValueError, LookupError):  # the parser raises either where the text is none of the format
+    except (ValueError, LookupError):  # the parser raises one of these for text of another format
         return None
 
 
 def _fetch(url: str, timeout: float) -> tuple[str | None, float]:
-    """Return the text, and when (monotonic s) it came: empty if nobody is there, None if nobody answered."""
+    """Return the text and its time (monotonic s): empty if nothing listens, None if nothing answers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=timeout) as answer:
@@ -107,10 +107,10 @@ def _fetch(url: str, timeout: float) -> tuple[str | None, float]:
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """Return all that comes; ValueError if it is too much for metrics, IncompleteRead if it breaks off."""
+    """Return the whole answer; raise ValueError if it is too long, IncompleteRead if it is cut."""
     data = answer.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES} bytes are no metrics of a rank")
+        raise ValueError(f"more than {MOST_BYTES} bytes cannot be metrics of a rank")
     if answer.length:
         raise http.client.IncompleteRead(data, answer.length)
     return data
@@ -118,26 +118,26 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
 
 @dataclass(slots=True)
 class Row:
-    """What one rank did between two readings, per second; shares in percent, None where nothing tells.
+    """Rates of one rank between two readings; None for shares without data.
 
     Attributes
     ----------
     job, rank : str, int
-        Which.
+        The job and the rank.
     seconds : float
-        Between the readings.
+        Time between the readings.
     tensors_per_second, bytes_per_second : float
-        Carried out.
+        Rates of tensors and of bytes.
     cache_hit_percent : float or None
-        Of submitted tensors.
+        Share of submitted tensors.
     lanes : dict of str to float
         Share of the tensors by lane (percent).
     wait_percent : float
-        Of the time, in which threads of the program waited for a handle (of several threads: their sum).
+        Share of the time for which threads of the program waited for a handle, summed over threads.
     awaited_percent : float or None
-        Of the time, in which the others waited for this rank alone; from rank 0.
+        Share of the time for which the others waited for this rank alone; from rank 0.
     errors, stalled : int
-        Tensors that ended in an error since the job's start; tensors that are overdue (rank 0).
+        Failed tensors since the job's start; overdue tensors (from rank 0).
     """
 
     job: str
@@ -154,7 +154,7 @@ class Row:
 
 
 def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
-    """Return a row for each rank that is in both."""
+    """Return a row for each rank that both readings have."""
     earlier = {(reading.job, reading.rank): reading for reading in before}
     pairs = [(earlier[r.job, r.rank], r) for r in after if (r.job, r.rank) in earlier]
     rows = [_row(then, now) for then, now in pairs]

@@ -1,4 +1,4 @@
-"""Tables on the terminal: with rich where it is installed (extra ``cli``), else in plain columns."""
+"""Tables on the terminal: by rich if it is installed (extra ``cli``), else in plain columns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: the first column to the left, the others to the right; the last row is a sum.
+    """Print a table with the first column left-aligned, the others right-aligned, and a sum in the last row.
 
-    Where stdout is no terminal it is plain, so that a pipe gets whole lines whatever their width.
+    If stdout is not a terminal, the table is plain, so that a pipe gets whole lines of any width.
     """
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _print_rich(title, headings, rows)

@@ -1,7 +1,7 @@
-"""``python -m pyhvd top``: a table of what the ranks of a running job do, again and again until it ends.
+"""``python -m pyhvd top``: a live table of the ranks of a running job.
 
-The ranks are found by the files that they leave in this user's own directory (:mod:`pyhvd.observe.endpoint_files`), or
-given as ports or addresses; what they do is read from their metrics endpoints.
+The command finds ranks by their endpoint files (:mod:`pyhvd.observe.endpoint_files`), or takes ports or
+addresses. It reads their metrics endpoints.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _KEY = (
 
 
 class NoJobError(Exception):
-    """There is nothing to look at; the text says what to do."""
+    """No job to show; the text names the remedy."""
 
 
 def main(argv: list[str]) -> int:
-    """Show a job; return 0 when it has ended, 1 if there is none."""
+    """Show a job until it ends; return 0, or 1 if there is no job."""
     given = _parse(argv)
     try:
         _watch(_find(given), given)
@@ -92,7 +92,7 @@ def _find(given: argparse.Namespace) -> list[str]:
     if given.port is not None:
         return [f"http://{_host(given.address)}:{given.port + k}/metrics" for k in range(given.ranks)]
     files = read_files()
-    # A file of a rank that was killed may lie about, and its process id be another process's by now.
+    # The file of a killed rank may still exist, and its process id may belong to another process.
     seen = scrape([_url(file) for file in files])
     alive = {reading.job for reading in seen.readings}
     alive |= {file.job for file in files if _url(file) in seen.silent}
@@ -114,7 +114,7 @@ def _url(file: RankFile) -> str:
 
 
 def _host(address: str) -> str:
-    if address in ("0.0.0.0", "", "::"):  # it listens everywhere, so here as well
+    if address in ("0.0.0.0", "", "::"):  # it listens on all addresses, so on this host too
         return "127.0.0.1"
     return f"[{address}]" if ":" in address else address
 
@@ -123,7 +123,7 @@ def _host(address: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return a row as it is printed."""
+    """Return the texts of a row."""
     by_share = sorted(row.lanes.items(), key=lambda item: -item[1])
     lane = " ".join(name if share > 99.5 else f"{name} {share:.0f}%" for name, share in by_share)
     return (
@@ -140,7 +140,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def heading(rows: Sequence[Row], job: str, size: int, silent: int = 0) -> str:
-    """Return the line above the table: how many ranks, who does not answer, and which is the slowest."""
+    """Return the line above the table: number of ranks, silent ranks, and the slowest rank."""
     text = f"{job}: {len(rows)} of {size} ranks, over {rows[0].seconds:.2f} s"
     if silent:
         text += f"; {silent} do not answer (stopped, or holding the GIL)"
@@ -156,7 +156,7 @@ def _percent(value: float | None) -> str:
 
 
 class _Lines:
-    """JSON, a line per reading."""
+    """Output as JSON, one line per reading."""
 
     def __enter__(self) -> _Lines:
         return self
@@ -171,7 +171,7 @@ class _Lines:
 
 
 class _Plain(_Lines):
-    """A table in plain text, one below the other."""
+    """Output as plain text, one table below the other."""
 
     def show(self, title: str, rows: Sequence[Row]) -> None:
         """Print the table."""
@@ -184,7 +184,7 @@ class _Plain(_Lines):
 
 
 class _Rich(_Lines):
-    """A table that stays in its place."""
+    """Output as a table that is redrawn in place."""
 
     def __init__(self) -> None:
         from rich.live import Live

@@ -1,4 +1,4 @@
-"""``python -m pyhvd trace``: the ranks' timeline files made into one trace, or into a table."""
+"""``python -m pyhvd trace``: merge the ranks' timeline files, or print a table of times."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _count(text: str) -> int:
 
 
 def _tell(traces: list[RankTrace]) -> None:
-    """Say on stderr how far the files can be trusted."""
+    """Print on stderr what limits the accuracy of the files."""
     size = traces[0].size
     missing = sorted(set(range(size)) - {trace.rank for trace in traces})
     if missing:
@@ -122,7 +122,7 @@ def _tell(traces: list[RankTrace]) -> None:
 
 def _merge(traces: list[RankTrace], output: str) -> None:
     if Path(output).resolve() in {trace.path.resolve() for trace in traces}:
-        raise TraceError(f"{output}: is a file of the recording, which would be lost: give another")
+        raise TraceError(f"{output}: is a file of the recording: give another file, or this one is lost")
     merged = merge(traces)
     try:
         Path(output).write_bytes(msgspec.json.encode(merged))
@@ -142,10 +142,10 @@ def _summarise(traces: list[RankTrace], top: int) -> None:
         rows.append([f"({len(tensors) - len(shown)} more)", *[""] * (len(headings) - 1)])
     rows.append(_row(everything))
     ranks = describe_ranks([trace.rank for trace in traces])
-    print_table(f"where the time went: ms, summed over turns, mean of {ranks}", headings, rows)
+    print_table(f"time by part: ms, summed over turns, mean of {ranks}", headings, rows)
     print(
-        "A batch's time is shared out among its tensors by bytes. 'all together' counts time once, not per"
-        " tensor."
+        "A tensor's share of its batch's time is its share of the bytes. 'all together' counts overlapping"
+        " times once."
     )
     waited = sorted(everything.waited_for.items(), key=lambda item: -item[1])
     for rank, us in waited[:5]:

@@ -1,13 +1,12 @@
 """Conformance cases: plain functions that every rank of an initialised world calls, and the ways to run them.
 
-A case is written once and run twice: on ranks that are threads (:func:`on_threads`), and, many to a launch,
-under mpiexec (:func:`run_all`). After each case one more collective must work, whatever the case provoked.
+A case is written once and run on every carrier: on ranks that are threads (:func:`on_threads`), and under
+mpiexec (:func:`run`). After each case one more collective must work, whatever the case provoked.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +66,11 @@ class Cases(list[Case]):
         return decorate
 
 
-def each(cases: Cases, *sizes: int) -> pytest.MarkDecorator:
-    """Parametrise a test over cases and rank counts; the parameters are named ``case`` and ``size``."""
+def each(cases: Iterable[Case], *sizes: int, count: str = "size") -> pytest.MarkDecorator:
+    """Parametrise a test over cases and rank counts; the parameters are named ``case`` and `count`."""
     chosen = [(case, n) for case in cases for n in (sizes or ALL) if n in case.sizes]
     ids = [f"{case.name}-{n}" for case, n in chosen]
-    return pytest.mark.parametrize(("case", "size"), chosen, ids=ids)
+    return pytest.mark.parametrize(("case", count), chosen, ids=ids)
 
 
 def on_threads(case: Callable[[], Any], size: int, **knobs: Any) -> list[Any]:
@@ -79,18 +78,10 @@ def on_threads(case: Callable[[], Any], size: int, **knobs: Any) -> list[Any]:
     return run_ranks(size, case, timeout=SECONDS, knobs=knobs or None)
 
 
-def run_all(cases: Iterable[Case]) -> None:
-    """Run all cases that this world has the ranks for; each prints its time, so that a hang is located."""
-    for case in cases:
-        if hvd.size() in case.sizes:
-            started = time.monotonic()
-            try:
-                case()
-            except BaseException as exc:
-                exc.add_note(f"in the conformance case {case.name} on rank {hvd.rank()} of {hvd.size()}")
-                raise
-            if hvd.rank() == 0:
-                print(f"{case.name}: {time.monotonic() - started:.2f} s", flush=True)
+def run(case: Case) -> None:
+    """Start pyhvd, on a rank under mpiexec, and run a case."""
+    hvd.init()
+    case()
 
 
 def last() -> int:

@@ -21,14 +21,14 @@ class Block:
     """Memory of torch's pool, which first waits for the streams that it was recorded for."""
 
     def __init__(self, device: FakeDevice, nbytes: int) -> None:
-        self._device, self._stream = device, device.current_stream()
+        self.device, self._stream = device, device.current_stream()
         self._memory: Memory = device.allocate(nbytes, self._stream)
         self.ptr, self.nbytes = self._memory.ptr, nbytes
         self.recorded: list[Stream] = []
 
     def __del__(self) -> None:
         for stream in self.recorded:
-            self._device.wait(self._stream, self._device.mark(stream))
+            self.device.wait(self._stream, self.device.mark(stream))
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,14 @@ class Tensor:
 
     def detach(self) -> Tensor:
         return self
+
+    def to(self, dtype: Dtype) -> Tensor:
+        made = Tensor(self._block.device, self.shape, dtype.name)
+        made.inner = self.inner.astype(dtype.name)
+        return made
+
+    def half(self) -> Tensor:
+        return self.to(Dtype("float16"))
 
     resolve_conj = resolve_neg = contiguous = detach
 

@@ -148,7 +148,7 @@ def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
 
 
 @pytest.mark.timeout(120 + ROUNDS // 200)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
     area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
     memory = mmap.mmap(-1, size * area + shared_memory.board_bytes(size, SLOTS) + size * ARENA + 256)

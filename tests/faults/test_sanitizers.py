@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 RACES = Path(__file__).resolve().parent / "races"
 SRC = ROOT / "pyhvd" / "native" / "src"

@@ -98,7 +98,7 @@ def watch(ranks: list[BaseProcess], progress: list[Synchronized[int]], rounds: i
 
 
 @pytest.mark.timeout(60 + ROUNDS // 500)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_are_stopped_and_continued(size: int) -> None:
     memory = mmap.mmap(-1, size * (shared_memory.area_bytes(CHUNK) + 128))
     progress = [_fork.Value("q", 0) for _ in range(size)]

@@ -5,16 +5,20 @@
         hvd.init()
         assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == hvd.size()
 
-pytest runs the decorated function once per rank count; each run is a job of its own, in which every rank
-calls the function. This module is the pytest side: it starts the job, collects what the ranks left and
-reports it.
+pytest runs the decorated function once per rank count. The start of mpiexec takes longer than most tests, so
+tests with the same rank count share a job, whose ranks run one case after the other. A case that fails or
+hangs ends its job, and the next case gets a fresh one. This module is the pytest side: it starts the jobs,
+hands the cases over, collects the results and reports them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,14 +31,21 @@ import pytest
 
 from tests.mpi.launch import ROOT, MpiJob, MpiRun, job_directory, mpiexec_command, mpiexec_path, run_mpi
 
-__all__ = ["JobReport", "MpiRun", "mpiexec_command", "on_ranks", "run_function", "run_mpi"]
+__all__ = ["JobReport", "MpiRun", "SharedJobs", "mpiexec_command", "on_ranks", "run_function", "run_mpi"]
 
 _LONGEST_OUTPUT = 6000
+# Stacks may come late on a busy machine.
+_STACKS_S = 10.0
+# pyhvd reads these when it starts; MPI and others read theirs when the process starts.
+_READ_BY_INIT = ("PYHVD_", "HOROVOD_")
+_READ_BY_MPI = ("PYHVD_MPI_THREADS_DISABLE",)
+
+Environment = Mapping[str, str | None]
 
 
 @dataclass
 class JobReport:
-    """What became of one job: its outcome, what each rank left, and the text pytest shows."""
+    """What became of one case: its outcome, what each rank left, and the text pytest shows."""
 
     outcome: str = "passed"
     text: str = ""
@@ -56,7 +67,11 @@ def hear_log() -> list[str]:
 
 
 def on_ranks(
-    *counts: int, timeout: float = 30.0, env: Mapping[str, str | None] | None = None, cleanup: bool = True
+    *counts: int,
+    timeout: float = 60.0,
+    env: Environment | None = None,
+    alone: bool = False,
+    cleanup: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated module-level test on each of `counts` ranks.
 
@@ -66,34 +81,39 @@ def on_ranks(
     Parameters
     ----------
     counts : int
-        Numbers of ranks, one job each.
+        Numbers of ranks. Without any, the test is parametrised over ``nranks`` by other means.
     timeout : float
-        Seconds from the start of mpiexec. Shortly before, each rank writes the stacks of all its threads.
+        Seconds for the case, including the start of its job if it is the first one. Then each rank writes the
+        stacks of all its threads, and the job is killed.
     env : mapping, optional
-        Environment variables set for the job; None removes one.
+        Environment variables of the ranks during the case; None removes one.
+    alone : bool
+        Start a job for this case alone: it changes its process, or ends it.
     cleanup : bool
-        After the test, shut pyhvd down and finalize MPI. False leaves both to the interpreter's exit.
+        After the test, shut pyhvd down and finalize MPI. False leaves both to the interpreter's exit, in a
+        job for this case alone.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         signature = inspect.signature(function)
         parameters = [p for p in signature.parameters.values() if p.name != "nranks"]
         wanted = len(parameters) < len(signature.parameters)
-        count = inspect.Parameter("nranks", inspect.Parameter.KEYWORD_ONLY)
 
         def test(**arguments: Any) -> None:
-            n = arguments["nranks"] if wanted else arguments.pop("nranks")
-            _report_to_pytest(run_function(n, function, arguments, timeout=timeout, env=env, cleanup=cleanup))
+            n, jobs = arguments["nranks"], arguments.pop("shared_jobs")
+            if not wanted:
+                del arguments["nranks"]
+            if alone or not cleanup:
+                report = run_function(n, function, arguments, timeout=timeout, env=env, cleanup=cleanup)
+            else:
+                report = jobs.run(n, function, arguments, timeout=timeout, env=env)
+            _report_to_pytest(report)
 
-        test.__dict__.update(function.__dict__)  # the marks set below this decorator
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(function, name))
-        attributes: Any = test
-        attributes.__wrapped__ = function  # pytest then reports the test's own file and line
-        attributes.rank_function = function  # what a rank calls
-        attributes.__signature__ = signature.replace(parameters=[*parameters, count])
+        _dress(test, function, signature.replace(parameters=parameters))
         # pytest-timeout would end the whole pytest run: it must only come after the job's own deadline.
-        marked: Callable[..., None] = pytest.mark.timeout(timeout + 30)(test)
+        marked: Callable[..., None] = pytest.mark.timeout(timeout + 60)(test)
+        if not counts:
+            return marked
         by_count = pytest.mark.parametrize("nranks", counts, ids=[f"n{n}" for n in counts])
         parametrised: Callable[..., None] = by_count(marked)
         return parametrised
@@ -101,54 +121,224 @@ def on_ranks(
     return decorate
 
 
+def _dress(test: Any, function: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Make a test look like the function that the ranks call, and add the two parameters of its own."""
+    test.__dict__.update(function.__dict__)  # the marks set below the decorator
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(test, name, getattr(function, name))
+    test.__wrapped__ = function  # pytest then reports the test's own file and line
+    test.rank_function = function  # what a rank calls
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("nranks", "shared_jobs")]
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
+
+
 def run_function(
     n: int,
     function: Callable[..., Any],
     arguments: Mapping[str, Any] | None = None,
     *,
-    timeout: float = 30.0,
-    env: Mapping[str, str | None] | None = None,
+    timeout: float = 60.0,
+    env: Environment | None = None,
     cleanup: bool = True,
 ) -> JobReport:
-    """Call a module-level function on `n` ranks and report how that went; a failed rank raises nothing."""
+    """Call a module-level function on `n` ranks of a job of its own and report how that went.
+
+    A failed rank raises nothing here. The job has ended on return, and its exit code is in the report.
+    """
     if mpiexec_path() is None:
         return JobReport("skipped", "no mpiexec beside this interpreter or on PATH")
     start = time.time()
-    with job_directory() as directory:
-        task = {"module": function.__module__, "function": function.__qualname__, "cleanup": cleanup}
-        # The ranks dump early enough for the dumps to be complete when the job is killed.
-        task |= {"dump_at": start + timeout - min(1.0, 0.1 * timeout), "kill_at": start + timeout}
-        (directory / "job.json").write_text(json.dumps(task))
-        (directory / "arguments.pkl").write_bytes(cloudpickle.dumps(dict(arguments or {})))
-        job = MpiJob(n, [sys.executable, "-m", "tests.mpi.rank", str(directory)], directory, env, ROOT)
+    with contextlib.closing(CaseJob(n, env)) as job:
+        return job.run(function, arguments or {}, start, timeout, cleanup=cleanup, last=True)
+
+
+class CaseJob:
+    """One mpiexec, whose ranks run the cases handed to them, one after the other."""
+
+    def __init__(self, n: int, env: Environment | None) -> None:
+        self._n = n
+        self._cases = 0
+        self._stack = contextlib.ExitStack()
+        self._directory = self._stack.enter_context(job_directory())
+        self._pipes: list[int] = []
+        for rank in range(n):
+            path = self._directory / f"commands{rank}"
+            os.mkfifo(path)
+            # For reading too: opening it for writing alone would wait for the rank.
+            self._pipes.append(os.open(path, os.O_RDWR))
+        argv = [sys.executable, "-m", "tests.mpi.rank", str(self._directory)]
+        self._job = MpiJob(n, argv, self._directory, env, ROOT)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        start: float,
+        timeout: float,
+        *,
+        env: Environment | None = None,
+        cleanup: bool = True,
+        last: bool = False,
+    ) -> JobReport:
+        """Run a case; its time began at `start`. If it is the last one, wait for the end of the job."""
+        self._cases += 1
+        folder = self._directory / str(self._cases)
+        folder.mkdir()
+        task: dict[str, Any] = {"module": function.__module__, "function": function.__qualname__}
+        task |= {"env": dict(env or {}), "cleanup": cleanup, "last": last}
+        task |= {"dump_at": start + timeout, "kill_at": start + timeout + 3 * _STACKS_S}
+        (folder / "task.json").write_text(json.dumps(task))
+        (folder / "arguments.pkl").write_bytes(cloudpickle.dumps(dict(arguments)))
+        self._tell(folder.name)
+
+        def is_over() -> bool:
+            return _any_failed(folder) or (not last and len(list(folder.glob("result*.json"))) == self._n)
+
+        ended = self._job.wait(start + timeout, until=is_over)
+        timed_out = not ended and not is_over()
+        if timed_out:
+            self._await_stacks(folder)
+        elif not ended and _any_failed(folder):
+            # The failed rank is aborting the job; an MPI that was never initialised cannot.
+            self._job.wait(min(start + timeout, time.time() + 2.0))
+        if last or ended or timed_out or _any_failed(folder):
+            self._job.kill()
+        report = self._collect(folder, timed_out=timed_out)
+        report.seconds = time.time() - start
+        _judge(report, self._n, timeout)
+        if report.outcome == "failed":
+            self._job.kill()
+        else:
+            self._tell("")
+        shutil.rmtree(folder, ignore_errors=True)
+        return report
+
+    def is_running(self) -> bool:
+        """Whether a further case can be handed over."""
+        return self._job.process.poll() is None
+
+    def finish(self, within: float) -> str:
+        """Let the ranks finalize MPI and end; return what went wrong."""
+        ended_early = not self.is_running()
+        self._close_pipes()
+        ended = self._job.wait(time.time() + within)
+        code = self._job.process.returncode
+        if ended and code == 0 and not ended_early:
+            return ""
+        if not ended:
+            self._job.dump_stacks()
+        how = f"mpiexec exited with {code}" if ended else f"{self._n} ranks had not ended after {within:g} s"
+        return "\n".join([f"{how}, after {self._cases} cases", *self._job.output()])
+
+    def close(self) -> None:
+        """End all of the job's processes."""
+        self._close_pipes()
+        self._job.kill()
+        self._stack.close()
+
+    def _close_pipes(self) -> None:
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes.clear()
+
+    def _tell(self, command: str) -> None:
+        for pipe in self._pipes:
+            os.write(pipe, f"{command}\n".encode())
+
+    def _await_stacks(self, folder: Path) -> None:
+        """Wait until the ranks that are still in the case have written their stacks, and write no more."""
+        give_up, before, since = time.time() + _STACKS_S, -1, time.time()
+        late = [rank for rank in range(self._n) if not (folder / f"result{rank}.json").exists()]
+        while time.time() < give_up:
+            sizes = [path.stat().st_size for rank in late if (path := folder / f"stacks{rank}").exists()]
+            if sum(sizes) != before:
+                before, since = sum(sizes), time.time()
+            elif len(sizes) == len(late) and all(sizes) and time.time() - since > 0.3:
+                return
+            time.sleep(0.05)
+
+    def _collect(self, folder: Path, *, timed_out: bool) -> JobReport:
+        report = JobReport(returncode=self._job.process.poll(), timed_out=timed_out)
+        for rank in range(self._n):
+            result, stacks = folder / f"result{rank}.json", folder / f"stacks{rank}"
+            if result.exists():
+                report.results[rank] = json.loads(result.read_text())
+            if stacks.exists() and (text := stacks.read_text(errors="replace")):
+                report.stacks[rank] = text
+        printed = folder / "output"
+        report.output = printed.read_text(errors="replace") if printed.exists() else ""
+        report.output += "".join(self._job.output())  # mpiexec's own, as a rule
+        return report
+
+
+class SharedJobs:
+    """The jobs of a pytest session that run many cases each, at most one per rank count and environment."""
+
+    _MOST = 4
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[object, ...], CaseJob] = {}
+        self._trouble: list[str] = []
+
+    def run(
+        self,
+        n: int,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 60.0,
+        env: Environment | None = None,
+    ) -> JobReport:
+        """Call a module-level function on `n` ranks, in a job that earlier cases may have used."""
+        if mpiexec_path() is None:
+            return JobReport("skipped", "no mpiexec beside this interpreter or on PATH")
+        start = time.time()
+        of_case, of_job = _split(env or {})
+        key = (n, *sorted(of_job.items()))
+        job = self._jobs.pop(key, None)
+        if job is not None and not job.is_running():
+            self._end(job)
+            job = None
+        while len(self._jobs) >= self._MOST:
+            self._end(self._jobs.pop(next(iter(self._jobs))))
+        job = job or CaseJob(n, of_job)
         try:
-            ended = job.wait(start + timeout, until=lambda: _any_failed(directory))
-            if not ended and (failed := _any_failed(directory)):
-                # The failed rank is aborting the job; an MPI that was never initialised cannot.
-                job.wait(min(start + timeout, time.time() + 2.0))
-                ended = failed
-        finally:
-            job.kill()
-        report = _collect(n, directory, job, timed_out=not ended)
-    report.seconds = time.time() - start
-    _judge(report, n, timeout)
-    return report
+            report = job.run(function, arguments or {}, start, timeout, env=of_case)
+        except BaseException:
+            job.close()
+            raise
+        if report.outcome == "failed":
+            job.close()
+        else:
+            self._jobs[key] = job  # the last one used is the last one to be ended
+        return report
+
+    def close(self) -> None:
+        """End all jobs.
+
+        Raises
+        ------
+        AssertionError
+            One of them did not end well.
+        """
+        while self._jobs:
+            self._end(self._jobs.popitem()[1])
+        assert not self._trouble, "\n".join(self._trouble)
+
+    def _end(self, job: CaseJob) -> None:
+        with contextlib.closing(job):
+            if trouble := job.finish(30.0):
+                self._trouble.append(trouble)
 
 
-def _any_failed(directory: Path) -> bool:
-    return any(json.loads(path.read_text())["outcome"] == "failed" for path in directory.glob("result*.json"))
+def _split(env: Environment) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """What a case sets by itself, and what must be there when its processes start."""
+    of_case = {k: v for k, v in env.items() if k.startswith(_READ_BY_INIT) and k not in _READ_BY_MPI}
+    return of_case, {k: v for k, v in env.items() if k not in of_case}
 
 
-def _collect(n: int, directory: Path, job: MpiJob, *, timed_out: bool) -> JobReport:
-    report = JobReport(returncode=job.process.returncode, timed_out=timed_out)
-    for rank in range(n):
-        result, stacks = directory / f"result{rank}.json", directory / f"stacks{rank}"
-        if result.exists():
-            report.results[rank] = json.loads(result.read_text())
-        if stacks.exists() and (text := stacks.read_text(errors="replace")):
-            report.stacks[rank] = text
-    report.output = "".join(job.output())
-    return report
+def _any_failed(folder: Path) -> bool:
+    return any(json.loads(path.read_text())["outcome"] == "failed" for path in folder.glob("result*.json"))
 
 
 def _judge(report: JobReport, n: int, timeout: float) -> None:
@@ -162,7 +352,7 @@ def _judge(report: JobReport, n: int, timeout: float) -> None:
         lines += _tell_failed(report, n, by_outcome["failed"])
     elif report.timed_out:
         lines += [f"{n} ranks had not ended after {timeout:g} s", *_tell_stacks(report, n)]
-    elif report.returncode != 0 or len(report.results) < n:
+    elif report.returncode or len(report.results) < n:
         lines += [f"mpiexec exited with {report.returncode}"]
         lines += [
             f"rank {rank} of {n} died without a result" for rank in range(n) if rank not in report.results

@@ -123,7 +123,7 @@ class MpiJob:
         while self.process.poll() is None and time.time() < deadline and not until():
             # Popen.wait(timeout) also polls; this way `until` is asked as often.
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            pause = min(pause * 1.5, 0.02)
         return self.process.poll() is not None
 
     def output(self) -> tuple[str, str]:

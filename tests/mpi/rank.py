@@ -1,7 +1,12 @@
-"""One rank of a test: ``mpiexec -n N python -m tests.mpi.rank DIRECTORY``.
+"""One rank of a job of tests: ``mpiexec -n N python -m tests.mpi.rank DIRECTORY``.
 
-Reads what to run from the directory, runs it, and leaves its result there as JSON: what ranks print may
-interleave, a file per rank cannot. Imports neither MPI nor pyhvd itself, so that a test may set either up.
+Runs the cases that pytest hands over, one after the other. Each case has a folder, in which this rank leaves
+its result as JSON: what ranks print may interleave, a file per rank cannot. Imports neither MPI nor pyhvd
+itself, so that a test may set either up.
+
+pytest writes commands into the named pipe ``commandsR`` of rank R, a line each: the name of a case's folder,
+or an empty line once all ranks have passed the case, which ends its deadline. The rank ends at the end of
+the pipe: when pytest closes it or dies.
 """
 
 from __future__ import annotations
@@ -16,57 +21,124 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from tests.mpi.isolation import State
 from tests.mpi.launch import RANK_VARIABLES, ROOT
 
 _LONGEST_REPR = 300
+_FINALIZE_S = 60.0
 
 
 def main(directory: Path) -> None:
     # Whole lines, written as they come: a rank that is killed has not lost what it printed.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    job = json.loads((directory / "job.json").read_text())
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
-    _arm_deadline(directory / f"stacks{rank}", job["dump_at"], job["kill_at"])
-    result = _run(job, directory)
-    _write(directory / f"result{rank}.json", result)
-    if result["outcome"] == "failed":
-        _abort()
-    if job["cleanup"]:
+    deadline = Deadline()
+    for name in _commands(directory / f"commands{rank}"):
+        deadline.disarm()
+        if not name:
+            continue
+        folder = directory / name
+        task = json.loads((folder / "task.json").read_text())
+        _write_output_to(folder / "output")
+        deadline.arm(folder / f"stacks{rank}", task["dump_at"], task["kill_at"])
+        result = _run(task, folder)
+        _write(folder / f"result{rank}.json", result)
+        if result["outcome"] == "failed":
+            _abort()
+        if task["last"]:
+            break
+    else:
+        # Without pytest nobody kills a rank that hangs in MPI_Finalize.
+        signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
+        task = {"cleanup": True}
+    if task["cleanup"]:
         _finalize()
 
 
-def _arm_deadline(stacks: Path, dump_at: float, kill_at: float) -> None:
-    """Write all threads' stacks at `dump_at`; die soon after `kill_at` even if the launching side is gone."""
-    now = time.time()
-    # Open until the process ends: the watchdog thread writes to it without the GIL.
-    faulthandler.dump_traceback_later(max(0.01, dump_at - now), file=stacks.open("w"))
-    # The default action of SIGALRM needs no interpreter, so it also ends a rank stuck in C.
-    signal.setitimer(signal.ITIMER_REAL, max(0.01, kill_at - now) + 10.0)
+def _commands(pipe: Path) -> Iterator[str]:
+    # Opening a pipe for reading waits for a writer, unless told not to: pytest may have died already.
+    fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    with open(fd, encoding="ascii") as lines:
+        for line in lines:
+            yield line.strip()
 
 
-def _run(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+class Deadline:
+    """The end of a case's time: this rank's stacks are written, and the process is killed soon after."""
+
+    def __init__(self) -> None:
+        self._stacks: IO[str] | None = None
+
+    def arm(self, stacks: Path, dump_at: float, kill_at: float) -> None:
+        """Write all threads' stacks at `dump_at`; die at `kill_at`, even if pytest is gone."""
+        now = time.time()
+        # Open while armed: the watchdog thread writes to it without the GIL.
+        self._stacks = stacks.open("w")
+        faulthandler.dump_traceback_later(max(0.01, dump_at - now), file=self._stacks)
+        # The default action of SIGALRM needs no interpreter, so it also ends a rank stuck in C.
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, kill_at - now))
+
+    def disarm(self) -> None:
+        """Forget the case."""
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if self._stacks is not None:
+            self._stacks.close()
+            self._stacks = None
+
+
+def _write_output_to(path: Path) -> None:
+    """Send stdout and stderr, also of C code and of children, to a case's own file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(fd, stream)
+    os.close(fd)
+
+
+def _run(task: dict[str, Any], folder: Path) -> dict[str, Any]:
     outcome, message = "passed", ""
     try:
-        function: Any = importlib.import_module(job["module"])
-        for name in job["function"].split("."):
+        function: Any = importlib.import_module(task["module"])
+        for name in task["function"].split("."):
             function = getattr(function, name)
-        with (directory / "arguments.pkl").open("rb") as file:
+        with (folder / "arguments.pkl").open("rb") as file:
             arguments = pickle.load(file)
-        getattr(function, "rank_function", function)(**arguments)
-        if job["cleanup"]:
+        state = State()
+        _set_environment(task["env"])
+        try:
+            getattr(function, "rank_function", function)(**arguments)
+        except pytest.skip.Exception as skipped:
+            outcome, message = "skipped", str(skipped)
+        finally:
+            for argument in arguments.values():
+                if isinstance(argument, pytest.MonkeyPatch):
+                    argument.undo()
+        if task["cleanup"]:
             _shut_down()
-    except pytest.skip.Exception as skipped:
-        outcome, message = "skipped", str(skipped)
+        if not task["last"]:
+            state.restore()
     except BaseException as error:  # SystemExit too: a test that exits has not passed
         outcome, message = "failed", _describe(error)
     return {"outcome": outcome, "message": message, "time": time.time()}
+
+
+def _set_environment(env: Mapping[str, str | None]) -> None:
+    for name, value in env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _describe(error: BaseException) -> str:

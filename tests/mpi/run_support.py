@@ -21,7 +21,7 @@ from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library()
 MPIEXEC = find_mpiexec(LIBRARY)
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 _OURS = ("PMI", "MPI_LOCAL", "HYDI_", "OMPI_", "PRTE_", "PYHVD_", "OMP_")
 
 
@@ -140,7 +140,7 @@ def read_pids(job: subprocess.Popen[str], ranks: int) -> list[int]:
     return sorted(pids)
 
 
-def wait_gone(pids: list[int], seconds: float = 5.0) -> None:
+def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
     """Wait until none of these processes runs; a zombie counts as gone."""
     until = time.monotonic() + seconds
     while left := [pid for pid in pids if _runs(pid)]:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 import pyhvd as hvd
 from pyhvd.testing import run_ranks
 from tests.conformance import adasum
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
 
-@on_ranks(1, 2, 3, 4, timeout=20)
-def test_adasum() -> None:
-    hvd.init()
-    run_all(adasum.CASES)
+@each(adasum.CASES, 1, 2, 3, 4, count="nranks")
+@on_ranks()
+def test_case(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(2, 4, timeout=20, env={"PYHVD_FAST_LANE": "0"})
-def test_over_mpi() -> None:
-    hvd.init()
-    run_all(adasum.CASES)
+@each(adasum.CASES, 2, 4, count="nranks")
+@on_ranks(env={"PYHVD_FAST_LANE": "0"})
+def test_over_mpi(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(2, 8, timeout=60)
-def test_bits() -> None:
+@pytest.mark.parametrize("nranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+@on_ranks()
+def test_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
     from pyhvd.transport.mpi import fabric
 
@@ -39,5 +42,5 @@ def test_bits() -> None:
     os.environ["PYHVD_FAST_LANE"] = "0"
     hvd.init()
     assert adasum.digests() == want
-    fabric.LARGEST = 5000
+    monkeypatch.setattr(fabric, "LARGEST", 5000)
     assert adasum.digests() == want

@@ -9,6 +9,8 @@ import pytest
 
 from tests.mpi.run_support import bare, pyhvdrun, script
 
+pytestmark = pytest.mark.any_mpi
+
 TRAIN = """
 import os, sys
 import numpy as np

@@ -18,6 +18,8 @@ import pytest
 from benchmarks.tensors import Tensors, WrongResultError, resnet50
 from tests.mpi.launch import ROOT, mpiexec_path
 
+pytestmark = pytest.mark.any_mpi
+
 needs_mpi = pytest.mark.skipif(mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH")
 
 LIMIT = 100.0
@@ -71,6 +73,7 @@ def the_report(folder: Path, question: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -107,6 +110,7 @@ def test_all_in_turn(tmp_path: Path) -> None:
     assert str(tmp_path) in printed.replace("\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_help_has_the_same_flags_and_an_example(question: str) -> None:
     printed = run("-m", f"benchmarks.questions.{question}", "--help")

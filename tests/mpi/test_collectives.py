@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from tests.conformance import kinds_of_arrays, movements, reductions
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.conformance.oracle import exchanged, inputs, reduced, same
 from tests.mpi.harness import on_ranks
 
-
-@on_ranks(1, 2, 3, 4, timeout=60)
-def test_reductions() -> None:
-    hvd.init()
-    run_all(reductions.CASES)
+CASES = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
 
 
-@on_ranks(1, 2, 4, timeout=60)
-def test_movements_and_arrays() -> None:
-    hvd.init()
-    run_all([*movements.CASES, *kinds_of_arrays.CASES])
+@each(CASES, 1, 2, 3, 4, count="nranks")
+@on_ranks()
+def test_case(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(3, timeout=60)
-def test_small_windows_and_small_messages() -> None:
+CROSSING = (
+    *("every_dtype_and_op-allreduce_async", "every_dtype_and_op-grouped_allreduce_async_"),
+    *("every_dtype_scattered-grouped_reducescatter_async", "every_dtype_gathered-allgather_async"),
+    *("every_dtype_gathered-grouped_allgather_async", "every_dtype_broadcast-broadcast_async_"),
+    *("every_dtype_exchanged-uneven", "every_dtype_exchanged-from one"),
+    *("layouts-column", "layouts-transposed"),
+)
+
+
+@pytest.mark.parametrize("name", CROSSING)
+@on_ranks(3, env={"PYHVD_STAGING_SIZE": "24"})
+def test_small_windows_and_small_messages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
     from pyhvd.backends import host
     from pyhvd.transport.mpi import fabric
 
-    os.environ["PYHVD_STAGING_SIZE"] = "24"
-    host.FLAT, fabric.LARGEST = 0, 8
+    monkeypatch.setattr(host, "FLAT", 0)
+    monkeypatch.setattr(fabric, "LARGEST", 8)
+    (case,) = [case for case in CASES if case.name == name]
+    run(case)
+
+
+@on_ranks(3, env={"PYHVD_STAGING_SIZE": "24"})
+def test_messages_of_a_thousand_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyhvd.backends import host
+    from pyhvd.transport.mpi import fabric
+
+    monkeypatch.setattr(host, "FLAT", 0)
+    monkeypatch.setattr(fabric, "LARGEST", 1000)
     hvd.init()
-    chosen: tuple[str, ...] = ("every_dtype_and_op-allreduce_async", "layouts-column")
-    chosen += ("every_dtype_and_op-grouped_allreduce_async_",)
-    chosen += ("every_dtype_scattered-grouped_reducescatter_async", "every_dtype_gathered-allgather_async")
-    chosen += ("every_dtype_gathered-grouped_allgather_async", "every_dtype_broadcast-broadcast_async_")
-    chosen += ("every_dtype_exchanged-uneven", "every_dtype_exchanged-from one", "layouts-transposed")
-    cases = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES]
-    assert len({case.name for case in cases} & set(chosen)) == len(chosen)
-    run_all([case for case in cases if case.name in chosen])
-    fabric.LARGEST = 1000
     size, rank = hvd.size(), hvd.rank()
     parts = inputs("float64", (1201,), size)
     same(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 import pyhvd as hvd
 from pyhvd.testing import run_ranks
 from tests.conformance import determinism
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
 SETTINGS = (
@@ -18,10 +20,16 @@ SETTINGS = (
 )
 
 
-@on_ranks(3, 4, timeout=60)
+@each(determinism.CASES, 3, 4, count="nranks")
+@on_ranks()
+def test_case(case: Case) -> None:
+    run(case)
+
+
+@pytest.mark.parametrize("nranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
 def test_bits() -> None:
     hvd.init()
-    run_all(determinism.CASES)
     rank, size = hvd.rank(), hvd.size()
     want = determinism.digests()
     assert determinism.digests() == want

@@ -73,27 +73,27 @@ PLAYED = "by CUDA-aware MPI (the one under test), and reductions through the hos
 
 
 @on_ranks(2, 3, 4, env=BY_MPI)
-def test_by_an_mpi_that_takes_devices() -> None:
+def test_by_an_mpi_that_takes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one, which takes the fake device's memory."""
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(MpiFabric, "takes_devices", lambda _: "the one under test")
     _verbs(PLAYED)
 
 
 @on_ranks(2, env={**BY_MPI, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
-def test_blocks_longer_than_one_message() -> None:
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
-    fabric.LARGEST = 10_000
+def test_blocks_longer_than_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MpiFabric, "takes_devices", lambda _: "the one under test")
+    monkeypatch.setattr(fabric, "LARGEST", 10_000)
     _verbs(PLAYED)
 
 
-@on_ranks(2, env=BY_MPI)
+@on_ranks(2, env=BY_MPI, alone=True)
 def test_a_trial_that_does_not_end_leaves_nobody_behind() -> None:
     """One rank takes no part in it: what the other has sent stays on its way for ever."""
     array_libraries.register("tests", FakeLibrary())
     told = hear_log()
     hvd.init()
     logging.getLogger("pyhvd").setLevel(logging.INFO)
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
+    MpiFabric.takes_devices = lambda _: "the one under test"  # type: ignore[assignment, method-assign]
     cuda_mpi.TRIAL_S = 0.3
 
     def fails(*given: object) -> None:
@@ -148,7 +148,7 @@ def _broken_trade() -> None:
 
     array_libraries.register("tests", FakeLibrary())
     hvd.init()
-    MpiFabric.takes_devices = lambda fabric: "the one under test"  # type: ignore[assignment, method-assign]
+    MpiFabric.takes_devices = lambda _: "the one under test"  # type: ignore[assignment, method-assign]
     device = FakeDevice(0, seed=hvd.rank(), identity="one for all")
     array = fake_array(device, np.arange(300_000))
     hvd.broadcast_(array, 0, name="whole")

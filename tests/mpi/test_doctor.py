@@ -42,6 +42,7 @@ def test_facts_and_a_trial() -> None:
     assert ended.err == "", "progress is for terminals"
 
 
+@pytest.mark.any_mpi
 def test_a_trial_leaves_the_job_s_files_and_ports_alone(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("t.json", "log.csv")]
     variables = dict(zip(("PYHVD_TIMELINE", "HOROVOD_AUTOTUNE_LOG"), files, strict=True))
@@ -51,6 +52,7 @@ def test_a_trial_leaves_the_job_s_files_and_ports_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.any_mpi
 def test_json() -> None:
     ended = doctor("--json", env={"PYHVD_FUSION_TRESHOLD": "1"})
     assert ended.code == 0, ended.err
@@ -68,6 +70,7 @@ def test_json() -> None:
     assert all(lane["latency"] > 0 and lane["seconds"] > 0 for lane in found["lanes"])
 
 
+@pytest.mark.any_mpi
 def test_no_run_starts_no_ranks() -> None:
     ended = doctor("--no-run")
     assert ended.code == 0, ended.out
@@ -75,6 +78,7 @@ def test_no_run_starts_no_ranks() -> None:
     assert LIBRARY.name in ended.out
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     "arguments", [["-np", "0"], ["--nonsense"], ["--timeout", "-1"], ["--timeout", "soon"], ["x"]]
 )
@@ -85,12 +89,14 @@ def test_bad_usage(arguments: list[str]) -> None:
     assert "invalid _" not in ended.err, "of a function of ours the user knows nothing"
 
 
+@pytest.mark.any_mpi
 def test_a_setting_that_breaks_init_is_a_problem() -> None:
     ended = doctor("--no-run", env={"PYHVD_CYCLE_TIME": "fast"})
     assert ended.code == 1
     assert "PROBLEM (environment): PYHVD_CYCLE_TIME='fast'" in ended.out
 
 
+@pytest.mark.any_mpi
 def test_with_checks_on_there_is_no_fast_lane() -> None:
     ended = doctor(env={"PYHVD_CHECK": "1"})
     assert ended.code == 0, ended.out
@@ -114,6 +120,7 @@ def _path(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
 
 
+@pytest.mark.any_mpi
 def test_an_mpi_that_hangs_is_reported_in_time(fake: Path) -> None:
     (fake / "MPI.py").write_text("import time; time.sleep(600)")
     ended = doctor("--timeout", "1", env=_path(fake.parent))
@@ -123,6 +130,7 @@ def test_an_mpi_that_hangs_is_reported_in_time(fake: Path) -> None:
     assert "9.9" in text
 
 
+@pytest.mark.any_mpi
 def test_a_broken_mpi_is_reported(fake: Path) -> None:
     (fake / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
     ended = doctor(env=_path(fake.parent))
@@ -138,6 +146,7 @@ def test_a_broken_mpi_is_reported(fake: Path) -> None:
     assert "error: loading the MPI library" in checked.out
 
 
+@pytest.mark.any_mpi
 def test_an_mpi_that_crashes_does_not_take_the_doctor_with_it(fake: Path) -> None:
     (fake / "MPI.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     ended = doctor("--no-run", env=_path(fake.parent))
@@ -145,6 +154,7 @@ def test_an_mpi_that_crashes_does_not_take_the_doctor_with_it(fake: Path) -> Non
     assert "failed (killed by signal 11)" in " ".join(ended.out.split())
 
 
+@pytest.mark.any_mpi
 def test_an_extension_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None:
     copy = tmp_path / "pyhvd"
     shutil.copytree(Path(pyhvd.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__", "*.c"))
@@ -157,6 +167,7 @@ def test_an_extension_that_cannot_be_loaded_is_a_problem(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.any_mpi
 def test_ranks_that_hang_are_named_with_what_they_did(tmp_path: Path) -> None:
     hang = "    import numpy.random\n    numpy.random.default_rng = lambda *seed: time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(STUCK + hang)
@@ -189,6 +200,7 @@ def test_the_ranks_of_an_mpiexec_are_used() -> None:
     assert data["hosts"][0]["mpiexec"] == MPIEXEC
 
 
+@pytest.mark.any_mpi
 def test_a_setting_that_breaks_init_is_a_problem_there_too() -> None:
     ended = run([MPIEXEC, "-n", "2", *DOCTOR], {**bare_environment(), "PYHVD_CYCLE_TIME": "fast"})
     assert ended.code == 1, ended.out + ended.err
@@ -198,6 +210,7 @@ def test_a_setting_that_breaks_init_is_a_problem_there_too() -> None:
     assert "Traceback" not in ended.out + ended.err
 
 
+@pytest.mark.any_mpi
 def test_a_hang_under_mpiexec_ends_too(tmp_path: Path) -> None:
     hang = "    import numpy.random\n    numpy.random.default_rng = lambda *seed: time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(STUCK + hang)
@@ -207,6 +220,7 @@ def test_a_hang_under_mpiexec_ends_too(tmp_path: Path) -> None:
     assert "has hung for 10 s at 'ring test'" in ended.err
 
 
+@pytest.mark.any_mpi
 def test_np_and_mpiexec_are_not_both_given() -> None:
     ended = run([MPIEXEC, "-n", "1", *DOCTOR, "-np", "2"], bare_environment())
     assert ended.code != 0
@@ -216,6 +230,7 @@ def test_np_and_mpiexec_are_not_both_given() -> None:
 # -- --check-build ---------------------------------------------------------------------------
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("flag", ["-cb", "--check-build"])
 def test_check_build(flag: str) -> None:
     ended = pyhvdrun(flag)
@@ -227,6 +242,7 @@ def test_check_build(flag: str) -> None:
     assert "thread level: MPI_THREAD_MULTIPLE" in ended.out
 
 
+@pytest.mark.any_mpi
 def test_check_build_verbose_says_why() -> None:
     ended = pyhvdrun("--check-build", "--verbose")
     assert ended.code == 0, ended.err

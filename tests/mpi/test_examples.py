@@ -15,9 +15,10 @@ import pytest
 from tests.mpi.harness import run_mpi
 from tests.mpi.launch import ROOT, mpiexec_path
 
-pytestmark = pytest.mark.skipif(
-    mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH"
-)
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.skipif(mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH"),
+]
 needs_sklearn = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn, which brings the digits, is missing"
 )
@@ -117,6 +118,7 @@ def test_digits_curve_does_not_depend_on_the_number_of_ranks(digits: dict[int, d
 
 
 @needs_sklearn
+@pytest.mark.slow
 def test_digits_with_fewer_examples_per_step_than_ranks(tmp_path: Path) -> None:
     """Rank 2 has nothing to do in any step, and joins at once."""
     curves = []

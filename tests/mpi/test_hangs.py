@@ -34,6 +34,7 @@ ENDING = """\
 SHORT = ("--stall-check-warning-time-seconds", 0.5, "--stall-check-shutdown-time-seconds", 1)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("lane", ["0", "1"])
 def test_the_example_shows_who_is_where(lane: str) -> None:
     example = str(ROOT / "examples" / "hang.py")
@@ -63,6 +64,7 @@ HOLDING = "ctypes.PyDLL(None).sleep(60)"
 KEEPING = f"hvd.context.current().lane.seize(); {STOPPED}"  # whoever posts on the lane waits for this rank
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("late", "idle", "said"),
     [
@@ -105,6 +107,7 @@ INSIDE = """\
 """
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_is_stopped_while_the_others_are_in_the_window(tmp_path: Path) -> None:
     """Whoever gives up first lets the other out as well, with the same facts."""
     ended = run(launcher_command("-n", 3, *SHORT, script(tmp_path, INSIDE)), cwd=tmp_path)
@@ -120,6 +123,7 @@ def test_a_rank_that_is_stopped_while_the_others_are_in_the_window(tmp_path: Pat
     assert "did not end well" not in ended.err
 
 
+@pytest.mark.any_mpi
 def test_a_timeline_that_a_rank_does_not_begin(tmp_path: Path) -> None:
     program = """\
         import os, signal, numpy as np, pyhvd as hvd

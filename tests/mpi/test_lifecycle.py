@@ -20,7 +20,7 @@ from tests.mpi.harness import on_ranks, run_mpi
 from tests.mpi.launch import ROOT
 
 
-@on_ranks(2, 4, timeout=60)
+@on_ranks(2, 4)
 def test_endings() -> None:
     from mpi4py import MPI
 
@@ -55,12 +55,12 @@ def _in_child() -> int:
     return 0 if isinstance(error, hvd.NotInitializedError) else 91
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_forked_child_does_not_wait() -> None:
     _fork_while_it_waits()
 
 
-@on_ranks(2, timeout=60, env={"PYHVD_FAST_LANE": "0"})
+@on_ranks(2, env={"PYHVD_FAST_LANE": "0"})
 def test_a_forked_child_does_not_wait_without_a_lane() -> None:
     _fork_while_it_waits()
 
@@ -79,7 +79,7 @@ def _fork_while_it_waits() -> None:
     assert pending.result(SECONDS).tolist() == [1.0] * 4
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_signal_in_the_middle_of_shutdown() -> None:
     """Its handler calls shutdown() too, while the other rank is late."""
     hvd.init()
@@ -118,7 +118,7 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
     assert not hvd.is_initialized()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_fork() -> None:
     """A forked child cannot use pyhvd and is told so; its parent goes on, also while the child lives."""
     hvd.init()

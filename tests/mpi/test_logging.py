@@ -23,6 +23,7 @@ def said(err: str) -> list[tuple[str, str]]:
     return sorted((rank, level) for _, rank, level in LINE.findall(err))
 
 
+@pytest.mark.any_mpi
 def test_the_default_is_warning_and_shows_the_clock() -> None:
     ended = pyhvdrun("-n", 2, "-c", SAY)
     assert ended.code == 0, ended.err
@@ -42,6 +43,7 @@ def test_options_win_over_the_environment(launched: bool) -> None:
     assert {clock for clock, *_ in LINE.findall(ended.err)} == {""}
 
 
+@pytest.mark.any_mpi
 def test_horovods_variables_do_the_same() -> None:
     env = {"HOROVOD_LOG_LEVEL": "trace", "HOROVOD_LOG_HIDE_TIME": "1"}
     ended = pyhvdrun("-n", 2, "--log-with-timestamp", "-c", SAY, env=env)
@@ -54,6 +56,7 @@ def test_horovods_variables_do_the_same() -> None:
     assert all(clock for clock, *_ in LINE.findall(ended.err))
 
 
+@pytest.mark.any_mpi
 def test_a_level_that_is_none_is_bad_usage() -> None:
     ended = pyhvdrun("-n", 2, "--log-level", "loud", "-c", SAY)
     assert ended.code == 2

@@ -94,6 +94,7 @@ def test_a_scrape_of_every_rank(fast_lane: str) -> None:
     hvd.barrier()
 
 
+@pytest.mark.any_mpi
 def test_top_shows_a_running_job_and_ends_with_it(tmp_path: Path) -> None:
     with working_job(tmp_path, 2) as job, ExitStack() as stack:
         told = top(tmp_path, "--once", "--json")
@@ -135,6 +136,7 @@ def test_top_shows_a_running_job_and_ends_with_it(tmp_path: Path) -> None:
     assert "no job of yours that serves metrics runs on this host" in none.stderr
 
 
+@pytest.mark.any_mpi
 def test_a_port_that_is_taken_ends_the_job(tmp_path: Path) -> None:
     path = script(tmp_path, "import pyhvd as hvd; hvd.init()")
     with socket.create_server(("127.0.0.1", 0)) as taken:

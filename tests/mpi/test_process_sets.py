@@ -12,24 +12,24 @@ import pytest
 
 import pyhvd as hvd
 from tests.conformance import sets
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
 
 def _use_all(given: list[hvd.ProcessSet]) -> None:
-    for each in given:
-        assert each.ranks is not None
-        if hvd.rank() in each.ranks:
-            sets.every_verb_in(each.ranks, each)
+    for one in given:
+        assert one.ranks is not None
+        if hvd.rank() in one.ranks:
+            sets.every_verb_in(one.ranks, one)
         else:
-            sets.check_outsider(each)
+            sets.check_outsider(one)
     hvd.barrier()
 
 
-@on_ranks(2, 4, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, timeout=60)
-def test_dynamic() -> None:
-    hvd.init()
-    run_all(sets.DYNAMIC)
+@each(sets.DYNAMIC, 2, 4, count="nranks")
+@on_ranks(env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"})
+def test_dynamic(case: Case) -> None:
+    run(case)
 
 
 def _interrupted(call: Callable[[], object]) -> None:
@@ -39,7 +39,7 @@ def _interrupted(call: Callable[[], object]) -> None:
         call()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_what_was_interrupted_goes_on() -> None:
     """The ranks change the sets when all have asked for it, also if one of them no longer waits."""
     hvd.init(process_sets="dynamic")
@@ -68,7 +68,7 @@ WRONG: dict[str, Callable[[int], list[list[int]]]] = {
 }
 
 
-@on_ranks(4, timeout=60)
+@on_ranks(4)
 def test_static_sets_and_failed_inits() -> None:
     from mpi4py import MPI
 
@@ -78,12 +78,12 @@ def test_static_sets_and_failed_inits() -> None:
         with pytest.raises(ValueError, match=r"process set|there are only ranks"):
             hvd.init(process_sets=bad)
         assert not hvd.is_initialized(), kind
-        assert [each.process_set_id for each in bad] == [None] * len(bad)
+        assert [one.process_set_id for one in bad] == [None] * len(bad)
         with pytest.raises(NotImplementedError, match="comm"):
             hvd.init(process_sets=[hvd.ProcessSet(MPI.COMM_SELF)])
         static = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [1, 2, 3], [3])]
         hvd.init(process_sets=static)
-        assert [each.process_set_id for each in static] == [1, 2, 3], kind
+        assert [one.process_set_id for one in static] == [1, 2, 3], kind
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
         if kind in ("world", "one refuses"):
             _use_all(static)
@@ -92,7 +92,7 @@ def test_static_sets_and_failed_inits() -> None:
         hvd.shutdown()
 
 
-@on_ranks(4, timeout=60)
+@on_ranks(4)
 def test_sets_of_communicators() -> None:
     """The halves of one split become two sets; each rank knows its own."""
     from mpi4py import MPI
@@ -120,7 +120,7 @@ def test_sets_of_communicators() -> None:
     assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [4.0]
 
 
-@on_ranks(4, timeout=60)
+@on_ranks(4)
 def test_init_with_some_of_the_ranks() -> None:
     from mpi4py import MPI
 

@@ -13,7 +13,10 @@ import pytest
 from pyhvd.testing import FaultPlan
 from tests.mpi.run_support import launcher_command, run, script
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc"),
+    pytest.mark.any_mpi,
+]
 
 PROGRAM = """
 import math, os, pathlib, random, sys, time
@@ -83,7 +86,13 @@ def test_what_passes_is_survived(tmp_path: Path, seed: int, lane: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "lane", "spare"), [(3, "0", 0), (4, "1", 0), (5, "1", None), (6, "0", None)]
+    ("seed", "lane", "spare"),
+    [
+        (3, "0", 0),
+        pytest.param(4, "1", 0, marks=pytest.mark.slow),
+        (5, "1", None),
+        pytest.param(6, "0", None, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_is_stopped_for_ever_is_named_by_all(
     tmp_path: Path, seed: int, lane: str, spare: int | None

@@ -95,6 +95,7 @@ def test_exception_after_finalize(tmp_path: Path, launched: bool) -> None:
     assert took(ended, path) < WITHIN_S
 
 
+@pytest.mark.any_mpi
 @both
 def test_exit_handlers_run_but_cannot_hold_the_job(tmp_path: Path, launched: bool) -> None:
     path = script(
@@ -110,6 +111,7 @@ def test_exit_handlers_run_but_cannot_hold_the_job(tmp_path: Path, launched: boo
     assert took(ended, path) < WITHIN_S
 
 
+@pytest.mark.any_mpi
 def test_a_running_thread_cannot_hold_the_job(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -121,6 +123,7 @@ def test_a_running_thread_cannot_hold_the_job(tmp_path: Path) -> None:
     assert took(ended, path) < WITHIN_S
 
 
+@pytest.mark.any_mpi
 @both
 def test_two_ranks_failing_show_one_traceback(tmp_path: Path, launched: bool) -> None:
     path = script(tmp_path, TOGETHER + "raise ValueError(f'rank {rank} is unhappy')\n")
@@ -137,6 +140,7 @@ RankFailedError.__module__ = "pyhvd.errors"
 """
 
 
+@pytest.mark.any_mpi
 @both
 def test_secondary_error_is_not_the_one_shown(tmp_path: Path, launched: bool) -> None:
     """Rank 0 learns of rank 1's failure, and dies of it, before rank 1 itself gets to its end."""
@@ -154,6 +158,7 @@ def test_secondary_error_is_not_the_one_shown(tmp_path: Path, launched: bool) ->
     assert "training stopped" not in ended.err
 
 
+@pytest.mark.any_mpi
 @both
 def test_secondary_error_alone_is_shown(tmp_path: Path, launched: bool) -> None:
     path = script(
@@ -223,6 +228,7 @@ def test_a_rank_that_has_shut_pyhvd_down_may_just_go(tmp_path: Path, launched: b
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.any_mpi
 def test_who_has_ended_before_a_rank_was_lost_is_named(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -264,6 +270,7 @@ def test_killed_supervisor_takes_its_rank_along(tmp_path: Path, launched: bool) 
         assert err.rstrip().endswith("was lost: the process that watched it was killed")
 
 
+@pytest.mark.any_mpi
 def test_what_a_failed_rank_started_ends_with_it(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -276,6 +283,7 @@ def test_what_a_failed_rank_started_ends_with_it(tmp_path: Path) -> None:
         wait_gone(pids)
 
 
+@pytest.mark.any_mpi
 def test_own_excepthook_is_used(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -287,6 +295,7 @@ def test_own_excepthook_is_used(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.any_mpi
 def test_syntax_error(tmp_path: Path) -> None:
     ended = pyhvdrun("-n", 1, script(tmp_path, "def f(:\n"))
     assert ended.code == 1

@@ -39,18 +39,21 @@ from tests.mpi.run_support import (
 SPEAK = "import sys; print('to out'); print('to err', file=sys.stderr); sys.stdout.write('no newline')"
 
 
+@pytest.mark.any_mpi
 def test_help_has_an_example() -> None:
     ended = pyhvdrun("--help")
     assert ended.code == 0
     assert "pyhvdrun -n 4 train.py" in ended.out
 
 
+@pytest.mark.any_mpi
 def test_version() -> None:
     ended = pyhvdrun("--version")
     assert ended.code == 0
     assert ended.out.startswith("pyhvd ")
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,6 +110,7 @@ def test_missing_script_under_mpiexec() -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.any_mpi
 def test_missing_module() -> None:
     ended = pyhvdrun("-n", 2, "-m", "nowhere_at_all")
     assert ended.code == 1
@@ -135,6 +139,7 @@ def test_output_files(tmp_path: Path, prefixed: bool) -> None:
     assert ended.out.count("no newline") == 2
 
 
+@pytest.mark.any_mpi
 def test_output_files_are_padded(tmp_path: Path) -> None:
     ended = pyhvdrun("-n", 11, "--output-filename", tmp_path, "-c", "print('hello')")
     assert ended.code == 0, ended.err
@@ -152,6 +157,7 @@ def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> Non
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.any_mpi
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_full_disk_does_not_end_the_job(tmp_path: Path) -> None:
     (tmp_path / "rank.0").mkdir()
@@ -163,6 +169,7 @@ def test_a_full_disk_does_not_end_the_job(tmp_path: Path) -> None:
     assert (tmp_path / "rank.1" / "stdout").read_text() == "one\ntwo\n"
 
 
+@pytest.mark.any_mpi
 def test_timestamps() -> None:
     ended = pyhvdrun("-n", 1, "--prefix-timestamp", "-c", "print('x')")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[0\]<stdout>:x\n", ended.out)
@@ -179,12 +186,14 @@ def test_verbose_shows_the_command() -> None:
     assert f"{MPIEXEC} -n 1 {sys.executable} -m pyhvd.run -c pass" in ended.err
 
 
+@pytest.mark.any_mpi
 def test_interpreter_flags_reach_the_ranks() -> None:
     command = [sys.executable, "-W", "ignore", "-O", "-m", "pyhvd.run", "-n", "1"]
     ended = run([*command, "-c", "import sys; print(sys.flags.optimize, sys.warnoptions)"])
     assert ended.out == "1 ['ignore']\n"
 
 
+@pytest.mark.any_mpi
 def test_no_mpiexec_at_all(tmp_path: Path) -> None:
     """Seen from a Python whose folder has none, with an empty PATH."""
     code = (
@@ -263,6 +272,7 @@ def test_unknown_launcher_falls_back_to_mpi_abort(tmp_path: Path) -> None:
         assert ended.last == "ValueError: boo"
 
 
+@pytest.mark.any_mpi
 def test_start_costs_little(tmp_path: Path) -> None:
     """The supervisor imports neither MPI nor numpy."""
     code = (

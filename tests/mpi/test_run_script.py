@@ -41,11 +41,13 @@ def test_script_and_arguments(tmp_path: Path, launched: bool) -> None:
     assert found["job_dir"] is None
 
 
+@pytest.mark.any_mpi
 def test_script_that_does_not_ask_for_mpi_gets_none(tmp_path: Path) -> None:
     found = seen(pyhvdrun("-n", 2, script(tmp_path, SHOW)).out)
     assert found["mpi"] is False
 
 
+@pytest.mark.any_mpi
 def test_module(tmp_path: Path) -> None:
     script(tmp_path, SHOW, "shower.py")
     ended = pyhvdrun("-n", 1, "-m", "shower", "a", "-v", cwd=tmp_path)
@@ -56,12 +58,14 @@ def test_module(tmp_path: Path) -> None:
     assert found["name"] == "__main__"
 
 
+@pytest.mark.any_mpi
 def test_code(tmp_path: Path) -> None:
     ended = pyhvdrun("-n", 1, "-c", "import sys; print(sys.argv, repr(sys.path[0]), __name__)", "a", "-c")
     assert ended.code == 0, ended.err
     assert ended.out == "['-c', 'a', '-c'] '' __main__\n"
 
 
+@pytest.mark.any_mpi
 def test_folder_with_main(tmp_path: Path) -> None:
     script(tmp_path, "print('in', __name__)", "__main__.py")
     assert pyhvdrun("-n", 1, tmp_path).out == "in __main__\n"
@@ -101,6 +105,7 @@ def test_output_comes_line_by_line(tmp_path: Path) -> None:
     assert ended.out.startswith("so far\n")
 
 
+@pytest.mark.any_mpi
 def test_multiprocessing_spawn_in_a_rank(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -128,6 +133,7 @@ def test_omp_num_threads_is_set_and_said_once(tmp_path: Path) -> None:
     assert threads == str(max(1, cores // 4))
 
 
+@pytest.mark.any_mpi
 def test_omp_num_threads_of_the_user_stays(tmp_path: Path) -> None:
     ended = pyhvdrun("-n", 2, script(tmp_path, SHOW), env={"OMP_NUM_THREADS": "7"})
     assert seen(ended.out)["threads"] == "7"

@@ -82,11 +82,12 @@ def add_up() -> tuple[int, int, int, float]:
     return hvd.rank(), hvd.local_rank(), hvd.local_size(), float(total[0])
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_one_world(size: int) -> None:
     assert run(add_up, size) == [(rank, rank, size, size * (size - 1) / 2) for rank in range(size)]
 
 
+@pytest.mark.any_mpi
 def test_ranks_without_mpi() -> None:
     assert run(lambda: 7, 2) == [7, 7]
 
@@ -135,9 +136,9 @@ def _fail(how: str) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("raise", r"failed: KeyError: 'no such column'"),
-        ("exit", r"called sys.exit\(3\) and returned nothing"),
-        ("leave", r"ended with exit code 0 before the function returned"),
+        pytest.param("raise", r"failed: KeyError: 'no such column'", marks=pytest.mark.any_mpi),
+        pytest.param("exit", r"called sys.exit\(3\) and returned nothing", marks=pytest.mark.any_mpi),
+        pytest.param("leave", r"ended with exit code 0 before the function", marks=pytest.mark.any_mpi),
         ("kill", r"was killed by SIGKILL"),
         ("keeper", r"and its keeper were killed"),
     ],
@@ -170,11 +171,13 @@ def _only_rank_0() -> None:
         hvd.init()
 
 
+@pytest.mark.any_mpi
 def test_a_rank_that_never_starts_pyhvd() -> None:
     with pytest.raises(hvd.RankFailedError, match=r"every rank must call pyhvd\.init"):
         run(_only_rank_0, 2)
 
 
+@pytest.mark.any_mpi
 def test_a_python_that_is_not_there() -> None:
     with pytest.raises(hvd.RankFailedError, match=r"could not be started: .*nonesuch"):
         run(add_up, 2, executable="/nonesuch/python")
@@ -205,6 +208,7 @@ def test_a_part_of_the_launcher_is_killed(victim: str, text: str, tmp_path: Path
     assert time.time() - float(when.read_text()) < _SOON_S
 
 
+@pytest.mark.any_mpi
 def test_a_start_that_takes_too_long(tmp_path: Path) -> None:
     from pyhvd.job.mpi.openmpi.rendezvous import Mpiexec
 

@@ -40,6 +40,7 @@ def _tool(*arguments: object) -> support.Ended:
     return support.run([sys.executable, "-m", "pyhvd", "trace", *map(str, arguments)])
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("lane", ["1", "0"], ids=["shared memory", "messages"])
 def test_a_job_of_four_ranks(tmp_path: Path, lane: str) -> None:
     folder = f"{tmp_path}/traces/"
@@ -94,6 +95,7 @@ STUCK = """
 """
 
 
+@pytest.mark.any_mpi
 def test_a_killed_job(tmp_path: Path) -> None:
     folder = f"{tmp_path}/traces/"
     command = support.launcher_command(

@@ -29,7 +29,7 @@ class Silent:
         """Nothing to take down."""
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_who_receives_does_not_wait_for_who_is_elsewhere() -> None:
     """As for a rank that waits in shared memory: it comes back to MPI only once this one has gone on."""
     world = MPI.COMM_WORLD
@@ -69,7 +69,7 @@ class Counted(Silent):
         self.rings += 1
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_who_finds_that_a_message_has_gone_rings() -> None:
     """As the sender may be elsewhere from then on, and the receiver asleep: the first ring came too early."""
     world = MPI.COMM_WORLD

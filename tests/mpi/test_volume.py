@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from tests.conformance import volumes
-from tests.conformance.cases import run_all
+from tests.conformance.cases import Case, each, run
 from tests.mpi.harness import on_ranks
 
 
-@on_ranks(2, 4, timeout=90)
-def test_volumes() -> None:
-    hvd.init()
-    run_all(volumes.CASES)
+@each(volumes.CASES, 2, 4, count="nranks")
+@on_ranks(timeout=90)
+def test_case(case: Case) -> None:
+    run(case)
 
 
-@on_ranks(2, timeout=60)
+@pytest.mark.any_mpi
+@on_ranks(2)
 def test_a_tensor_of_240_megabytes() -> None:
     hvd.init()
     n = 60_000_000

@@ -276,3 +276,26 @@ def test_an_orderly_end_aborts_nothing(monkeypatch: pytest.MonkeyPatch, raises: 
     else:
         run_ranks(3, body, timeout=SECONDS, knobs={"fast_lane": True})
     assert aborted == []
+
+
+def test_an_abort_that_fails_leaves_no_other_set_waiting() -> None:
+    aborted: list[int] = []
+
+    class Set:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def abort(self, note: bytes) -> None:
+            aborted.append(self.number)
+            if self.number == 0:
+                raise OSError("gone")
+
+    class Devices:
+        def abort(self, why: str) -> None:
+            aborted.append(9)
+
+    executor: Any = Executor.__new__(Executor)
+    executor._backends, executor._devices = {0: Set(0), 1: Set(1)}, Devices()
+    with pytest.raises(OSError, match="gone"):
+        executor.abort(ErrorInfo(0, "rank 1 failed", 1))
+    assert aborted == [0, 1, 9]

@@ -7,6 +7,7 @@ import pytest
 from tests.conformance import determinism
 from tests.conformance.cases import Case, each, on_threads
 
+SLOW = pytest.mark.slow
 SETTINGS = (
     {"fusion_threshold": 0},
     {"fusion_threshold": 1},
@@ -33,7 +34,7 @@ def test_windows_do_not_matter(case: Case, size: int, chunk: int, monkeypatch: p
     on_threads(case, size, staging_size=chunk)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_settings_do_not_matter(size: int) -> None:
     want = on_threads(determinism.digests, size)
     for knobs in SETTINGS:

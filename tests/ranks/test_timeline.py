@@ -334,7 +334,7 @@ def test_what_has_no_room_is_counted_and_told(tmp_path: Path, caplog: pytest.Log
     for trace in load([str(tmp_path)]):
         assert trace.dropped > 0
         assert (
-            f"the timeline of rank {trace.rank} lacks {trace.dropped} events: there was no room"
+            f"the timeline of rank {trace.rank} lacks {trace.dropped} events: the buffer was full"
             in caplog.text
         )
         _events(trace.path)

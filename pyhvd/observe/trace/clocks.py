@@ -1,11 +1,11 @@
-"""Clocks of different ranks: how far apart they are, and how times of one become times of another.
+"""Clock offsets between ranks, and the conversion of one rank's times to rank 0's.
 
-Owns: the measurement, over any fabric, and the mapping. Offsets are against rank 0's clock.
+Owns the measurement, over any fabric, and the mapping. Every offset is against rank 0's clock.
 
-Source of the bounds: F. Cristian, "Probabilistic clock synchronization" (Distributed Computing 3, 1989), with
-the two directions taken apart: a message cannot arrive before it was sent. In every round each rank sends its
-clock as it enters and reads it again as it leaves; rank 0's message bounds the offset from above, the one to
-rank 0 from below. The fastest message of either direction decides, as the shortest round trip would.
+Source of the bounds: F. Cristian, "Probabilistic clock synchronization" (Distributed Computing 3, 1989),
+applied to each direction by itself: a message cannot arrive before its sender sent it. In every round each
+rank sends its clock on entry and reads the clock again on exit. Rank 0's message bounds the offset from
+above, the message to rank 0 bounds it from below. The fastest message of each direction gives the bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDS = 32
 
 
 class Gathering(Protocol):
-    """What of a fabric the measurement needs; see :class:`pyhvd.transport.fabric.Fabric`."""
+    """The part of :class:`pyhvd.transport.fabric.Fabric` that the measurement uses."""
 
     rank: int
     size: int
@@ -35,7 +35,7 @@ class Gathering(Protocol):
 class Reading:
     """One measurement, in ns: at this rank's time ``at`` its clock was ``offset`` ahead of rank 0's.
 
-    The true offset is within ``uncertainty`` of it.
+    The true offset differs from ``offset`` by at most ``uncertainty``.
     """
 
     at: int
@@ -49,11 +49,11 @@ def measure(fabric: Gathering, clock: Callable[[], int], rounds: int = ROUNDS) -
     Parameters
     ----------
     fabric : Gathering
-        Of all ranks.
+        Reaches all ranks.
     clock : callable
-        Returns ns.
+        Returns the time in ns.
     rounds : int
-        Exchanges; the more, the likelier a fast message each way.
+        Exchanges. More rounds make a fast message in each direction more likely.
     """
     mine = np.zeros(2, np.int64)
     table = np.empty((fabric.size, 2), np.int64)
@@ -64,7 +64,7 @@ def measure(fabric: Gathering, clock: Callable[[], int], rounds: int = ROUNDS) -
         left = clock()
         high = min(high, left - int(table[0, 0]))
         if turn:
-            low = max(low, before - int(table[0, 1]))  # what rank 0 read as it left the round before
+            low = max(low, before - int(table[0, 1]))  # rank 0's clock at the exit of the previous round
         before, mine[1] = entered, left
     if fabric.rank == 0:
         return Reading(left, 0, 0)
@@ -73,10 +73,10 @@ def measure(fabric: Gathering, clock: Callable[[], int], rounds: int = ROUNDS) -
 
 @dataclass(frozen=True, slots=True)
 class ClockMap:
-    """Turns one rank's times into rank 0's, by its readings at the start and, if there is one, at the end.
+    """Converts one rank's times to rank 0's, from a reading at the start and perhaps one at the end.
 
-    Between the two the offset is taken to change linearly (crystals differ by parts per million, and keep
-    their rate for minutes); with one reading it is taken to stay.
+    With two readings the offset changes linearly between them: crystals differ by parts per million and keep
+    their rate for minutes. With one reading the offset is constant.
     """
 
     start: Reading
@@ -87,7 +87,7 @@ class ClockMap:
         return at - self.offset(at)
 
     def offset(self, at: float) -> float:
-        """Return by how much (ns) this rank's clock is ahead at its time ``at``."""
+        """Return the ns by which this rank's clock is ahead of rank 0's at its time ``at``."""
         if self.end is None or self.end.at <= self.start.at:
             return self.start.offset
         passed = (at - self.start.at) / (self.end.at - self.start.at)
@@ -95,21 +95,21 @@ class ClockMap:
 
     @property
     def uncertainty(self) -> int:
-        """The larger of the readings' uncertainties (ns); drift is not covered if there is no end."""
+        """The larger uncertainty of the readings (ns); without an end it excludes drift."""
         return max(self.start.uncertainty, self.end.uncertainty if self.end is not None else 0)
 
     @property
     def drift(self) -> float | None:
-        """By how many parts per million this clock runs faster than rank 0's; None if nobody knows."""
+        """Parts per million by which this clock runs faster than rank 0's; None if not measured."""
         return None if self.end is None else self._per_million(self.end.offset - self.start.offset)
 
     @property
     def drift_uncertainty(self) -> float | None:
-        """By how many parts per million the drift may be wrong."""
+        """Uncertainty of the drift, in parts per million."""
         return None if self.end is None else self._per_million(self.end.uncertainty + self.start.uncertainty)
 
     def _per_million(self, gained: int) -> float | None:
-        """Return what the clock has gained in the time between the readings, which rank 0's tells."""
+        """Return a gain (ns) in parts per million of the time between the readings, by rank 0's clock."""
         if self.end is None or self.end.at <= self.start.at:
             return None
         return gained / (self.end.at - self.end.offset - self.start.at + self.start.offset) * 1e6

@@ -1,9 +1,8 @@
-"""Trace files: where they lie, how they are written so that a killed job's can be opened, how they are read.
+"""Trace files: their paths, the writer, and the reader.
 
-A file is a JSON array of Chrome trace events, one on each line. Every write replaces the closing bracket and
-adds a new one behind, in one call; so the file is valid JSON whenever the rank dies between two writes, and
-of one that was cut in the middle of a write (a full disk, a crashed machine) all but the last line can be
-read.
+A file is a JSON array of Chrome trace events, one per line. Each write replaces the closing bracket by new
+events and a new bracket, in one call. The file is therefore valid JSON if the rank dies between two writes.
+If a write was cut (a full disk, a crashed machine), all lines but the last are readable.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Event = dict[str, Any]
 
 
 class TraceError(ValueError):
-    """A trace file cannot be read, or files do not belong together; the text names them."""
+    """A trace file is not readable, or files are not of one recording; the text names the files."""
 
 
 def rank_path(path: str, rank: int) -> Path:
-    """Return where a rank writes.
+    """Return the path of a rank's trace file.
 
     Rank 0 writes to the path itself, as in Horovod; rank r to ``<stem>.rank<r><suffix>`` beside it. For a
-    directory (one that exists, or a path that ends in a slash) the path is ``timeline.json`` in it.
+    directory (an existing one, or a path that ends in a slash) the file is ``timeline.json`` in it.
     """
     base = Path(path)
     if path.endswith(os.sep) or base.is_dir():
@@ -45,19 +44,19 @@ def rank_path(path: str, rank: int) -> Path:
 
 
 class TraceWriter:
-    """Writes one file.
+    """The writer of one trace file.
 
     Parameters
     ----------
     path : Path
         Overwritten if it exists; its directory must exist, unless ``make_directory``.
     make_directory : bool
-        Whether to make the directory (several ranks may do so at once).
+        Whether to create the directory; several ranks may do so at once.
 
     Raises
     ------
     OSError
-        It cannot be written.
+        The file is not writable.
     """
 
     def __init__(self, path: Path, make_directory: bool = False) -> None:
@@ -74,7 +73,7 @@ class TraceWriter:
         self._empty = True
 
     def write(self, events: Iterable[Event]) -> None:
-        """Add events; returns when the kernel has them. Raises OSError."""
+        """Append events; return when the kernel has them. Raises OSError."""
         lines = b",\n".join(_encoder.encode(event) for event in events)
         if lines:
             self._write((b"\n" if self._empty else b",\n") + lines + _CLOSING)
@@ -87,7 +86,7 @@ class TraceWriter:
             self._file = -1
 
     def _write(self, data: bytes) -> None:
-        """Write behind what stands there, over the closing bracket."""
+        """Write over the closing bracket and beyond."""
         at, left = self._end, memoryview(data)
         while left:
             written = os.pwrite(self._file, left, at)
@@ -97,12 +96,12 @@ class TraceWriter:
 
 
 def read_events(path: Path) -> tuple[list[Event], bool]:
-    """Return a file's events, and whether its last line was cut off.
+    """Return a file's events, and whether its last line was cut.
 
     Raises
     ------
     TraceError
-        It cannot be read, or is no Chrome trace of one event a line.
+        The file is not readable, or not a Chrome trace with one event per line.
     """
     try:
         data = path.read_bytes()
@@ -114,14 +113,14 @@ def read_events(path: Path) -> tuple[list[Event], bool]:
     except msgspec.DecodeError:
         events, cut = _read_lines(path, data), True
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise TraceError(f"{path}: no JSON array of trace events")
+        raise TraceError(f"{path}: not a JSON array of trace events")
     return events, cut
 
 
 def _read_lines(path: Path, data: bytes) -> list[Any]:
     lines = data.split(b"\n")
     if lines[0].strip() != b"[":
-        raise TraceError(f"{path}: no trace that pyhvd wrote: its first line is not '['")
+        raise TraceError(f"{path}: not a trace of pyhvd: the first line is not '['")
     lines = [line for line in (each.strip().rstrip(b",") for each in lines[1:]) if line not in (b"", b"]")]
     events = []
     for number, line in enumerate(lines):
@@ -129,5 +128,5 @@ def _read_lines(path: Path, data: bytes) -> list[Any]:
             events.append(_decoder.decode(line))
         except msgspec.DecodeError as exc:
             if number < len(lines) - 1:
-                raise TraceError(f"{path}, line {number + 2}: broken in the middle: {exc}") from None
+                raise TraceError(f"{path}, line {number + 2}: damaged: {exc}") from None
     return events

@@ -1,7 +1,7 @@
-"""From trace files to what happened: which files belong together, and each rank's turns and phases.
+"""Reader of recordings: the files of one recording, and each rank's turns and phases.
 
-Owns: choosing the files of one recording, and reading a rank's events back into turns. A *turn* is one tensor
-going once from its submission to its end. Files of killed ranks are read as far as they go.
+Owns the choice of files, and the conversion of a rank's events to turns. A *turn* is one collective of one
+tensor, from its submission to its end. Files of killed ranks are read up to their last whole event.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pyhvd.observe.trace.rows import DATA_PATH, MAIN
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of one tensor on one rank; times in us of rank 0's clock, NaN-free: unknown ones are None.
+    """One turn of one tensor on one rank; times in us of rank 0's clock.
 
     Attributes
     ----------
     key : (int, str, str)
         Process set id, operation (``ALLREDUCE``), name.
     turn : str
-        The same on every rank that took part in this turn, and different for every other turn of the key.
+        Identifies the turn among those of its key; the same on every rank of the turn.
     submitted : float or None
-        When this rank submitted it; None if it had joined, or before the recording.
+        Time of this rank's submission; None if the rank had joined, or submitted before the recording.
     ready, begun, ended : float
-        When it had its agreement, when its batch began, when it ended.
+        Times of the agreement, of the batch's start, and of the end.
     batch : int
-        Number of the batch, on this rank.
+        Number of the batch on this rank.
     nbytes : int
         Size on this rank (bytes).
     error : str
-        What it failed with, or empty.
+        Text of the error, or empty.
     """
 
     key: tuple[int, str, str]
@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a batch on one rank (us of rank 0's clock); ``rank`` is whom it waited for, or -1."""
+    """A part of a batch on one rank (us of rank 0's clock); ``rank`` is the rank waited for, or -1."""
 
     name: str
     begin: float
@@ -67,7 +67,7 @@ class Phase:
 
 @dataclass(slots=True)
 class RankTrace:
-    """What one rank's file tells."""
+    """The contents of one rank's file."""
 
     path: Path
     job: str
@@ -90,13 +90,13 @@ def load(paths: Sequence[str]) -> list[RankTrace]:
     Parameters
     ----------
     paths : sequence of str
-        Directories, of which all files count that a timeline wrote; or files, each of which stands for all of
+        Directories, in which every file of a timeline counts; or files, each of which stands for all files of
         its recording in its directory.
 
     Raises
     ------
     TraceError
-        No files, files that cannot be read, or files of several recordings.
+        No files, unreadable files, or files of several recordings.
     """
     found: dict[Path, tuple[list[Event], bool]] = {}
     named: list[Path] = []
@@ -122,19 +122,19 @@ def load(paths: Sequence[str]) -> list[RankTrace]:
 
 
 def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
-    """Return the traces by rank; what a rank did must not count twice."""
+    """Return the traces by rank; refuse two files of one rank."""
     traces = sorted(traces, key=lambda trace: (trace.rank, trace.path))
     for one, other in itertools.pairwise(traces):
         if one.rank == other.rank:
             raise TraceError(
-                f"{one.path} and {other.path} are both of rank {one.rank} in the same recording: move the one"
-                " that is a copy to another directory"
+                f"{one.path} and {other.path} are both of rank {one.rank} in the same recording: move the"
+                " copy to another directory"
             )
     return traces
 
 
 def _traces_in(directory: Path) -> dict[Path, tuple[list[Event], bool]]:
-    """Return the traces in a directory, leaving aside other JSON files, such as a merged trace."""
+    """Return the traces in a directory; skip other JSON files, such as a merged trace."""
     found = {}
     for path in sorted(directory.glob("*.json")):
         if _begins_like_a_trace(path):
@@ -151,7 +151,7 @@ def _begins_like_a_trace(path: Path) -> bool:
 
 
 class Header(msgspec.Struct):
-    """What a file says of itself; ``origin_ns`` is the rank's clock at time 0."""
+    """The header of a file; ``origin_ns`` is the rank's clock at time 0."""
 
     job: str
     rank: Annotated[int, msgspec.Meta(ge=0)]
@@ -163,13 +163,13 @@ class Header(msgspec.Struct):
 def _header(path: Path, events: list[Event]) -> Header:
     args = events[0].get("args") if events and events[0].get("name") == HEADER else None
     if not isinstance(args, dict):
-        raise TraceError(f"{path}: no trace of a pyhvd timeline: it has no header")
+        raise TraceError(f"{path}: not a trace of a pyhvd timeline: no header")
     if args.get("format") != FORMAT:
         raise TraceError(f"{path}: format {args.get('format')!r}; this version of pyhvd reads {FORMAT}")
     try:
         return msgspec.convert(args, Header)
     except msgspec.ValidationError as exc:
-        raise TraceError(f"{path}: broken: its header: {exc}") from exc
+        raise TraceError(f"{path}: damaged header: {exc}") from exc
 
 
 def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
@@ -177,8 +177,8 @@ def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
     for traces in sorted(recordings, key=lambda each: each[0].started):
         when = time.strftime("%H:%M:%S", time.localtime(traces[0].started))
         ranks = describe_ranks([trace.rank for trace in traces])
-        texts.append(f"{min(trace.path for trace in traces)} ({ranks}, begun at {when})")
-    return f"files of {len(texts)} recordings: name one file of the one you mean: {'; '.join(texts)}"
+        texts.append(f"{min(trace.path for trace in traces)} ({ranks}, started at {when})")
+    return f"files of {len(texts)} recordings: name one file of the recording you want: {'; '.join(texts)}"
 
 
 def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
@@ -188,7 +188,7 @@ def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
     except TraceError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
-        raise TraceError(f"{path}: broken: an event lacks something: {exc!r}") from exc
+        raise TraceError(f"{path}: damaged: incomplete event: {exc!r}") from exc
 
 
 def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
@@ -203,7 +203,7 @@ def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> Ra
         elif "start_time_since_epoch_in_micros" in args:
             epoch = args["start_time_since_epoch_in_micros"]
     if "start" not in readings:
-        raise TraceError(f"{path}: broken: it has no measurement of its clock")
+        raise TraceError(f"{path}: damaged: no measurement of the clock")
     trace = RankTrace(
         path,
         header.job,
@@ -228,7 +228,7 @@ class _RowState:
 
 
 class _Reader:
-    """Reads one rank's events back into turns and phases."""
+    """Converts one rank's events to turns and phases."""
 
     def __init__(self, trace: RankTrace, origin: int) -> None:
         self._trace = trace
@@ -236,7 +236,7 @@ class _Reader:
         self._rows: dict[int, _RowState] = {}
 
     def read(self, events: Iterable[Event]) -> None:
-        """Take all events, in the order of the file."""
+        """Convert all events, in the order of the file."""
         for event in events:
             pid = event["pid"]
             row = self._rows.setdefault(pid, _RowState())

@@ -1,8 +1,8 @@
-"""All ranks on one clock, in one Chrome trace: a process per rank, a thread per phase, arrows between ranks.
+"""The merged trace: all ranks on one clock, one process per rank, one thread per phase.
 
-Owns: the layout of the merged trace. An arrow leads from the rank that submitted a tensor last to what every
-other rank could do only then. Spans of one phase that overlap without nesting go to further threads of the
-same name, since a thread's spans must nest.
+Owns the layout of the merged trace. An arrow leads from the last rank's submission of a tensor to the span
+that every other rank could start only then. The spans of a thread must nest. Spans of one phase that overlap
+without nesting go to further threads of the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyhvd.observe.trace.loading import RankTrace, Turn
 NEGOTIATE, QUEUE, RUN, WAIT, PACK, REDUCE, UNPACK, MOVE = range(8)
 TRACKS = ("negotiate", "queue", "run", "wait for a rank", "pack", "reduce", "unpack", "allocate, exchange")
 _LANES = 1000
-# Above all ranks: viewers take thread 0, and the one with its process's number, for one thread.
+# Larger than any rank: viewers treat thread 0 and the thread with its process's number as one thread.
 _FIRST_THREAD = 1_000_000
 
 
@@ -36,7 +36,7 @@ def track_of(phase: str) -> int:
 
 @dataclass(slots=True)
 class Span:
-    """One slice of the merged trace; whole ns, since what nests must still nest when it has been written."""
+    """One span of the merged trace; in whole ns, so that written spans nest as exactly as these do."""
 
     begin: int
     end: int
@@ -47,7 +47,7 @@ class Span:
 
 
 def lay_out(spans: list[Span]) -> list[Span]:
-    """Give each span the first lane on which it nests with the spans before; return them by time."""
+    """Give each span the first lane on which it nests with the earlier spans; return the spans by time."""
     spans.sort(key=lambda span: (span.begin, -span.end))
     open_ends: list[list[int]] = []
     for span in spans:
@@ -85,7 +85,7 @@ def merge(traces: Sequence[RankTrace]) -> Event:
 
 
 def describe_clock(trace: RankTrace) -> dict[str, Any]:
-    """Return what is known of a rank's clock: offset (us, at its start), uncertainty (us), drift (ppm)."""
+    """Return the facts of a rank's clock: offset (us, at its start), uncertainty (us), drift (ppm)."""
     return {
         "host": trace.host,
         "offset_us": trace.clock.start.offset / 1000,
@@ -112,13 +112,13 @@ def _thread(track: int, lane: int) -> int:
 
 
 def _us(ns: int) -> float:
-    """Return whole ns in us, from which a viewer that cuts off (Perfetto does) gets the same ns."""
+    """Return ns in us such that a viewer that truncates (Perfetto does) gets the same ns."""
     us = ns / 1000
     return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
 
 
 def label(turn: Turn) -> str:
-    """Return what a turn is shown as."""
+    """Return the text of a turn."""
     set_id, operation, name = turn.key
     return f"{operation.lower()}.{name}" + (f" (process set {set_id})" if set_id else "")
 
@@ -171,7 +171,7 @@ def _add_rank(
 
 
 def turns_together(traces: Sequence[RankTrace]) -> list[list[tuple[int, int, Turn]]]:
-    """Return each turn with what all ranks tell of it, as (rank, number on that rank, turn), by time."""
+    """Return the records of each turn over all ranks, as (rank, number on that rank, turn), by time."""
     together: dict[tuple[tuple[int, str, str], str], list[tuple[int, int, Turn]]] = {}
     for trace in traces:
         for number, turn in enumerate(trace.turns):
@@ -180,7 +180,7 @@ def turns_together(traces: Sequence[RankTrace]) -> list[list[tuple[int, int, Tur
 
 
 def last_to_submit(parts: Sequence[tuple[int, int, Turn]]) -> tuple[float, int, int] | None:
-    """Return when, on which rank, and as which of its turns, a tensor was submitted last; None: by nobody."""
+    """Return (time, rank, number of the turn) of a tensor's last submission; None if there was none."""
     times = [(turn.submitted, rank, number) for rank, number, turn in parts if turn.submitted is not None]
     return max(times) if times else None
 
@@ -204,7 +204,7 @@ def _arrows(
             arrow = {"cat": "last to submit", "id": len(events) // 2}
             to_begin, _, to_tid = places[rank, number, RUN]
             events.append(_event(label(turn), "s", start, slowest, tid) | arrow)
-            # Clocks are not exact: an arrow never points backwards.
+            # Clocks are not exact, but an arrow must not point backwards.
             events.append(_event(label(turn), "f", max(to_begin, start), rank, to_tid) | arrow | {"bp": "e"})
     return events
 

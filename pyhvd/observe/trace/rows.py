@@ -1,11 +1,15 @@
-"""From what happened on one rank to Chrome trace events: a row per tensor, as in Horovod, and two of our own.
+"""Conversion of one rank's records to Chrome trace events: one row per tensor, as in Horovod, and two more.
 
-Owns: the names and nesting of events. Fed with records in the order of their times, by one thread; no I/O, no
-clock. Row 0 has the header and CYCLE_START, row 1 the data path with one span per batch and its phases in it;
-a row is a process (pid) in the trace, so that viewers name it. On a row, begins and ends nest and times never
-run backwards: a record that comes late is put where the row has got to.
+Owns the names and the nesting of events. One thread calls it, with records in the order of their times; it
+does no I/O and reads no clock. Row 0 holds the header and CYCLE_START. Row 1 holds the data path: one span
+per batch, with the batch's phases inside. A row is a process (pid) of the trace: viewers show its name.
 
-    submitted       all ranks have it            its batch's turn        done
+Invariants of a row:
+
+1. Begins and ends nest.
+2. Times never decrease; a late record gets the row's latest time.
+
+    submitted       ready on all ranks           batch starts            done
         |---- NEGOTIATE_ALLREDUCE ----|---------------- ALLREDUCE -------------|
                    x x   x            |--- QUEUE ---|
 """
@@ -25,14 +29,14 @@ MAIN, DATA_PATH, FIRST_TENSOR = 0, 1, 2
 """Row numbers (pid)."""
 
 MOST_ROWS = 20_000
-"""Names beyond so many share rows, like unnamed tensors do: rows are remembered while one records."""
+"""Rows that a recording keeps; further names share rows, as unnamed tensors do."""
 
 Tensor = tuple[int, Request]
 
 
 @dataclass(slots=True)
 class Row:
-    """One line of the trace."""
+    """One row of the trace."""
 
     pid: int
     last: int
@@ -52,7 +56,7 @@ class Rows:
     origin : int
         Time (ns) that becomes 0 in the trace.
     mark_cycles : bool
-        Whether response lists and the fast lane's batches leave a CYCLE_START.
+        Whether to write a CYCLE_START for each response list and each batch of the fast lane.
     """
 
     def __init__(self, origin: int, mark_cycles: bool) -> None:
@@ -65,44 +69,44 @@ class Rows:
         self._main = Row(MAIN, origin)
         self._path = Row(DATA_PATH, origin)
         self._batch = 0
-        self._riders: list[Tensor] = []
+        self._matched: list[Tensor] = []
         self._cycle = -1
 
     def take(self) -> list[Event]:
-        """Return, and forget, the events so far."""
+        """Return the events so far, and drop them."""
         events, self._events = self._events, []
         return events
 
     def microseconds(self, at: int) -> float:
-        """Return a time (ns) as it stands in the trace."""
+        """Return a time (ns) in µs of the trace."""
         return (at - self._origin) / 1000
 
-    # -- what happened -------------------------------------------------------------------------------
+    # -- records -------------------------------------------------------------------------------
 
     def queued(self, at: int, tensors: Iterable[Tensor]) -> None:
-        """This rank has submitted tensors."""
+        """Record that this rank submitted tensors."""
         for tensor in tensors:
             row = self._row(tensor)
             if row.turn is not None:
-                # The turn before: its handle has completed, though its batch has not ended so far.
+                # The handle of the tensor's previous call completed, but that call's batch has not ended yet.
                 self._finish(row, at, row.turn)
                 row = self._row(tensor)
             self._negotiate(row, at, tensor[1])
             row.mine = at
 
     def requested(self, at: int, rank: int, tensors: Iterable[Tensor]) -> None:
-        """A rank's requests have been counted."""
+        """Record that rank 0 counted requests of a rank."""
         for tensor in tensors:
             row = self._row(tensor)
             if len(row.open) > 1 or (row.open and not row.open[0].startswith("NEGOTIATE_")):
-                row.early.append((at, rank))  # of the next turn, on a rank that is faster than this one
+                row.early.append((at, rank))  # of the tensor's next call, on a rank that is ahead
                 continue
             if not row.open:
                 self._negotiate(row, at, tensor[1])
             self._tick(row, at, rank)
 
     def listed(self, at: int, number: int, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """A response list has come: each tensor is ready, or in error."""
+        """Record a response list: each tensor is ready, or has failed."""
         self._mark_cycle(at)
         for tensor, error in tensors:
             row = self._row(tensor)
@@ -112,7 +116,7 @@ class Rows:
                 self._finish(row, at, tensor)
 
     def started(self, at: int, tensors: Sequence[Tensor]) -> None:
-        """A batch begins."""
+        """Record the start of a batch."""
         for tensor in tensors:
             row = self._row(tensor)
             row.args["batch"] = self._batch
@@ -121,17 +125,17 @@ class Rows:
         self._begin(self._path, at, _operation(tensors[0][1]))
 
     def ended(self, at: int, tensors: Sequence[Tensor]) -> None:
-        """... and has ended."""
+        """Record the end of a batch."""
         for tensor in tensors:
             row = self._row(tensor)
-            if row.turn is not None:  # else its handle had completed, and its next turn has begun
+            if row.turn is not None:  # else its handle completed, and the tensor's next call began
                 self._finish(row, at, tensor)
         nbytes = sum(_bytes(request) for _, request in tensors)
         self._close(self._path, at, {"batch": self._batch, "tensors": len(tensors), "bytes": nbytes})
         self._batch += 1
 
     def phase(self, name: str, begin: int, end: int, **args: Any) -> None:
-        """A part of the batch that is being carried out."""
+        """Record a phase of the current batch."""
         start = self._at(self._path, begin)
         stop = self._at(self._path, end)
         event = self._event(self._path, name, "X", start)
@@ -139,14 +143,14 @@ class Rows:
         event["args"] = {"batch": self._batch, **args}
 
     def posted(self, at: int, rank: int, tensors: Iterable[Tensor]) -> None:
-        """This rank's tensors are on the board."""
+        """Record that this rank marked tensors ready."""
         for tensor in tensors:
             row = self._row(tensor)
             if row.open and row.open[-1].startswith("NEGOTIATE_"):
                 self._tick(row, at, rank)
 
     def matched(self, ready: int, turn: int, place: int, last: int, tensor: Tensor) -> None:
-        """The board says that a tensor is ready, thanks to rank ``last``; its batch begins at ``turn``."""
+        """Record that rank ``last`` made a tensor ready everywhere; its batch starts at ``turn``."""
         row = self._row(tensor)
         if place != self._cycle:
             self._cycle = place
@@ -156,18 +160,18 @@ class Rows:
         self._ready(row, ready, tensor, f"f{place}")
         row.args["batch"] = self._batch
         self._end(row, turn)
-        if not self._riders:
+        if not self._matched:
             self._begin(self._path, turn, _operation(tensor[1]))
-        self._riders.append(tensor)
+        self._matched.append(tensor)
 
     def carried(self, end: int) -> None:
-        """The tensors that were matched last have been carried out."""
-        riders, self._riders = self._riders, []
-        if riders:
-            self.ended(end, riders)
+        """Record the end of the batch of the tensors matched last."""
+        matched, self._matched = self._matched, []
+        if matched:
+            self.ended(end, matched)
 
     def close(self, at: int) -> None:
-        """End what is open."""
+        """End all open spans."""
         for row in [*self._rows.values(), self._path]:
             while row.open:
                 self._close(row, at, {"unfinished": True})
@@ -222,7 +226,7 @@ class Rows:
 
     def _negotiate(self, row: Row, at: int, request: Request) -> None:
         if row.open and row.open[0].startswith("NEGOTIATE_"):
-            return  # another rank was first
+            return  # another rank submitted first
         self._begin(row, at, f"NEGOTIATE_{_operation(request)}")
         for when, rank in row.early:
             self._tick(row, when, rank)

@@ -1,13 +1,14 @@
-"""Where the time went: sums over a recording, by tensor and in all.
+"""Summary of a recording: time by part, for each tensor and for all tensors.
 
-Owns: the arithmetic; no files, no printing. For one turn of one tensor, on one rank:
+Owns the arithmetic; does no I/O. The time of one turn on one rank has these parts:
 
     submitted ... slowest rank submitted   waiting for that rank
-    ... agreement here                     negotiation
-    ... its batch begins                   queue
-    ... it has ended                       the data path: waiting, packing, reducing, unpacking, the rest
+    ... agreement on this rank             negotiation
+    ... batch starts                       queue
+    ... batch ends                         the data path: waiting, packing, reducing, unpacking, other
 
-What a batch's tensors share, each gets by its bytes. Times are means over the ranks that took part, in us.
+A tensor's share of its batch's time is its share of the batch's bytes. Times are means over the ranks of the
+turn, in us.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ _TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE:
 
 @dataclass(slots=True)
 class Total:
-    """Sums of one tensor, or of all.
+    """Sums of one tensor, or of all tensors.
 
     Attributes
     ----------
     name : str
-        The tensor with its operation.
+        Operation and tensor.
     turns : int
-        How often it went round.
+        Number of turns.
     nbytes : int
         Bytes on one rank, over all turns.
     parts : dict of str to float
-        By :data:`PARTS`, us, mean over ranks.
+        Time (us) of each of :data:`PARTS`, mean over ranks.
     waited_for : dict of int to float
-        By the rank that was last, the us for which the others waited (mean over ranks).
+        Time (us, mean over ranks) for which the others waited, by the rank that was last.
     last : dict of int to int
-        How often a rank was last.
+        Number of turns in which a rank was last, by rank.
     failed : int
         Turns that ended in an error.
     """
@@ -66,7 +67,7 @@ class Total:
 
     @property
     def time(self) -> float:
-        """All parts (us)."""
+        """Sum of all parts (us)."""
         return sum(self.parts.values())
 
     def slowest_rank(self) -> int | None:
@@ -75,10 +76,10 @@ class Total:
 
 
 def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
-    """Return what all tensors took together, and each tensor's sum, the most time first.
+    """Return the total of all tensors, and the total of each tensor, longest first.
 
-    Together they take less than the sum: while many tensors wait, or negotiate, time passes once. So of each
-    part the time counts in which any tensor was in it, on each rank.
+    The total of all is less than the sum, because many tensors wait or negotiate at the same time. On each
+    rank a part counts for the time in which at least one tensor was in it.
     """
     shares = {trace.rank: _shares(trace) for trace in traces}
     totals: dict[tuple[int, str, str], Total] = {}
@@ -92,7 +93,7 @@ def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
         for rank, number, turn in parts:
             for part, interval in _before_the_batch(turn, last).items():
                 own.parts[part] += (interval[1] - interval[0]) / len(parts)
-                # Where one rank alone tells of a turn, nobody is known to have waited for another.
+                # With one rank's record alone it is not known that anybody waited.
                 who = last[1] if part == "slowest" and last is not None and len(parts) > 1 else -1
                 spans.setdefault((rank, part, who), []).append(interval)
                 if who >= 0:
@@ -111,7 +112,7 @@ def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
 
 
 def covered(intervals: Sequence[Interval]) -> float:
-    """Return how much of the line some intervals cover."""
+    """Return the length of the union of intervals."""
     whole, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         if end > reached:
@@ -129,18 +130,18 @@ def _count(total: Total, parts: Sequence[tuple[int, int, Turn]], last: tuple[flo
 
 
 def _before_the_batch(turn: Turn, last: tuple[float, int, int] | None) -> dict[str, Interval]:
-    """Return when one rank waited for the slowest, negotiated, and stood in the queue."""
+    """Return the intervals in which a rank waited for the slowest rank, negotiated, and queued."""
     intervals = {"queue": (turn.ready, max(turn.begun, turn.ready))}
     if turn.submitted is None or last is None:
         return intervals
-    # Clocks are not exact: nothing is ready before it was submitted everywhere.
+    # Clocks are not exact, but a tensor is never ready before its last submission.
     submitted = min(turn.submitted, turn.ready)
     everywhere = min(max(last[0], submitted), turn.ready)
     return intervals | {"slowest": (submitted, everywhere), "negotiation": (everywhere, turn.ready)}
 
 
 def _shares(trace: RankTrace) -> list[dict[str, float]]:
-    """Return, by turn, its share (us) of each part of its batch's data path."""
+    """Return for each turn its share (us) of each part of its batch's data path."""
     spent: dict[int, dict[str, float]] = {}
     for phase in trace.phases:
         batch = spent.setdefault(phase.batch, {})

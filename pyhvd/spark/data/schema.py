@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,16 +49,29 @@ class Selection:
         return rows
 
 
+def check_frame(df: Any) -> None:
+    """Refuse what is no DataFrame of Spark.
+
+    Raises
+    ------
+    DataError
+        The text shows the value.
+    """
+    if not hasattr(df, "mapInArrow"):
+        raise DataError(f"df={reprlib.repr(df)}: expected a DataFrame of Spark")
+
+
 def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     """Return these columns of a DataFrame, vectors of Spark ML as lists; all columns for None.
 
     Raises
     ------
     DataError
-        A column is not there, is there twice, or is of a type that no array has.
+        It is no DataFrame; a column is not there, is there twice, or is of a type that no array has.
     SparkError
         A package is missing.
     """
+    check_frame(df)
     for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
         needed(module)
     if isinstance(names, str):

@@ -1,5 +1,5 @@
 """``python -m pyhvd doctor``.
 
-`facts` are gathered on a host, `trial` starts `ranks` there, `advice` makes findings of both, `screen` shows
-them, and `command` puts it together.
+`facts` gathers the facts of a host, `trial` starts `ranks` on it, `advice` derives findings from both,
+`screen` shows them, and `command` is the entry point.
 """

@@ -1,7 +1,7 @@
-"""From facts to findings: small pure functions, each of which knows one thing that goes wrong.
+"""Checks: small pure functions that derive findings from facts; each knows one kind of fault.
 
-Each takes a case and yields findings with advice in words. To look for one thing more, write a function and
-put it into ``CHECKS``.
+A check takes a case and yields findings with advice in words. To add a check, write a function and add it to
+``CHECKS``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ FEW_FILES = 1024
 CLOCK_SKEW_S = 1.0
 SLOW_LATENCY_S = {"shared memory": 200e-6, "MPI": 10e-3}
 SLOW_SHARE = 0.02
-"""An allreduce that moves its tensor at less than this share of the rate of a plain copy is slow."""
+"""An allreduce is slow if its rate is below this share of the rate of a plain copy."""
 
 
 _WITHOUT_COUNTERPART = re.compile(
     "ALLOW_MIXED_GPU|BATCH_D2D|BUILD_|CCL_|CROSS_|CUDA_|DISABLE_NVTX|ELASTIC|ENABLE_|GLOO_|GPU|HOSTNAME|LOCAL_"
     "|NCCL_|NUM_NCCL|NVTX_|RANK$|ROCM_|SIZE$|SPARK_|WITH_|WITHOUT_"
 )
-"""Horovod's variables that are no misspelling of one of pyhvd's, however near they come to one."""
+"""Variables of Horovod that resemble a knob of pyhvd but are not misspellings of it."""
 
 
 class Level(enum.StrEnum):
-    """How bad it is: a problem keeps pyhvd, or a part of it, from working; a note is worth reading."""
+    """The severity: with a problem pyhvd, or a part of it, does not work; a note is information."""
 
     NOTE = "note"
     PROBLEM = "problem"
@@ -47,7 +47,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be, and what to do about it."""
+    """One fault and its remedy."""
 
     level: Level
     about: str
@@ -59,16 +59,16 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a check looks at.
+    """The input of a check.
 
     Attributes
     ----------
     facts : Facts
-        Of one host.
+        Facts of one host.
     ranks : int
-        How many ranks it is to hold.
+        Ranks that the host is to run.
     trial : Trial or None
-        What a trial has brought; None where there was none, or where another host answers for it.
+        The trial's result; None if there was no trial, or if another host reports it.
     """
 
     facts: Facts
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def found(self) -> TrialFacts | None:
-        """What the trial has measured, if it came to that."""
+        """The trial's measurements; None if it made none."""
         return self.trial.found if self.trial is not None else None
 
     @property
     def crowded(self) -> float:
-        """How many ranks share a core; at least 1."""
+        """Ranks per core; at least 1."""
         return max(self.ranks / self.facts.cores.effective, 1.0)
 
 
@@ -92,7 +92,7 @@ def problem(about: str, text: str) -> Finding:
 
 
 def note(about: str, text: str) -> Finding:
-    """Return a finding that does not."""
+    """Return a finding that does not change the exit code."""
     return Finding(Level.NOTE, about, text)
 
 
@@ -123,7 +123,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def check_extensions(case: Case) -> Findings:
-    """Every extension can be imported."""
+    """Check that every extension can be imported."""
     for name, error in case.facts.extensions.items():
         if error:
             yield problem(
@@ -134,7 +134,7 @@ def check_extensions(case: Case) -> Findings:
 
 
 def check_gil(case: Case) -> Findings:
-    """A free-threaded Python has not got its GIL back."""
+    """Check that a free-threaded Python runs without its GIL."""
     if case.facts.gil and case.facts.free_threaded:
         yield note(
             "Python",
@@ -144,7 +144,7 @@ def check_gil(case: Case) -> Findings:
 
 
 def check_mpi(case: Case) -> Findings:
-    """There is an MPI, it starts, and lets a background thread call it."""
+    """Check that MPI exists, starts, and permits calls from a background thread."""
     mpi = case.facts.mpi
     if mpi.error:
         yield problem("MPI", f"{mpi.error}. Tried in a process of its own, without mpiexec")
@@ -163,13 +163,13 @@ def check_mpi(case: Case) -> Findings:
 
 
 def check_mpiexec(case: Case) -> Findings:
-    """There is an mpiexec of that MPI."""
+    """Check that an mpiexec of that MPI exists."""
     if case.facts.mpiexec_error and not case.facts.mpi.error:
         yield problem("mpiexec", case.facts.mpiexec_error)
 
 
 def check_shared_memory(case: Case) -> Findings:
-    """There is room for the windows of so many ranks, and for others."""
+    """Check the room in shared memory for the ranks' windows and for other programs."""
     shared, needed = case.facts.shared, case.facts.shared_per_rank * case.ranks
     if shared.total is None or shared.free is None:
         yield note(
@@ -194,7 +194,7 @@ def check_shared_memory(case: Case) -> Findings:
 
 
 def check_cores(case: Case) -> Findings:
-    """Every rank gets a core."""
+    """Check that every rank gets a core."""
     cores, ranks = case.facts.cores, case.ranks
     if cores.usable < cores.host and cores.usable < ranks:
         yield note(
@@ -218,7 +218,7 @@ def check_cores(case: Case) -> Findings:
 
 
 def check_memory(case: Case) -> Findings:
-    """There is memory left."""
+    """Check that memory is available."""
     memory = case.facts.memory
     if memory.available is not None and memory.available < LITTLE_MEMORY:
         yield note(
@@ -230,7 +230,7 @@ def check_memory(case: Case) -> Findings:
 
 
 def check_gpus(case: Case) -> Findings:
-    """Arrays on the GPUs that are there are taken, and by the short way."""
+    """Check that pyhvd takes arrays on this host's GPUs, without a copy through the host."""
     there, cuda = len(case.facts.gpus), case.facts.cuda
     devices = len(cuda.devices)
     if there and (error := cuda.errors.get("CuPy")):
@@ -276,7 +276,7 @@ def check_cuda_mpi(case: Case) -> Findings:
 
 
 def check_variables(case: Case) -> Findings:
-    """Every variable is a knob, and can be parsed."""
+    """Check that every variable of pyhvd is a knob with a valid value."""
     known = known_variables()
     suffixes = sorted({name.partition("_")[2] for name in known})
     for name in case.facts.variables:
@@ -300,7 +300,7 @@ def check_variables(case: Case) -> Findings:
 
 
 def check_limits(case: Case) -> Findings:
-    """Files can be opened, and memory locked where the network needs it."""
+    """Check the limits on open files and, with an RDMA card, on locked memory."""
     limits = case.facts.limits
     if limits.open_files is not None and limits.open_files < FEW_FILES:
         yield note(
@@ -320,7 +320,7 @@ def check_limits(case: Case) -> Findings:
 
 
 def check_end(case: Case) -> Findings:
-    """The trial ended well."""
+    """Check that the trial succeeded."""
     trial = case.trial
     if trial is None or not trial.error:
         return
@@ -334,7 +334,7 @@ def check_end(case: Case) -> Findings:
 
 
 def check_binding(case: Case) -> Findings:
-    """Ranks are not bound to the same few cores while others idle."""
+    """Check that ranks are not bound to a few cores while other cores idle."""
     here = [each for each in case.found.ranks if each.host == case.facts.host] if case.found else []
     cores = {core for each in here for core in each.cores}
     if len(cores) < min(len(here), case.facts.cores.host):
@@ -347,7 +347,7 @@ def check_binding(case: Case) -> Findings:
 
 
 def check_ring(case: Case) -> Findings:
-    """What went round the ring came back as it was."""
+    """Check that the payloads of the ring test arrived undamaged."""
     if (found := case.found) is None:
         return
     for receiver, sender, nbytes in found.ring.damaged:
@@ -361,7 +361,7 @@ def check_ring(case: Case) -> Findings:
 
 
 def check_clocks(case: Case) -> Findings:
-    """Clocks agree well enough for log files to be compared."""
+    """Check that clocks agree well enough to compare log files."""
     if (found := case.found) is None:
         return
     for clock in found.clocks:
@@ -376,7 +376,7 @@ def check_clocks(case: Case) -> Findings:
 
 
 def check_fast_lane(case: Case) -> Findings:
-    """Ranks of one host agree in shared memory."""
+    """Check that the ranks of one host negotiate in shared memory."""
     found = case.found
     if found is None or len({each.host for each in found.ranks}) > 1:
         return
@@ -389,7 +389,7 @@ def check_fast_lane(case: Case) -> Findings:
 
 
 def check_latency(case: Case) -> Findings:
-    """A small allreduce takes no longer than it should."""
+    """Check the latency of a small allreduce."""
     for lane in case.found.lanes if case.found is not None else ():
         limit = SLOW_LATENCY_S[lane.name] * (1 if case.crowded == 1 else 20 * case.crowded)
         if lane.latency > limit:
@@ -406,7 +406,7 @@ def check_latency(case: Case) -> Findings:
 
 
 def check_bandwidth(case: Case) -> Findings:
-    """A large allreduce is not far slower than a copy."""
+    """Check the rate of a large allreduce against that of a copy."""
     if (found := case.found) is None:
         return
     for lane in found.lanes:
@@ -421,7 +421,7 @@ def check_bandwidth(case: Case) -> Findings:
 
 
 def check_warnings(case: Case) -> Findings:
-    """pyhvd itself has not warned of anything."""
+    """Report pyhvd's own warnings during the trial."""
     for text in case.found.warnings if case.found is not None else ():
         yield note("pyhvd", text)
 

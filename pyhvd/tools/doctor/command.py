@@ -1,4 +1,4 @@
-"""The command itself: its options, where it runs (outside an mpiexec, or as ranks of one), how it ends."""
+"""The doctor command: its options, its two modes (outside an mpiexec, or as its ranks), its exit code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv, under_mpiexec=place is not None)
     if place is not None and not options.no_run:
         report = _as_rank(place, options.timeout)
-        if report is None:  # rank 0 speaks
+        if report is None:  # rank 0 reports
             return 0
     elif place is not None and place.rank != 0:
         return 0
@@ -100,7 +100,7 @@ def _from_outside(options: argparse.Namespace) -> Report:
 
 
 class _Progress:
-    """One line on the terminal that is written over, and nothing anywhere else."""
+    """A progress line on the terminal, redrawn in place; elsewhere nothing."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
@@ -124,7 +124,7 @@ def _progress() -> Iterator[_Progress]:
 
 
 def _as_rank(place: Place, timeout: float) -> Report | None:
-    """Take part with the ranks that mpiexec has started; return the report on rank 0."""
+    """Run the trial with the ranks of this mpiexec; return the report on rank 0."""
     facts = gather(timeout=min(timeout, _PROBE_S)) if place.local_rank == 0 else None
     with _watchdog(place, timeout) as watchdog:
         from pyhvd.tools.doctor.ranks import measure
@@ -133,7 +133,7 @@ def _as_rank(place: Place, timeout: float) -> Report | None:
         found, error = None, ""
         try:
             found = measure(watchdog.say)
-        except Exception as exc:  # what breaks init() is among what the doctor is asked about
+        except Exception as exc:  # an init() that fails is one of the faults that the doctor reports
             error = describe_exception(exc)
         seconds = time.monotonic() - begun
         stage = watchdog.stage
@@ -158,7 +158,7 @@ def _as_rank(place: Place, timeout: float) -> Report | None:
 
 
 class _Watchdog:
-    """Ends a rank that hangs, and says at what."""
+    """Ends a rank that hangs, and names the stage."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self._place = place
@@ -166,11 +166,11 @@ class _Watchdog:
         self.stage = "starting"
 
     def say(self, stage: str) -> None:
-        """Remember what comes next."""
+        """Note the next stage."""
         self.stage = stage
 
     def bite(self) -> None:
-        """End this process."""
+        """End the process with a message."""
         text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self.stage!r}\n"
         os.write(2, text.encode())
         os._exit(1)
@@ -182,8 +182,8 @@ def _watchdog(place: Place, timeout: float) -> Iterator[_Watchdog]:
     timer = threading.Timer(timeout, watchdog.bite)
     timer.daemon = True
     timer.start()
-    # A thread of Python's needs the GIL, which a hung MPI_Init may hold; this one does not. It stays, as
-    # MPI_Finalize, at the interpreter's exit, may hang too.
+    # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
+    # MPI_Finalize at the interpreter's exit may hang too.
     faulthandler.dump_traceback_later(timeout + 5, exit=True)
     try:
         yield watchdog

@@ -1,7 +1,7 @@
-"""What is so on this host. Gathers only: what to make of it is the business of :mod:`.advice`.
+"""Facts of this host; :mod:`.advice` judges them.
 
-Everything is bounded in time: what may hang (MPI, nvidia-smi) is asked in a process of its own. What cannot
-be found out is None or empty, never an error: the doctor has to work on a host where little else does.
+Every step has a time limit: a child process asks what may hang (MPI, nvidia-smi). An unknown fact is None or
+empty, never an error, because the doctor must work on a broken host.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIONAL = {
     "rich": "cli",
     "torch": "torch",
 }
-"""Packages that pyhvd can use, and the extra that brings each; empty where none does."""
+"""Packages that pyhvd can use, and the extra that installs each; empty if no extra does."""
 
 _SCHEDULERS = {
     "SLURM_JOB_ID": "Slurm job",
@@ -60,7 +60,7 @@ _GPU_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes; None where unknown, or without a limit."""
+    """Memory in bytes; None if unknown or without a limit."""
 
     total: int | None = None
     available: int | None = None
@@ -69,7 +69,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The file system in which ranks of one node meet; bytes."""
+    """The file system of shared memory; sizes in bytes."""
 
     path: str = "/dev/shm"
     total: int | None = None
@@ -78,7 +78,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Of the host, those that this process may run on, and what its cgroup may use (cores' worth of time)."""
+    """Cores: of the host, usable by this process, and the cgroup's quota (in cores of time)."""
 
     host: int = 1
     usable: int = 1
@@ -86,13 +86,13 @@ class Cores:
 
     @property
     def effective(self) -> float:
-        """Cores' worth of time that a job of this process gets."""
+        """Cores of time that a job of this process gets."""
         return min(self.usable, self.cgroup_quota or self.usable)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Soft limits of this process; None: unlimited. ``rdma``: there is a card that needs locked memory."""
+    """Soft limits of this process; None for unlimited. ``rdma``: a card needs locked memory."""
 
     open_files: int | None = None
     locked_bytes: int | None = None
@@ -101,7 +101,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that is known of a host without running ranks on it."""
+    """All facts of a host that need no ranks."""
 
     host: str = "host"
     system: str = ""
@@ -145,19 +145,19 @@ class Facts:
 
 
 def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Facts:
-    """Look around.
+    """Gather the facts of this host.
 
     Parameters
     ----------
     environ : mapping of str to str
-        Where variables are read.
+        Environment to read.
     timeout : float
-        Seconds that MPI gets to say what it is; all else takes a few seconds at most.
+        Time limit (s) for the question to MPI; all else takes a few seconds at most.
     """
     mpi = probe_mpi(timeout)
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
-    broken = any(extensions.values())  # then much of pyhvd cannot be imported
+    broken = any(extensions.values())  # without it much of pyhvd cannot be imported
     return Facts(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -186,7 +186,7 @@ def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Fa
 
 
 def knob_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are, or look like, pyhvd's; what may be secret is not shown."""
+    """Return the variables that are, or resemble, pyhvd's; without values that may be secret."""
     names = sorted(n for n in environ if n.startswith(("PYHVD_", "HOROVOD_")) and n != JOB_DIR)
     found = {name: environ[name] for name in names}
     return {n: "(not shown)" if any(word in n for word in _SECRET) else v for n, v in found.items()}
@@ -204,10 +204,10 @@ def shared_memory(path: str = "/dev/shm") -> Shared:
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> tuple[float | None, int | None]:
-    """Return the cores' worth of time and the bytes of memory that this process's cgroups allow.
+    """Return the quota of time (in cores) and of memory (bytes) of this process's cgroups.
 
-    Version 2: the least of the limits from its own group up to the root. Version 1: the limits that a
-    container sees as its own.
+    Version 2: the smallest limit from its own group up to the root. Version 1: the limits that a container
+    sees as its own.
     """
     quotas: list[float] = []
     limits: list[int] = []
@@ -237,7 +237,7 @@ def _read(path: Path) -> str:
 
 
 def _mpiexec(mpi: MpiFacts) -> tuple[str, str]:
-    """Return the mpiexec that belongs to the library, or what is wrong."""
+    """Return the mpiexec of the library and no error, or nothing and an error."""
     if not mpi.library:
         return "", "no MPI library to find an mpiexec for"
     try:
@@ -291,7 +291,7 @@ def _memory() -> Memory:
 
 
 def gpus() -> list[str]:
-    """Return name, memory and driver of each GPU, as nvidia-smi has them."""
+    """Return name, memory and driver of each GPU, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_S, check=False)
@@ -301,7 +301,7 @@ def gpus() -> list[str]:
 
 
 def _version(name: str) -> str:
-    """Return a package's version, or nothing; cupy's distribution has CUDA's version in its name."""
+    """Return a package's version, or an empty text; cupy's distribution name contains CUDA's version."""
     for distribution in (name, *(("cupy-cuda12x", "cupy-cuda13x") if name == "cupy" else ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)

@@ -1,7 +1,7 @@
-"""What there is for arrays on GPUs: CuPy, NCCL, devices, and the way that arrays would take.
+"""Facts for arrays on GPUs: CuPy, NCCL, devices, and the path that arrays would take.
 
-Run as a program it prints what it finds, as JSON: whatever starts CUDA may hang, or end the process, where a
-driver is broken. What follows from it is pure.
+As a program it prints the facts as JSON: with a broken driver, code that starts CUDA may hang or end the
+process. The rest is pure.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What CuPy says.
+    """Facts from CuPy.
 
     Attributes
     ----------
     cupy : str
-        Its version; empty where it cannot be imported.
+        CuPy's version; empty if it cannot be imported.
     driver, runtime : str
-        The newest CUDA that the driver knows, and the one that CuPy uses; empty where there is none.
+        The newest CUDA of the driver, and the CUDA of CuPy; empty if there is none.
     compiler : str
-        NVRTC's version; empty where it is not found, and pyhvd's kernels cannot be compiled.
+        NVRTC's version; empty if not found: pyhvd's kernels cannot be compiled.
     nccl : str
-        NCCL's version; empty where CuPy finds none.
+        NCCL's version; empty if CuPy finds none.
     devices : list of CudaDevice
-        As this process sees them (CUDA_VISIBLE_DEVICES).
+        Devices visible to this process (CUDA_VISIBLE_DEVICES).
     errors : dict of str to str
-        What could not be found out, and why.
+        Unknown facts, and the reasons.
     """
 
     cupy: str = ""
@@ -76,12 +76,12 @@ class CudaFacts:
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
-    """Ask CuPy, in a process of its own.
+    """Ask CuPy in a child process.
 
     Parameters
     ----------
     timeout : float
-        Seconds that it gets.
+        Time limit (s).
     """
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     try:
@@ -95,7 +95,7 @@ def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
 
 
 def look() -> CudaFacts:
-    """Ask CuPy, in this process; what it does not know is an error's text."""
+    """Ask CuPy in this process; an unknown fact becomes the text of an error."""
     try:
         import cupy
     except ImportError as exc:

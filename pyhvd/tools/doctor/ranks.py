@@ -1,11 +1,11 @@
-"""What each rank of a trial does: ``python -m pyhvd.tools.doctor.ranks FOLDER``, under an mpiexec.
+"""One rank of a trial: ``python -m pyhvd.tools.doctor.ranks FOLDER``, under an mpiexec.
 
-Each rank leaves what it is about to do in ``FOLDER/stage.<rank>``, so that whoever waits can say where it has
-got stuck; rank 0 leaves the results in ``FOLDER/found.json``.
+Each rank writes its next stage to ``FOLDER/stage.<rank>``, so that the waiting process can name the
+stage of a hung rank. Rank 0 writes the results to ``FOLDER/found.json``.
 
-Clock offsets are found as Cristian does (Probabilistic clock synchronization, Distributed Computing 3, 1989):
-the remote clock is read half a round trip after the request, give or take half a round trip; the shortest of
-many round trips tells most.
+Source of the clock offsets: F. Cristian, "Probabilistic clock synchronization" (Distributed Computing 3,
+1989). The remote clock is read half a round trip after the request, plus or minus half a round trip. The
+shortest of many round trips gives the smallest uncertainty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 
 
 class _Listener(logging.Handler):
-    """Keeps what pyhvd warns of; a program that logs has handlers, so nothing is printed."""
+    """Keeps pyhvd's warnings; with this handler installed, pyhvd prints nothing."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -52,12 +52,12 @@ class _Listener(logging.Handler):
 
 
 def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
-    """Try out the ranks of this job. Collective; pyhvd is not up before, nor after.
+    """Test the ranks of this job. Collective; pyhvd is not initialised before or after.
 
     Parameters
     ----------
     say : callable
-        Told what is about to be done.
+        Called with the name of each stage before it starts.
     large_bytes : int
         Size of the large tensor.
     """
@@ -76,7 +76,7 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
     say("copy test")
     copy_rate = _copy_rate(comm)
     lanes = []
-    # The fast lane last: pyhvd's warnings are then those of the way that is in use by default.
+    # The fast lane last: the warnings kept are then those of the default lane.
     for name, knob in (("MPI", "0"), ("shared memory", "1")):
         if knob == "1" and len({each.host for each in ranks}) > 1:
             continue
@@ -99,10 +99,10 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
 
 
 def go_round(comm: MPI.Intracomm, sizes: list[int]) -> RingFacts:
-    """Pass random bytes from neighbour to neighbour; every rank checks what arrives.
+    """Pass random bytes from neighbour to neighbour; every rank checks each payload.
 
-    Each rank's own payload starts the first hop, and what has arrived is passed on in the next; the bytes
-    follow from the rank that they began at, so every receiver knows what they should be.
+    Each rank sends its own payload in the first hop, and the payload it received in each later hop. A
+    payload is a function of the rank that made it, so every receiver knows the right bytes.
     """
     rank, ranks = comm.Get_rank(), comm.Get_size()
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
@@ -121,12 +121,12 @@ def go_round(comm: MPI.Intracomm, sizes: list[int]) -> RingFacts:
 
 
 def payload(rank: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the bytes that begin at a rank."""
+    """Return the payload that a rank makes."""
     return np.random.default_rng(rank).integers(0, 256, nbytes, np.uint8)
 
 
 def compare_clocks(comm: MPI.Intracomm) -> list[ClockFacts]:
-    """Compare every rank's clock with rank 0's; returns them on rank 0, and nothing on the others."""
+    """Compare every rank's clock with rank 0's; return the offsets on rank 0, nothing on other ranks."""
     rank = comm.Get_rank()
     found = []
     for other in range(1, comm.Get_size()):
@@ -176,7 +176,7 @@ def _has_lane() -> bool:
 
 
 def _latency() -> float:
-    """Seconds for an allreduce of 4 bytes: the median of many, but no more than a second's worth."""
+    """Return the median time (s) of an allreduce of 4 bytes, over one second at most."""
     x = np.ones(1, np.float32)
     times: list[float] = []
     for i in range(20 + _SMALL_ROUNDS):
@@ -184,7 +184,7 @@ def _latency() -> float:
         hvd.allreduce_(x, name="doctor/small", op=hvd.Max)
         if i >= 20:
             times.append(time.perf_counter() - begun)
-        if i == 20:  # all ranks do the same number
+        if i == 20:  # all ranks need the same number
             slowest = float(hvd.allreduce(np.float64(times[0]), op=hvd.Max, name="doctor/slowest"))
             if slowest * _SMALL_ROUNDS > 1.0:
                 break
@@ -192,7 +192,7 @@ def _latency() -> float:
 
 
 def _seconds(nbytes: int) -> float:
-    """Seconds for an allreduce of a large tensor, in place; its values are checked."""
+    """Return the median time (s) of an allreduce of a large tensor in place; check its values."""
     x = np.empty(nbytes // 4, np.float32)
     times = []
     for _ in range(1 + _LARGE_ROUNDS):
@@ -207,7 +207,7 @@ def _seconds(nbytes: int) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Be one rank of a trial."""
+    """Run one rank of a trial."""
     from pyhvd.job.mpi.rank_env import find_place
 
     folder = Path(argv[0])
@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
     rank = place.rank if place is not None else 0
 
     def say(stage: str) -> None:
-        # Renamed into place: whoever reads it finds all of it, or the one before.
+        # Renamed into place: a reader finds the whole new file, or the whole previous one.
         fresh = folder / f".stage.{rank}"
         fresh.write_text(stage)
         fresh.replace(folder / f"stage.{rank}")

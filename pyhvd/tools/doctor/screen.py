@@ -1,4 +1,4 @@
-"""The doctor's words on the screen: a table of what there is, then the findings. Pure, but for ``show``."""
+"""The doctor's report: a table of facts, then the findings. Pure, except ``show``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table; ``about`` ties it to findings, the worst of which is its verdict."""
+    """One row of the table; its verdict is the worst finding with the same ``about``."""
 
     about: str
     value: str
@@ -26,16 +26,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the doctor has to say.
+    """The doctor's report.
 
     Attributes
     ----------
     hosts : list of Facts
         The first is rank 0's.
     findings : dict of str to list of Finding
-        By host; those of the trial are under the first host's.
+        By host; findings of the trial are under the first host.
     trial : Trial or None
-        None where there was none.
+        None if there was no trial.
     """
 
     hosts: list[Facts]
@@ -44,12 +44,12 @@ class Report:
 
     @property
     def code(self) -> int:
-        """The exit code: 1 if there is a problem anywhere."""
+        """The exit code: 1 if any host has a problem."""
         return int(any(f.level == Level.PROBLEM for found in self.findings.values() for f in found))
 
 
 def host_rows(facts: Facts) -> list[Row]:
-    """Return what there is on a host."""
+    """Return the rows of a host."""
     gil = "GIL on" if facts.gil else "free-threaded, GIL off"
     broken = [name for name, error in facts.extensions.items() if error]
     extensions = f"not loaded: {', '.join(broken)}" if broken else "extensions loaded"
@@ -89,7 +89,7 @@ def host_rows(facts: Facts) -> list[Row]:
 
 
 def _gpu_rows(facts: Facts) -> list[Row]:
-    """Return what there is for arrays on GPUs; nothing where CuPy is not."""
+    """Return the rows for arrays on GPUs; none without CuPy."""
     cuda = facts.cuda
     if not cuda.cupy:
         return []
@@ -112,7 +112,7 @@ def _gpu_rows(facts: Facts) -> list[Row]:
 
 
 def trial_rows(trial: Trial) -> list[Row]:
-    """Return what a trial has brought."""
+    """Return the rows of a trial."""
     if trial.found is None:
         return [Row("trial", f"{trial.ranks} ranks, ended after {span(trial.seconds)}")]
     found = trial.found
@@ -164,7 +164,7 @@ def plain(report: Report, width: int = WIDTH) -> str:
 
 
 def show(report: Report) -> None:
-    """Print the report: by rich on a terminal, if it is installed, else as plain text."""
+    """Print the report: by rich on a terminal if rich is installed, else as plain text."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print(plain(report))
         return
@@ -207,7 +207,7 @@ def _sum(report: Report) -> str:
 
 
 def _fill(text: str, width: int, head: str, indent: str) -> str:
-    """Wrap at spaces alone, so that what is to be typed stays whole."""
+    """Wrap at spaces only, so that commands stay whole."""
     return textwrap.fill(
         text,
         width,

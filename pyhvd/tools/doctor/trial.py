@@ -1,4 +1,4 @@
-"""Starts a trial on this host with the project's own launcher, and waits for it, but not for ever."""
+"""Starting a trial on this host with pyhvdrun, and waiting for it with a time limit."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _NOT_FOR_A_TRIAL = ("TIMELINE", "METRICS_PORT", "AUTOTUNE", "AUTOTUNE_LOG")
 
 
 def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
-    """Run a trial of so many ranks on this host.
+    """Run a trial on this host.
 
     Parameters
     ----------
     ranks : int
-        How many.
+        Number of ranks.
     timeout : float
-        Seconds after which the job is ended, first with SIGTERM, then for good.
+        Time (s) after which the job is ended, by SIGTERM and then by SIGKILL.
     progress : callable
-        Told what rank 0 is doing.
+        Called with rank 0's stage.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
         folder = Path(name)
-        # The start gets half of the time, so that the launcher can still say who is missing.
+        # The start gets half of the time, so that the launcher can still name the missing ranks.
         launcher = ["-m", "pyhvd.run", "-n", str(ranks), "--start-timeout", f"{timeout / 2:g}"]
         command = [sys.executable, *launcher, "-m", "pyhvd.tools.doctor.ranks", name]
         with open(folder / "output", "w+b") as output:
@@ -69,7 +69,7 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
 
 
 def _surroundings() -> dict[str, str]:
-    """Return the user's environment, without what would write files or open ports beside the user's job."""
+    """Return the user's environment without knobs that write files or open ports."""
     kept = alone(os.environ)
     for name in _NOT_FOR_A_TRIAL:
         for prefix in ("PYHVD_", "HOROVOD_"):
@@ -78,7 +78,7 @@ def _surroundings() -> dict[str, str]:
 
 
 def read_stages(folder: Path, ranks: int) -> dict[int, str]:
-    """Return the last thing that each rank began to do; ranks that have not started are absent."""
+    """Return each rank's last stage; ranks that did not start are absent."""
     stages = {}
     for rank in range(ranks):
         with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def read_stages(folder: Path, ranks: int) -> dict[int, str]:
 
 
 def _wait(job: subprocess.Popen[bytes], until: float, folder: Path, progress: Callable[[str], None]) -> bool:
-    """Wait for the job's end; return whether it came in time."""
+    """Wait for the job's end; return whether it ended in time."""
     while time.monotonic() < until:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(_POLL_S)
@@ -97,9 +97,9 @@ def _wait(job: subprocess.Popen[bytes], until: float, folder: Path, progress: Ca
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """End a job that still runs: the launcher takes its ranks with it, even if it is killed itself.
+    """End a running job: the launcher ends its ranks, even if the launcher is killed.
 
-    What it may have started before there were ranks is of its process group.
+    Processes that the launcher started before the ranks are in its process group.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:

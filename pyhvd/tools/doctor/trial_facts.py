@@ -1,4 +1,4 @@
-"""What the ranks of a trial have measured; filled in by :mod:`.ranks`, judged by :mod:`.advice`."""
+"""The measurements of a trial: :mod:`.ranks` makes them, :mod:`.advice` judges them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """Where one rank runs; ``cores`` are the numbers of those that it may run on."""
+    """The location of one rank; ``cores`` are the numbers of its permitted cores."""
 
     rank: int
     host: str
@@ -15,14 +15,14 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class RingFacts(msgspec.Struct, frozen=True):
-    """A payload that went round the ring of ranks, once for each size.
+    """Results of the ring test.
 
     Attributes
     ----------
     sizes : list of int
-        Bytes.
+        Sizes of the payloads (bytes).
     damaged : list of (int, int, int)
-        Receiver, its left neighbour, bytes: what arrived was not what had been sent.
+        Receiver, its left neighbour, and size (bytes) of each damaged payload.
     """
 
     sizes: list[int]
@@ -30,7 +30,7 @@ class RingFacts(msgspec.Struct, frozen=True):
 
 
 class ClockFacts(msgspec.Struct, frozen=True):
-    """How far a rank's clock is ahead of rank 0's (s); the true offset lies within ``uncertainty`` of it."""
+    """Seconds by which a rank's clock is ahead of rank 0's, with the uncertainty of that offset."""
 
     rank: int
     offset: float
@@ -38,18 +38,18 @@ class ClockFacts(msgspec.Struct, frozen=True):
 
 
 class LaneFacts(msgspec.Struct, frozen=True):
-    """What one way of agreeing and reducing achieves, on rank 0.
+    """Speed of one lane, measured on rank 0.
 
     Attributes
     ----------
     name : str
         ``"shared memory"`` or ``"MPI"``.
     latency : float
-        Seconds for a synchronous allreduce of 4 bytes that the ranks remember; median.
+        Median time (s) of a synchronous, cached allreduce of 4 bytes.
     nbytes : int
         Bytes of the large tensor.
     seconds : float
-        For its allreduce; median.
+        Median time (s) of its allreduce.
     """
 
     name: str
@@ -64,18 +64,18 @@ class LaneFacts(msgspec.Struct, frozen=True):
 
 
 class TrialFacts(msgspec.Struct, frozen=True):
-    """What a trial has found.
+    """Results of a trial.
 
     Attributes
     ----------
     ranks : list of RankFacts
         By rank.
     ring, clocks, lanes
-        See there.
+        Results of each test.
     copy_rate : float
-        B/s at which one rank copies memory, while the others do too: what the lanes are measured by.
+        Rate (B/s) at which one rank copies memory while all ranks do; the yardstick of the lanes.
     warnings : list of str
-        What pyhvd has warned of meanwhile.
+        pyhvd's warnings during the trial.
     """
 
     ranks: list[RankFacts]
@@ -92,15 +92,15 @@ class Trial(msgspec.Struct, frozen=True):
     Attributes
     ----------
     ranks : int
-        How many were asked for.
+        Number of ranks asked for.
     seconds : float
-        How long it took.
+        Duration (s).
     found : TrialFacts or None
-        None where it did not end well.
+        Results; None if the trial failed.
     error : str
-        What went wrong, if something did.
+        Text of the error, or empty.
     stages : dict of int to str
-        The last thing that each rank began to do, where it did not end well.
+        Each rank's last stage, if the trial failed.
     """
 
     ranks: int

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pyhvd as hvd
 from pyhvd.arrays import TensorView
 from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
 from pyhvd.devices.base import DeviceView
+from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
 
 without_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
@@ -89,3 +91,32 @@ def test_a_view_of_an_array_on_a_device() -> None:
     assert isinstance(target, DeviceView)
     assert (target.shape, target.info, target.on) == ((7,), view.info, device)
     assert view.span.part(8, 12) == (array.ptr + 8, 12)
+
+
+def test_compression_of_what_is_in_host_memory() -> None:
+    """It is sent as numpy's, or torch's own, float16, and comes back as numpy's array of the first dtype."""
+    values = np.arange(3, dtype=np.float32)
+
+    class Host(Capsule):
+        __module__ = "torch"
+        is_cuda = False
+
+        def __init__(self, array: Any) -> None:
+            super().__init__(1)
+            self.array, self.dtype = array, f"torch.{array.dtype}"
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__()
+
+        def half(self) -> Host:
+            return Host(self.array.astype(np.float16))
+
+    def body() -> None:
+        for tensor in (values, Host(values)):
+            result = hvd.allreduce(tensor, op=hvd.Sum, name="x", compression=hvd.Compression.fp16)
+            assert (result.dtype, result.tolist()) == (np.float32, [0.0, 1.0, 2.0])
+
+    run_ranks(1, body)
+    assert str(hvd.Compression.fp16.compress(Host(values))[0].dtype) == "torch.float16"
+    assert hvd.Compression.fp16.compress(Capsule(1))[1] is None, "integers stay as they are"
+    assert hvd.Compression.fp16.compress([1.0])[1] is None, "the call itself refuses a list"

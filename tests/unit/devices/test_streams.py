@@ -328,3 +328,30 @@ def test_the_arrays_of_a_call_share_an_event(device: FakeDevice) -> None:
         assert [stream for thread, stream in records if thread == mine] == [0]
 
     alone(body)
+
+
+def test_compression_of_a_torch_tensor_stays_on_the_device(device: FakeDevice) -> None:
+    array = make_array("torch", device)
+    sent, _ = hvd.Compression.fp16.compress(array)
+    assert (type(sent), str(sent.dtype)) == (Tensor, "torch.float16")
+
+    def body() -> None:
+        result = hvd.allreduce(array, op=hvd.Sum, name="x", compression=hvd.Compression.fp16)
+        assert (type(result), str(result.dtype)) == (Tensor, "torch.float64")
+        assert result.inner.get().tolist() == VALUES.tolist()
+
+    alone(body)
+    assert hvd.Compression.fp16.compress(sent) == (sent, None), "what is float16 already stays as it is"
+
+
+@pytest.mark.parametrize("kind", ["interface", "dlpack"])
+def test_compression_refuses_what_nobody_can_cast(device: FakeDevice, kind: str) -> None:
+    text = (
+        r"Compression.fp16 cannot cast a tests.*\.(Interface|Capsule) on cuda:0: pass cupy.asarray\(array\)"
+    )
+
+    def body() -> None:
+        with pytest.raises(TypeError, match=text):
+            hvd.allreduce(make_array(kind, device), name="x", compression=hvd.Compression.fp16)
+
+    alone(body)

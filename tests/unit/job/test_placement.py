@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from itertools import pairwise
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+import pyhvd.spark
 from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.job.addresses import listening_places
 from pyhvd.job.errors import UnsupportedLauncherError
@@ -174,6 +176,35 @@ def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
         _mpiexec_arguments("-x 'A", "mpiexec")
     with pytest.raises(UnsupportedLauncherError, match="use 'pmi' or 'mpiexec'"):
         _mpiexec_arguments(None, "srun")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"fn": "train"}, "fn='train': expected a function"),
+        ({"args": 3}, "args=3: expected a sequence of arguments"),
+        ({"args": "ab"}, "args='ab': expected a sequence of arguments"),
+        ({"kwargs": [1]}, "kwargs=[1]: expected a mapping of names to arguments"),
+        ({"kwargs": {1: 2}}, "kwargs={1: 2}: expected a mapping of names to arguments"),
+        ({"num_proc": "4"}, "num_proc='4': expected a number of ranks"),
+        ({"start_timeout": "5"}, "start_timeout='5': expected a number of seconds above 0"),
+        ({"start_timeout": True}, "start_timeout=True: expected a number of seconds above 0"),
+        ({"env": ["A"]}, "env=['A']: expected a mapping of names to values"),
+        ({"stdout": "out.txt"}, "stdout='out.txt': expected a file that is open for text"),
+        ({"stderr": io.BytesIO()}, "expected a file that is open for text"),
+        ({"verbose": "2"}, "verbose='2': expected 0, 1 or 2"),
+        ({"nics": [3]}, "nics=[3]: expected names of network interfaces"),
+        ({"nics": 3}, "nics=3: expected names of network interfaces"),
+        ({"nics": {3, "lo"}}, "expected names of network interfaces"),
+        ({"executable": 3}, "executable=3: expected the path of a Python, as str"),
+        ({"extra_mpi_args": ["-x", "A"], "launcher": "mpiexec"}, "extra_mpi_args=['-x', 'A']: expected one"),
+        ({"launcher": 3}, "launcher=3: use 'pmi' or 'mpiexec'"),
+        ({"df": [1, 2]}, "df=[1, 2]: expected a DataFrame of Spark"),
+    ],
+)
+def test_a_wrong_argument_of_run_is_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        pyhvd.spark.run(**{"fn": print} | wrong)
 
 
 def test_arguments_for_mpiexec_are_those_of_a_shell() -> None:

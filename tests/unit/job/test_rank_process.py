@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import Start
+from pyhvd.job.mpi.openmpi.daemon import daemon_environment
 from pyhvd.job.process.exit_report import LOST
 from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.job.rank_process import RankProcess, rank_environment
@@ -105,3 +107,14 @@ def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> No
     assert rank_environment(given, start)["PYTHONPATH"].split(":") == ["/executor/files.zip", "/given"]
     assert (env["PMI_RANK"], env["PMI_SIZE"], env["MPI_LOCALRANKID"], env["MPI_LOCALNRANKS"]) == tuple("1412")
     assert (env["MODE"], env["CUDA_X"], "OMPI_X" in env) == ("train", "0", False)
+
+
+def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
+    """They come by spark.executorEnv; what speaks of another job does not pass."""
+    given = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_plm": "x", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
+    given |= {"OMPI_MCA_ess_base_jobid": "7", "OMPI_MCA_orte_hnp_uri": "u", "PRTE_LAUNCHED": "1", "A": "b"}
+    rank = rank_environment(given, Start(0, 1, 0, 1, 0, 1, {}))
+    daemon = daemon_environment(given, "host", [("driver", 1)], Secret())
+    for env in (rank, daemon):
+        assert {name for name in given if name in env} == {"OMPI_MCA_btl", "PRTE_MCA_plm", "A"}
+    assert rank_environment(given, Start(0, 1, 0, 1, 0, 1, {"OMPI_MCA_btl": "sm"}))["OMPI_MCA_btl"] == "sm"

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pyhvd.negotiation.messages import ErrorKind, Request
+from tests.thinning import examples
 from tests.unit.native.fast_path_simulation import LaneNetwork
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
@@ -230,7 +231,7 @@ def play(clash: Clash, players: Sequence[Player], choices: Sequence[int]) -> Non
             return
 
 
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(
     programs=st.lists(st.sampled_from(PROGRAMS), min_size=2, max_size=4).filter(is_clash),
     capacity=st.sampled_from([8, 8, 1, 0]),

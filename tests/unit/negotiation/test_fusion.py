@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pyhvd.dtypes import Code
 from pyhvd.negotiation.fusion import plan, response_bytes
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
+from tests.thinning import examples
 from tests.unit.negotiation.simulation import allreduce, tensor
 
 
@@ -210,7 +211,7 @@ fusable_or_not = st.builds(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     responses=st.lists(any_response, max_size=25) | st.lists(fusable_or_not, max_size=12),
     threshold=st.integers(0, 300),

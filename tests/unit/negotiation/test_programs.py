@@ -16,6 +16,7 @@ from msgspec import structs
 
 from pyhvd.dtypes import Code
 from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
+from tests.thinning import examples
 from tests.unit.native.fast_path_simulation import LaneNetwork
 from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
 
@@ -374,7 +375,7 @@ def _one(steps: list[Step]) -> Step:
     return steps[0] if steps else Window([], True)
 
 
-@settings(max_examples=3000)
+@settings(max_examples=examples(3000))
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 3, 2, 1, 0]),
@@ -406,7 +407,7 @@ repetitive = st.builds(
 """Calls of which many are as they were before, so that they go by the board."""
 
 
-@settings(max_examples=800)
+@settings(max_examples=examples(800))
 @given(
     size=st.integers(2, 4),
     capacity=st.sampled_from([8, 8, 3, 2]),
@@ -427,7 +428,7 @@ def test_program_ends_the_same_with_a_fast_lane(
     program.network.check_all()
 
 
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(
     size=st.integers(2, 3),
     fast_lane=st.booleans(),

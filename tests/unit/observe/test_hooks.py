@@ -77,5 +77,5 @@ def test_what_raises_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
         hooks.list_taken(2, [])
     assert ear.heard == [1, 2]
     assert [record.message for record in caplog.records] == [
-        "_Broken is switched off, as it raised: RuntimeError('out of order')"
+        "_Broken is switched off because it raised RuntimeError('out of order')"
     ]

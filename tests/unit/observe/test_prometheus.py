@@ -131,7 +131,7 @@ def test_the_port_is_the_base_and_the_local_rank() -> None:
         f"PYHVD_METRICS_PORT={port - 3}: local rank 3 cannot serve metrics on 127.0.0.1:{port}:"
         " Address already in use; choose another port, or 0 for any free one"
     )
-    with pytest.raises(ConfigError, match="PYHVD_METRICS_PORT=65535: with local rank 1 that is past 65535"):
+    with pytest.raises(ConfigError, match="PYHVD_METRICS_PORT=65535: plus local rank 1 exceeds 65535"):
         Endpoint(65535, "127.0.0.1", 1)
 
 
@@ -139,7 +139,7 @@ def test_the_port_is_the_base_and_the_local_rank() -> None:
 def test_an_address_that_is_none_of_this_host(address: str) -> None:
     with pytest.raises(ConfigError) as error:
         Endpoint(0, address, 0)
-    assert str(error.value).startswith(f"PYHVD_METRICS_ADDRESS={address!r}: no address of this host: ")
+    assert str(error.value).startswith(f"PYHVD_METRICS_ADDRESS={address!r}: not an address of this host: ")
 
 
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,4 +205,4 @@ def test_a_directory_that_others_may_have_made_is_not_used(
         assert "pyhvd_info" in scrape(endpoint), "only top suffers"
     finally:
         endpoint.close()
-    assert "is not a directory of this user's own" in caplog.text
+    assert "is not a private directory of this user" in caplog.text

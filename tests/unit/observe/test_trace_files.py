@@ -71,9 +71,9 @@ def test_a_file_cut_anywhere_gives_all_but_its_last_line(
     [
         ("", "first line is not '\\['"),
         ("hello\n", "first line is not '\\['"),
-        ('{"traceEvents": []}', "no JSON array"),
-        ("[1, 2]", "no JSON array"),
-        ('[\n{"a": 1},\nnonsense,\n{"b": 2}\n]\n', "line 3: broken in the middle"),
+        ('{"traceEvents": []}', "not a JSON array"),
+        ("[1, 2]", "not a JSON array"),
+        ('[\n{"a": 1},\nnonsense,\n{"b": 2}\n]\n', "line 3: damaged"),
     ],
 )
 def test_broken_files_are_named(text: str, says: str, tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def test_several_recordings_in_one_directory(tmp_path: Path, capsys: pytest.Capt
             recording.close()
     assert main(["summary", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert "files of 2 recordings: name one file of the one you mean" in told
-    assert f"{tmp_path / 'one.json'} (ranks 0-2, begun at" in told
+    assert "files of 2 recordings: name one file of the recording you want" in told
+    assert f"{tmp_path / 'one.json'} (ranks 0-2, started at" in told
     assert main(["summary", str(tmp_path / "two.rank1.json")]) == 0
     assert "allreduce.w0" in capsys.readouterr().out
 
@@ -181,7 +181,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         recording.close()
     assert main(["summary", str(tmp_path), "--top", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "where the time went: ms, summed over turns, mean of ranks 0-2"
+    assert lines[0] == "time by part: ms, summed over turns, mean of ranks 0-2"
     assert lines[1].split()[:4] == ["tensor", "turns", "MiB", "total"]
     assert lines[3].split()[:6] == ["allreduce.w0", "10", "0.01", "86.667", "26.667", "10.000"]
     assert lines[4] == "(1 more)"
@@ -212,7 +212,7 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["summary", str(tmp_path / "none")]) == 1
     assert "no such file or directory" in capsys.readouterr().err
     assert main(["summary", str(tmp_path / "merged.json")]) == 1
-    assert "merged.json: no JSON array of trace events" in capsys.readouterr().err
+    assert "merged.json: not a JSON array of trace events" in capsys.readouterr().err
 
 
 def test_files_that_are_broken_inside(tmp_path: Path) -> None:
@@ -221,14 +221,14 @@ def test_files_that_are_broken_inside(tmp_path: Path) -> None:
     path = tmp_path / "t.rank1.json"
     events = json.loads(path.read_text())
     for wrong, says in (
-        ([event for event in events if event["name"] != "pyhvd_clock"], "no measurement of its clock"),
-        ([{k: v for k, v in event.items() if k != "ts"} for event in events], "lacks something"),
+        ([event for event in events if event["name"] != "pyhvd_clock"], "no measurement of the clock"),
+        ([{k: v for k, v in event.items() if k != "ts"} for event in events], "incomplete event"),
         ([{**events[0], "args": {**events[0]["args"], "format": 9}}, *events[1:]], "format 9"),
         ([{**events[0], "args": [1]}, *events[1:]], "no header"),
         ([{**events[0], "args": {"format": 1, "job": "job"}}, *events[1:]], "header: .* `rank`"),
         ([{**events[0], "args": {**events[0]["args"], "rank": "1"}}, *events[1:]], r"header: .* `\$\.rank`"),
-        ([*events, {"ph": "X"}], "lacks something: KeyError.*name"),
-        ([*events, {"name": "x", "ph": "X", "args": 3}], "lacks something: TypeError"),
+        ([*events, {"ph": "X"}], "incomplete event: KeyError.*name"),
+        ([*events, {"name": "x", "ph": "X", "args": 3}], "incomplete event: TypeError"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(TraceError, match=says) as caught:

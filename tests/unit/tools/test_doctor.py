@@ -25,6 +25,7 @@ from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain
 from pyhvd.tools.doctor.trial import read_stages
 from pyhvd.tools.doctor.trial_facts import ClockFacts, RingFacts, Trial
+from tests.unit.observe.recordings import MS, Recording, Skew
 from tests.unit.tools.doctor_cases import CUDA, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -416,3 +417,39 @@ def test_ctrl_c_leaves_no_traceback(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(importlib.import_module(dispatcher.COMMANDS[name][0]), "main", interrupted)
     assert dispatcher.main([name]) == 130
+
+
+@pytest.mark.parametrize("arguments", ["--help", "trace --help", "doctor --no-run", "doctor --no-run --json"])
+def test_an_output_that_cannot_be_written_is_a_line(arguments: str) -> None:
+    _print_nowhere(arguments.split())
+
+
+def test_a_summary_that_cannot_be_written_is_a_line(tmp_path: Path) -> None:
+    recording = Recording(str(tmp_path / "t.json"), 0, 1, Skew())
+    recording.turn(0, "w", (0, MS, 2 * MS, 3 * MS))
+    recording.close()
+    _print_nowhere(["trace", "summary", str(tmp_path)])
+    _print_nowhere(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "merged.json")])
+
+
+def _print_nowhere(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pyhvd", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.stderr == f"python -m pyhvd {arguments[0]}: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "pyhvd", "--help"], stdout=gone, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"")

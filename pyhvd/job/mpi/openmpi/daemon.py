@@ -14,13 +14,11 @@ from pyhvd.job.job_key import Secret, to_environment
 from pyhvd.job.messages import StartDaemon
 from pyhvd.job.mpi.openmpi.rank_proxy import HOST, PYTHON
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rank_process import own_environment
+from pyhvd.job.rank_process import own_environment, without_foreign
 from pyhvd.transport.tcp.connection import Address
 
 # It has a second from SIGTERM to SIGKILL.
 _KILL_S = 3.0
-# What the executor's environment says of a job that it is itself part of is not about the daemon's job.
-_FOREIGN = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
 
 
 class DaemonError(Exception):
@@ -60,8 +58,11 @@ def daemon_environment(
     environ: Mapping[str, str], host: str, addresses: Sequence[Address], secret: Secret
 ) -> dict[str, str]:
     """Return the environment of the daemon, from the task's; its stand-ins have it from the daemon."""
-    env = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
-    env = own_environment(env) | {HOST: host, PYTHON: sys.executable, **to_environment(addresses, secret)}
+    env = own_environment(without_foreign(environ)) | {
+        HOST: host,
+        PYTHON: sys.executable,
+        **to_environment(addresses, secret),
+    }
     if os.getuid() == 0:
         env |= root_settings("PRTE")
     return env

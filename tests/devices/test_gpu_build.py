@@ -1,0 +1,186 @@
+"""The GPU code against the real compiler and the real CuPy, without a GPU (``make test-gpu-build``)."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import importlib
+import importlib.util
+import pkgutil
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyhvd.backends.gpu import nccl_bindings
+from pyhvd.devices.packing import kernel_types
+from pyhvd.dtypes import Code
+from tests.devices.kernels_on_cpu import SOURCE
+
+PACKAGE = Path(nccl_bindings.__file__).resolve().parents[2]
+
+
+def missing(module: str) -> bool:
+    """Whether a module of a wheel is not installed."""
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:
+        return True
+
+
+needs_nvrtc = pytest.mark.skipif(
+    missing("nvidia.cuda_nvrtc"), reason="no nvidia-cuda-nvrtc-cu12: make test-gpu-build"
+)
+needs_cupy = pytest.mark.skipif(missing("cupy"), reason="no cupy-cuda12x: make test-gpu-build")
+
+
+def types_of(code: Code, wire: Code, factor: float) -> tuple[str, str] | None:
+    try:
+        return kernel_types(code, wire, factor)
+    except ValueError:
+        return None
+
+
+IN_USE = sorted({types for case in product(Code, Code, (1.0, 2.0)) if (types := types_of(*case))})
+
+
+# -- the kernels, by NVRTC -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    wheel = importlib.import_module("nvidia.cuda_nvrtc")
+    (library,) = Path(wheel.__path__[0]).glob("lib/libnvrtc.so.*")
+    return ctypes.CDLL(str(library))
+
+
+def compile_with(nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int) -> tuple[int, str]:
+    """Return NVRTC's status, and all that it has to say, warnings too."""
+    defined = [f"-DPYHVD_{side}={name}" for side, name in zip(("TENSOR", "WIRE"), types, strict=True)]
+    # CuPy adds -ftz=true by itself.
+    texts = ["--std=c++14", "-ftz=true", f"--gpu-architecture=sm_{architecture}", *defined]
+    options = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"pack_kernels.cu", 0, None, None)
+    status = nvrtc.nvrtcCompileProgram(program, len(texts), options)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    # It is no warning about the code that a later NVRTC will know sm_70 no more.
+    return status, re.sub(
+        r"nvrtc: warning: Architectures prior to .* are deprecated.*\n", "", log.value.decode()
+    )
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", [70, 80, 90])
+@pytest.mark.parametrize("types", IN_USE, ids="-".join)
+def test_kernels_compile_without_a_warning(
+    nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int
+) -> None:
+    assert compile_with(nvrtc, types, architecture) == (0, "")
+
+
+SMALL_ON_LARGE = list(product((Code.UINT8, Code.INT8), (Code.UINT64, Code.INT64, Code.FLOAT64)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
+def test_the_source_says_which_types_it_has_no_kernel_for(nvrtc: ctypes.CDLL, code: Code, wire: Code) -> None:
+    status, log = compile_with(nvrtc, (code.name, wire.name), 80)
+    assert status
+    assert "tensors of 1-byte elements do not go into a buffer of 8-byte elements" in log
+
+
+@pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
+def test_those_types_are_refused_by_name(code: Code, wire: Code) -> None:
+    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: floats alone are cast"
+    for factor in (1.0, 2.0):
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            kernel_types(code, wire, factor)
+
+
+# -- names of CuPy and of its nccl module ----------------------------------------------------------------
+
+
+def names_used() -> Iterator[str]:
+    """Yield every dotted name of CuPy that the package's code has."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        modules = {"cupy": "cupy"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cupy":
+                imported = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                modules |= imported
+                yield from imported.values()
+        for node in ast.walk(tree):
+            rest: list[str] = []
+            inner: Any = node
+            while isinstance(inner, ast.Attribute):
+                rest.insert(0, inner.attr)
+                inner = inner.value
+            if rest and isinstance(inner, ast.Name) and inner.id in modules:
+                yield ".".join([modules[inner.id], *rest])
+
+
+def nccl_names() -> dict[str, set[str]]:
+    """Return what is asked of the nccl module, and of its communicators."""
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("nccl*.py")]
+    constants = {name for text in sources for name in re.findall(r"NCCL_[A-Z]+\d*\b", text)}
+    constants |= {f"NCCL_{code.name}" for code in nccl_bindings._NUMBERS}
+    calls = {name for text in sources for name in re.findall(r"library\.(\w+)\(", text)}
+    asked = {
+        name for text in sources for name in re.findall(r"\bcomm\.(\w+)\(", text.replace("_comm", "comm"))
+    }
+    return {"": constants | calls, "NcclCommunicator": asked}
+
+
+@pytest.fixture(scope="module")
+def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let CuPy's nccl module find a library of empty functions: NCCL's own wheel has 350 MB."""
+    spec = importlib.util.find_spec("cupy_backends.cuda.libs.nccl")
+    compiler, reader = shutil.which("gcc"), shutil.which("nm")
+    if spec is None or spec.origin is None or not (compiler and reader):
+        pytest.skip("no nccl module in this CuPy, or no gcc and nm to make its library")
+    listed = subprocess.run(
+        [reader, "-D", "--undefined-only", spec.origin], capture_output=True, text=True, check=True
+    )
+    functions = re.findall(r"\bU (nccl\w+)", listed.stdout)
+    assert functions
+    folder = tmp_path_factory.mktemp("nccl")
+    (folder / "nccl.c").write_text("\n".join(f"int {name}(void) {{ return 0; }}" for name in functions))
+    library = folder / "libnccl.so.2"
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o", str(library)]
+    subprocess.run(command, cwd=folder, check=True)
+    ctypes.CDLL(str(library))  # CuPy's module finds it by its name
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+def test_cupy_has_every_name_that_is_used() -> None:
+    names = set(names_used())
+    assert {"cupy.RawModule", "cupy.cuda.runtime.streamWaitEvent", "cupy.cuda.nvrtc.getVersion"} <= names
+    unknown = []
+    for name in sorted(names):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            unknown.append(name)
+    assert not unknown
+
+
+@needs_cupy
+@pytest.mark.usefixtures("_cupy")
+def test_its_nccl_module_has_every_name_that_is_used() -> None:
+    asked = nccl_names()
+    assert {"NCCL_FLOAT32", "NCCL_SUM", "NcclCommunicator", "groupStart"} <= asked[""]
+    assert {"allReduce", "abort", "send", "check_async_error"} <= asked["NcclCommunicator"]
+    nccl = importlib.import_module("cupy.cuda.nccl")
+    assert {name for name in asked[""] if not hasattr(nccl, name)} == set()
+    assert {name for name in asked["NcclCommunicator"] if not hasattr(nccl.NcclCommunicator, name)} == set()
