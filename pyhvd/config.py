@@ -209,12 +209,6 @@ class Config:
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
-    cuda_aware_mpi: bool = _knob(
-        False,
-        "CUDA_AWARE_MPI",
-        _bool,
-        "arrays on GPUs that NCCL cannot send go to MPI directly, if a trial succeeds",
-    )
     timeline: str = _knob(
         "",
         "TIMELINE",
@@ -326,7 +320,6 @@ class Config:
 
 
 SHARED = (
-    "cuda_aware_mpi",
     "fast_lane",
     "fusion_threshold",
     "chunk_size",

@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from pyhvd.common.text import describe_ranks
-from pyhvd.dtypes import INTEGERS, DtypeInfo, ReduceOp
+from pyhvd.dtypes import BY_CODE, INTEGERS, DtypeInfo, ReduceOp, ReduceSpec
 from pyhvd.errors import UnsupportedDtypeError, UnsupportedOpError
 from pyhvd.negotiation.messages import Request, RequestType
 
@@ -103,17 +103,21 @@ def _factor(which: str, value: float) -> float:
     return factor
 
 
-def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    """Return op and postscale for the kernels: Average is a Sum divided by the size of the process set.
+def reduce_spec(request: Request, size: int) -> ReduceSpec:
+    """Return how backends reduce a request; Average becomes a Sum divided by the size of the process set.
 
     Joined ranks count in the divisor.
     """
-    if request.op != ReduceOp.AVERAGE:
-        return ReduceOp(request.op), request.postscale
-    return ReduceOp.SUM, _quotient(request.postscale, size, request.dtype in INTEGERS)
+    return _spec(request.dtype, request.op, request.prescale, request.postscale, size)
 
 
 @functools.lru_cache(maxsize=256)
+def _spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
+    if op != ReduceOp.AVERAGE:
+        return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
+    return ReduceSpec(BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, dtype in INTEGERS))
+
+
 def _quotient(postscale: float, size: int, exact: bool) -> float:
     """Return postscale / size; with ``exact`` the result is never rounded towards zero.
 
