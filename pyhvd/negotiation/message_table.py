@@ -61,15 +61,11 @@ from pyhvd.negotiation.messages import (
 from pyhvd.negotiation.response_cache import Group, PendingHits, SlotTable, group_of
 from pyhvd.negotiation.validation import check, sizes_differ
 
-_CACHED = frozenset(
-    (
-        RequestType.ALLREDUCE,
-        RequestType.ADASUM,
-        RequestType.ALLGATHER,
-        RequestType.ALLTOALL,
-        RequestType.BROADCAST,
-        RequestType.REDUCESCATTER,
-    )
+_NEVER_CACHED = (
+    RequestType.JOIN,
+    RequestType.BARRIER,
+    RequestType.ADD_PROCESS_SET,
+    RequestType.REMOVE_PROCESS_SET,
 )
 
 MAX_SITES = 4096
@@ -249,7 +245,7 @@ class MessageTable:
             else:
                 self.submit(rank, request, list_number, now)
 
-    # -- events: what the ranks are told -------------------------------------------------------------
+    # -- events: answers to the ranks -------------------------------------------------------------
 
     def take_hits(self) -> int:
         """Remove and return the slots that every rank has submitted; a group only as a whole."""
@@ -462,7 +458,7 @@ class MessageTable:
             dims = tuple(entry.requests[r].shape[0] if r in entry.requests else 0 for r in self.ranks)
         slot, version = -1, 0
         # An unnamed tensor's name never comes again.
-        again = first.type in _CACHED and not name.startswith(f"{UNNAMED}.")
+        again = first.type not in _NEVER_CACHED and not name.startswith(f"{UNNAMED}.")
         if again and not joined and self.cache.capacity:
             self._make_room(name)
             requests = tuple(entry.requests[r] for r in self.ranks)
