@@ -16,14 +16,14 @@ from pyhvd.arrays import TensorView
 from pyhvd.devices.array_libraries import View, adopt, adopt_for_writing, target_like
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.context import current_slot, process_slot
-from pyhvd.native.shared_memory import meet, start
+from pyhvd.native.shared_memory import set_lookup, start
 from pyhvd.negotiation.messages import RequestType
 from pyhvd.negotiation.reduction import Reduction
 from pyhvd.transport.arena import Arena
 
 __all__ = ["queue_allreduce", "reduce_tensors", "start"]
 
-meet(current_slot, process_slot, ProcessSet, global_process_set)
+set_lookup(current_slot, process_slot, ProcessSet, global_process_set)
 
 
 def queue_allreduce(

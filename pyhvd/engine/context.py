@@ -33,7 +33,7 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import LaneBell, open_lane
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.native.shared_memory import LaneSlot, count_players
+from pyhvd.native.shared_memory import FastPathSlot, count_rank_threads
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
@@ -308,7 +308,7 @@ class _ThreadSlot(threading.local):
     rank: Slot | None = None
 
 
-class Slot(LaneSlot):
+class Slot(FastPathSlot):
     """A place for a context: the process's own, or that of a thread that plays a rank.
 
     ``rank`` is known from the moment on in which ``init()`` knows it, for log records. ``lane`` is the
@@ -345,12 +345,12 @@ def playing_rank(slot: Slot) -> Iterator[None]:
     before, _thread.rank = _thread.rank, slot
     own = int(slot is not process_slot)  # as long as no thread has one, nobody need be asked for his
     with _players:
-        count_players(own)
+        count_rank_threads(own)
     try:
         yield
     finally:
         with _players:
-            count_players(-own)
+            count_rank_threads(-own)
         _thread.rank = before
 
 

@@ -21,7 +21,7 @@ from pyhvd.config import Config
 from pyhvd.controller import Worker
 from pyhvd.dtypes import ReduceSpec, lookup
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import MAX_SLOTS, SETS, Lane, Unit, board_bytes
+from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
     HOST,
     Request,
@@ -44,7 +44,7 @@ KernelTerms = Callable[[Request, int], ReduceSpec]
 
 def open_lane(
     fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
-) -> Lane | None:
+) -> FastPath | None:
     """Return this rank's end of a new lane, or None where there is none to be had. Collective.
 
     Parameters
@@ -61,12 +61,12 @@ def open_lane(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-board_bytes(fabric.size, slots) // fabric.size))
+    opened = open_window(fabric, -(-ready_table_bytes(fabric.size, slots) // fabric.size))
     if not isinstance(opened, Segment):
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
         return None
-    lane = Lane(
+    lane = FastPath(
         opened.areas[0],
         opened.memory,
         fabric.rank,
@@ -95,7 +95,7 @@ class FastLane:
 
     Parameters
     ----------
-    lane : Lane
+    lane : FastPath
         The engine.
     worker : Worker
         This rank's machine.
@@ -111,7 +111,7 @@ class FastLane:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: FastPath,
         worker: Worker,
         queue: TensorQueue,
         terms: KernelTerms,
@@ -161,7 +161,7 @@ class FastLane:
         other ranks have posted is not to meet what this rank submits next under its name.
         """
         if fresh:
-            self.lane.post()
+            self.lane.mark_ready()
         first, self._unsent = self._unsent, []
         while (unit := self.lane.refused()) is not None:
             _, entries = self._entries(unit)
@@ -215,7 +215,7 @@ class FastLane:
             if (unit := self.lane.find(set_id, name)) is not None:
                 self._convert(unit)
 
-    def _convert(self, unit: Unit) -> None:
+    def _convert(self, unit: CachedCall) -> None:
         """Let a unit end by message."""
         known, entries = self._entries(unit)
         self._queue.adopt(entries)
@@ -227,7 +227,7 @@ class FastLane:
             else:
                 self._unsent.append((entry.process_set, entry.request))
 
-    def _entries(self, unit: Unit) -> tuple[bool, list[TensorEntry]]:
+    def _entries(self, unit: CachedCall) -> tuple[bool, list[TensorEntry]]:
         """Take a unit; return whether the coordinator may know of it, and its tensors."""
         taken = unit.take()
         if taken is None:
@@ -260,7 +260,7 @@ class LaneBell:
 
     shortest = 0.0
 
-    def __init__(self, lane: Lane, rank: int) -> None:
+    def __init__(self, lane: FastPath, rank: int) -> None:
         self._lane = lane
         self._rank = rank
 

@@ -34,7 +34,7 @@ from pyhvd.engine.response_queue import ResponseQueue
 from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
 from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
-from pyhvd.native.shared_memory import Lane
+from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
@@ -78,7 +78,7 @@ class RuntimeParts:
         Told of what happens.
     recorder : Recorder
         Begins and ends timelines.
-    lane : Lane or None
+    lane : FastPath or None
         The fast lane, which the thread drives where nobody waits, and sleeps on.
     arena : Arena or None
         Where arrays are that the fast lane need not move.
@@ -91,7 +91,7 @@ class RuntimeParts:
     where: RankLocations
     hooks: Instruments
     recorder: Recorder
-    lane: Lane | None = None
+    lane: FastPath | None = None
     arena: Arena | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None

@@ -98,15 +98,11 @@ class ShmFabric:
             self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1])
         )
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r."""
-        self.alltoallv(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; no pair waits for another."""
-        self.check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+        self.check(self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv)))
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""

@@ -218,7 +218,7 @@ class FakeLane:
         self.held.append(unit)
         return True
 
-    def post(self) -> None:
+    def mark_ready(self) -> None:
         """Post all that is held."""
         self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
         for unit in self.held:
@@ -380,7 +380,9 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+            partial(self.lanes[r].mark_ready)
+            for r in ranks
+            if any(u.state == "held" for u in self.lanes[r].held)
         ]
         return can
 

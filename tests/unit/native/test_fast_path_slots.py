@@ -33,8 +33,8 @@ class Lane:
     """Rank 0 of two; with the lane's board."""
 
     def __init__(self) -> None:
-        memory, base = _aligned(shared_memory.board_bytes(2, SLOTS))
-        self.lane = shared_memory.Lane(
+        memory, base = _aligned(shared_memory.ready_table_bytes(2, SLOTS))
+        self.lane = shared_memory.FastPath(
             base, memory, 0, 2, SLOTS, 1 << 16, False, 1.0, lambda _: int(Code.INT64)
         )
         self.lane.attach({}, {}, {}, lambda: None)
@@ -95,7 +95,7 @@ def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
         before = time.monotonic_ns()
         with here.submitted(grouped):
             if lends:
-                here.lane.post()
+                here.lane.mark_ready()
             (unit,) = here.lane.in_flight()
             taken = unit.take()
             assert taken is not None
@@ -115,7 +115,7 @@ def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: b
     with here.submitted(grouped):
         here.lend(2, len(mine))
         here.install(2, mine)
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: every}, 0)
         assert here.lane.recall(0, every) == {0: every}
@@ -130,7 +130,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
     here.install(number, mine[-1:], len(mine) - 1)
     here.lend(2, len(mine))
     with here.submitted(grouped):
-        here.lane.post()
+        here.lane.mark_ready()
         unit = here.lane.refused()
         assert unit is not None
         assert here.lane.look(0) == ({}, 0)
@@ -146,7 +146,7 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
     here.lend(1, len(mine))
     for _ in range(2):
         with here.submitted(grouped):
-            here.lane.post()
+            here.lane.mark_ready()
             assert here.lane.refused() is None
     if what == "recalled":
         here.lane.recall(0, 1 << last)
@@ -161,7 +161,7 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         for slot in range(len(mine)):
             here.lane.delegate(0, 10 + slot, 1)
     with here.submitted(grouped):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is not None
 
 
@@ -171,7 +171,7 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
         here.install(1, [request], slot)
     here.lend(1, 4)
     with here.submitted(True):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: 0b1010}, 0)
         (unit,) = here.lane.in_flight()
@@ -188,15 +188,15 @@ def test_what_was_refused_stays_so_when_the_number_comes() -> None:
     here.install(1, mine)
     here.lend(2, 1)
     with here.submitted(False) as handle:
-        here.lane.post()
+        here.lane.mark_ready()
         here.install(2, mine)
-        here.lane.post()
+        here.lane.mark_ready()
         unit = here.lane.refused()
         assert unit is not None
         assert not handle.done()
         assert here.lane.look(0) == ({}, 0)
     with here.submitted(False):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: 1}, 0)
 
@@ -209,7 +209,7 @@ def test_a_group_that_is_not_complete_yet_takes_the_number_too() -> None:
     here.install(2, mine[1:], 1)
     here.lend(2, 2)
     with here.submitted(True):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.look(0) == ({0: 0b11}, 0)
 
 
