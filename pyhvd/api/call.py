@@ -25,8 +25,7 @@ from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.engine import context
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
-from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType, verb
 from pyhvd.queue import TensorEntry
 
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from pyhvd.errors import (
     TransportError,
 )
 from pyhvd.native.shared_memory import NOTE
-from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response, verb
 from pyhvd.transport.fabric import Aborted
 
 _FRAME = 64

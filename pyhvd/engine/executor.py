@@ -28,9 +28,8 @@ from pyhvd.engine.fast_path import FastLane
 from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
-from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
+from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
 from pyhvd.negotiation.reduction import reduce_spec
-from pyhvd.negotiation.validation import verb
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
@@ -180,7 +179,7 @@ class Executor:
             return  # this rank has joined: it helps with what the others have submitted
         lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
-        told = [entry.told for entry in entries]
+        told = [entry.announced_ns for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, info: ErrorInfo) -> None:

@@ -178,7 +178,9 @@ class FastLane:
         """Take over what a response list is about to answer, and the board has had to give back."""
         for set_id, data in message.cached.items():
             if self.lane.has_set(set_id):
-                names = (self._worker.own(set_id, slot).name for slot in iter_bits(bytes_to_bits(data)))
+                names = (
+                    self._worker.request_of(set_id, slot).name for slot in iter_bits(bytes_to_bits(data))
+                )
                 self._take_over(set_id, names)
         for response in message.responses:
             if not response.only or self._worker.rank in response.only:
@@ -188,7 +190,7 @@ class FastLane:
         """Some slots mean something else from now on: no unit stays on the lane that knew them as before."""
         for response in todo:
             if response.slot >= 0 and self.lane.has_set(response.process_set):
-                own = self._worker.own(response.process_set, response.slot)
+                own = self._worker.request_of(response.process_set, response.slot)
                 unit = self.lane.retire(response.process_set, response.slot, own)
                 if unit is not None:
                     self._convert(unit)
@@ -199,12 +201,14 @@ class FastLane:
             set_id, slot = response.process_set, response.slot
             if not 0 <= slot < self.lane.slots or not self.lane.has_set(set_id):
                 continue
-            own = self._worker.own(set_id, slot)
+            own = self._worker.request_of(set_id, slot)
             # A list may give a small cache's slot away more than once: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 spec = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, response.since, spec.op, spec.postscale, response.direct)
+                self.lane.install(
+                    set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
+                )
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
@@ -242,7 +246,7 @@ class FastLane:
                 TensorView(source, lookup(source.dtype)),
                 TensorView(target, lookup(target.dtype)),
                 done,
-                told=posted,
+                announced_ns=posted,
             )
             for request, source, target in tensors
         ]

@@ -27,8 +27,7 @@ from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import CorruptionError
 from pyhvd.negotiation.fusion import response_bytes
-from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import RequestType, Response, verb
 from pyhvd.transport.fabric import Fabric
 
 _log = logging.getLogger("pyhvd")

@@ -134,7 +134,7 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
-        lateness = self._coordinator.lateness if self._coordinator is not None else None
+        lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._lane = (
             FastLane(lane, self._worker, self._queue, reduce_spec, fittings.arena, self.meter)
@@ -383,7 +383,7 @@ class Runtime:
             fresh = self._lane.before_sending(fresh)
         for process_set, request in fresh:
             if request.error:
-                self._queue.told(process_set, request.name)
+                self._queue.refusal_sent(process_set, request.name)
         fresh = [each for each in fresh if self._is_known(*each)]
         if not fresh and stop is None:
             return False

@@ -104,9 +104,9 @@ def _factor(which: str, value: float) -> float:
 
 
 def reduce_spec(request: Request, size: int) -> ReduceSpec:
-    """Return how backends reduce a request; Average becomes a Sum, divided by the size of the set.
+    """Return how backends reduce a request; Average becomes a Sum divided by the size of the process set.
 
-    Ranks that have joined count in the divisor.
+    Joined ranks count in the divisor.
     """
     return _spec(request.dtype, request.op, request.prescale, request.postscale, size)
 
@@ -119,10 +119,10 @@ def _spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> 
 
 
 def _quotient(postscale: float, size: int, exact: bool) -> float:
-    """Return postscale / size; with ``exact`` never nearer to zero than it is.
+    """Return postscale / size; with ``exact`` the result is never rounded towards zero.
 
-    Integers are cut off after the multiplication: a factor of 1/49 that was rounded down would make the
-    average of 49 ones a 0.
+    Integers are truncated after the multiplication. If 1/49 were rounded down, the average of 49 ones would
+    be 0.
     """
     factor = postscale / size
     if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):

@@ -310,6 +310,7 @@ class LaneNetwork(Network):
 
     def respond(self) -> ResponseList | None:
         message = self.coordinator.respond()
+        self.validate()
         if message is not None:
             self.answered.append(message)
             audience = tuple(self.coordinator.audience(message))
