@@ -126,11 +126,7 @@ class ThreadFabric:
             at += recv_counts[r]
         self._group.wait()
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r."""
-        self.alltoallv(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner."""

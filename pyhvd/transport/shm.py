@@ -98,11 +98,7 @@ class ShmFabric:
             self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1])
         )
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r."""
-        self.alltoallv(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner; no pair waits for another."""

@@ -1,4 +1,4 @@
-"""A device made of host memory, whose streams are as late, and as disorderly, as streams may be.
+"""A device made of host memory, whose streams run as late, and in any order, as streams may.
 
 Work that is queued runs when somebody synchronizes with it, or earlier, by the draw of a seeded generator:
 after every call some of what any stream has queued may run, or nothing. So whoever forgets to wait for an
@@ -34,7 +34,7 @@ SCRIBBLE = 0xDB
 
 
 class FakeEvent:
-    """A moment: how often it has been recorded, and up to which recording it has passed."""
+    """An event: its number of recordings, and the last one that has passed."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -43,7 +43,7 @@ class FakeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """In a stream's queue: what comes behind has to wait for an event's recording."""
+    """An entry of a stream's queue: later entries wait for an event's recording."""
 
     event: FakeEvent
     number: int
@@ -223,7 +223,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Let a stream be the calling thread's current one."""
+        """Make a stream the calling thread's current one."""
         before, self._here.stream = self.current_stream(), stream
         try:
             yield
@@ -231,7 +231,7 @@ class FakeDevice:
             self._here.stream = before
 
     def hold_up(self, stream: Stream) -> Callable[[], None]:
-        """Let what comes into a stream's queue from now on wait until the returned function is called."""
+        """Make a stream's later work wait until the returned function is called."""
         gate = FakeEvent()
         gate.recorded = 1
         self.wait(stream, gate)
@@ -243,22 +243,22 @@ class FakeDevice:
         return open_gate
 
     def run_on(self) -> None:
-        """Run all that has not to wait for what is held up."""
+        """Run all work that does not wait for held-up work."""
         with self._lock:
             while self._step():
                 pass
 
     def queued(self) -> int:
-        """Return how much work has not run yet."""
+        """Return the number of queued pieces of work."""
         with self._lock:
             return sum(len(queue) for queue in self._streams.values())
 
     def call(self, work: Callable[[], None], stream: Stream) -> None:
-        """Queue anything."""
+        """Queue a piece of work."""
         self._queue(stream, work)
 
     def reclaim(self, memory: Bytes, stream: Stream) -> None:
-        """Nothing refers to some memory any longer."""
+        """Free memory that nothing refers to."""
         with self._lock:
             self.allocated -= len(memory)
             self._kept.append(memory)
@@ -273,7 +273,7 @@ class FakeDevice:
             self._stir()
 
     def _stir(self) -> None:
-        """Run some of what is queued, or nothing."""
+        """Run some queued work, or none."""
         for _ in range(self._draw.randint(0, self._eagerness)):
             self._step()
 
@@ -327,7 +327,7 @@ def scaled(values: Array, factor: float, code: Code) -> Array:
 
 
 def neutral(op: ReduceOp, code: Code) -> Any:
-    """Return the value that changes nothing."""
+    """Return the op's identity element."""
     if op == ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -341,7 +341,7 @@ def neutral(op: ReduceOp, code: Code) -> Any:
 
 
 class FakeArray:
-    """An array on a :class:`FakeDevice`, as a library's users have it."""
+    """A library's array on a :class:`FakeDevice`."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class FakeArray:
         return self
 
     def get(self) -> Array:
-        """Return the contents, once all that the current stream has queued by now is done."""
+        """Wait for the current stream's queued work; return the contents."""
         found: list[Array] = []
         self.device.call(lambda: found.append(self._numpy().copy()), self.device.current_stream())
         event = self.device.make_event()
@@ -400,7 +400,7 @@ class FakeArray:
 
 
 def fake_array(device: FakeDevice, values: Any, dtype: npt.DTypeLike | None = None) -> FakeArray:
-    """Return a new array with the values, which are not there before the current stream comes to it."""
+    """Return a new array; the current stream writes its values later."""
     fixed = np.array(values, dtype)
     memory = device.allocate(fixed.nbytes, device.current_stream())
     return FakeArray(device, memory, fixed.shape, fixed.dtype).set(fixed)
@@ -423,7 +423,7 @@ class Leased:
 
 
 class FakeLibrary:
-    """Takes and gives :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
+    """Takes and returns :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
 
     def takes(self, tensor: Any) -> bool:
         return isinstance(tensor, FakeArray)

@@ -37,7 +37,7 @@ _CODES = {
 
 
 class NcclError(RuntimeError):
-    """As the library has it."""
+    """The library's error."""
 
 
 class PeerDevice(FakeDevice):
@@ -49,7 +49,7 @@ class PeerDevice(FakeDevice):
         self._eagerness = max(self._eagerness, 1)
 
     def synchronize(self, event: FakeEvent) -> None:
-        """Wait, and run what can be run meanwhile."""
+        """Wait, and run other work meanwhile."""
         self.synchronized += 1
         end = time.monotonic() + PATIENCE_S
         while event.passed < event.recorded:
@@ -61,7 +61,7 @@ class PeerDevice(FakeDevice):
 
 
 class Gathering:
-    """Where the ranks of a communicator meet: what each has laid down for a collective, by its number."""
+    """The state that the ranks of a communicator share: their buffers, by number of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -73,7 +73,7 @@ class Gathering:
         self.all_there = threading.Barrier(size)
 
     def event(self, key: Any) -> FakeEvent:
-        """Return what passes when all have laid down."""
+        """Return an event that passes when all ranks have published."""
         with self.lock:
             found = self.complete.setdefault(key, FakeEvent())
             found.recorded = 1
@@ -81,7 +81,7 @@ class Gathering:
             return found
 
     def lay(self, key: Any, rank: int, what: Any, expected: int) -> None:
-        """Lay down a rank's part; the last one lets all go on."""
+        """Publish a rank's buffer; the last one wakes all ranks."""
         with self.lock:
             parts = self.laid.setdefault(key, {})
             assert rank not in parts
@@ -90,7 +90,7 @@ class Gathering:
                 self.complete[key].passed = 1
 
     def abort(self) -> None:
-        """Let nobody wait any longer."""
+        """Make all waits end."""
         with self.lock:
             for event in self.complete.values():
                 event.passed = 1
@@ -129,7 +129,7 @@ class FakeNccl:
         self.aborted: list[int] = []
 
     def rank(self, device: FakeDevice) -> Any:
-        """Return the library as one rank sees it, whose device this is."""
+        """Return the library of the rank with this device."""
         return _Rank(self, device)
 
     def new_id(self) -> Any:
@@ -183,7 +183,7 @@ class _Rank:
 
 
 class FakeCommunicator:
-    """One rank's end of a communicator."""
+    """One rank's communicator."""
 
     def __init__(
         self, whole: FakeNccl, library: _Rank, gathering: Gathering, rank: int, device: FakeDevice
@@ -326,7 +326,7 @@ def _put(ptr: int, values: Array, kind: int) -> None:
 
 
 def _fold(parts: list[Array], op: int) -> Array:
-    """Reduce from the last rank to the first: not in the order of the host, as NCCL does not either."""
+    """Reduce from the last rank to the first: like NCCL, not in the order of the host."""
     how = (np.add, np.multiply, np.maximum, np.minimum)[op]
     wide = np.float32 if parts[0].dtype in (np.float16, ml_dtypes.bfloat16) else parts[0].dtype
     with np.errstate(all="ignore"):  # nobody cares what becomes of what lies between tensors

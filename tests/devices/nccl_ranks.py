@@ -22,7 +22,7 @@ LIBRARY = FakeLibrary()
 
 
 class ByHost:
-    """Stands for the way through the host: notes what it is asked for."""
+    """Stands in for staging through the host: records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -48,7 +48,7 @@ class Rank:
         )
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
-        """Put values on the device, ``shift`` elements behind a multiple of 256 bytes."""
+        """Put values on the device, ``shift`` elements after a multiple of 256 bytes."""
         fixed = np.asarray(values)
         with self.device.using(self.stream):
             behind = shift * fixed.dtype.itemsize
@@ -57,7 +57,7 @@ class Rank:
             return LIBRARY.adopt(array, writing=True)
 
     def look(self, view: DeviceView) -> Array:
-        """Return the contents, once the communication stream has come so far."""
+        """Wait for the communication stream's queued work; return the contents."""
         with self.device.using(self.stream):
             owner: FakeArray = view.owner
             return owner.get()
@@ -104,7 +104,7 @@ def good(results: Sequence[Any]) -> Sequence[Any]:
 
 
 def numbers(code: Code, shape: tuple[int, ...], rank: int, seed: int = 0) -> Array:
-    """Small integers, of which every reduction is exact in every dtype."""
+    """Return small integers: their reductions are exact in every dtype."""
     rng = np.random.default_rng([seed, rank, code])
     if code is Code.BOOL:
         return rng.integers(0, 2, shape).astype(bool)

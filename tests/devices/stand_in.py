@@ -23,7 +23,7 @@ from tests.devices.kernels_on_cpu import SOURCE, compiler_of
 
 
 class Pointer:
-    """An address, and what keeps it alive: CuPy's MemoryPointer."""
+    """An address and its memory's owner: CuPy's MemoryPointer."""
 
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
@@ -32,7 +32,7 @@ class Pointer:
 
 
 class Unowned:
-    """Memory of somebody else's: CuPy's UnownedMemory."""
+    """Memory of another owner: CuPy's UnownedMemory."""
 
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.nbytes, self.owner = ptr, size, owner
@@ -192,7 +192,7 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
             entered.stack.pop().__exit__(*error)
 
     class ExternalStream(Stream):
-        """CuPy's stream of somebody else's."""
+        """CuPy's stream of another owner."""
 
         def __init__(self, ptr: int, device_id: int = -1) -> None:
             assert ptr

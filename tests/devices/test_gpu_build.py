@@ -100,7 +100,7 @@ def test_the_source_says_which_types_it_has_no_kernel_for(nvrtc: ctypes.CDLL, co
 
 @pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
 def test_those_types_are_refused_by_name(code: Code, wire: Code) -> None:
-    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: floats alone are cast"
+    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: only floats are cast"
     for factor in (1.0, 2.0):
         with pytest.raises(ValueError, match=f"^{text}$"):
             kernel_types(code, wire, factor)

@@ -1,4 +1,4 @@
-"""Every verb on CuPy arrays: one rank by NCCL, two and four ranks that share a device by way of the host."""
+"""Every verb on CuPy arrays: one rank by NCCL, two and four ranks on one device through the host."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_torch_tensors_come_back_as_such() -> None:
 
 @on_ranks(1, timeout=120)
 def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> None:
-    """A kernel that takes long is queued first: nothing may wait for it but what needs its result."""
+    """A long kernel is queued first; only work that needs its result may wait for it."""
     import cupy
 
     hvd.init()
@@ -127,7 +127,7 @@ def test_a_submission_neither_waits_for_the_callers_stream_nor_holds_it_up() -> 
 
 @on_ranks(1, timeout=120)
 def test_a_result_is_whole_as_long_as_another_stream_reads_it() -> None:
-    """It is dropped while that stream is held up, and the one that submitted allocates and writes."""
+    """The result is dropped while its stream is held up, and the submitting stream allocates and writes."""
     import cupy
 
     hvd.init()

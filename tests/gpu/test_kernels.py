@@ -1,4 +1,4 @@
-"""The kernels as a GPU runs them, against the host's: the tests of ``tests/devices`` on the real thing."""
+"""The kernels on a GPU against the host's: the tests of ``tests/devices`` on real hardware."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.gpu.nccl_bindings import Library, reduction
+from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
 from pyhvd.backends.host import rows_of
 from pyhvd.devices.base import (
     Device,
@@ -86,14 +86,11 @@ class NcclBackend:
         self._device = device
         self._packer = packer
         self._library = library
+        self._byte = library.NCCL_UINT8
         self._buffer: Memory | None = None
         self._broken = ""
         self._ending = threading.Lock()  # the watchdog's thread may abort while the runtime's thread closes
         self._by_host = functools.cache(by_host)
-
-    def _reduces(self, spec: ReduceSpec) -> bool:
-        """Return whether NCCL has this reduction; the same on all ranks."""
-        return reduction(self._library, spec.info.code, spec.op) is not None
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -101,7 +98,8 @@ class NcclBackend:
         self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         """Reduce fused tensors in one buffer, or a single tensor in place."""
-        if not self._reduces(spec):
+        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        if terms is None:
             self._by_host().allreduce(sources, targets, counts, spec)
             return
         with self._guarded():
@@ -109,8 +107,11 @@ class NcclBackend:
                 (source,), (target,), (count,) = sources, targets, counts
                 assert source is not None
                 assert target is not None
-                given = self._prescaled(source, target.ptr, count, spec)
-                self._reduce(given, target.ptr, count, spec)
+                given = source.ptr
+                if spec.prescale != 1.0:
+                    given = target.ptr
+                    self._scale(source.ptr, given, count, spec.info.code, spec.prescale)
+                self._reduce(given, target.ptr, count, terms)
                 self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
             offsets, total = lay_out(counts, spec.info.itemsize)
@@ -118,7 +119,7 @@ class NcclBackend:
                 total = counts[0]  # the same count as on ranks that reduce directly
             with self._room(total * spec.info.itemsize) as buffer:
                 self._pack(buffer, offsets, sources, counts, spec)
-                self._reduce(buffer, buffer, total, spec)
+                self._reduce(buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
@@ -128,7 +129,8 @@ class NcclBackend:
 
         Fused tensors are packed into one block per rank; all blocks have the longest one's length.
         """
-        if not self._reduces(spec):
+        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        if terms is None:
             self._by_host().reducescatter(sources, targets, shapes, spec)
             return
         info = spec.info
@@ -137,7 +139,7 @@ class NcclBackend:
         parts = [[n * row for n in each] for each, row in zip(sizes, rows, strict=True)]
         with self._guarded():
             if len(shapes) == 1:
-                self._scatter_one(sources[0], targets[0], parts[0], spec)
+                self._scatter_one(sources[0], targets[0], parts[0], spec, terms)
                 return
             offsets, block = lay_out([max(part) for part in parts], info.itemsize)
             ptrs = _addresses(sources)
@@ -149,12 +151,17 @@ class NcclBackend:
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
                 self._queue_pack(buffer, where, froms, counts, spec)
-                self._reduce_blocks(buffer, out, block, spec)
+                self._reduce_blocks(buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
                 self._unpack(out, offsets, targets, mine, spec)
 
     def _scatter_one(
-        self, source: DeviceView | None, target: DeviceView | None, parts: Sequence[int], spec: ReduceSpec
+        self,
+        source: DeviceView | None,
+        target: DeviceView | None,
+        parts: Sequence[int],
+        spec: ReduceSpec,
+        terms: Terms,
     ) -> None:
         """Reduce one tensor's rows, directly or through a buffer."""
         info, mine = spec.info, parts[self.rank]
@@ -167,39 +174,33 @@ class NcclBackend:
                 self._pack(buffer, begin, [source], [sum(parts)], spec)
             send = source.ptr if source is not None and not packs else buffer
             recv = target.ptr if target is not None and not via_buffer else buffer + first
-            self._reduce_rows(send, recv, parts, spec)
+            self._reduce_rows(send, recv, parts, info.itemsize, terms)
             if via_buffer:
                 self._unpack(recv, begin, [target], [mine], spec)
             else:
                 self._scale(recv, recv, mine, info.code, spec.postscale)
 
-    def _reduce(self, send: int, recv: int, count: int, spec: ReduceSpec) -> None:
-        kind, how, numbers = self._terms(spec)
+    def _reduce(self, send: int, recv: int, count: int, terms: Terms) -> None:
+        kind, how, numbers = terms
         if count:
             self._comm.allReduce(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_blocks(self, send: int, recv: int, count: int, spec: ReduceSpec) -> None:
-        kind, how, numbers = self._terms(spec)
+    def _reduce_blocks(self, send: int, recv: int, count: int, terms: Terms) -> None:
+        kind, how, numbers = terms
         if count:
             self._comm.reduceScatter(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], spec: ReduceSpec) -> None:
+    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], itemsize: int, terms: Terms) -> None:
         """Reduce each rank's rows of one tensor to that rank, without a buffer."""
         if len(set(parts)) == 1:
-            self._reduce_blocks(send, recv, parts[0], spec)
+            self._reduce_blocks(send, recv, parts[0], terms)
             return
-        kind, how, numbers = self._terms(spec)
+        kind, how, numbers = terms
         with self._group():
             for root, count in enumerate(parts):
                 if count:
                     self._comm.reduce(send, recv, count * numbers, kind, how, root, self.stream)
-                send += count * spec.info.itemsize
-
-    def _terms(self, spec: ReduceSpec) -> tuple[int, int, int]:
-        found = reduction(self._library, spec.info.code, spec.op)
-        if found is None:
-            raise ValueError(f"NCCL has no {spec.op.name} of {spec.info.name}")
-        return found
+                send += count * itemsize
 
     # -- the other collectives -----------------------------------------------------------------------
 
@@ -209,13 +210,12 @@ class NcclBackend:
         """Concatenate; rank r's block of tensor i has ``counts[i][r]`` bytes."""
         uneven = [i for i, each in enumerate(counts) if len(set(each)) > 1]
         even = [i for i, each in enumerate(counts) if len(set(each)) == 1 and each[0]]
-        byte = self._library_type("NCCL_UINT8")
         with self._guarded():
             with self._group():
                 for i in even:
                     source, nbytes = sources[i], counts[i][0]
                     assert source is not None  # a rank that has joined has a count of 0, so counts are uneven
-                    self._comm.allGather(source.ptr, targets[i].ptr, nbytes, byte, self.stream)
+                    self._comm.allGather(source.ptr, targets[i].ptr, nbytes, self._byte, self.stream)
             for i in uneven:
                 source, nbytes = sources[i], counts[i][self.rank]
                 if source is not None and nbytes:
@@ -230,10 +230,9 @@ class NcclBackend:
 
     def broadcast(self, buffer: Span, root: int) -> None:
         """Copy the root's bytes to all ranks."""
-        byte = self._library_type("NCCL_UINT8")
         with self._guarded():
             if buffer.nbytes:
-                self._comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, byte, root, self.stream)
+                self._comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, self._byte, root, self.stream)
 
     def alltoall(
         self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
@@ -251,13 +250,12 @@ class NcclBackend:
         self, out: Sequence[int], given: Sequence[int], into: Sequence[int], taken: Sequence[int]
     ) -> None:
         """Queue the sends to, and receives from, all other ranks; called inside a group."""
-        byte = self._library_type("NCCL_UINT8")
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             if given[to]:
-                self._comm.send(out[to], given[to], byte, to, self.stream)
+                self._comm.send(out[to], given[to], self._byte, to, self.stream)
             if taken[source]:
-                self._comm.recv(into[source], taken[source], byte, source, self.stream)
+                self._comm.recv(into[source], taken[source], self._byte, source, self.stream)
 
     # -- failure and closing ------------------------------------------------------------------------
 
@@ -345,13 +343,6 @@ class NcclBackend:
         scaled = (sources[0].ptr, spec.prescale), (targets[0].ptr, spec.postscale)
         return all(factor == 1.0 or ptr % ALIGNMENT == 0 for ptr, factor in scaled)
 
-    def _prescaled(self, source: DeviceView, target: int, count: int, spec: ReduceSpec) -> int:
-        """Return the address of the source times the prescale factor; at ``target`` if that is not 1."""
-        if spec.prescale == 1.0:
-            return source.ptr
-        self._scale(source.ptr, target, count, spec.info.code, spec.prescale)
-        return target
-
     def _scale(self, source: int, target: int, count: int, code: Code, factor: float) -> None:
         """Multiply by unpacking a buffer of one tensor: packing would write beyond its last element."""
         if factor != 1.0:
@@ -372,9 +363,6 @@ class NcclBackend:
     ) -> None:
         ptrs, numbers, code = _addresses(targets), np.array(counts, np.int64), spec.info.code
         self._packer.unpack(buffer, offsets, ptrs, numbers, code, code, spec.postscale, self.stream)
-
-    def _library_type(self, name: str) -> int:
-        return int(getattr(self._library, name))
 
 
 def _addresses(views: DeviceViews) -> Words:

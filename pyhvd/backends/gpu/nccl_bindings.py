@@ -26,9 +26,14 @@ _BOOL_OPS = {ReduceOp.PRODUCT: "NCCL_MIN", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MA
 _PAIRS = {Code.COMPLEX64: "NCCL_FLOAT32", Code.COMPLEX128: "NCCL_FLOAT64"}
 
 
+Terms = tuple[int, int, int]
+"""NCCL's type and op of a reduction, and its numbers per element."""
+
+
 class Library(Protocol):
     """The part of ``cupy.cuda.nccl`` that pyhvd uses, besides its constants."""
 
+    NCCL_UINT8: int
     NcclCommunicator: Any
 
     def get_version(self) -> int:
@@ -44,8 +49,8 @@ class Library(Protocol):
         """End the group."""
 
 
-def reduction(library: object, code: Code, op: ReduceOp) -> tuple[int, int, int] | None:
-    """Return NCCL's type, op, and numbers per element; None if NCCL lacks the reduction."""
+def reduction(library: object, code: Code, op: ReduceOp) -> Terms | None:
+    """Return the terms of a reduction; None if NCCL lacks it."""
     if code in _PAIRS:
         names = (_PAIRS[code], "NCCL_SUM", 2) if op == ReduceOp.SUM else None
     elif code == Code.BOOL:

@@ -71,7 +71,7 @@ class Session:
 
     def __init__(self, key: bytes, role: Role) -> None:
         if len(key) < 16:
-            raise ValueError(f"the key has {len(key)} bytes; expected at least 16 random bytes")
+            raise ValueError(f"the key has {len(key)} bytes; expected are at least 16 random bytes")
         self.authenticated = False
         self._key = key
         self._role = role

@@ -1,4 +1,4 @@
-"""Whose array is it, and what is said where nobody can look after it."""
+"""The library of an array, and the error for an object without one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Interface:
 
 
 class Capsule:
-    """An array by DLPack, of a library that nobody has heard of."""
+    """An array by DLPack, of an unknown library."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""CuPy's arrays, and those of libraries that are seen through CuPy, over a module that stands in for it."""
+"""Arrays of CuPy, and of libraries that go through CuPy, over a stand-in for CuPy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def cupy_array(values: Any) -> Any:
-    """Return an array of the module that stands in, with values that come late."""
+    """Return the stand-in's array, with values that arrive late."""
     fixed = np.array(values)
     return sys.modules["cupy"].empty(fixed.shape, fixed.dtype).set(fixed)
 

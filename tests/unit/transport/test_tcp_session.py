@@ -1,4 +1,4 @@
-"""The authenticated session: what gets through, and what is refused."""
+"""The authenticated session: valid messages arrive, all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_server_with_another_key_is_refused() -> None:
 
 
 def test_a_proof_cannot_be_reflected() -> None:
-    """A server that sends the client's own nonce and proof back is none."""
+    """A server that echoes the client's nonce and proof is refused."""
     client = Session(KEY, Role.CLIENT)
     hello = client.take_outgoing()
     client.receive(hello)
@@ -210,5 +210,5 @@ def test_what_is_shown_has_no_secret() -> None:
 
 
 def test_keys_that_are_short_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 bytes"):
+    with pytest.raises(ValueError, match="at least 16 random bytes"):
         Session(b"password", Role.CLIENT)
