@@ -342,6 +342,7 @@ static void leave_shared_core(pyhvd_fast_path *path) {
     for (int q = 0; q < table->size; q++)
         if (q != table->rank)
             taken[n++] = atomic_load_explicit(&table->rank_states[q].core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns))
         atomic_store_explicit(&rank_state_of(path)->core, pyhvd_current_core(),
                               memory_order_relaxed);
@@ -447,7 +448,7 @@ static void await_wakeup(pyhvd_fast_path *path, uint32_t seen, const pyhvd_call 
     atomic_fetch_sub_explicit(&path->waiters, 1, memory_order_relaxed);
 }
 
-int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn, int64_t now,
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
                          int64_t ns) {
     int64_t until = now + ns;
     for (int round = 0;; round++) {

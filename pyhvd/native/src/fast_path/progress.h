@@ -114,7 +114,7 @@ typedef struct {
     pyhvd_cached_tensor *tensors;
 } pyhvd_path_set;
 
-/* Owner: nobody. Read-only once the path is in use; `sets` changes while the caller has entered. */
+/* Owner: none. Read-only once the path is in use; `sets` changes while the caller has entered. */
 typedef struct {
     pyhvd_ready_table table;
     pyhvd_trace *trace;     /* NULL: nothing is recorded */
@@ -249,7 +249,7 @@ int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now);
 
 /* Flush, and wait until the call has finished a turn, with the progress lock if it is free. Return
  * PYHVD_DONE, PYHVD_LATE at `now` + `ns`, or PYHVD_CLOSED. */
-int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn, int64_t now,
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
                          int64_t ns);
 
 /* Count the time that a caller has waited since `began` (ns). */

@@ -166,7 +166,7 @@ static int has_room(pyhvd_ready_table *t) {
 }
 
 /* Return the entry at the tail, with its audience stored. */
-static pyhvd_log_entry *reserve_entry(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = entry_at(t, t->head->tail);
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
         atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
@@ -294,7 +294,7 @@ static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_li
     return 1;
 }
 
-int pyhvd_ready_table_mark_ready(pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
                                  int64_t now) {
     pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
     if (!are_delegated(t, set, list)) return 0;

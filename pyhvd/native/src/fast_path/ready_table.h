@@ -186,7 +186,7 @@ void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot)
 
 /* Under the lock: mark slots, all or none; return 0 if one is not delegated under its version.
  * `now`: the time (ns). */
-int pyhvd_ready_table_mark_ready(pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
                                  int64_t now);
 
 /* Under the lock: append a batch of the slots in words [from, to) that all members have marked, and

@@ -60,6 +60,7 @@ BINARY(max_f32, f32, GREATEST(f32, 0x80000000u))
 BINARY(min_f64, f64, LEAST(f64))
 BINARY(max_f64, f64, GREATEST(f64, 0x8000000000000000u))
 
+// cppcheck-suppress bitwiseOnBoolean - && would branch, and not vectorise
 BINARY(and_bool, u8, (uint8_t)((x != 0) & (y != 0)))
 BINARY(or_bool, u8, (uint8_t)((x | y) != 0))
 

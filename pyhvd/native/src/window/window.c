@@ -37,6 +37,7 @@ static void leave_shared_core(pyhvd_window *w) {
     for (int q = 0; q < w->size; q++)
         if (q != w->rank)
             taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &w->left_core_ns))
         atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_current_core(),
                               memory_order_relaxed);
@@ -147,7 +148,7 @@ int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
 }
 
-void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes) {
+void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
     control *mine = control_of(w, w->rank);
     if (!mine->noted) {
         mine->note_bytes = (uint32_t)MIN(bytes, PYHVD_NOTE);
@@ -260,8 +261,8 @@ static inline void prefetch_second(const uint8_t *at, size_t bytes) {
 /* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
  * result at theirs[q] too. So each line of a peer changes owner twice; it would change three times
  * if the peer fetched the result. `more` bytes behind theirs[q] come next. */
-static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out,
-                         uint8_t *const *theirs, size_t bytes, size_t more) {
+static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
+                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
@@ -285,8 +286,8 @@ static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *o
 }
 
 /* Reduce one piece of this rank's slice, `at` bytes into the chunk. */
-static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk,
-                         size_t at, size_t more) {
+static void reduce_piece(const pyhvd_window *w, const pyhvd_job *job, const piece *p,
+                         uint64_t chunk, size_t at, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     uint8_t *slots[PYHVD_MAX_LOCAL];
@@ -297,7 +298,7 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
     reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
 }
 
-static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
+static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
                          int64_t from, int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
     for (int q = 0; q < w->size; q++)
@@ -390,8 +391,8 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
 }
 
 /* Reduce elements [from, to) directly in the arenas. */
-static void reduce_in_arenas(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t from,
-                             int64_t to) {
+static void reduce_in_arenas(const pyhvd_window *w, const pyhvd_job *job, size_t *walk,
+                             int64_t from, int64_t to) {
     size_t item = pyhvd_itemsize(job->dtype);
     uint8_t *theirs[PYHVD_MAX_LOCAL];
     piece p;
@@ -408,7 +409,7 @@ static void reduce_in_arenas(pyhvd_window *w, const pyhvd_job *job, size_t *walk
 
 /* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in
  * the cache. */
-static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
+static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
     int64_t total = job->starts[job->n],
             per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
     size_t walk = 0;

@@ -134,7 +134,7 @@ int pyhvd_window_barrier(pyhvd_window *w);
 
 /* Let no rank wait any longer: their calls return PYHVD_ABORTED, and they can read `note`, the
  * first one of this rank. From any thread, but not from two threads of a rank at a time. */
-void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes);
+void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes);
 
 /* The note of the rank that aborted the window, and its length; NULL if none has. */
 const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes);
