@@ -1,7 +1,7 @@
 # CachedCall and CachedTensor: the allreduces that the ranks remember; a part of shared_memory.pyx.
 
 cdef struct ArrayLayout:
-    # How an array of a cached tensor looks. The layouts of a call lie side by side in memory, as a thousand objects
+    # The array that suits a cached tensor. A call's layouts lie side by side in memory, as a thousand objects
     # are rarely in the cache. The pointers lead into the CachedTensor, which keeps their targets alive.
     void* dtype
     cnp.npy_intp length  # the first of dims
@@ -57,8 +57,8 @@ cdef class CachedTensor:
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.
 
-        Marks made before that version were answered by its response list. Marks made later under the old version are
-        refused, and their calls go by message.
+        Marks made before that version were answered by its response list. Marks made later under the old
+        version are refused, and their calls go by message.
         """
         cdef CachedCall call = self.call
         if version == self.version:
@@ -214,8 +214,8 @@ cdef class CachedCall:
         Returns
         -------
         (int, list of (request, source, target)), or None
-            When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. None if it is not in
-            flight, or was taken before.
+            When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. None if it is
+            not in flight, or was taken before.
         """
         cdef Handle handle = None
         cdef int was
@@ -275,8 +275,9 @@ cdef class CachedCall:
             held = pyhvd_fast_path_hold(&path.c, &self.c)
             handle.turn = self.c.started
         pthread_mutex_unlock(&path.c.submissions.mutex)
-        # The queue enters its names before it looks for calls in flight; here it is the other way round. So if both
-        # come at once, one sees the other. A join pauses the path, then marks all held calls, then tells the ranks.
+        # The queue enters its names, then looks for calls in flight; here it is the other way round. So if
+        # both come at once, one sees the other. A join pauses the path, marks all held calls, then tells the
+        # ranks.
         if held and (path.paused or ((path.entries or path.refusals) and not path.is_free(self))):
             pthread_mutex_lock(&path.c.submissions.mutex)
             held = not pyhvd_fast_path_withdraw(&path.c, &self.c)

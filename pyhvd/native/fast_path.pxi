@@ -128,7 +128,7 @@ cdef class FastPath(ReadyTableEnd):
     # -- the meaning of slots --------------------------------------------------------------------------
 
     def attach(self, dict entries, dict groups, dict refusals, on_wait):
-        """Set the queue's names that messages are about, and ``on_wait``, called before a wait if there are any."""
+        """Set the queue's names, and the function to call before a wait while there are entries."""
         self.entries = entries
         self.busy_groups = groups
         self.refusals = refusals
@@ -140,7 +140,7 @@ cdef class FastPath(ReadyTableEnd):
         self.arena_to = <int64_t>(start + nbytes)
 
     def open_set(self, int set_id, Window window, arenas):
-        """Serve a process set's allreduces through its window; ``arenas`` are the addresses of its ranks' arenas."""
+        """Serve a process set's allreduces through its window, given its ranks' arenas (addresses)."""
         for q, start in enumerate(arenas):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
@@ -193,9 +193,10 @@ cdef class FastPath(ReadyTableEnd):
         cached.direct = direct
         if before is not None and before.call is not None:
             before.call.c.alike = PYHVD_UNKNOWN
-        if before is not None and before.request == request and (before.call is None or not before.call.retired):
-            before.renew(version)
-            return
+        if before is not None and before.request == request:
+            if before.call is None or not before.call.retired:
+                before.renew(version)
+                return
         if len(request.shape) > 32:
             return
         cached.count = 1
@@ -252,7 +253,7 @@ cdef class FastPath(ReadyTableEnd):
     # -- calls in flight -------------------------------------------------------------------------------
 
     def requests(self, int set_id, uint32_t slot, bint alone):
-        """Return this rank's requests of the call that a slot is in; with ``alone``, the slot's request only."""
+        """Return this rank's requests of a slot's call; with ``alone``, of the slot only."""
         cdef CachedTensor tensor = self.tensors[set_id].get(slot) if self.has_set(set_id) else None
         if tensor is None:
             return []

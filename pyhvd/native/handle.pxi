@@ -72,9 +72,10 @@ cdef class Handle:
         return self.error
 
     def add_done_callback(self, callback):
-        """Call ``callback(handle)`` once it has ended: on the background thread, or now if it has ended.
+        """Call ``callback(handle)`` at the end: on the background thread, or now if it has ended.
 
-        A callback may submit. It must not wait for another handle: it blocks the thread that would end that one.
+        A callback may submit. It must not wait for another handle: it runs on the thread that would end
+        that one.
         """
         cdef FastPath path
         if self.done():
@@ -152,7 +153,8 @@ cdef class Handle:
         cdef int64_t now = began
         cdef int64_t until = began + left
         cdef int status
-        if path.entries or path.generation != _generation or PyThread_get_thread_ident() == path.background_thread:
+        cdef bint on_background = PyThread_get_thread_ident() == path.background_thread
+        if on_background or path.entries or path.generation != _generation:
             path.prepare_wait()
         while True:
             slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left

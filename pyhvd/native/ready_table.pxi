@@ -6,7 +6,7 @@ cdef tuple read_histogram(const pyhvd_histogram* histogram):
 
 
 cdef class ReadyTableEnd:
-    """One rank's end of the ready table, and the part of its fast path that concerns no tensor."""
+    """One rank's end of the ready table, and what its fast path does without tensors."""
 
     cdef pyhvd_fast_path c
     cdef Sampler sampler
@@ -28,7 +28,7 @@ cdef class ReadyTableEnd:
         return set_id < PYHVD_MAX_SETS
 
     def seize(self):
-        """Take the table's lock and keep it, like a rank that was stopped while it held the lock. For tests."""
+        """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""
         with nogil:
             pyhvd_ready_table_lock(&self.c.setup.table, 1_000_000_000)
 
@@ -57,7 +57,9 @@ cdef class ReadyTableEnd:
         cdef const char* which = wanted
         cdef char* raw = marked
         with nogil:
-            pyhvd_ready_table_recall(&self.c.setup.table, <uint32_t>set_id, <const uint64_t*>which, <uint64_t*>raw)
+            pyhvd_ready_table_recall(
+                &self.c.setup.table, <uint32_t>set_id, <const uint64_t*>which, <uint64_t*>raw
+            )
         return self._by_rank(marked)
 
     def look(self, int set_id):
@@ -112,7 +114,7 @@ cdef class ReadyTableEnd:
         }
 
     def lateness(self):
-        """Return, for each rank, how many tensors it was the last to mark, and how long (ns) others waited."""
+        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
         return [
             (self.c.setup.table.rank_states[rank].late, self.c.setup.table.rank_states[rank].awaited)
             for rank in range(self.c.setup.table.size)
@@ -128,7 +130,7 @@ cdef class ReadyTableEnd:
         return by_rank
 
     def tune(self, size_t threshold, double cycle):
-        """Set the most bytes of a batch and the longest time (s) on hold; while entered, or before any use."""
+        """Set the most bytes of a batch and the longest hold (s); while entered, or before any use."""
         self.c.progress.threshold = threshold
         self.c.background.cycle_ns = <int64_t>(min(cycle, 1e9) * 1e9)
 

@@ -4,14 +4,14 @@
 cdef class Sampler:
     """Count bytes and time, batch by batch; see ``sampler.h``.
 
-    The thread that wants to know calls :meth:`start` and :meth:`read`; the one that carries out batches calls
+    The autotuner's thread calls :meth:`start` and :meth:`read`; the one that carries out batches calls
     :meth:`count`. The fast path counts its batches by itself.
     """
 
     cdef pyhvd_sampler c
 
     def start(self, uint32_t steps, uint64_t limit, double least):
-        """Begin a sample of at least ``steps`` steps and ``least`` s, or of ``limit`` batches if none repeats."""
+        """Begin a sample of ``steps`` steps and ``least`` s or more; ``limit`` batches if none repeats."""
         pyhvd_sampler_start(&self.c, steps, limit, <int64_t>(least * 1e9))
 
     def counts(self):

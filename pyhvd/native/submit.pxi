@@ -1,4 +1,4 @@
-# From a verb to a handle: how a call that the ranks remember gets onto the fast path; a part of shared_memory.pyx.
+# From a verb to a handle: how a remembered call gets onto the fast path; a part of shared_memory.pyx.
 
 cdef class FastPathSlot:
     """Where :func:`start` finds the fast path of a rank; None: all calls go by message."""

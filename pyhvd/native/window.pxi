@@ -215,7 +215,7 @@ cdef class Window:
         cdef pyhvd_job job
         cdef int status
         if srcs.shape[0] != dsts.shape[0] or starts.shape[0] != srcs.shape[0] + 1:
-            raise ValueError("srcs, dsts and starts do not belong together")
+            raise ValueError("the lengths of srcs, dsts and starts must be n, n and n + 1")
         if not srcs.shape[0] or starts[srcs.shape[0]] == 0:
             return True
         job.srcs = &srcs[0]
@@ -235,7 +235,7 @@ cdef class Window:
         """Gather blocks: every rank gets rank q's ``counts[q]`` bytes at ``recv + starts[q]``."""
         cdef int status
         if counts.shape[0] != self.window.size or starts.shape[0] < self.window.size:
-            raise ValueError("one count and one start per rank")
+            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
         with nogil:
             status = pyhvd_window_gather(
                 &self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0], &starts[0]
@@ -250,7 +250,7 @@ cdef class Window:
         cdef int status
         cdef Py_ssize_t size = self.window.size
         if min(send_counts.shape[0], send_starts.shape[0], recv_counts.shape[0], recv_starts.shape[0]) < size:
-            raise ValueError("one count and one start per rank")
+            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
         with nogil:
             status = pyhvd_window_alltoall(
                 &self.window, <const uint8_t*>send, &send_counts[0], &send_starts[0], <uint8_t*>recv,
@@ -258,7 +258,9 @@ cdef class Window:
             )
         return status == 0
 
-    def pairwise_exchange(self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count):
+    def pairwise_exchange(
+        self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count
+    ):
         """Exchange bytes with a partner; all ranks call it, in pairs."""
         cdef int status
         if not 0 <= partner < self.window.size or partner == self.window.rank:

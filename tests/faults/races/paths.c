@@ -1,9 +1,10 @@
-/* The fast path, used as Python uses it. Each rank has two threads that submit and wait, a background thread that flushes,
- * makes progress and takes refused calls, and a thread that reads the trace. Two process sets share the ready table.
- * Rank 0 recalls calls and announces lists, at which all background threads meet in a window. A second scenario aborts
- * windows at drawn moments.
+/* The fast path, used as Python uses it. Each rank has two threads that submit and wait, a
+ * background thread that flushes, makes progress and takes refused calls, and a thread that reads
+ * the trace. Two process sets share the ready table. Rank 0 recalls calls and announces lists, at
+ * which all background threads meet in a window. A second scenario aborts windows at drawn moments.
  *
- * A taken call is submitted again by all ranks whose submission was taken: it has ended on none of them. */
+ * A taken call is submitted again by all ranks whose submission was taken: it has ended on none of
+ * them. */
 #include "races.h"
 
 #include <stdlib.h>
@@ -16,11 +17,11 @@
 #define SLOTS 64
 #define SETS 2
 #define UNITS 11
-#define GROUPED 3  /* tensors of a group */
+#define GROUPED 3 /* tensors of a group */
 #define LONGEST 9000
-#define SLICE 3000000     /* ns; then look whether another call was taken, and submit it again */
+#define SLICE 3000000    /* ns; then look whether another call was taken, and submit it again */
 #define LOST 10000000000 /* ns from the end of a turn until its callback counts as lost */
-#define CELLS 256       /* of the trace's ring */
+#define CELLS 256        /* of the trace's ring */
 
 enum { SUBMITTERS = 2 };
 
@@ -30,9 +31,10 @@ static const struct {
     int64_t count[GROUPED];
     int direct, submitter;
 } known[UNITS] = {
-    {0, 0, 1, {1}, 0, 0},     {0, 1, 1, {3}, 0, 0},    {0, 2, 1, {500}, 0, 0}, {0, 3, 1, {4096}, 1, 0},
-    {0, 4, 1, {9000}, 1, 0},  {0, 5, 1, {2}, 0, 1},    {0, 6, 3, {7, 1200, 1}, 0, 0},
-    {0, 9, 1, {2500}, 0, 1},  {1, 0, 1, {40}, 0, 1},   {1, 1, 1, {5000}, 0, 1}, {1, 2, 3, {1, 2, 3}, 0, 1},
+    {0, 0, 1, {1}, 0, 0},          {0, 1, 1, {3}, 0, 0},       {0, 2, 1, {500}, 0, 0},
+    {0, 3, 1, {4096}, 1, 0},       {0, 4, 1, {9000}, 1, 0},    {0, 5, 1, {2}, 0, 1},
+    {0, 6, 3, {7, 1200, 1}, 0, 0}, {0, 9, 1, {2500}, 0, 1},    {1, 0, 1, {40}, 0, 1},
+    {1, 1, 1, {5000}, 0, 1},       {1, 2, 3, {1, 2, 3}, 0, 1},
 };
 
 typedef struct stage stage;
@@ -44,7 +46,7 @@ typedef struct {
     uint64_t versions[GROUPED];
     int64_t srcs[2 * GROUPED], starts[GROUPED + 1];
     int64_t *values[GROUPED], *results[GROUPED];
-    int taken; /* written before the turn ends, read after it */
+    int taken;               /* written before the turn ends, read after it */
     _Atomic uint64_t called; /* the last turn that had ended when the background thread was woken */
 } call;
 
@@ -67,7 +69,7 @@ struct stage {
     uint8_t *areas[SETS][MOST_RANKS], *arenas[MOST_RANKS];
     end *ends[MOST_RANKS];
     pthread_barrier_t meet;
-    int recalled; /* the call that the next list is about */
+    int recalled;                       /* the call that the next list is about */
     _Atomic uint64_t announced, wanted; /* the last list; 1 + a frozen call */
     _Atomic uint32_t over, closing;
     int aborts, aborted, aborter;
@@ -123,9 +125,12 @@ static int await(end *e, call *u, uint64_t turn, dice *draw) {
     while (status == PYHVD_LATE && pyhvd_now() < until) { /* the background thread makes progress */
         int ended = pyhvd_call_finished(&u->c, turn);
         if (called && ended) until = began + LOST; /* now the callback must come */
-        if (called ? atomic_load(&u->called) >= turn : ended) status = PYHVD_DONE;
-        else if (atomic_load(&e->path.closed)) status = PYHVD_CLOSED;
-        else sched_yield();
+        if (called ? atomic_load(&u->called) >= turn : ended)
+            status = PYHVD_DONE;
+        else if (atomic_load(&e->path.closed))
+            status = PYHVD_CLOSED;
+        else
+            sched_yield();
     }
     if (status == PYHVD_LATE && until == began + LOST)
         fail("rank %d: no wake-up at the end of call %d", e->rank, (int)(u - e->calls));
@@ -149,7 +154,8 @@ static void *run_submitter(void *what) {
         uint64_t lot = mixed(roll(&plan, 1u << 30));
         for (int k = 0; k < UNITS; k++) { /* in a different order on every rank */
             int which = (int)((from + (uint64_t)k) % UNITS);
-            int mine = known[which].submitter == me->which && e->rank < s->members[known[which].set];
+            int mine = known[which].submitter == me->which &&
+                       e->rank < s->members[known[which].set];
             if (mine && (lot >> which * 4) % each == 0) chosen[n++] = which;
         }
         for (int k = 0; k < n; k++) {
@@ -184,7 +190,8 @@ static void take(end *e, call *u, uint64_t version) {
     pthread_mutex_lock(&e->path.submissions.mutex);
     int flies = !pyhvd_call_finished(&u->c, u->c.started);
     if (flies) pyhvd_fast_path_take(&e->path, &u->c);
-    for (uint32_t k = 0; version && k < u->c.slots.n; k++) pyhvd_slot_list_renew(&u->c.slots, k, version);
+    for (uint32_t k = 0; version && k < u->c.slots.n; k++)
+        pyhvd_slot_list_renew(&u->c.slots, k, version);
     pthread_mutex_unlock(&e->path.submissions.mutex);
     if (!flies) return;
     u->taken = 1;
@@ -211,7 +218,8 @@ static void call_back(end *e) {
 /* Rank 0: recall a call, and announce that its slots get another version. */
 static void announce(end *e) {
     stage *s = e->s;
-    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, marked[MOST_RANKS], used[1];
+    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, marked[MOST_RANKS],
+             used[1];
     int which = wanted ? (int)wanted - 1 : (int)roll(&e->draw, UNITS);
     pyhvd_ranks audience = {{((uint64_t)1 << s->t->size) - 1}};
     for (uint32_t k = 0; k < known[which].n; k++) bits[0] |= (uint64_t)1 << (known[which].slot + k);
@@ -233,7 +241,8 @@ static void meet_at_list(end *e) {
     e->path.progress.threshold = (size_t)1024 << number % 8;
     if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: no rank has aborted", e->rank);
     for (uint32_t k = 0; !e->rank && k < u->c.slots.n; k++)
-        pyhvd_ready_table_delegate(&e->path.setup.table, known[s->recalled].set, known[s->recalled].slot + k, number + 1);
+        pyhvd_ready_table_delegate(&e->path.setup.table, known[s->recalled].set,
+                                   known[s->recalled].slot + k, number + 1);
     if (!pyhvd_sampler_counts(&e->sampler)) pyhvd_sampler_start(&e->sampler, 3, 100, 0);
     e->done = number;
     /* No rank goes on before all have read `recalled`. */
@@ -253,7 +262,8 @@ static void act(end *e) {
     if (e->rank || atomic_load(&s->announced) != e->done) return;
     if (atomic_load(&s->over)) {
         if (!atomic_exchange(&s->closing, 1))
-            for (int q = 0; q < s->t->size; q++) pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
+            for (int q = 0; q < s->t->size; q++)
+                pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
     } else if (what < 4 || atomic_load(&s->wanted)) {
         announce(e);
     }
@@ -262,14 +272,16 @@ static void act(end *e) {
 static void check_note(end *e, int set) {
     size_t bytes;
     const uint8_t *note = pyhvd_window_note(&e->windows[set], &bytes);
-    if (!note || !is_note(note, bytes, e->s->aborter, e->s->which)) fail("rank %d: no note", e->rank);
+    if (!note || !is_note(note, bytes, e->s->aborter, e->s->which))
+        fail("rank %d: no note", e->rank);
 }
 
 static void *run_background(void *what) {
     end *e = what;
     stage *s = e->s;
     for (;;) {
-        uint32_t reasons = pyhvd_fast_path_doze(&e->path, 1000000 + (int64_t)roll(&e->draw, 3000000));
+        uint32_t reasons = pyhvd_fast_path_doze(&e->path,
+                                                1000000 + (int64_t)roll(&e->draw, 3000000));
         if (reasons & PYHVD_WAKE_REFUSED) take_refused(e);
         if (reasons & PYHVD_WAKE_DONE) call_back(e);
         if (reasons & PYHVD_WAKE_ABORTED) {
@@ -300,7 +312,8 @@ static void *run_recorder(void *what) {
         if (roll(&draw, 2)) pyhvd_trace_start(&e->trace, CELLS);
         pyhvd_nap((int64_t)roll(&draw, 1000000));
         for (int k = 0; k < CELLS && pyhvd_trace_take(&e->trace, &event); k++)
-            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING || event.end < event.begin)
+            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING ||
+                event.end < event.begin)
                 fail("rank %d: a torn record", e->rank);
         if (roll(&draw, 2)) pyhvd_trace_stop(&e->trace);
         sum = atomic_load_explicit(&e->path.counters.tensors.sum, memory_order_relaxed);
@@ -329,10 +342,17 @@ static void install(end *e, int which) {
         u->versions[k] = 1;
         u->starts[k + 1] = u->starts[k] + count;
         u->results[k] = make((size_t)count * sizeof(int64_t));
-        u->values[k] = known[which].direct ? (int64_t *)e->s->arenas[e->rank] + known[which].slot * LONGEST
-                                           : make((size_t)count * sizeof(int64_t));
-        *r = (pyhvd_cached_tensor){.call = &u->c, .index = k, .count = count, .prescale = 1, .postscale = 1,
-                            .dtype = PYHVD_INT64, .op = PYHVD_SUM, .direct = known[which].direct};
+        u->values[k] = known[which].direct
+                           ? (int64_t *)e->s->arenas[e->rank] + known[which].slot * LONGEST
+                           : make((size_t)count * sizeof(int64_t));
+        *r = (pyhvd_cached_tensor){.call = &u->c,
+                                   .index = k,
+                                   .count = count,
+                                   .prescale = 1,
+                                   .postscale = 1,
+                                   .dtype = PYHVD_INT64,
+                                   .op = PYHVD_SUM,
+                                   .direct = known[which].direct};
         if (!e->rank) pyhvd_ready_table_delegate(&e->path.setup.table, u->c.set, u->slots[k], 1);
     }
 }
@@ -352,7 +372,9 @@ static void set_up(stage *s, int rank) {
     if (!pyhvd_fast_path_init(&e->path)) fail("no memory");
     for (uint32_t k = 0; k < MOST_RANKS; k++) members[k] = k;
     for (uint32_t set = 0; set < SETS; set++) {
-        if (!rank) pyhvd_ready_table_open_set(&e->path.setup.table, set, members, (uint32_t)s->members[set]);
+        if (!rank)
+            pyhvd_ready_table_open_set(&e->path.setup.table, set, members,
+                                       (uint32_t)s->members[set]);
         if (rank >= s->members[set]) continue;
         look_at(&e->windows[set], s->areas[set], rank, s->members[set], CAPACITY, CAPACITY);
         memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);
@@ -386,7 +408,8 @@ static void abort_soon(end *e) {
     pyhvd_window_abort(&e->windows[s->aborted], note, bytes);
     pyhvd_nap((int64_t)roll(&draw, 5000000));
     atomic_store(&s->over, 1);
-    for (int q = 0; q < s->t->size; q++) pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
+    for (int q = 0; q < s->t->size; q++)
+        pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
 }
 
 static void use(int rank, void *what) {
@@ -430,7 +453,8 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
         s->ends[q] = make(sizeof(end));
     }
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
-    /* All ranks meet after the set-up: rank 0 has opened the sets and delegated the slots by then. */
+    /* All ranks meet after the set-up: rank 0 has opened the sets and delegated the slots by
+     * then. */
     play(t->size, use, s);
     pthread_barrier_destroy(&s->meet);
     for (int set = 0; set < SETS; set++)

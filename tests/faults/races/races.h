@@ -1,7 +1,8 @@
-/* What the scenarios share. Ranks are threads of one process, so that the sanitizers see all shared memory.
+/* What the scenarios share. Ranks are threads of one process, so that the sanitizers see all shared
+ * memory.
  *
- * Every rank draws random numbers from a *plan*, the same on all ranks, and from a *draw* of its own, for delays and
- * orders.
+ * Every rank draws random numbers from a *plan*, the same on all ranks, and from a *draw* of its
+ * own, for delays and orders.
  */
 #ifndef PYHVD_RACES_H
 #define PYHVD_RACES_H
@@ -48,7 +49,8 @@ void start_thread(pthread_t *thread, void *(*run)(void *), void *what);
 
 /* Allocate the areas of a window; set up one rank's view of them. */
 void make_areas(uint8_t **areas, int size, size_t capacity);
-void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity, size_t chunk);
+void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
+             size_t chunk);
 
 /* Write the note with which a rank aborts; return whether a note is that one. */
 size_t write_note(uint8_t *note, int rank, uint64_t which);

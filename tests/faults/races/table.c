@@ -1,6 +1,7 @@
-/* The ready table without a progress engine. Every rank marks slots, carries out the log's entries with drawn delays, and
- * sometimes lets the log fill up. Ranks read in plain words what the others wrote before their marks. Cursors of ranks
- * that a set does not include are moved by others. Rank 0 recalls slots, delegates them again, and appends lists. */
+/* The ready table without a progress engine. Every rank marks slots, carries out the log's entries
+ * with drawn delays, and sometimes lets the log fill up. Ranks read in plain words what the others
+ * wrote before their marks. Cursors of ranks that a set does not include are moved by others. Rank
+ * 0 recalls slots, delegates them again, and appends lists. */
 #include "races.h"
 
 #include <stdlib.h>
@@ -18,9 +19,11 @@ typedef struct {
     void *base;
     _Atomic uint32_t closed;
     uint32_t ranks[SETS][MOST_RANKS], count[SETS];
-    uint64_t values[SETS][MOST_RANKS][SLOTS][2]; /* the turn that a rank has marked; odd and even turns apart */
+    /* the turn that a rank has marked; odd and even turns apart */
+    uint64_t values[SETS][MOST_RANKS][SLOTS][2];
     _Atomic uint64_t again[SETS][MOST_RANKS][WORDS]; /* recalled, to be marked again */
-    _Atomic uint64_t seen[POSITIONS];                   /* a hash of each entry, by the first rank that saw it */
+    /* a hash of each entry, by the first rank that saw it */
+    _Atomic uint64_t seen[POSITIONS];
     pthread_barrier_t meet;
 } stage;
 
@@ -57,7 +60,9 @@ static void mark_some(player *p, uint32_t set) {
     uint32_t slots[SLOTS], n = 0, most = 1 + (uint32_t)roll(&p->draw, roll(&p->draw, 4) ? 2 : 16);
     for (uint32_t slot = 0; slot < SLOTS; slot++) {
         uint64_t bit = (uint64_t)1 << slot % 64, turn = p->turns[set][slot] + 1;
-        if (p->flying[set][slot / 64] & bit || turn > (uint64_t)p->s->t->rounds || !roll(&p->draw, 8)) continue;
+        if (p->flying[set][slot / 64] & bit || turn > (uint64_t)p->s->t->rounds ||
+            !roll(&p->draw, 8))
+            continue;
         p->flying[set][slot / 64] |= bit;
         p->turns[set][slot] = turn;
         p->s->values[set][p->rank][slot][turn % 2] = turn;
@@ -69,7 +74,8 @@ static void mark_some(player *p, uint32_t set) {
     }
     if (n) mark(p, set, slots, n);
     for (uint32_t w = 0; w < WORDS; w++)
-        for (uint64_t bits = atomic_exchange(&p->s->again[set][p->rank][w], 0); bits; bits &= bits - 1) {
+        for (uint64_t bits = atomic_exchange(&p->s->again[set][p->rank][w], 0); bits;
+             bits &= bits - 1) {
             slots[0] = w * 64 + (uint32_t)__builtin_ctzll(bits);
             mark(p, set, slots, 1);
         }
@@ -80,10 +86,12 @@ static void carry_out(player *p, const pyhvd_log_entry *entry) {
         for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1) {
             uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits), set = entry->set;
             uint64_t bit = (uint64_t)1 << slot % 64, turn = p->turns[set][slot];
-            if (!(p->flying[set][w] & bit)) fail("rank %d: slot %d of set %d was not marked", p->rank, slot, set);
+            if (!(p->flying[set][w] & bit))
+                fail("rank %d: slot %d of set %d was not marked", p->rank, slot, set);
             for (uint32_t k = 0; k < p->s->count[set]; k++)
                 if (p->s->values[set][p->s->ranks[set][k]][slot][turn % 2] != turn)
-                    fail("rank %d: rank %d is not at turn %d", p->rank, p->s->ranks[set][k], (int)turn);
+                    fail("rank %d: rank %d is not at turn %d", p->rank, p->s->ranks[set][k],
+                         (int)turn);
             p->flying[set][w] &= ~bit;
             p->left--;
         }
@@ -93,7 +101,8 @@ static void carry_out(player *p, const pyhvd_log_entry *entry) {
 static void compare(player *p, const pyhvd_log_entry *entry) {
     uint64_t position = pyhvd_ready_table_position(&p->b), what = mixed(entry->kind), first = 0;
     if (position >= POSITIONS) fail("the log is longer than %d", POSITIONS);
-    if (entry->kind == PYHVD_LIST) what += mixed(entry->number + 7);
+    if (entry->kind == PYHVD_LIST)
+        what += mixed(entry->number + 7);
     else
         for (uint32_t w = entry->first; w < entry->end; w++)
             what += mixed(entry->words[w] + w + entry->set + entry->last_rank);
@@ -105,9 +114,12 @@ static void follow(player *p) {
     const pyhvd_log_entry *entry;
     while ((entry = pyhvd_ready_table_next(&p->b))) {
         compare(p, entry);
-        if (entry->kind == PYHVD_BATCH) carry_out(p, entry);
-        else if (entry->number <= p->listed) fail("rank %d: list %d again", p->rank, (int)entry->number);
-        else p->listed = entry->number;
+        if (entry->kind == PYHVD_BATCH)
+            carry_out(p, entry);
+        else if (entry->number <= p->listed)
+            fail("rank %d: list %d again", p->rank, (int)entry->number);
+        else
+            p->listed = entry->number;
         pyhvd_ready_table_advance(&p->b);
         linger(&p->draw);
     }
@@ -118,13 +130,16 @@ static void coordinate(player *p) {
     uint64_t bits[WORDS], marked[MOST_RANKS * WORDS], used[WORDS];
     uint32_t set = (uint32_t)roll(&p->draw, SETS);
     stage *s = p->s;
-    for (uint32_t w = 0; w < WORDS; w++) bits[w] = mixed(roll(&p->draw, 1000)) & mixed(roll(&p->draw, 1000));
+    for (uint32_t w = 0; w < WORDS; w++)
+        bits[w] = mixed(roll(&p->draw, 1000)) & mixed(roll(&p->draw, 1000));
     pyhvd_ready_table_read(&p->b, set, marked, used);
-    if (roll(&p->draw, 2)) pyhvd_ready_table_freeze(&p->b, set, (uint32_t)__builtin_ctzll(bits[0] | 1));
+    if (roll(&p->draw, 2))
+        pyhvd_ready_table_freeze(&p->b, set, (uint32_t)__builtin_ctzll(bits[0] | 1));
     bits[0] |= bits[0] ? 0 : 1;
     pyhvd_ready_table_recall(&p->b, set, bits, marked);
     for (int q = 0; q < s->t->size; q++)
-        for (uint32_t w = 0; w < WORDS; w++) atomic_fetch_or(&s->again[set][q][w], marked[(uint32_t)q * WORDS + w]);
+        for (uint32_t w = 0; w < WORDS; w++)
+            atomic_fetch_or(&s->again[set][q][w], marked[(uint32_t)q * WORDS + w]);
     linger(&p->draw);
     for (uint32_t slot = 0; slot < SLOTS; slot++) pyhvd_ready_table_delegate(&p->b, set, slot, 1);
     pyhvd_ranks audience = {{1 + roll(&p->draw, ((uint64_t)1 << s->t->size) - 1)}};
@@ -143,7 +158,8 @@ static void use(int rank, void *what) {
         pyhvd_ready_table_clear(&p->b);
         for (uint32_t set = 0; set < SETS; set++) {
             pyhvd_ready_table_open_set(&p->b, set, s->ranks[set], s->count[set]);
-            for (uint32_t slot = 0; slot < SLOTS; slot++) pyhvd_ready_table_delegate(&p->b, set, slot, 1);
+            for (uint32_t slot = 0; slot < SLOTS; slot++)
+                pyhvd_ready_table_delegate(&p->b, set, slot, 1);
         }
     }
     for (uint32_t set = 0; set < SETS; set++)

@@ -1,7 +1,7 @@
-"""The simulated network with a fast lane: a board that ranks post on, and one log for batches and lists.
+"""The simulated network with a fast lane: a ready table, and one log for batches and lists.
 
-Board and lanes are played here, step by step like the messages; the coordinator's loans and the Python half
-of the lane (:mod:`pyhvd.engine.fast_path`) are the real ones.
+The ready table and the C half of the fast path are simulated, step by step like the messages. The
+coordinator's delegation and the Python half (:mod:`pyhvd.engine.fast_path`) are real.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
 
 BATCHES = 1_000_000
-"""Added to a batch's place in the log, so that it is told from the number of a response list."""
+"""Added to a batch's log position, which so differs from every response list's number."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Decision:
 
 
 class FakeBoard:
-    """What is lent, what is posted, and the log."""
+    """The ready table: delegated slots, marks, and the log."""
 
     slots = 64
 
@@ -219,7 +219,7 @@ class FakeLane:
         return True
 
     def mark_ready(self) -> None:
-        """Post all that is held."""
+        """Mark the slots of all held calls."""
         self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
         for unit in self.held:
             if unit.state == "held":
@@ -380,9 +380,9 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].mark_ready)
-            for r in ranks
-            if any(u.state == "held" for u in self.lanes[r].held)
+            partial(lane.mark_ready)
+            for lane in map(self.lanes.__getitem__, ranks)
+            if any(u.state == "held" for u in lane.held)
         ]
         return can
 

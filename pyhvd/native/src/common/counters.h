@@ -1,8 +1,8 @@
 /* What one rank's fast path counts: histograms, each of which also holds a count and a sum.
  *
  * Memory ordering
- *   1. Only the holder of the progress lock writes, by a relaxed load and store: no locked instruction is needed. The
- *      lock passes from one holder to the next by release and acquire.
+ *   1. Only the holder of the progress lock writes, by a relaxed load and store: no locked
+ *      instruction is needed. The lock passes from one holder to the next by release and acquire.
  *   2. Any waiting thread adds to `waits`, with atomic additions.
  *   3. Any thread may read. Words never decrease, but two words may be of different moments.
  */
@@ -12,7 +12,8 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PYHVD_BUCKETS 48 /* the k-th counts values in (2^(k-1), 2^k]; the last one counts all above too */
+/* the k-th counts values in (2^(k-1), 2^k]; the last one counts all above too */
+#define PYHVD_BUCKETS 48
 
 typedef struct {
     _Atomic uint64_t buckets[PYHVD_BUCKETS], sum;

@@ -72,8 +72,9 @@ static inline int64_t pyhvd_yield(int *left) {
     return pyhvd_now() - before;
 }
 
-/* Return how often to yield before the next sleep, given the length of the last one. After a short sleep, yield more:
- * waking takes tens of us, for which the waking rank waits and falls asleep in turn. */
+/* Return how often to yield before the next sleep, given the length of the last one. After a short
+ * sleep, yield more: waking takes tens of us, for which the waking rank waits and falls asleep in
+ * turn. */
 static inline int pyhvd_next_spin_budget(int yields, int64_t slept) {
     if (slept > PYHVD_SHORT_NAP || yields < PYHVD_YIELDS) return PYHVD_YIELDS;
     return yields < PYHVD_MOST_YIELDS ? 2 * yields : yields;

@@ -1,7 +1,7 @@
 /* Loads cache lines before they are needed.
  *
- * GCC treats a function that only calls __builtin_prefetch as one without effect, and drops its calls. The empty asm
- * gives the function an effect.
+ * GCC treats a function that only calls __builtin_prefetch as one without effect, and drops its
+ * calls. The empty asm gives the function an effect.
  */
 #ifndef PYHVD_PREFETCH_H
 #define PYHVD_PREFETCH_H

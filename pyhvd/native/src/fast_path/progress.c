@@ -7,9 +7,9 @@
 #include "common/cpu_affinity.h"
 #include "kernels/kernels.h"
 
-#define GATHER_NS 50000      /* between two looks whether calls still arrive */
+#define GATHER_NS 50000       /* between two looks whether calls still arrive */
 #define TABLE_LOCK_NS 2000000 /* its holders need microseconds, unless the system has stopped one */
-#define WATCH_NS 100000      /* between two looks after calls that no thread waited for */
+#define WATCH_NS 100000       /* between two looks after calls that no thread waited for */
 #define WATCH_LOOKS 3
 #define LAZY_LOOKS 20 /* looks, a cycle time apart, after the last call; then the next call rings */
 
@@ -91,7 +91,8 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
     memset(from, 0xff, sizeof from);
     pthread_mutex_lock(&s->mutex);
     uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    /* The watchdog needs the mutex too: it is released while a stopped rank holds the table's lock. */
+    /* The watchdog needs the mutex too: it is released while a stopped rank holds the table's
+     * lock. */
     if (!n || !pyhvd_ready_table_lock(table, TABLE_LOCK_NS)) {
         pthread_mutex_unlock(&s->mutex);
         return !n;
@@ -124,7 +125,8 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
 }
 
 int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now) {
-    if (!all && !atomic_load_explicit(&path->submissions.held_count, memory_order_acquire)) return 1;
+    if (!all && !atomic_load_explicit(&path->submissions.held_count, memory_order_acquire))
+        return 1;
     while (!try_flush(path, now)) {
         if (!all || is_closed(path)) return 0;
         pyhvd_nap(TABLE_LOCK_NS);
@@ -138,7 +140,8 @@ static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
                      const pyhvd_cached_tensor *b) {
     return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
            a->postscale == b->postscale && a->direct == b->direct &&
-           (!path->setup.groups_alone || a->call == b->call || !(a->call->grouped || b->call->grouped));
+           (!path->setup.groups_alone || a->call == b->call ||
+            !(a->call->grouped || b->call->grouped));
 }
 
 /* Begin a log entry: list its slots. */
@@ -154,13 +157,15 @@ static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
             p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
 }
 
-/* Whether all tensors of a call fit into one batch but for their size. It holds until a slot is installed anew. */
+/* Whether all tensors of a call fit into one batch but for their size. It holds until a slot is
+ * installed anew. */
 static int is_alike(const pyhvd_fast_path *path, pyhvd_call *call) {
     const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
     const pyhvd_slot_list *slots = &call->slots;
     if (call->alike == PYHVD_UNKNOWN) {
         uint32_t k = 1;
-        while (k < slots->n && fits_with(path, &tensors[slots->ids[0]], &tensors[slots->ids[k]])) k++;
+        while (k < slots->n && fits_with(path, &tensors[slots->ids[0]], &tensors[slots->ids[k]]))
+            k++;
         call->alike = k == slots->n ? PYHVD_ALIKE : PYHVD_UNLIKE;
     }
     return call->alike == PYHVD_ALIKE;
@@ -177,8 +182,8 @@ static pyhvd_call *find_whole_call(const pyhvd_fast_path *path, const pyhvd_cach
     return is_alike(path, call) ? call : NULL;
 }
 
-/* Choose the first pending tensor and all that fit with it, in slot order, so that every rank chooses alike. Move the
- * others behind them, in order. Return how many tensors were chosen. */
+/* Choose the first pending tensor and all that fit with it, in slot order, so that every rank
+ * chooses alike. Move the others behind them, in order. Return how many tensors were chosen. */
 static uint32_t gather_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     const pyhvd_cached_tensor *tensors = path->setup.sets[p->set].tensors;
@@ -190,7 +195,8 @@ static uint32_t gather_batch(pyhvd_fast_path *path) {
         const pyhvd_cached_tensor *tensor = &tensors[p->pending[k]];
         size_t more = (size_t)tensor->count * item;
         if (n && (!fits_with(path, first, tensor) || bytes + more > p->threshold)) {
-            p->left_behind[--kept] = p->pending[k]; /* filled from its end: `pending` is still read */
+            /* filled from its end: `pending` is still read */
+            p->left_behind[--kept] = p->pending[k];
             continue;
         }
         p->srcs[n] = tensor->call->srcs[tensor->index];
@@ -226,8 +232,8 @@ static void load_batch(pyhvd_fast_path *path) {
     p->ready_ns = pyhvd_is_timed(&path->counters) ? pyhvd_now() : 0;
     p->trace_begin = pyhvd_trace_now(trace);
     for (uint32_t k = 0; p->trace_begin && k < n; k++)
-        pyhvd_trace_add(trace, PYHVD_READY, p->trace_ready, p->set, p->pending[p->next + k], p->log_position,
-                        p->last_rank);
+        pyhvd_trace_add(trace, PYHVD_READY, p->trace_ready, p->set, p->pending[p->next + k],
+                        p->log_position, p->last_rank);
     __atomic_store_n(&p->running, 1, __ATOMIC_RELAXED);
 }
 
@@ -275,7 +281,8 @@ static void end_batch(pyhvd_fast_path *path) {
         n = p->whole_call ? p->batch_count : 1;
         while (k + n < p->batch_count && tensors[slots[n]].call == call) n++;
         int64_t agreed = p->ready_ns - call->marked_ns;
-        if (p->ready_ns) pyhvd_observe(&path->counters.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
+        if (p->ready_ns)
+            pyhvd_observe(&path->counters.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
         end_tensors(path, call, n);
     }
 }
@@ -305,8 +312,8 @@ static int run_batch(pyhvd_fast_path *path) {
         give_up(path);
         return PYHVD_CLOSED;
     }
-    pyhvd_trace_add(path->setup.trace, PYHVD_CARRIED, p->trace_begin, p->set, p->batch_count, p->log_position,
-                    p->last_rank);
+    pyhvd_trace_add(path->setup.trace, PYHVD_CARRIED, p->trace_begin, p->set, p->batch_count,
+                    p->log_position, p->last_rank);
     sample_batch(path);
     count_batch(path);
     end_batch(path);
@@ -335,12 +342,15 @@ static void leave_shared_core(pyhvd_fast_path *path) {
     for (int q = 0; q < table->size; q++)
         if (q != table->rank)
             taken[n++] = atomic_load_explicit(&table->rank_states[q].core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns))
-        atomic_store_explicit(&rank_state_of(path)->core, pyhvd_current_core(), memory_order_relaxed);
+        atomic_store_explicit(&rank_state_of(path)->core, pyhvd_current_core(),
+                              memory_order_relaxed);
 }
 
 /* Wait until the log has another entry, or the call has ended; PYHVD_LATE at `until`. */
-static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t until) {
+static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
+                       int64_t until) {
     const pyhvd_ready_table *table = &path->setup.table;
     pyhvd_progress *p = &path->progress;
     pyhvd_rank_state *mine = rank_state_of(path);
@@ -358,7 +368,8 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
     atomic_store_explicit(&mine->progress_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now(), left = until - before;
-    if (!pyhvd_ready_table_behind(table) && !is_finished(call, turn) && !is_closed(path) && left > 0)
+    if (!pyhvd_ready_table_behind(table) && !is_finished(call, turn) && !is_closed(path) &&
+        left > 0)
         pyhvd_futex_wait(&mine->progress_bell, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
     p->spin_budget = pyhvd_next_spin_budget(p->spin_budget, pyhvd_now() - before);
     atomic_store_explicit(&mine->progress_asleep, 0, memory_order_relaxed);
@@ -366,7 +377,8 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
 }
 
 /* Carry out the log's entries until the call has ended; without a call, to the end of the log. */
-static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t until) {
+static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
+                         int64_t until) {
     for (;;) {
         if (is_closed(path)) return PYHVD_CLOSED;
         if (is_under_way(path)) {
@@ -394,17 +406,18 @@ static int try_lock_progress(pyhvd_fast_path *path) {
     pyhvd_rank_state *mine = rank_state_of(path);
     uint32_t unlocked = 0, here = pyhvd_current_core();
     if (atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) ||
-        !atomic_compare_exchange_strong_explicit(&mine->progress_lock, &unlocked, 1, memory_order_acquire,
-                                                 memory_order_relaxed))
+        !atomic_compare_exchange_strong_explicit(&mine->progress_lock, &unlocked, 1,
+                                                 memory_order_acquire, memory_order_relaxed))
         return 0;
-    if (atomic_load_explicit(&mine->core, memory_order_relaxed) != here) /* the peers read this line */
+    /* the peers read this line */
+    if (atomic_load_explicit(&mine->core, memory_order_relaxed) != here)
         atomic_store_explicit(&mine->core, here, memory_order_relaxed);
     return 1;
 }
 
-/* Release the progress lock; return whether work is left. Wake the waiters, as one of them must take the lock, unless a
- * response list is next: none of them can pass it, and each would wake the next one while the ranks that send the list
- * need the cores. */
+/* Release the progress lock; return whether work is left. Wake the waiters, as one of them must
+ * take the lock, unless a response list is next: none of them can pass it, and each would wake the
+ * next one while the ranks that send the list need the cores. */
 static int unlock_progress(pyhvd_fast_path *path, int status) {
     /* Read under the lock. What arrives later finds `progress_lock` clear, and rings. */
     int left_over = is_under_way(path);
@@ -425,8 +438,8 @@ static void stop_progress(pyhvd_fast_path *path, int status) {
 /* ---- waiting ---- */
 
 /* Sleep until the holder of the progress lock wakes the waiters. */
-static void await_wakeup(pyhvd_fast_path *path, uint32_t seen, const pyhvd_call *call, uint64_t turn,
-                         int64_t until) {
+static void await_wakeup(pyhvd_fast_path *path, uint32_t seen, const pyhvd_call *call,
+                         uint64_t turn, int64_t until) {
     int64_t left = until - pyhvd_now();
     atomic_fetch_add_explicit(&path->waiters, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
@@ -435,7 +448,8 @@ static void await_wakeup(pyhvd_fast_path *path, uint32_t seen, const pyhvd_call 
     atomic_fetch_sub_explicit(&path->waiters, 1, memory_order_relaxed);
 }
 
-int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn, int64_t now, int64_t ns) {
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
+                         int64_t ns) {
     int64_t until = now + ns;
     for (int round = 0;; round++) {
         uint32_t seen = atomic_load_explicit(&path->wakeups, memory_order_acquire);
@@ -443,7 +457,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn,
         if (is_closed(path)) return PYHVD_CLOSED;
         if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
         int locked = try_lock_progress(path);
-        /* Flushed only now: the rank that completes the batch sees the lock, and wakes no second thread here. */
+        /* Flushed only now: the rank that completes the batch sees the lock, and wakes no second
+         * thread here. */
         if (!pyhvd_fast_path_flush(path, 0, now)) {
             if (locked) stop_progress(path, PYHVD_IDLING);
             pyhvd_nap(GATHER_NS);
@@ -451,7 +466,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn,
         }
         if (locked) {
             int status = make_progress(path, call, turn, until);
-            /* Read under the lock: no other thread has passed the list yet, and the next one that does changes it. */
+            /* Read under the lock: no other thread has passed the list yet, and the next one that
+             * does changes it. */
             seen = atomic_load_explicit(&path->wakeups, memory_order_acquire);
             stop_progress(path, status);
             if (status == PYHVD_DONE) return PYHVD_DONE;
@@ -464,7 +480,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn,
 
 /* ---- the background thread ---- */
 
-/* Flush once no more calls arrive, or the cycle time is over; return how long to wait for that (ns), or 0. */
+/* Flush once no more calls arrive, or the cycle time is over; return how long to wait for that
+ * (ns), or 0. */
 static int64_t gather(pyhvd_fast_path *path) {
     pyhvd_background *b = &path->background;
     uint32_t holds = atomic_load_explicit(&path->submissions.hold_count, memory_order_acquire);
@@ -484,9 +501,10 @@ static int64_t gather(pyhvd_fast_path *path) {
     return pyhvd_fast_path_flush(path, 0, now) ? 0 : GATHER_NS;
 }
 
-/* Choose how long to sleep (ns). `watches` gets whether the thread will look by itself for new calls, so that these
- * need not ring. It looks often for a while after calls that no thread waited for. After calls with waiting threads
- * it sleeps longer, as these threads make progress themselves, and need the core. */
+/* Choose how long to sleep (ns). `watches` gets whether the thread will look by itself for new
+ * calls, so that these need not ring. It looks often for a while after calls that no thread waited
+ * for. After calls with waiting threads it sleeps longer, as these threads make progress
+ * themselves, and need the core. */
 static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *watches) {
     int64_t lazy = b->cycle_ns < WATCH_NS ? WATCH_NS : b->cycle_ns;
     *watches = 1;
@@ -505,19 +523,22 @@ static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
     atomic_store_explicit(&mine->background_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int locked = atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) != 0;
-    int busy = atomic_load_explicit(&mine->wake_reasons, memory_order_relaxed) ||
-               (!watches && atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
-               (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
-               (!locked && pyhvd_ready_table_behind(&path->setup.table) && !path->background.known_list);
+    int busy =
+        atomic_load_explicit(&mine->wake_reasons, memory_order_relaxed) ||
+        (!watches && atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
+        (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
+        (!locked && pyhvd_ready_table_behind(&path->setup.table) && !path->background.known_list);
     if (!busy) pyhvd_futex_wait(&mine->background_bell, seen, ns);
     atomic_store_explicit(&mine->background_asleep, 0, memory_order_relaxed);
 }
 
-/* Make progress if no other thread does; return whether the log has come to a list that the caller does not know of. */
+/* Make progress if no other thread does; return whether the log has come to a list that the caller
+ * does not know of. */
 static int progress_alone(pyhvd_fast_path *path) {
     /* A holder of the lock rings when it leaves work over. */
     int left_over = atomic_load_explicit(&path->left_over, memory_order_relaxed) != 0;
-    if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path)) return 0;
+    if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
+        return 0;
     int status = make_progress(path, NULL, 0, 0);
     uint64_t known = path->background.known_list, number = 0;
     if (status == PYHVD_AT_LIST) number = pyhvd_ready_table_next(&path->setup.table)->number;
@@ -531,8 +552,8 @@ uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
     if (!path->background.short_turns) pyhvd_take_short_turns();
     path->background.short_turns = 1;
     for (;;) {
-        uint32_t reasons =
-            atomic_exchange_explicit(&rank_state_of(path)->wake_reasons, 0, memory_order_acquire);
+        uint32_t reasons = atomic_exchange_explicit(&rank_state_of(path)->wake_reasons, 0,
+                                                    memory_order_acquire);
         if (reasons) return reasons;
         if (!is_closed(path) && progress_alone(path)) return PYHVD_WAKE_LIST;
         int64_t nap = gather(path), left = until - pyhvd_now();
@@ -553,7 +574,8 @@ int pyhvd_fast_path_enter(pyhvd_fast_path *path, uint64_t number) {
     path->background.known_list = 0;
     if (is_closed(path) || !try_lock_progress(path)) return 0;
     int status = make_progress(path, NULL, 0, 0);
-    if (status == PYHVD_AT_LIST && pyhvd_ready_table_next(&path->setup.table)->number == number) return 1;
+    if (status == PYHVD_AT_LIST && pyhvd_ready_table_next(&path->setup.table)->number == number)
+        return 1;
     stop_progress(path, status);
     return 0;
 }

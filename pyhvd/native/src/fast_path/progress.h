@@ -3,40 +3,46 @@
  * A *call* is one submission: one cached tensor, or a grouped call. Its way:
  *
  *   1. `hold` puts the call on hold, so that several calls can travel together.
- *   2. `flush` marks the held calls ready in the ready table. A waiting thread flushes at once; the background thread
- *      flushes when no more calls arrive, or when the cycle time is over.
+ *   2. `flush` marks the held calls ready in the ready table. A waiting thread flushes at once; the
+ *      background thread flushes when no more calls arrive, or when the cycle time is over.
  *   3. When all ranks have marked a slot ready, the ready log gets an entry.
- *   4. The holder of the progress lock carries out the log's entries in order, and ends their calls.
+ *   4. The holder of the progress lock carries out the log's entries in order, and ends their
+ *      calls.
  *
- * Any thread that waits for a call tries to take the progress lock and, with it, makes progress for the whole rank, as
- * in MPI's progress engine. If no thread waits, the background thread does so.
+ * Any thread that waits for a call tries to take the progress lock and, with it, makes progress for
+ * the whole rank, as in MPI's progress engine. If no thread waits, the background thread does so.
  *
- * States of a call. `started` and `finished` count its turns (submissions); a call is in flight while they differ.
+ * States of a call. `started` and `finished` count its turns (submissions); a call is in flight
+ * while they differ.
  *
- *   from    event                                          to       by                       lock
- *   ------  ---------------------------------------------  -------  -----------------------  -------------
- *   IDLE    hold (started + 1)                             HELD     the submitting thread    mutex
- *   HELD    flush; the table has delegated all its slots   MARKED   any thread               mutex, table's
- *   HELD    flush; some slot is not delegated              REFUSED  any thread               mutex, table's
- *   HELD    withdraw (finished = started)                  IDLE     the submitting thread    mutex
- *   MARKED  its batch is carried out (finished + 1)        IDLE     the progress lock holder progress lock
- *   HELD    take: Python takes the call over               TAKEN    the background thread    mutex
- *   MARKED  take, after the coordinator recalled its slots TAKEN    the background thread    mutex
- *   REFUSED take                                           TAKEN    the background thread    mutex
- *   TAKEN   settle, once per tensor (finished + 1)         IDLE     Python                   none
+ *   from     event                                     to       thread       lock
+ *   -------  ----------------------------------------  -------  -----------  ---------------
+ *   IDLE     hold: started + 1                         HELD     submitter    mutex
+ *   HELD     withdraw: finished = started              IDLE     submitter    mutex
+ *   HELD     flush, all its slots are delegated        MARKED   any          mutex and table
+ *   HELD     flush, a slot is not delegated            REFUSED  any          mutex and table
+ *   MARKED   its batch is carried out: finished + 1    IDLE     any          progress lock
+ *   HELD     take: Python will end the call            TAKEN    background   mutex
+ *   MARKED   take, after its slots were recalled       TAKEN    background   mutex
+ *   REFUSED  take                                      TAKEN    background   mutex
+ *   TAKEN    settle, once per tensor: finished + 1     IDLE     background   none
  *
- * The field `state` is not written at the end of a turn: a call with finished == started is idle, whatever it says.
+ * The field `state` is not written at the end of a turn: a call with finished == started is idle,
+ * whatever it says.
  *
  * Invariants
- *   1. Each part of pyhvd_fast_path has one owner, named at its struct. Fields outside those parts are atomic.
+ *   1. Each part of pyhvd_fast_path has one owner, named at its struct. Fields outside those parts
+ *      are atomic.
  *   2. The mutex also guards `started` and `state` of every call.
- *   3. While a call is in flight, only the fast path changes its addresses, its slots and their cached tensors.
- *   4. `finished` is stored with release after the results were written, and loaded with acquire before they are read.
+ *   3. While a call is in flight, only the fast path changes its addresses, its slots and their
+ *      cached tensors.
+ *   4. `finished` is stored with release after the results were written, and loaded with acquire
+ *      before they are read.
  *   5. `wakeups` changes whenever threads that wait without the progress lock must look again.
  *   6. Nothing of Python runs under the mutex.
- *   7. After a window was aborted (window.h), its batch never ends and later entries are not carried out. The lock's
- *      holder then stores the set in `aborted`, closes the path, and wakes the background thread, which fails all calls
- *      in flight.
+ *   7. After a window was aborted (window.h), its batch never ends and later entries are not
+ *      carried out. The lock's holder then stores the set in `aborted`, closes the path, and wakes
+ *      the background thread, which fails all calls in flight.
  */
 #ifndef PYHVD_PROGRESS_H
 #define PYHVD_PROGRESS_H
@@ -74,18 +80,21 @@ enum {
 typedef struct {
     _Atomic uint64_t finished;
     uint64_t started;
-    _Atomic uint32_t unfinished;  /* tensors of this turn that have not ended */
-    _Atomic uint64_t notify_turn; /* wake the background thread when this turn ends; never decreases */
+    _Atomic uint32_t unfinished; /* tensors of this turn that have not ended */
+    /* wake the background thread when this turn ends; never decreases */
+    _Atomic uint64_t notify_turn;
     int state;
     uint32_t set;
     int grouped;
-    pyhvd_slot_list slots;       /* one slot per tensor, ascending; the arrays below are in this order */
+    /* one slot per tensor, ascending; the arrays below are in this order */
+    pyhvd_slot_list slots;
     int64_t *srcs, *dsts;        /* addresses of this turn */
     int64_t single_addresses[2]; /* where `srcs` and `dsts` of a single tensor point to */
-    int64_t *starts;             /* grouped call: n + 1 prefix sums of the element counts; else NULL */
-    int alike;                   /* PYHVD_UNKNOWN and so on; the progress lock holder's */
-    int64_t marked_ns;           /* stored before the marks, read after the log's entry */
-    void *owner;                 /* the Python object */
+    /* grouped call: n + 1 prefix sums of the element counts; else NULL */
+    int64_t *starts;
+    int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
+    int64_t marked_ns; /* stored before the marks, read after the log's entry */
+    void *owner;       /* the Python object */
 } pyhvd_call;
 
 /* The tensor that a slot of a process set stands for, on this rank. */
@@ -95,8 +104,9 @@ typedef struct {
     int64_t count;
     double prescale, postscale;
     int dtype, op;
-    int direct;             /* whether every rank's array lies in its arena */
-    uint32_t sample, times; /* how often the tensor came in this sample; the progress lock holder's */
+    int direct; /* whether every rank's array lies in its arena */
+    /* how often the tensor came in this sample; the progress lock holder's */
+    uint32_t sample, times;
 } pyhvd_cached_tensor;
 
 typedef struct {
@@ -104,12 +114,13 @@ typedef struct {
     pyhvd_cached_tensor *tensors;
 } pyhvd_path_set;
 
-/* Owner: nobody. Read-only once the path is in use; `sets` changes while the caller has entered. */
+/* Owner: none. Read-only once the path is in use; `sets` changes while the caller has entered. */
 typedef struct {
     pyhvd_ready_table table;
     pyhvd_trace *trace;     /* NULL: nothing is recorded */
     pyhvd_sampler *sampler; /* NULL: nothing is measured */
-    int groups_alone;       /* whether a grouped call's tensors share a batch only with each other */
+    /* whether a grouped call's tensors share a batch only with each other */
+    int groups_alone;
     pyhvd_path_set sets[PYHVD_MAX_SETS];
 } pyhvd_path_setup;
 
@@ -132,27 +143,29 @@ typedef struct {
     uint32_t pending_count, next; /* slots before `next` are done */
     /* The batch: slots pending[next] to pending[next + batch_count - 1]. */
     uint32_t batch_count;
-    uint32_t *left_behind;           /* scratch memory of the batch's choice */
-    int64_t *srcs, *dsts, *starts;   /* its addresses and prefix sums ... */
-    pyhvd_call *whole_call;          /* ... unless the batch is this call, whose own arrays are used; else NULL */
+    uint32_t *left_behind;         /* scratch memory of the batch's choice */
+    int64_t *srcs, *dsts, *starts; /* its addresses and prefix sums ... */
+    /* ... unless the batch is this call, whose own arrays are used; else NULL */
+    pyhvd_call *whole_call;
     pyhvd_job job;
     pyhvd_job_cursor cursor;
-    int running;                         /* whether the batch has begun; other threads look at it */
-    int64_t ready_ns;                    /* when the batch was ready; 0: it is not timed */
-    int64_t trace_ready, trace_begin;    /* for the trace; 0: not recorded */
-    int spin_budget;                     /* yields before the holder falls asleep */
-    int64_t left_core_ns;                /* see pyhvd_leave_shared_core */
+    int running;                      /* whether the batch has begun; other threads look at it */
+    int64_t ready_ns;                 /* when the batch was ready; 0: it is not timed */
+    int64_t trace_ready, trace_begin; /* for the trace; 0: not recorded */
+    int spin_budget;                  /* yields before the holder falls asleep */
+    int64_t left_core_ns;             /* see pyhvd_leave_shared_core */
 } pyhvd_progress;
 
 /* Owner: the background thread. */
 typedef struct {
-    int64_t cycle_ns;    /* for how long calls are held at most while no thread waits */
-    uint64_t known_list; /* the response list that is next in the log, if the thread knows of it; else 0 */
-    uint32_t seen_holds; /* `hold_count` at the last look */
+    int64_t cycle_ns; /* for how long calls are held at most while no thread waits */
+    /* the response list that is next in the log, if the thread knows of it; else 0 */
+    uint64_t known_list;
+    uint32_t seen_holds;  /* `hold_count` at the last look */
     uint32_t quiet_looks; /* looks since the last flush */
     uint32_t idle_looks;  /* looks since the last call was held */
-    int unattended;      /* whether no thread waited for the last calls */
-    int64_t settled_ns;  /* when no call was held any more */
+    int unattended;       /* whether no thread waited for the last calls */
+    int64_t settled_ns;   /* when no call was held any more */
     int short_turns;
 } pyhvd_background;
 
@@ -163,9 +176,11 @@ typedef struct {
     pyhvd_background background;
     _Atomic uint32_t left_over;          /* whether the last holder left a log entry unfinished */
     _Atomic uint32_t background_watches; /* whether the background thread soon looks by itself */
-    _Atomic uint32_t wakeups, waiters;   /* futex word of threads without the progress lock; how many sleep on it */
+    /* futex word of threads without the progress lock; how many sleep on it */
+    _Atomic uint32_t wakeups, waiters;
     _Atomic uint32_t closed;
-    _Atomic uint32_t aborted; /* 1 + the set whose window was aborted, or 0; stored before the wake-up */
+    /* 1 + the set whose window was aborted, or 0; stored before the wake-up */
+    _Atomic uint32_t aborted;
     pyhvd_counters counters;
 } pyhvd_fast_path;
 
@@ -184,7 +199,8 @@ void pyhvd_fast_path_close_set(pyhvd_fast_path *path, uint32_t set);
 /* Under the mutex: make room for one more call in `held` and `refused`; return 0 without memory. */
 int pyhvd_fast_path_grow(pyhvd_fast_path *path);
 
-/* Under the mutex: put a call on hold; return 0 without memory. Its addresses and cached tensors are complete. */
+/* Under the mutex: put a call on hold; return 0 without memory. Its addresses and cached tensors
+ * are complete. */
 static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) {
     pyhvd_submissions *s = &path->submissions;
     pyhvd_trace *trace = path->setup.trace;
@@ -196,11 +212,13 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     s->held[n] = call;
     atomic_fetch_add_explicit(&s->hold_count, 1, memory_order_relaxed);
     atomic_store_explicit(&s->held_count, n + 1, memory_order_release);
-    pyhvd_trace_add(trace, PYHVD_SUBMITTED, pyhvd_trace_now(trace), call->set, call->slots.ids[0], 0, 0);
+    pyhvd_trace_add(trace, PYHVD_SUBMITTED, pyhvd_trace_now(trace), call->set, call->slots.ids[0],
+                    0, 0);
     return 1;
 }
 
-/* Under the mutex: undo `hold`, unless the call was marked meanwhile; return 1 if it is no longer in flight. */
+/* Under the mutex: undo `hold`, unless the call was marked meanwhile; return 1 if it is no longer
+ * in flight. */
 int pyhvd_fast_path_withdraw(pyhvd_fast_path *path, pyhvd_call *call);
 
 /* Under the mutex: let Python end the call; return the state that it was in. */
@@ -222,15 +240,17 @@ static inline void pyhvd_fast_path_ring(pyhvd_fast_path *path) {
         pyhvd_futex_wake(&mine->background_bell, 0);
 }
 
-/* Mark all held calls ready, at the time `now` (ns). With `all`, wait for other threads that flush, and for the table's
- * lock. Otherwise return 0 if the table's lock cannot be taken soon; the caller tries again. */
+/* Mark all held calls ready, at the time `now` (ns). With `all`, wait for other threads that flush,
+ * and for the table's lock. Otherwise return 0 if the table's lock cannot be taken soon; the caller
+ * tries again. */
 int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now);
 
 /* ---- waiting ---- */
 
-/* Flush, and wait until the call has finished a turn, with the progress lock if it is free. Return PYHVD_DONE, PYHVD_LATE
- * at `now` + `ns`, or PYHVD_CLOSED. */
-int pyhvd_fast_path_wait(pyhvd_fast_path *path, pyhvd_call *call, uint64_t turn, int64_t now, int64_t ns);
+/* Flush, and wait until the call has finished a turn, with the progress lock if it is free. Return
+ * PYHVD_DONE, PYHVD_LATE at `now` + `ns`, or PYHVD_CLOSED. */
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
+                         int64_t ns);
 
 /* Count the time that a caller has waited since `began` (ns). */
 static inline void pyhvd_fast_path_waited(pyhvd_fast_path *path, int64_t began) {
@@ -242,12 +262,14 @@ static inline int pyhvd_call_finished(const pyhvd_call *call, uint64_t turn) {
     return atomic_load_explicit(&call->finished, memory_order_acquire) >= turn;
 }
 
-/* Wake the background thread at the end of this turn; return whether the turn has ended already. The turn is named
- * because the thread that ended the turn before may still be about to read `notify_turn`. */
+/* Wake the background thread at the end of this turn; return whether the turn has ended already.
+ * The turn is named because the thread that ended the turn before may still be about to read
+ * `notify_turn`. */
 static inline int pyhvd_call_notify(pyhvd_call *call, uint64_t turn) {
     uint64_t last = atomic_load_explicit(&call->notify_turn, memory_order_relaxed);
-    while (last < turn && !atomic_compare_exchange_weak_explicit(&call->notify_turn, &last, turn, memory_order_relaxed,
-                                                                 memory_order_relaxed)) {
+    while (last < turn &&
+           !atomic_compare_exchange_weak_explicit(&call->notify_turn, &last, turn,
+                                                  memory_order_relaxed, memory_order_relaxed)) {
     }
     atomic_thread_fence(memory_order_seq_cst);
     return pyhvd_call_finished(call, turn);
@@ -255,15 +277,16 @@ static inline int pyhvd_call_notify(pyhvd_call *call, uint64_t turn) {
 
 /* ---- the background thread ---- */
 
-/* Sleep; meanwhile flush, and make progress while no thread waits. Return the reasons of a wake-up, or 0 when `ns`
- * (negative: no limit) have passed. */
+/* Sleep; meanwhile flush, and make progress while no thread waits. Return the reasons of a wake-up,
+ * or 0 when `ns` (negative: no limit) have passed. */
 uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns);
 
-/* Append response list `number` to the log for these ranks; return 0 if that is not possible now. */
+/* Append response list `number` to the log for these ranks; return 0 if that is not possible
+ * now. */
 int pyhvd_fast_path_announce(pyhvd_fast_path *path, uint64_t number, const pyhvd_ranks *audience);
 
-/* Make progress to the end of the log. Return 1 if response list `number` is next: the caller then holds the progress
- * lock until it calls `leave`, which steps past the list. */
+/* Make progress to the end of the log. Return 1 if response list `number` is next: the caller then
+ * holds the progress lock until it calls `leave`, which steps past the list. */
 int pyhvd_fast_path_enter(pyhvd_fast_path *path, uint64_t number);
 void pyhvd_fast_path_leave(pyhvd_fast_path *path);
 

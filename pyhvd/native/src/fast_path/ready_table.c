@@ -18,8 +18,8 @@
 static size_t lines(size_t bytes) { return (bytes + PYHVD_LINE - 1) / PYHVD_LINE * PYHVD_LINE; }
 
 static size_t set_bytes(int size, uint32_t slots) {
-    return lines(sizeof(pyhvd_table_set)) + lines(slots * sizeof(uint64_t)) +
-           lines(slots / 8) * 2 + lines(slots / 64 * sizeof(pyhvd_ready_word)) * (size_t)size;
+    return lines(sizeof(pyhvd_table_set)) + lines(slots * sizeof(uint64_t)) + lines(slots / 8) * 2 +
+           lines(slots / 64 * sizeof(pyhvd_ready_word)) * (size_t)size;
 }
 
 size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
@@ -28,7 +28,8 @@ size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
 }
 
 static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
-    return (pyhvd_log_entry *)((uint8_t *)t->log + (position % PYHVD_LOG_ENTRIES) * lines(sizeof(pyhvd_log_entry)));
+    return (pyhvd_log_entry *)((uint8_t *)t->log +
+                               (position % PYHVD_LOG_ENTRIES) * lines(sizeof(pyhvd_log_entry)));
 }
 
 static pyhvd_table_set *set_of(const pyhvd_ready_table *t, uint32_t set) {
@@ -45,13 +46,17 @@ static uint64_t *bits_of(const pyhvd_ready_table *t, uint32_t set, int which) {
                         (size_t)which * lines(t->slots / 8));
 }
 
-static uint64_t *delegated_of(const pyhvd_ready_table *t, uint32_t set) { return bits_of(t, set, 0); }
+static uint64_t *delegated_of(const pyhvd_ready_table *t, uint32_t set) {
+    return bits_of(t, set, 0);
+}
 static uint64_t *used_of(const pyhvd_ready_table *t, uint32_t set) { return bits_of(t, set, 1); }
 static pyhvd_ready_word *ready_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
-    return (pyhvd_ready_word *)((uint8_t *)bits_of(t, set, 2) + rank * lines(t->words * sizeof(pyhvd_ready_word)));
+    return (pyhvd_ready_word *)((uint8_t *)bits_of(t, set, 2) +
+                                rank * lines(t->words * sizeof(pyhvd_ready_word)));
 }
 
-void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size, uint32_t slots) {
+void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size,
+                              uint32_t slots) {
     uint8_t *at = base;
     t->rank = rank;
     t->size = size;
@@ -64,7 +69,9 @@ void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int si
     t->set_bytes = set_bytes(size, slots);
 }
 
-void pyhvd_ready_table_clear(pyhvd_ready_table *t) { memset(t->head, 0, pyhvd_ready_table_bytes(t->size, t->slots)); }
+void pyhvd_ready_table_clear(pyhvd_ready_table *t) {
+    memset(t->head, 0, pyhvd_ready_table_bytes(t->size, t->slots));
+}
 
 /* ---- the lock ---- */
 
@@ -120,11 +127,13 @@ void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {
 /* ---- the log ---- */
 
 static int is_for(const pyhvd_log_entry *entry, uint32_t rank) {
-    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >> (rank % 64) & 1);
+    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >>
+                     (rank % 64) &
+                 1);
 }
 
-/* Move a rank's cursor past entries that do not concern it. Store the cursor in `position`; return whether there is an
- * entry, which concerns the rank. */
+/* Move a rank's cursor past entries that do not concern it. Store the cursor in `position`; return
+ * whether there is an entry, which concerns the rank. */
 static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
     _Atomic uint64_t *cursor = &t->rank_states[rank].cursor;
     uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
@@ -134,8 +143,8 @@ static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
             uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
             found = now == at;
             at = now;
-        } else if (atomic_compare_exchange_strong_explicit(cursor, &at, at + 1, memory_order_acq_rel,
-                                                           memory_order_acquire)) {
+        } else if (atomic_compare_exchange_strong_explicit(
+                       cursor, &at, at + 1, memory_order_acq_rel, memory_order_acquire)) {
             at++;
         }
     }
@@ -145,7 +154,8 @@ static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
 
 /* Under the lock: return whether the log has room for one more entry. */
 static int has_room(pyhvd_ready_table *t) {
-    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed), lowest = tail, position;
+    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed), lowest = tail,
+             position;
     if (tail - t->head->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
     for (int rank = 0; rank < t->size; rank++) {
         skip_for(t, (uint32_t)rank, &position);
@@ -156,7 +166,7 @@ static int has_room(pyhvd_ready_table *t) {
 }
 
 /* Return the entry at the tail, with its audience stored. */
-static pyhvd_log_entry *reserve_entry(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = entry_at(t, t->head->tail);
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
         atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
@@ -169,7 +179,8 @@ static void publish(pyhvd_ready_table *t) {
     atomic_store_explicit(&t->head->tail, tail + 1, memory_order_release);
 }
 
-int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number, const pyhvd_ranks *audience) {
+int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
+                                  const pyhvd_ranks *audience) {
     pyhvd_ranks woken = {{0}};
     if (!pyhvd_ready_table_lock(t, LIST_LOCK_NS)) return 0;
     int room = has_room(t);
@@ -184,13 +195,14 @@ int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number, const p
     return room;
 }
 
-/* This rank was the last to mark slots of words [first, end): count for how long (ns) the others had waited.
+/* This rank was the last to mark slots of words [first, end): count for how long (ns) the others
+ * had waited.
  *
  *   1. The wait begins when the first of them last marked a slot of the same word.
- *   2. Time that was counted before is not counted again, so the ranks of a set together are not charged with more time
- *      than has passed. */
-static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *batch, uint32_t first, uint32_t end,
-                          int64_t now) {
+ *   2. Time that was counted before is not counted again, so the ranks of a set together are not
+ *      charged with more time than has passed. */
+static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *batch, uint32_t first,
+                          uint32_t end, int64_t now) {
     const pyhvd_table_set *s = set_of(t, set);
     pyhvd_rank_state *mine = &t->rank_states[t->rank];
     int64_t since = now;
@@ -198,7 +210,8 @@ static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *ba
     for (uint32_t w = first; w < end; w++) {
         n += (uint64_t)__builtin_popcountll(batch[w]);
         for (uint32_t k = 0; k < s->count && batch[w]; k++)
-            if (s->ranks[k] != (uint32_t)t->rank) since = MIN(since, ready_of(t, set, s->ranks[k])[w].time);
+            if (s->ranks[k] != (uint32_t)t->rank)
+                since = MIN(since, ready_of(t, set, s->ranks[k])[w].time);
     }
     if (t->head->counted_until[set] > since) since = t->head->counted_until[set];
     pyhvd_add(&mine->late, n);
@@ -210,20 +223,22 @@ static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *ba
 /* Under the lock: has_room, and if not, let the next rank that advances call match again. */
 static int has_room_or_backlog(pyhvd_ready_table *t) {
     if (has_room(t)) return 1;
-    /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees the other. */
+    /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
+     * the other. */
     atomic_store_explicit(&t->head->backlog, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     return has_room(t);
 }
 
-void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to, int64_t now,
-                             pyhvd_ranks *audience) {
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience) {
     const pyhvd_table_set *s = set_of(t, set);
     uint64_t batch[PYHVD_MAX_WORDS], *used = used_of(t, set), *delegated = delegated_of(t, set);
     uint32_t first = to, end = from;
     for (uint32_t w = from; w < to; w++) {
         batch[w] = s->count ? delegated[w] : 0;
-        for (uint32_t k = 0; k < s->count && batch[w]; k++) batch[w] &= ready_of(t, set, s->ranks[k])[w].bits;
+        for (uint32_t k = 0; k < s->count && batch[w]; k++)
+            batch[w] &= ready_of(t, set, s->ranks[k])[w].bits;
         if (!batch[w]) continue;
         first = MIN(first, w);
         end = w + 1;
@@ -264,33 +279,38 @@ void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
 
 /* ---- slots ---- */
 
-/* Return whether all slots are delegated under their versions; checked once per version of the set. */
+/* Return whether all slots are delegated under their versions; checked once per version of the
+ * set. */
 static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list) {
     const uint64_t *delegated = delegated_of(t, set), *versions = versions_of(t, set);
     uint64_t version = set_of(t, set)->version;
     if (list->checked == version) return 1;
     for (uint32_t k = 0; k < list->n; k++) {
         uint32_t slot = list->ids[k];
-        if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k]) return 0;
+        if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k])
+            return 0;
     }
     list->checked = version;
     return 1;
 }
 
-int pyhvd_ready_table_mark_ready(pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list, int64_t now) {
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+                                 int64_t now) {
     pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
     if (!are_delegated(t, set, list)) return 0;
     for (uint32_t k = 0; k < list->n;) {
         uint32_t word = list->ids[k] / 64;
         uint64_t bits = 0;
-        for (; k < list->n && list->ids[k] / 64 == word; k++) bits |= (uint64_t)1 << (list->ids[k] % 64);
+        for (; k < list->n && list->ids[k] / 64 == word; k++)
+            bits |= (uint64_t)1 << (list->ids[k] % 64);
         mine[word].bits |= bits;
         mine[word].time = now;
     }
     return 1;
 }
 
-void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks, uint32_t count) {
+void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
+                                uint32_t count) {
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     pyhvd_table_set *s = set_of(t, set);
@@ -306,7 +326,8 @@ void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32
     pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot, uint64_t version) {
+void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
+                                uint64_t version) {
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     versions_of(t, set)[slot] = version;
@@ -323,7 +344,8 @@ void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot)
     pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits, uint64_t *marked) {
+void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
+                              uint64_t *marked) {
     pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     set_of(t, set)->version++;

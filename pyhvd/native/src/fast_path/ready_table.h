@@ -1,42 +1,48 @@
-/* The ready table: where the ranks of one node agree on cached tensors, in shared memory and without the GIL.
+/* The ready table: where the ranks of one node agree on cached tensors, in shared memory and
+ * without the GIL.
  *
- * Each process set has cache slots. The coordinator *delegates* a slot to the table once all ranks have cached it, and
- * *recalls* it when a message speaks of its tensor. While a slot is delegated, ranks submit its tensor by *marking* it
- * ready. Once all members of the set have marked a slot, the table clears the marks and appends a *batch* to the ready
- * log. The coordinator appends its response *lists* to the same log, so that one order binds cached and other tensors,
- * and overlapping process sets cannot deadlock.
+ * Each process set has cache slots. The coordinator *delegates* a slot to the table once all ranks
+ * have cached it, and *recalls* it when a message speaks of its tensor. While a slot is delegated,
+ * ranks submit its tensor by *marking* it ready. Once all members of the set have marked a slot,
+ * the table clears the marks and appends a *batch* to the ready log. The coordinator appends its
+ * response *lists* to the same log, so that one order binds cached and other tensors, and
+ * overlapping process sets cannot deadlock.
  *
  * A slot is in one of two places:
  *
  *   from             event     to               effect
- *   ---------------  --------  ---------------  --------------------------------------------------------------------
+ *   ---------------  --------  ---------------  ---------------------------------------------
  *   the coordinator  delegate  the table        ranks may mark it under the given version
- *   the table        match     the table        all members had marked it: marks cleared, a batch in the log
- *   the table        freeze    the coordinator  no rank may mark it; its marks stay in the table until the recall
+ *   the table        match     the table        its marks become an entry of the log
+ *   the table        freeze    the coordinator  no rank may mark it; its marks await recall
  *   the table        recall    the coordinator  its marks are cleared and returned
  *
- * A slot's *version* is the number of the response list that gave the slot its meaning. A rank that caches the slot
- * under another version may not mark it. A set's version grows whenever any of its slots is delegated, frozen or
- * recalled; so a call checks its slots once per version of the set.
+ * A slot's *version* is the number of the response list that gave the slot its meaning. A rank that
+ * caches the slot under another version may not mark it. A set's version grows whenever any of its
+ * slots is delegated, frozen or recalled; so a call checks its slots once per version of the set.
  *
  * Invariants
- *   1. Everything is read and written under `lock` alone, but for the rank states, the log's entries, and atomics.
- *   2. An entry is written under the lock, before `tail` is stored (release); ranks read it after `tail` (acquire).
+ *   1. Everything is read and written under `lock` alone, but for the rank states, the log's
+ *      entries, and atomics.
+ *   2. An entry is written under the lock, before `tail` is stored (release); ranks read it after
+ *      `tail` (acquire).
  *   3. An entry is overwritten only after every rank's `cursor` has passed it.
- *   4. A rank's cursor is moved by the holder of its progress lock past entries that concern the rank, and by any
- *      thread that needs room past entries that do not. Both use atomic read-modify-write operations.
- *   5. So a rank may look at an entry while another one overwrites it. Of such an entry it reads one word of `audience`
- *      only (stored with release, loaded with acquire), and then its cursor again: if the word was new, the cursor has
- *      moved, and the rank ignores the word.
- *   6. All other words of an entry are read only by ranks that it concerns, whose cursors no other rank moves.
- *   7. A stopped rank (SIGSTOP, a debugger) may hold the lock. No thread waits for the lock while it holds the GIL or
- *      anything that the watchdog needs, nor after its rank's path was closed.
+ *   4. A rank's cursor is moved by the holder of its progress lock past entries that concern the
+ *      rank, and by any thread that needs room past entries that do not. Both use atomic
+ *      read-modify-write operations.
+ *   5. So a rank may look at an entry while another one overwrites it. Of such an entry it reads
+ *      one word of `audience` only (stored with release, loaded with acquire), and then its cursor
+ *      again: if the word was new, the cursor has moved, and the rank ignores the word.
+ *   6. All other words of an entry are read only by ranks that it concerns, whose cursors no other
+ *      rank moves.
+ *   7. A stopped rank (SIGSTOP, a debugger) may hold the lock. No thread waits for the lock while
+ *      it holds the GIL or anything that the watchdog needs, nor after its rank's path was closed.
  *
  * Wake-ups
  *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
  *   2. The background thread sleeps on `background_bell`, with `background_asleep` set.
- *   3. A sleeper sets its flag, then looks again; a waker writes first, then looks at the flag. Sequentially consistent
- *      fences between the two steps of each make one of them see the other.
+ *   3. A sleeper sets its flag, then looks again; a waker writes first, then looks at the flag.
+ *      Sequentially consistent fences between the two steps of each make one of them see the other.
  */
 #ifndef PYHVD_READY_TABLE_H
 #define PYHVD_READY_TABLE_H
@@ -44,7 +50,8 @@
 #include "common/futex.h"
 #include "window/window.h"
 
-#define PYHVD_MAX_SETS 16    /* process sets with ids below it use the table; others agree by messages */
+/* process sets with ids below it use the table; others agree by messages */
+#define PYHVD_MAX_SETS 16
 #define PYHVD_MAX_SLOTS 4096 /* cache slots of a set */
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
@@ -58,11 +65,12 @@ typedef struct {
 
 /* An entry of the ready log. */
 typedef struct {
-    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64]; /* the ranks that it concerns, as in pyhvd_ranks */
+    /* the ranks that it concerns, as in pyhvd_ranks */
+    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number;                /* list: the response list's */
-    uint32_t last_rank;             /* batch: the rank whose marks completed it */
-    uint32_t first, end;            /* batch: words [first, end) are used */
+    uint64_t number;                 /* list: the response list's */
+    uint32_t last_rank;              /* batch: the rank whose marks completed it */
+    uint32_t first, end;             /* batch: words [first, end) are used */
     uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
 
@@ -75,9 +83,11 @@ typedef struct {
     _Atomic uint32_t core; /* where the lock's holder last ran; see pyhvd_current_core */
     _Alignas(PYHVD_LINE) _Atomic uint32_t background_bell;
     _Atomic uint32_t background_asleep;
-    _Atomic uint32_t wake_reasons;              /* bits; why Python is wanted on the background thread */
+    /* bits; why Python is wanted on the background thread */
+    _Atomic uint32_t wake_reasons;
     _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors that the rank was the last to mark ... */
-    _Atomic uint64_t awaited;                   /* ... and for how long (ns) others had waited for them */
+    /* ... and for how long (ns) others had waited for them */
+    _Atomic uint64_t awaited;
 } pyhvd_rank_state;
 
 /* A rank's marks of 64 slots, and when (ns) it made the last one. */
@@ -86,7 +96,8 @@ typedef struct {
     int64_t time;
 } pyhvd_ready_word;
 
-/* A process set. Behind it lie versions[slots], delegated[words], used[words] and ready[size][words]. */
+/* A process set. Behind it lie versions[slots], delegated[words], used[words] and
+ * ready[size][words]. */
 typedef struct {
     pyhvd_ranks members;
     uint64_t version; /* never 0 while the set is open; never decreases */
@@ -97,9 +108,11 @@ typedef struct {
 typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t lock;
     _Alignas(PYHVD_LINE) _Atomic uint64_t tail;
-    uint64_t lowest_cursor;   /* a lower bound of all cursors */
-    _Atomic uint32_t backlog; /* the log was full: some slots may be marked by all and not be in the log */
-    int64_t counted_until[PYHVD_MAX_SETS]; /* until when (ns) a set's waiting was counted; see count_waiting */
+    uint64_t lowest_cursor; /* a lower bound of all cursors */
+    /* the log was full: some slots may be marked by all and not be in the log */
+    _Atomic uint32_t backlog;
+    /* until when (ns) a set's waiting was counted; see count_waiting */
+    int64_t counted_until[PYHVD_MAX_SETS];
 } pyhvd_table_head;
 
 /* One rank's view. */
@@ -111,7 +124,8 @@ typedef struct {
     pyhvd_rank_state *rank_states;
     uint8_t *sets;
     size_t set_bytes;
-    const _Atomic uint32_t *closed; /* of the fast path: once it is set, no thread waits for the lock */
+    /* of the fast path: once it is set, no thread waits for the lock */
+    const _Atomic uint32_t *closed;
 } pyhvd_ready_table;
 
 /* Slots of one set, ascending, that a rank marks together, and their versions on this rank. */
@@ -119,7 +133,8 @@ typedef struct {
     uint32_t n;
     uint32_t *ids;
     uint64_t *versions;
-    uint64_t checked; /* the set's version when all were found delegated under `versions`; 0: check again */
+    /* the set's version when all were found delegated under `versions`; 0: check again */
+    uint64_t checked;
 } pyhvd_slot_list;
 
 static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint64_t version) {
@@ -131,7 +146,8 @@ static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint
 
 size_t pyhvd_ready_table_bytes(int size, uint32_t slots);
 
-/* View a table of that many bytes at `base`, which is aligned to PYHVD_LINE. `slots` is a multiple of 64. */
+/* View a table of that many bytes at `base`, which is aligned to PYHVD_LINE. `slots` is a multiple
+ * of 64. */
 void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size, uint32_t slots);
 
 /* Zero the table; on one rank, before any rank uses it. */
@@ -139,21 +155,27 @@ void pyhvd_ready_table_clear(pyhvd_ready_table *t);
 
 /* ---- for the coordinator: each takes the lock, and does nothing after the path was closed ---- */
 
-void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks, uint32_t count);
-void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot, uint64_t version);
+void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
+                                uint32_t count);
+void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
+                                uint64_t version);
 
-/* Take back the slots in `bits`; `marked`, [size][words], gets which rank had marked which of them. */
-void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits, uint64_t *marked);
+/* Take back the slots in `bits`; `marked`, [size][words], gets which rank had marked which of
+ * them. */
+void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
+                              uint64_t *marked);
 
 /* Read all marks, [size][words], and the slots that were used since the last call. */
 void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used);
 
 /* Append a response list; return 0 if the log is full or the lock cannot be taken now. */
-int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number, const pyhvd_ranks *audience);
+int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
+                                  const pyhvd_ranks *audience);
 
 /* ---- for every rank ---- */
 
-/* Take the lock; return 0 if that takes longer than `ns` (negative: no limit), or the path was closed. */
+/* Take the lock; return 0 if that takes longer than `ns` (negative: no limit), or the path was
+ * closed. */
 int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns);
 
 /* Release the lock, and wake the other ranks in `audience`. */
@@ -162,15 +184,19 @@ void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience)
 /* Let no rank mark a slot, nor a batch contain it, until the coordinator recalls it. */
 void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot);
 
-/* Under the lock: mark slots, all or none; return 0 if one is not delegated under its version. `now`: the time (ns). */
-int pyhvd_ready_table_mark_ready(pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list, int64_t now);
+/* Under the lock: mark slots, all or none; return 0 if one is not delegated under its version.
+ * `now`: the time (ns). */
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+                                 int64_t now);
 
-/* Under the lock: append a batch of the slots in words [from, to) that all members have marked, and add the members to
- * `audience`. `now` is when this rank marked the last of them, or 0 if another rank may have done so. */
-void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to, int64_t now,
-                             pyhvd_ranks *audience);
+/* Under the lock: append a batch of the slots in words [from, to) that all members have marked, and
+ * add the members to `audience`. `now` is when this rank marked the last of them, or 0 if another
+ * rank may have done so. */
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience);
 
-/* Return the entry at this rank's cursor, after entries that do not concern the rank; NULL if there is none. */
+/* Return the entry at this rank's cursor, after entries that do not concern the rank; NULL if there
+ * is none. */
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t);
 
 /* Move the cursor past the entry; append batches for which the log had no room. */

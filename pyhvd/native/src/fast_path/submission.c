@@ -1,4 +1,5 @@
-/* How a call leaves the submissions without being marked ready; progress.h states the invariants. */
+/* How a call leaves the submissions without being marked ready; progress.h states the
+ * invariants. */
 #include "fast_path/progress.h"
 
 #include <stdlib.h>

@@ -8,12 +8,14 @@
 #include "kernels/kernels.h"
 
 #define BLOCK 4096 /* bytes reduced and stored with the peers while they are in the L1 cache */
-#define SHIFT 16   /* malloc's large blocks begin 16 bytes behind a line; so do the slots for one of them */
+/* malloc's large blocks begin 16 bytes behind a line; so do the slots for one of them */
+#define SHIFT 16
 #define AHEAD 8192 /* bytes by which lines for writing are prefetched: two blocks */
 #define SOON 4     /* tensors by which small ones are prefetched */
 
 size_t pyhvd_window_area(size_t capacity) {
-    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE; /* a line for the shift */
+    /* a line for the shift */
+    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE;
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {
@@ -33,9 +35,12 @@ static void leave_shared_core(pyhvd_window *w) {
     uint32_t taken[PYHVD_MAX_LOCAL];
     int n = 0;
     for (int q = 0; q < w->size; q++)
-        if (q != w->rank) taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
+        if (q != w->rank)
+            taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &w->left_core_ns))
-        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_current_core(), memory_order_relaxed);
+        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_current_core(),
+                              memory_order_relaxed);
 }
 
 static inline int is_aborted(const control *mine) {
@@ -49,7 +54,8 @@ static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now();
-    if (!reached(counter, value) && !is_aborted(mine)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
+    if (!reached(counter, value) && !is_aborted(mine))
+        pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
     w->spin_budget = pyhvd_next_spin_budget(w->spin_budget, pyhvd_now() - before);
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
     leave_shared_core(w); /* the kernel may have placed this thread beside the one that woke it */
@@ -71,7 +77,8 @@ int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     while (status == PYHVD_LATER) {
         uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
         status = nap_until(w, counter, value);
-        if (w->interruptible && before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
+        if (w->interruptible &&
+            before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
             break;
     }
     return status;
@@ -80,9 +87,15 @@ int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
 /* Returns the address of a rank's counter. */
 typedef _Atomic uint64_t *(*counter_of)(const pyhvd_window *w, int rank);
 
-static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->packed; }
-static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->reduced; }
-static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->flat; }
+static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->packed;
+}
+static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->reduced;
+}
+static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->flat;
+}
 
 /* await_all, with a record of how long it took and of the last rank awaited. */
 static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value) {
@@ -107,7 +120,9 @@ static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value)
 }
 
 static int await_packed(pyhvd_window *w, uint64_t value) { return await_all(w, packed_of, value); }
-static int await_reduced(pyhvd_window *w, uint64_t value) { return await_all(w, reduced_of, value); }
+static int await_reduced(pyhvd_window *w, uint64_t value) {
+    return await_all(w, reduced_of, value);
+}
 static int await_flat(pyhvd_window *w, uint64_t value) { return await_all(w, flats_of, value); }
 
 /* Record a stage that began at `begin`. */
@@ -133,7 +148,7 @@ int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
 }
 
-void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes) {
+void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
     control *mine = control_of(w, w->rank);
     if (!mine->noted) {
         mine->note_bytes = (uint32_t)MIN(bytes, PYHVD_NOTE);
@@ -164,7 +179,8 @@ typedef struct {
     int64_t offset, count;
 } piece;
 
-/* Take the next piece of elements [from, to). `at` is the tensor where the search begins: the next range is near. */
+/* Take the next piece of elements [from, to). `at` is the tensor where the search begins: the next
+ * range is near. */
 static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
     if (*from >= to) return 0;
     const int64_t *starts = job->starts;
@@ -181,16 +197,20 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
     return (uint8_t *)(intptr_t)base + (size_t)offset * item;
 }
 
-/* Prefetch the start of a tensor that comes soon: the processor cannot guess where small tensors lie. */
-static inline void prefetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor, size_t item) {
+/* Prefetch the start of a tensor that comes soon: the processor cannot guess where small tensors
+ * lie. */
+static inline void prefetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor,
+                                   size_t item) {
     size_t next = tensor + SOON;
     if (next >= job->n || !bases[next]) return;
     size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
     pyhvd_prefetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, BLOCK));
 }
 
-/* Copy elements [from, to) to `out`. With `own`, copy only elements that the owner cannot read from its array. */
-static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out, int own) {
+/* Copy elements [from, to) to `out`. With `own`, copy only elements that the owner cannot read from
+ * its array. */
+static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out,
+                       int own) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
@@ -208,7 +228,8 @@ static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t
     }
 }
 
-static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, const uint8_t *in) {
+static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
+                         const uint8_t *in) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
@@ -218,9 +239,11 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     }
 }
 
-/* Copy a block of the result to a peer. With each line, prefetch the lines AHEAD of it on both sides, as far as the
- * ranges go. Prefetching takes longer than copying and hides it; one burst before the reduction hid nothing. */
-static inline void store_with_peer(uint8_t *there, size_t left_there, const uint8_t *here, size_t left_here, size_t length) {
+/* Copy a block of the result to a peer. With each line, prefetch the lines AHEAD of it on both
+ * sides, as far as the ranges go. Prefetching takes longer than copying and hides it; one burst
+ * before the reduction hid nothing. */
+static inline void store_with_peer(uint8_t *there, size_t left_there, const uint8_t *here,
+                                   size_t left_here, size_t length) {
     size_t j = 0;
     for (; j + PYHVD_PREFETCH_BYTES <= length; j += PYHVD_PREFETCH_BYTES) {
         if (j + AHEAD < left_there) __builtin_prefetch(there + j + AHEAD, 1, 3);
@@ -235,21 +258,24 @@ static inline void prefetch_second(const uint8_t *at, size_t bytes) {
     if (bytes > BLOCK) pyhvd_prefetch_for_writing(at + BLOCK, MIN(bytes, AHEAD) - BLOCK);
 }
 
-/* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the result at theirs[q] too.
- * So each line of a peer changes owner twice; it would change three times if the peer fetched the result. `more` bytes
- * behind theirs[q] come next. */
-static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out, uint8_t *const *theirs,
-                         size_t bytes, size_t more) {
+/* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
+ * result at theirs[q] too. So each line of a peer changes owner twice; it would change three times
+ * if the peer fetched the result. `more` bytes behind theirs[q] come next. */
+static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
+                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
-    size_t length = BLOCK - (uintptr_t)out % PYHVD_PREFETCH_BYTES; /* later blocks begin with a line */
+    /* later blocks begin with a line */
+    size_t length = BLOCK - (uintptr_t)out % PYHVD_PREFETCH_BYTES;
     length -= length % item;
     if (inplace) prefetch_second(own, bytes);
     for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
         length = MIN(bytes - k, length);
-        for (int q = 0; q < w->size; q++) from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
-        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
+        for (int q = 0; q < w->size; q++)
+            from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
+        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op,
+                     job->postscale);
         size_t left = inplace ? bytes - k : 0;
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
@@ -260,8 +286,8 @@ static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *o
 }
 
 /* Reduce one piece of this rank's slice, `at` bytes into the chunk. */
-static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
-                         size_t more) {
+static void reduce_piece(const pyhvd_window *w, const pyhvd_job *job, const piece *p,
+                         uint64_t chunk, size_t at, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     uint8_t *slots[PYHVD_MAX_LOCAL];
@@ -272,11 +298,13 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
     reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
 }
 
-static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
-                         int64_t to, uint64_t chunk) {
+static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
+                         int64_t from, int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
     for (int q = 0; q < w->size; q++)
-        if (q != w->rank) prefetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item, (size_t)(to - from) * item);
+        if (q != w->rank)
+            prefetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item,
+                            (size_t)(to - from) * item);
     piece p;
     for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
         if (!p.offset) prefetch_tensor(job, job->srcs, p.tensor, item);
@@ -301,7 +329,8 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
-        for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
+        for (int q = 0; q < w->size; q++)
+            blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
         if (job->dsts[p.tensor])
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
                          (size_t)p.count, job->dtype, job->op, job->postscale);
@@ -330,7 +359,8 @@ static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chu
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
-    pack_range(c->job, &c->packing, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
+    pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
+               slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
     add_stage(w, PYHVD_PACKING, begin, chunk);
     pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
@@ -354,13 +384,15 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
-    unpack_range(c->job, &c->unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    unpack_range(c->job, &c->unpacking, s.mine_to, s.to,
+                 slot + (size_t)(s.mine_to - s.from) * item);
     add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
 
 /* Reduce elements [from, to) directly in the arenas. */
-static void reduce_in_arenas(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t from, int64_t to) {
+static void reduce_in_arenas(const pyhvd_window *w, const pyhvd_job *job, size_t *walk,
+                             int64_t from, int64_t to) {
     size_t item = pyhvd_itemsize(job->dtype);
     uint8_t *theirs[PYHVD_MAX_LOCAL];
     piece p;
@@ -375,9 +407,11 @@ static void reduce_in_arenas(pyhvd_window *w, const pyhvd_job *job, size_t *walk
     }
 }
 
-/* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in the cache. */
-static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
-    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
+/* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in
+ * the cache. */
+static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
+    int64_t total = job->starts[job->n],
+            per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
     size_t walk = 0;
     for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
@@ -385,14 +419,16 @@ static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
     }
 }
 
-/* Reduce directly: tell the peers where the arrays are, reduce the own share, wait for the other shares. */
+/* Reduce directly: tell the peers where the arrays are, reduce the own share, wait for the other
+ * shares. */
 static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
     int status = PYHVD_OK;
     if (c->stage == 0) {
         if ((status = pyhvd_await_free_slot(w, chunk))) return status;
-        for (size_t t = 0; t < job->n; t++) places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
+        for (size_t t = 0; t < job->n; t++)
+            places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
         pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
         c->stage = 1;
     }
@@ -424,7 +460,8 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     w->shift = c->job->n == 1 && !direct ? SHIFT : 0;
     if (direct) return reduce_direct(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
-    /* Three stages overlap: while chunk k is packed, chunk k - 1 is reduced and chunk k - 2 unpacked. */
+    /* Three stages overlap: while chunk k is packed, chunk k - 1 is reduced and chunk k - 2
+     * unpacked. */
     for (; c->step < count + 2; c->step++, c->stage = 0) {
         for (; c->stage < 3; c->stage++) {
             int64_t k = c->step - c->stage;
