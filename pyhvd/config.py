@@ -191,12 +191,6 @@ class Config:
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
-    cuda_aware_mpi: bool = _knob(
-        False,
-        "CUDA_AWARE_MPI",
-        _bool,
-        "arrays on GPUs that NCCL does not carry are given to MPI as they are, if it takes them in a trial",
-    )
     timeline: str = _knob(
         "",
         "TIMELINE",
@@ -305,7 +299,6 @@ class Config:
 
 
 SHARED = (
-    "cuda_aware_mpi",
     "fast_lane",
     "fusion_threshold",
     "chunk_size",

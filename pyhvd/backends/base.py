@@ -46,12 +46,12 @@ _NOBODY: AbstractContextManager[None] = nullcontext()
 
 
 class Backend(Protocol):
-    """Runs agreed collectives for one process set; ``carrier`` is in the names of its phases."""
+    """Runs agreed collectives for one process set; ``name`` is the prefix of its phases' names."""
 
     rank: int
     size: int
     fabric: Fabric
-    carrier: str
+    name: str
     pieces: Pieces
 
     def allreduce(

@@ -72,7 +72,7 @@ class HostBackend:
         Its staging size is that of a window (1-4 MiB are best for MPI on one node).
     """
 
-    carrier = "MPI"
+    name = "MPI"
 
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
         self.phase: PhaseHook = no_phase
@@ -110,7 +110,7 @@ class HostBackend:
                     self._pack(send, sources, window, info, op, prescale)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
-            with self.phase(f"{self.carrier}_ALLREDUCE"):
+            with self.phase(f"{self.name}_ALLREDUCE"):
                 self._reduce_everywhere(send, out, info, op, postscale)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)

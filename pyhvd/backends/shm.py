@@ -27,7 +27,7 @@ _log = logging.getLogger("pyhvd")
 class ShmBackend(HostBackend):
     """Host collectives over the window; an allreduce is one call without the GIL, which records stages."""
 
-    carrier = "SHM"
+    name = "SHM"
 
     def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
         super().__init__(fabric, pieces)

@@ -281,18 +281,15 @@ class DeviceBackend(Protocol):
 
     Attributes
     ----------
-    carrier : str
-        Is in the names of its phases (``NCCL_BCAST``).
-    reducer : str
-        The same for reductions, which may go another way (``STAGED_ALLREDUCE``).
+    name : str
+        Prefix of the names of its phases (``NCCL_BCAST``).
     stream : Stream
         The communication stream.
     """
 
     rank: int
     size: int
-    carrier: str
-    reducer: str
+    name: str
     stream: Stream
 
     def allreduce(

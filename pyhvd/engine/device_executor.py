@@ -83,8 +83,6 @@ class DeviceExecutor:
         Carries out a batch whose tensors are in host memory.
     checked : bool
         Whether results are checked, on the host.
-    cuda_aware_mpi : bool
-        Whether MPI may be given addresses on devices.
     """
 
     def __init__(
@@ -97,13 +95,12 @@ class DeviceExecutor:
         on_host: Callable[[list[Response], Entries], None],
         *,
         checked: bool,
-        cuda_aware_mpi: bool,
     ) -> None:
         self._rank, self._places = rank, places
         self._hosts, self._sets = backends, sets
         self._hooks = hooks
         self._on_host = on_host
-        self._checked, self._cuda_aware_mpi = checked, cuda_aware_mpi
+        self._checked = checked
         self._station: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
         self._keeper = KeepAlive()
@@ -210,12 +207,7 @@ class DeviceExecutor:
     def _open(self, set_id: int, station: DeviceContext) -> DeviceBackend:
         """Agree on the way that a set's arrays take; collective over the set."""
         return open_backend(
-            self._hosts[set_id],
-            station.device,
-            station.stream,
-            station.packer,
-            self._sets[set_id],
-            cuda_aware_mpi=self._cuda_aware_mpi,
+            self._hosts[set_id], station.device, station.stream, station.packer, self._sets[set_id]
         )
 
     def _stage(self, set_id: int, station: DeviceContext) -> DeviceBackend:
@@ -228,7 +220,7 @@ class DeviceExecutor:
         op, postscale = kernel_terms(request, backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
         info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.reducer}_ALLREDUCE"):
+        with self._hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(
                 _sources(entries), _targets(entries), counts, info, op, request.prescale, postscale
             )
@@ -239,7 +231,7 @@ class DeviceExecutor:
         op, postscale = kernel_terms(request, backend.size)
         shapes = [r.request.shape for r in batch]
         info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.reducer}_REDUCESCATTER"):
+        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(
                 _sources(entries), _targets(entries), shapes, info, op, request.prescale, postscale
             )
@@ -253,7 +245,7 @@ class DeviceExecutor:
         item = BY_CODE[batch[0].request.dtype].itemsize
         row_bytes = [math.prod(shape[1:]) * item for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
         self._deliver(backend.stream, entries, outputs)
 
@@ -268,7 +260,7 @@ class DeviceExecutor:
             output = self._here.device.allocate(nbytes, backend.stream)
         if backend.rank == root and source is not None and target is not None and source is not target:
             self._here.device.copy(target.ptr, source.ptr, source.nbytes, backend.stream)
-        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+        with self._hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(_span(output), root)
         self._deliver(backend.stream, [entry], [output])
 
@@ -277,14 +269,14 @@ class DeviceExecutor:
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
             received = self._hosts[response.process_set].swap_counts(entry.splits)
         outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
         few = max(received) <= np.iinfo(np.int32).max
         splits = np.array(received, np.int32 if few else np.int64)

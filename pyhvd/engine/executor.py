@@ -100,7 +100,6 @@ class Executor:
             hooks,
             self._run_on_host,
             checked=self._checker is not None,
-            cuda_aware_mpi=config.cuda_aware_mpi,
         )
         if lane is not None:
             for set_id, backend in backends.items():
@@ -230,7 +229,7 @@ class Executor:
         request = batch[0].request
         backend = self._backends[batch[0].process_set]
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.carrier}_ADASUM"):
+        with self._hooks.phase(f"{backend.name}_ADASUM"):
             backend.adasum(
                 _sources(entries),
                 _targets(entries),
@@ -246,7 +245,7 @@ class Executor:
         backend = self._backends[batch[0].process_set]
         op, postscale = kernel_terms(request, backend.size)
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
+        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(
                 _sources(entries),
                 _targets(entries),
@@ -277,7 +276,7 @@ class Executor:
         info = BY_CODE[batch[0].request.dtype]
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
         errors = self._compare(batch, [flat_bytes(out) for out in outputs])
         for entry, output, error in zip(entries, outputs, errors, strict=True):
@@ -290,14 +289,14 @@ class Executor:
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
             received = backend.swap_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
         if self._checker is not None and self._checker.results:
             sent, arrived = _blocks(source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
@@ -332,7 +331,7 @@ class Executor:
             return
         if backend.rank == root and source is not target:
             target.bytes[:] = source.bytes
-        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+        with self._hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(target.bytes, root)
         self._deliver_targets(batch, entries)
 

@@ -57,8 +57,6 @@ class MpiFacts:
         The wheel that it is from, e.g. ``"wheel mpich 5.0.2"``, or ``"system"``; empty if unknown.
     threads : str
         The level granted when MPI_THREAD_MULTIPLE is asked for; empty if it did not come to that.
-    cuda_aware : bool or None
-        None where the library does not say.
     error : str
         What went wrong, and at what; empty if nothing did.
     """
@@ -69,7 +67,6 @@ class MpiFacts:
     path: str = ""
     origin: str = ""
     threads: str = ""
-    cuda_aware: bool | None = None
     error: str = ""
 
 
@@ -104,7 +101,6 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
         path=path,
         origin=_origin(path),
         threads=found.get("threads", ""),
-        cuda_aware=found.get("cuda_aware"),
         error=error,
     )
 
@@ -175,15 +171,14 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Import
             f"    [{'X' if works else ' '}] {name}" + (f"  ({why})" if verbose else "")
             for name, works, why in entries
         ]
-    cuda_aware = {True: "yes", False: "no", None: "unknown"}[mpi.cuda_aware]
     where = f" ({mpi.origin}{', ' + mpi.path if verbose and mpi.path else ''})" if mpi.origin else ""
     lines += [
         "",
         "MPI:",
         f"    mpi4py {mpi.mpi4py or 'not found'}",
         f"    {mpi.library or 'no library'}{where}",
+        f"    thread level: {mpi.threads or 'unknown'}",
     ]
-    lines += [f"    thread level: {mpi.threads or 'unknown'}", f"    CUDA-aware: {cuda_aware}"]
     return "\n".join([*lines, *([f"    error: {mpi.error}"] if mpi.error else [])])
 
 

@@ -57,33 +57,6 @@ class Fabric(Protocol):
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
 
-    def takes_devices(self) -> str:
-        """Return what carries memory on devices in :meth:`trade`: name and version. Not collective.
-
-        Raises
-        ------
-        RuntimeError
-            Nothing does, so that there must be none; the text says why.
-        """
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks, and receive others; of two ranks both name the same ones, in the same order.
-
-        Of the memory nothing is looked at here, so that it may be on a device if :meth:`takes_devices`.
-
-        Parameters
-        ----------
-        send, recv : sequence of (int, numpy.ndarray of uint8)
-            The other rank, and the block; of any size.
-        patience : float, optional
-            Seconds; by default as long as it takes.
-
-        Raises
-        ------
-        TimeoutError
-            It is not over yet. The blocks may be written to for ever, and nothing must be traded any more.
-        """
-
     def barrier(self) -> None:
         """Return when every rank has called it."""
 

@@ -18,7 +18,7 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Message, Sending
-from pyhvd.transport.fabric import Aborted, Block, Fabric
+from pyhvd.transport.fabric import Aborted, Fabric
 from pyhvd.transport.shm import LINE, Segment, aligned
 from pyhvd.transport.world import Topology, World
 
@@ -132,17 +132,6 @@ class ThreadFabric:
         laid = self._lay(buffer)
         if self.rank != root:
             buffer[:] = laid[root]
-        self._meeting.wait()
-
-    def takes_devices(self) -> str:
-        """Refuse: there is nothing here that could."""
-        raise RuntimeError("ranks that are threads of one process have no MPI between them")
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:  # noqa: ARG002 - a meeting has its own
-        """Send blocks, and receive others."""
-        coming = [iter([block for to, block in given if to == self.rank]) for given in self._lay(send)]
-        for rank, block in recv:
-            block[:] = next(coming[rank])
         self._meeting.wait()
 
     def barrier(self) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Block, Fabric
+from pyhvd.transport.fabric import Aborted, Fabric
 
 LINE = 128
 
@@ -114,14 +114,6 @@ class ShmFabric:
         counts[root] = len(buffer)
         here = address(buffer)
         self.check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
-
-    def takes_devices(self) -> str:
-        """Ask the other fabric: a window is no way for memory on devices."""
-        return self.inner.takes_devices()
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks by the other fabric."""
-        self.inner.trade(send, recv, patience)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""

@@ -27,7 +27,7 @@ class ByHost:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.rank = self.size = self.stream = 0
-        self.carrier = self.reducer = ""
+        self.name = ""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.asked.append(name)

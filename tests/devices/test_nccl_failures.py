@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.backends.gpu.device_transport import Refused
+from pyhvd.backends.gpu.nccl_init import Refused
 from pyhvd.dtypes import ReduceOp
 from pyhvd.errors import TransportError
 from tests.devices.fake_nccl import FakeNccl, NcclError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import pyhvd as hvd
 from tests.conformance.oracle import rows
-from tests.mpi.harness import hear_log, on_ranks
+from tests.mpi.harness import on_ranks
 
 
 def mine(rank: int, *shape: int) -> Any:
@@ -175,31 +174,3 @@ def test_submitting_takes_microseconds() -> None:
             for handle in handles:
                 hvd.synchronize(handle)
         assert statistics.median(times[len(arrays) :]) < 20e-6, submit.__name__
-
-
-@on_ranks(2, timeout=120, env={"PYHVD_CUDA_AWARE_MPI": "1"})
-def test_by_cuda_aware_mpi() -> None:
-    """Ranks that share a device, so that NCCL is not used, and an MPI that says it takes their memory."""
-    import cupy
-    from mpi4py import MPI
-
-    from pyhvd.transport.mpi.probe import cuda_aware
-
-    told = hear_log()
-    hvd.init()
-    logging.getLogger("pyhvd").setLevel(logging.INFO)
-    if not cuda_aware(MPI.__file__, MPI.Get_library_version()):
-        pytest.skip(f"{MPI.get_vendor()[0]} does not say that it takes memory on CUDA devices")
-    r, size = hvd.rank(), hvd.size()
-    cupy.cuda.Device(0).use()
-    with cupy.cuda.Stream(non_blocking=True):
-        for n in (1, 1000, 4_000_000):
-            gathered = hvd.allgather(cupy.asarray(mine(r, n + r)), name=f"g{n}")
-            same(gathered, np.concatenate([mine(q, n + q) for q in range(size)]))
-            same(hvd.broadcast(cupy.asarray(mine(r, n)), size - 1, name=f"b{n}"), mine(size - 1, n))
-            blocks = hvd.alltoall(cupy.asarray(mine(r, n * size)), [n] * size, name=f"t{n}")[0]
-            same(blocks, np.concatenate([mine(q, n * size)[n * r : n * r + n] for q in range(size)]))
-            same(hvd.allreduce(cupy.asarray(mine(r, n)), op=hvd.Sum, name=f"s{n}"), total(size, n))
-    if r == 0:
-        (line,) = [line for line in told if line.startswith("arrays on the devices")]
-        assert "go by CUDA-aware MPI" in line

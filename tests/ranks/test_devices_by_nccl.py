@@ -16,7 +16,6 @@ from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
-from pyhvd.transport.inprocess import ThreadFabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeLibrary, fake_array
 from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice
@@ -25,7 +24,7 @@ SIZES = (1, 2, 4)
 Body = Callable[[PeerDevice], Any]
 
 
-class DeviceTransport(NcclTransport):
+class PeerTransport(NcclTransport):
     """Gives each rank its end of one library."""
 
     def __init__(self, nccl: FakeNccl) -> None:
@@ -42,7 +41,7 @@ class DeviceTransport(NcclTransport):
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(select, "CARRIERS", [DeviceTransport(library)])
+    monkeypatch.setattr(select, "NCCL", PeerTransport(library))
     return library
 
 
@@ -206,36 +205,3 @@ def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
     assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(errors[1])
     assert isinstance(errors[0], hvd.HorovodInternalError)
     assert 1 in nccl.aborted
-
-
-def test_cuda_aware_mpi_comes_after_nccl(
-    nccl: FakeNccl, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where NCCL connects the ranks, MPI gets nothing, not even a trial; where it refuses, MPI is next."""
-    traded: list[int] = []
-    trade = ThreadFabric.trade
-
-    def noted(fabric: ThreadFabric, *given: Any) -> None:
-        traded.append(fabric.rank)
-        trade(fabric, *given)
-
-    monkeypatch.setattr(ThreadFabric, "takes_devices", lambda fabric: "Any MPI 5.0")
-    monkeypatch.setattr(ThreadFabric, "trade", noted)
-
-    def body(device: PeerDevice) -> None:
-        same(hvd.broadcast(fake_array(device, mine(hvd.rank(), 4)), 1, name="x").get(), mine(1, 4))
-
-    with caplog.at_level(logging.INFO, logger="pyhvd"):
-        on_devices(2, body, cuda_aware_mpi=True)
-    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (2.32.3)"]
-    assert not traded
-    caplog.clear()
-    nccl.refuses = dict.fromkeys(range(2), NcclError("NCCL_ERROR_SYSTEM_ERROR: no socket"))
-    with caplog.at_level(logging.INFO, logger="pyhvd"):
-        on_devices(2, body, cuda_aware_mpi=True)
-    (line,) = said(caplog)
-    assert line.startswith(
-        "arrays on the devices of 2 ranks go by CUDA-aware MPI (Any MPI 5.0), and reductions through the"
-        " host: NCCL does not connect them: rank 0 of the set: NcclError: NCCL_ERROR_SYSTEM_ERROR: no socket;"
-    )
-    assert set(traded) == {0, 1}

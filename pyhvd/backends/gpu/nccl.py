@@ -69,8 +69,7 @@ class NcclBackend:
         Returns what carries out, by the host, the few reductions that NCCL has not; made when first needed.
     """
 
-    carrier = "NCCL"
-    reducer = "NCCL"
+    name = "NCCL"
 
     def __init__(
         self,

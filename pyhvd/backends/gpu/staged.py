@@ -40,8 +40,7 @@ class StagedBackend:
         Moves many tensors at once; without one each is copied by itself.
     """
 
-    carrier = "STAGED"
-    reducer = "STAGED"
+    name = "STAGED"
 
     def __init__(self, host: Backend, device: Device, stream: Stream, packer: Packer | None = None) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, stream

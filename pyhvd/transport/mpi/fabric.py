@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -21,16 +20,10 @@ from pyhvd.arrays import Bytes
 from pyhvd.native.shared_memory import HUGE, Mapping
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.fabric import Block, Fabric
-from pyhvd.transport.mpi.probe import cuda_aware, refusal
 from pyhvd.transport.shm import NoWindow, Segment
 
 LARGEST = 1 << 30
 """Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
-
-_SWAP, _TRADE = 0, 1
-"""Tags: what a trade that was given up still brings meets nothing else."""
-
-_PAUSE_S = 0.001
 
 
 class MpiFabric:
@@ -107,48 +100,19 @@ class MpiFabric:
         """Free the communicator; collective."""
         self.comm.Free()
 
-    def takes_devices(self) -> str:
-        """Return MPI's name and version, if it says that it takes addresses on CUDA devices."""
-        says = cuda_aware(MPI.__file__, MPI.Get_library_version())
-        if not says:
-            raise RuntimeError(f"{_name()} {refusal(says)}")
-        return _name()
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks of any size, and receive others."""
-        requests = self._start(send, recv, _TRADE)
-        if patience is None:
-            MPI.Request.Waitall(requests)
-            return
-        until = time.monotonic() + patience
-        while not MPI.Request.Testall(requests):
-            if time.monotonic() > until:
-                raise TimeoutError(f"MPI has not passed the blocks on within {patience:g} s")
-            time.sleep(_PAUSE_S)
-
     def _swap(self, send: Sequence[Block], recv: Sequence[Block]) -> None:
         """Send and receive blocks of any size."""
-        MPI.Request.Waitall(self._start(send, recv, _SWAP))
-
-    def _start(self, send: Sequence[Block], recv: Sequence[Block], tag: int) -> list[MPI.Request]:
-        """Begin to send and to receive, in messages that MPI can count."""
         requests = [
-            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank)
             for rank, block in recv
             for k in range(0, len(block), LARGEST)
         ]
         requests += [
-            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank)
             for rank, block in send
             for k in range(0, len(block), LARGEST)
         ]
-        return requests
-
-
-def _name() -> str:
-    """Return MPI's name and version."""
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
+        MPI.Request.Waitall(requests)
 
 
 def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:

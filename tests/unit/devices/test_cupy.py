@@ -17,7 +17,6 @@ from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
 from pyhvd.devices.base import DeviceView
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks
-from pyhvd.transport.inprocess import Meeting, ThreadFabric
 from tests.devices.fake import FakeDevice, fake_array
 from tests.devices.kernels_on_cpu import needs_compiler
 from tests.devices.stand_in import make_cupy
@@ -155,7 +154,7 @@ def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: p
     monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
     assert cuda_device(0).packer() is None
     with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
-        NcclTransport().version(cuda_device(0), ThreadFabric(Meeting(1, 1.0), 0))
+        NcclTransport().version(cuda_device(0))
 
 
 def test_the_interface(device: FakeDevice) -> None:

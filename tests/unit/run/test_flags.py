@@ -20,7 +20,6 @@ params:
   fusion_threshold_mb: 32
   cycle_time_ms: 2.5
   cache_capacity: 100
-  cuda_aware_mpi: true
 autotune:
   enabled: true
   log_file: tuned.csv
@@ -43,7 +42,6 @@ MEANT = {
     "PYHVD_FUSION_THRESHOLD": str(32 << 20),
     "PYHVD_CYCLE_TIME": "2.5",
     "PYHVD_CACHE_CAPACITY": "100",
-    "PYHVD_CUDA_AWARE_MPI": "1",
     "PYHVD_AUTOTUNE": "1",
     "PYHVD_AUTOTUNE_LOG": "tuned.csv",
     "PYHVD_AUTOTUNE_WARMUP_SAMPLES": "1",
