@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd.dtypes import DtypeInfo, lookup
+from pyhvd.dtypes import KNOWN, DtypeInfo, lookup
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -103,7 +103,7 @@ def view(tensor: Any) -> TensorView:
         The dtype cannot travel.
     """
     array = _as_numpy(tensor)
-    info = lookup(array.dtype)
+    info = KNOWN.get(array.dtype) or lookup(array.dtype)
     if array.flags.c_contiguous:
         return TensorView(array, info)
     return TensorView(np.ascontiguousarray(array), info, home=array)

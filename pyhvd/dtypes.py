@@ -102,7 +102,7 @@ INTEGERS = frozenset(row.code for row in _ROWS if "int" in row.name)
 BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
 _BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
 # Asking numpy for a dtype's name takes microseconds. Entries are only ever added, and equal: no lock.
-_known: dict[np.dtype[Any], DtypeInfo] = {}
+KNOWN: dict[np.dtype[Any], DtypeInfo] = {}
 
 
 def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
@@ -113,7 +113,7 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
     UnsupportedDtypeError
         For object, string, structured, date and non-native-endian dtypes.
     """
-    known = _known.get(dtype)
+    known = KNOWN.get(dtype)
     if known is not None:
         return known
     row = _BY_NAME.get(dtype.name)
@@ -124,7 +124,7 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
             f"dtype {dtype.str!r} is not in this machine's byte order: convert it first with"
             " array.astype(array.dtype.newbyteorder('='))"
         )
-    _known[dtype] = row
+    KNOWN[dtype] = row
     return row
 
 

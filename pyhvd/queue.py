@@ -53,7 +53,7 @@ class TensorEntry(msgspec.Struct, eq=False):
     told : int
         When (ns) the other ranks were told; 0 if that is not known. The runtime's thread alone uses it.
     site : (code, int), optional
-        From where it was submitted; see :func:`pyhvd.common.stacks.calling_site`.
+        From where it was submitted; see :func:`pyhvd.common.stacks.describe_site`.
     """
 
     process_set: int
