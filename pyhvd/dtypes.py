@@ -81,6 +81,26 @@ class DtypeInfo:
     scalable: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceSpec:
+    """How to reduce tensors of one dtype.
+
+    Attributes
+    ----------
+    info : DtypeInfo
+        The tensors' dtype.
+    op : ReduceOp
+        The op; backends know no Average, which is a Sum with a postscale factor.
+    prescale, postscale : float
+        Factors on each rank's elements before the reduction, and on the result after it.
+    """
+
+    info: DtypeInfo
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
 _ROWS = (
     DtypeInfo(Code.UINT8, "uint8", 1, _ALL_OPS),
     DtypeInfo(Code.INT8, "int8", 1, _ALL_OPS),

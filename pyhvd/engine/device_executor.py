@@ -33,7 +33,7 @@ from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 
@@ -216,25 +216,17 @@ class DeviceExecutor:
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
+        spec = reduce_spec(batch[0].request, backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
-        info = BY_CODE[request.dtype]
         with self._hooks.phase(f"{backend.name}_ALLREDUCE"):
-            backend.allreduce(
-                _sources(entries), _targets(entries), counts, info, op, request.prescale, postscale
-            )
+            backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
+        spec = reduce_spec(batch[0].request, backend.size)
         shapes = [r.request.shape for r in batch]
-        info = BY_CODE[request.dtype]
         with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
-            backend.reducescatter(
-                _sources(entries), _targets(entries), shapes, info, op, request.prescale, postscale
-            )
+            backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _allgather(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
@@ -270,7 +262,7 @@ class DeviceExecutor:
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = self._hosts[response.process_set].swap_counts(entry.splits)
+            received = self._hosts[response.process_set].exchange_counts(entry.splits)
         outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return

@@ -28,7 +28,7 @@ from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.negotiation.validation import verb
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
@@ -213,48 +213,25 @@ class Executor:
 
     @staticmethod
     def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
-        backend.allreduce(
-            sources,
-            targets,
-            [math.prod(r.request.shape) for r in batch],
-            BY_CODE[request.dtype],
-            op,
-            request.prescale,
-            postscale,
-        )
+        counts = [math.prod(r.request.shape) for r in batch]
+        backend.allreduce(sources, targets, counts, reduce_spec(batch[0].request, backend.size))
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
         backend = self._backends[batch[0].process_set]
+        counts = [math.prod(r.request.shape) for r in batch]
+        spec = reduce_spec(batch[0].request, backend.size)
         self._look_at_inputs(batch, entries)
         with self._hooks.phase(f"{backend.name}_ADASUM"):
-            backend.adasum(
-                _sources(entries),
-                _targets(entries),
-                [math.prod(r.request.shape) for r in batch],
-                BY_CODE[request.dtype],
-                request.prescale,
-                request.postscale,
-            )
+            backend.adasum(_sources(entries), _targets(entries), counts, spec)
         self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
         backend = self._backends[batch[0].process_set]
-        op, postscale = kernel_terms(request, backend.size)
+        shapes = [r.request.shape for r in batch]
+        spec = reduce_spec(batch[0].request, backend.size)
         self._look_at_inputs(batch, entries)
         with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
-            backend.reducescatter(
-                _sources(entries),
-                _targets(entries),
-                [r.request.shape for r in batch],
-                BY_CODE[request.dtype],
-                op,
-                request.prescale,
-                postscale,
-            )
+            backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         whole: list[Bytes | None] | None = None
         if self._checker is not None and self._checker.results:
             firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
@@ -290,7 +267,7 @@ class Executor:
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
         with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
-            received = backend.swap_counts(entry.splits)
+            received = backend.exchange_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return

@@ -19,7 +19,7 @@ from pyhvd.backends.base import Backend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
-from pyhvd.dtypes import ReduceOp, lookup
+from pyhvd.dtypes import ReduceSpec, lookup
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
@@ -39,7 +39,7 @@ from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
-KernelTerms = Callable[[Request, int], tuple[ReduceOp, float]]
+KernelTerms = Callable[[Request, int], ReduceSpec]
 
 
 def open_lane(
@@ -102,7 +102,7 @@ class FastLane:
     queue : TensorQueue
         Where tensors wait that do not go this way.
     terms : callable
-        ``terms(request, size)`` returns the kernels' op and the factor behind it.
+        ``terms(request, size)`` returns the reduction's :class:`~pyhvd.dtypes.ReduceSpec`.
     arena : Arena or None
         Where arrays are that need not be moved.
     meter : Meter
@@ -203,8 +203,8 @@ class FastLane:
             # A list may give a small cache's slot away more than once: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
-                op, postscale = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, response.since, op, postscale, response.direct)
+                spec = self._terms(own, len(self._worker.sets[set_id]))
+                self.lane.install(set_id, slot, own, response.since, spec.op, spec.postscale, response.direct)
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:

@@ -51,7 +51,7 @@ from pyhvd.negotiation.messages import (
     encode,
     is_out_of_band,
 )
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
@@ -138,7 +138,7 @@ class Runtime:
         lateness = self._coordinator.lateness if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._lane = (
-            FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)
+            FastLane(lane, self._worker, self._queue, reduce_spec, fittings.arena, self.meter)
             if lane is not None
             else None
         )

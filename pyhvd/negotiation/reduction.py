@@ -6,21 +6,25 @@ import functools
 import math
 from fractions import Fraction
 
-from pyhvd.dtypes import INTEGERS, ReduceOp
+from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
 from pyhvd.negotiation.messages import Request
 
 
-def kernel_terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    """Return op and postscale with Average told as what it is: a Sum, divided by the size of the set.
+def reduce_spec(request: Request, size: int) -> ReduceSpec:
+    """Return how backends reduce a request; Average becomes a Sum, divided by the size of the set.
 
     Ranks that have joined count in the divisor.
     """
-    if request.op != ReduceOp.AVERAGE:
-        return ReduceOp(request.op), request.postscale
-    return ReduceOp.SUM, _quotient(request.postscale, size, request.dtype in INTEGERS)
+    return _spec(request.dtype, request.op, request.prescale, request.postscale, size)
 
 
 @functools.lru_cache(maxsize=256)
+def _spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
+    if op != ReduceOp.AVERAGE:
+        return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
+    return ReduceSpec(BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, dtype in INTEGERS))
+
+
 def _quotient(postscale: float, size: int, exact: bool) -> float:
     """Return postscale / size; with ``exact`` never nearer to zero than it is.
 

@@ -12,7 +12,7 @@ from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_init import open_nccl
 from pyhvd.devices.base import DeviceView, Stream
 from pyhvd.dtypes import Code
-from pyhvd.transport.inprocess import Meeting, ThreadFabric
+from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from tests.devices.fake import FakeArray, FakeLibrary, dtype_of
 from tests.devices.fake_nccl import FakeNccl, PeerDevice
 
@@ -36,11 +36,11 @@ class ByHost:
 class Rank:
     """One rank: its device, its communication stream, and its backend."""
 
-    def __init__(self, nccl: FakeNccl, meeting: Meeting, rank: int, seed: int, timeout: float) -> None:
-        self.rank, self.size = rank, meeting.size
+    def __init__(self, nccl: FakeNccl, group: ThreadGroup, rank: int, seed: int, timeout: float) -> None:
+        self.rank, self.size = rank, group.size
         self.device = PeerDevice(seed=seed * 10 + rank)
         self.stream: Stream = self.device.make_stream()
-        fabric = ThreadFabric(meeting, rank)
+        fabric = ThreadFabric(group, rank)
         library = nccl.rank(self.device)
         self.by_host = ByHost()
         self.nccl: NcclBackend = open_nccl(
@@ -78,12 +78,12 @@ def on_ranks(
 ) -> list[Any]:
     """Return what each rank's thread returns, or the exception that it raised."""
     nccl = nccl or FakeNccl()
-    meeting = Meeting(size, 30.0)
+    group = ThreadGroup(size, 30.0)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Rank(nccl, meeting, rank, seed, timeouts[rank] if timeouts else 30.0))
+            results[rank] = work(Rank(nccl, group, rank, seed, timeouts[rank] if timeouts else 30.0))
         except Exception as exc:
             results[rank] = exc
 

@@ -81,7 +81,7 @@ VERBS: dict[str, tuple[str, Callable[[], Any]]] = {
     "broadcast": ("broadcast", lambda: hvd.broadcast(np.ones(5), 0, name="x")),
     "alltoall": ("exchange", lambda: hvd.alltoall(np.ones(6), name="x")),
     "reducescatter": ("alltoallv", lambda: hvd.reducescatter(np.ones(6), name="x")),
-    "adasum": ("swap", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
+    "adasum": ("pairwise_exchange", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
 }
 
 

@@ -29,7 +29,7 @@ def test_without_a_window(case: Case, size: int) -> None:
 @each(adasum.CASES, 4)
 def test_halves_of_everything(case: Case, size: int, ride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing goes flat, and rides are short: pieces of no element, buffers that are not kept."""
-    monkeypatch.setattr("pyhvd.backends.adasum.RIDE", ride)
+    monkeypatch.setattr("pyhvd.backends.adasum.BATCH", ride)
     monkeypatch.setattr("pyhvd.backends.adasum.FLAT", 0)
     monkeypatch.setattr("pyhvd.backends.adasum.KEPT", 1000)
     on_threads(case, size)

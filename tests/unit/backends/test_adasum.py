@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
 from pyhvd import _fusion
-from pyhvd.backends.adasum import TINY, factors_of, rides
+from pyhvd.backends.adasum import TINY, batches, factors_of
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.messages import GLOBAL_SET, RequestType
 from tests.unit.native.fast_path_simulation import LaneNetwork
@@ -171,7 +171,7 @@ def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
 @given(counts=st.lists(st.integers(0, 60), max_size=30), limit=st.integers(1, 100))
 def test_rides(counts: list[int], limit: int) -> None:
     """Every tensor that has elements rides once; several share at most the limit, half of it rides alone."""
-    plan = list(rides(counts, limit))
+    plan = list(batches(counts, limit))
     assert sorted(i for ride in plan for i in ride) == [i for i, count in enumerate(counts) if count]
     for ride in plan:
         assert ride == sorted(ride)

@@ -57,7 +57,7 @@ def test_without_cupy_the_extra_is_named(tensor: Any) -> None:
             take(tensor)
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         assert str(caught.value) == (
-            f"{kind} lives on a GPU, and pyhvd reaches GPUs by CuPy, which cannot be imported"
+            f"{kind} is on a GPU, and pyhvd uses GPUs through CuPy, which cannot be imported"
             " (No module named 'cupy'):"
             ' install it with pip install "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
         )

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 
 from pyhvd.controller import Coordinator
-from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.fast_path import FastLane
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
@@ -25,6 +24,7 @@ from pyhvd.negotiation.messages import (
     ResponseList,
     encode,
 )
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
@@ -269,7 +269,7 @@ class LaneNetwork(Network):
                 cast(Any, self.lanes[r]),
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
-                _terms,
+                reduce_spec,
                 None,
                 Meter(r, size, timed=False),
             )
@@ -399,7 +399,3 @@ class LaneNetwork(Network):
             assert not any(unit.in_flight() for unit in lane.units.values())
             assert not queue.entries
             assert not queue.refusals
-
-
-def _terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    return ReduceOp.SUM, 1.0
