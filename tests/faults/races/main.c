@@ -1,4 +1,4 @@
-/* Usage: races SCENARIO RANKS ROUNDS SEED. Ends with 0, or says what a rank has found. */
+/* Usage: races SCENARIO RANKS ROUNDS SEED. Exits with 0, or prints the error that a rank found. */
 #include "races.h"
 
 #include <stdarg.h>
@@ -100,8 +100,8 @@ int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*play)(const terms *);
-    } scenarios[] = {{"windows", play_windows}, {"aborts", play_aborts}, {"board", play_board},
-                     {"lanes", play_lanes},     {"lane-aborts", play_lane_aborts}, {"calls", play_calls}};
+    } scenarios[] = {{"windows", play_windows}, {"aborts", play_aborts}, {"table", play_table},
+                     {"paths", play_paths},     {"path-aborts", play_path_aborts}, {"calls", play_calls}};
     if (argc != 5) fail("usage: races SCENARIO RANKS ROUNDS SEED");
     terms t = {atoi(argv[2]), atoi(argv[3]), strtoull(argv[4], NULL, 10)};
     if (t.size < 1 || t.size > MOST_RANKS) fail("1 to %d ranks", MOST_RANKS);

@@ -379,7 +379,7 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+            partial(self.lanes[r].mark_ready) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
         ]
         return can
 

@@ -153,7 +153,6 @@ static void scale_c128(void *out, const void *in, size_t n, double factor)
 enum { SUM, MIN, MAX, PRODUCT, SLOTS };
 
 struct row {
-    size_t size;               /* bytes per element */
     binary_fn *op[SLOTS];      /* of float32 for the two 16-bit floats; NULL: not defined */
     scale_fn *scale;           /* likewise */
     sum_scaled_fn *sum_scaled; /* likewise; NULL: sum, then scale */
@@ -161,10 +160,10 @@ struct row {
 };
 
 #define INTEGER(N, T, LO, HI)                                                                             \
-    {sizeof(T), {sum_##N, min_##T, max_##T, product_##N}, scale_##T, NULL,                                \
+    {{sum_##N, min_##T, max_##T, product_##N}, scale_##T, NULL,                                \
      {0, (uint64_t)(HI), (uint64_t)(LO), 1}}
-#define FLOAT(W, F, ZERO, INF, NEGATIVE, ONE)                                                             \
-    {W, {sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F,                              \
+#define FLOAT(F, ZERO, INF, NEGATIVE, ONE)                                                             \
+    {{sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F,                              \
      {ZERO, INF, NEGATIVE, ONE}}
 
 /* The neutral of a float sum is -0.0: x + -0.0 is x also for x = -0.0, where x + 0.0 is not. */
@@ -177,15 +176,15 @@ static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_INT64] = INTEGER(64, i64, INT64_MIN, INT64_MAX),
     [PYHVD_UINT32] = INTEGER(32, u32, 0, UINT32_MAX),
     [PYHVD_UINT64] = INTEGER(64, u64, 0, UINT64_MAX),
-    [PYHVD_FLOAT16] = FLOAT(2, f32, 0x8000, 0x7c00, 0xfc00, 0x3c00),
-    [PYHVD_BFLOAT16] = FLOAT(2, f32, 0x8000, 0x7f80, 0xff80, 0x3f80),
-    [PYHVD_FLOAT32] = FLOAT(4, f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
-    [PYHVD_FLOAT64] = FLOAT(8, f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
+    [PYHVD_FLOAT16] = FLOAT(f32, 0x8000, 0x7c00, 0xfc00, 0x3c00),
+    [PYHVD_BFLOAT16] = FLOAT(f32, 0x8000, 0x7f80, 0xff80, 0x3f80),
+    [PYHVD_FLOAT32] = FLOAT(f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
+    [PYHVD_FLOAT64] = FLOAT(f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
                             0x3ff0000000000000u),
-    [PYHVD_BOOL] = {1, {NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
-    [PYHVD_COMPLEX64] = {8, {sum_c64, NULL, NULL, product_c64}, scale_c64, sum_scaled_c64,
+    [PYHVD_BOOL] = {{NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
+    [PYHVD_COMPLEX64] = {{sum_c64, NULL, NULL, product_c64}, scale_c64, sum_scaled_c64,
                          {0x80000000u, 0, 0, 0x3f800000u}},
-    [PYHVD_COMPLEX128] = {16, {sum_c128, NULL, NULL, product_c128}, scale_c128, sum_scaled_c128,
+    [PYHVD_COMPLEX128] = {{sum_c128, NULL, NULL, product_c128}, scale_c128, sum_scaled_c128,
                           {0x8000000000000000u, 0, 0, 0x3ff0000000000000u}},
 };
 
@@ -203,8 +202,6 @@ static int slot_of(int op)
     default: return -1;
     }
 }
-
-size_t pyhvd_itemsize(int dtype) { return known(dtype) ? ROWS[dtype].size : 0; }
 
 int pyhvd_can_reduce(int dtype, int op)
 {
@@ -254,14 +251,15 @@ static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, 
 
 /* All others, p >= 2. Only the last step of a block writes to dst, when all sources of the block have been
  * read: that is what lets dst be any one of the sources. */
-static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, const struct row *row,
-                        int slot, double factor)
+static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int slot, double factor)
 {
+    const struct row *const row = &ROWS[dtype];
+    const size_t item = pyhvd_itemsize(dtype);
     _Alignas(64) char acc[BLOCK * sizeof(double)];
     /* Two sources need no accumulator; a separate scaling needs the block while it is still in the cache. */
-    const size_t block = p == 2 && factor == 1.0 ? count : sizeof acc / row->size;
+    const size_t block = p == 2 && factor == 1.0 ? count : sizeof acc / item;
     for (size_t start = 0; start < count; start += block) {
-        const size_t n = lesser(block, count - start), at = start * row->size;
+        const size_t n = lesser(block, count - start), at = start * item;
         const void *left = (const char *)(intptr_t)srcs[0] + at;
         for (size_t k = 1; k + 1 < p; k++) {
             row->op[slot](acc, left, (const char *)(intptr_t)srcs[k] + at, n);
@@ -275,7 +273,6 @@ int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dty
 {
     if (p == 0 || !pyhvd_can_reduce(dtype, op) || !pyhvd_can_scale(dtype, factor))
         return -1;
-    const struct row *const row = &ROWS[dtype];
     const void *const first = (const void *)(intptr_t)srcs[0];
     if (p == 1 && dtype == PYHVD_BOOL)
         and_bool(dst, first, first, count); /* for the 0 or 1 in place of any nonzero byte */
@@ -284,7 +281,7 @@ int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dty
     else if (is_half(dtype))
         reduce_half(dst, srcs, p, count, dtype, slot_of(op), factor);
     else
-        reduce_wide(dst, srcs, p, count, row, slot_of(op), factor);
+        reduce_wide(dst, srcs, p, count, dtype, slot_of(op), factor);
     return 0;
 }
 
@@ -298,7 +295,7 @@ int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double fact
     else if (factor != 1.0)
         ROWS[dtype].scale(dst, src, count, factor);
     else if (dst != src && count != 0)
-        memcpy(dst, src, count * ROWS[dtype].size);
+        memcpy(dst, src, count * pyhvd_itemsize(dtype));
     return 0;
 }
 
@@ -306,13 +303,12 @@ int pyhvd_fill(void *dst, size_t count, int dtype, int op)
 {
     if (!pyhvd_can_reduce(dtype, op))
         return -1;
-    const struct row *const row = &ROWS[dtype];
-    const uint64_t real = row->neutral[slot_of(op)];
+    const uint64_t real = ROWS[dtype].neutral[slot_of(op)];
     const int pairs = is_complex(dtype);
     /* A complex sum starts at -0.0 - 0.0i, a product at 1 + 0i. */
     const uint64_t odd = pairs && slot_of(op) == PRODUCT ? 0 : real;
     const size_t words = pairs ? 2 * count : count;
-    switch (row->size / (pairs ? 2 : 1)) {
+    switch (pyhvd_itemsize(dtype) / (pairs ? 2 : 1)) {
     case 1: memset(dst, (int)real, words); break;
     case 2: EACH(i, words) ((u16 *)dst)[i] = (uint16_t)real; break;
     case 4: EACH(i, words) ((u32 *)dst)[i] = (uint32_t)(i & 1 ? odd : real); break;
@@ -336,7 +332,7 @@ int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n, 
             pyhvd_fill(out, count, dtype, op);
         else
             pyhvd_scale(out, (const void *)(intptr_t)ptrs[i], count, dtype, factor);
-        out += count * ROWS[dtype].size;
+        out += count * pyhvd_itemsize(dtype);
     }
     return 0;
 }
@@ -347,7 +343,7 @@ int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, si
         return -1;
     const char *in = src;
     for (size_t i = 0; i < n; i++) {
-        const size_t bytes = (size_t)counts[i] * ROWS[dtype].size;
+        const size_t bytes = (size_t)counts[i] * pyhvd_itemsize(dtype);
         if (ptrs[i] != 0 && bytes != 0)
             memcpy((void *)(intptr_t)ptrs[i], in, bytes);
         in += bytes;

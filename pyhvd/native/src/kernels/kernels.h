@@ -34,7 +34,15 @@ enum { PYHVD_AVERAGE, PYHVD_SUM, PYHVD_ADASUM, PYHVD_MIN, PYHVD_MAX, PYHVD_PRODU
 enum { PYHVD_F16_PORTABLE, PYHVD_F16_F16C, PYHVD_F16_AVX512, PYHVD_F16_PATHS };
 
 /* Bytes per element; 0 for an unknown code. */
-PYHVD_HIDDEN size_t pyhvd_itemsize(int dtype);
+static inline size_t pyhvd_itemsize(int dtype) {
+    static const uint8_t SIZES[PYHVD_DTYPES] = {
+        [PYHVD_UINT8] = 1,    [PYHVD_INT8] = 1,      [PYHVD_BOOL] = 1,      [PYHVD_UINT16] = 2,
+        [PYHVD_INT16] = 2,    [PYHVD_FLOAT16] = 2,   [PYHVD_BFLOAT16] = 2,  [PYHVD_INT32] = 4,
+        [PYHVD_UINT32] = 4,   [PYHVD_FLOAT32] = 4,   [PYHVD_INT64] = 8,     [PYHVD_UINT64] = 8,
+        [PYHVD_FLOAT64] = 8,  [PYHVD_COMPLEX64] = 8, [PYHVD_COMPLEX128] = 16,
+    };
+    return dtype >= 0 && dtype < PYHVD_DTYPES ? SIZES[dtype] : 0;
+}
 
 /* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this pair. */
 PYHVD_HIDDEN int pyhvd_can_reduce(int dtype, int op);

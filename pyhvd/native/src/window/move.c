@@ -1,4 +1,4 @@
-/* Collectives that move bytes through the slots, and reduce nothing. */
+/* Collectives that move bytes through the slots and reduce nothing; window.h states the invariants. */
 #include "window/layout.h"
 
 #include <string.h>
@@ -13,7 +13,7 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
         if (pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
         if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
         pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
-        for (int k = 1; k < w->size; k++) { /* each rank begins with another peer */
+        for (int k = 1; k < w->size; k++) { /* each rank begins with a different peer */
             int q = (w->rank + k) % w->size;
             int64_t theirs = MIN(counts[q] - from, chunk);
             if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
@@ -25,7 +25,7 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
     return PYHVD_OK;
 }
 
-/* The largest of the ranks' values. */
+/* Store the largest of the ranks' values in all of them. */
 static int largest(pyhvd_window *w, int64_t *value) {
     memcpy(flat_of(w, w->rank), value, sizeof *value);
     pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
@@ -80,7 +80,7 @@ int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int
     if (largest(w, &longest)) return PYHVD_ABORTED;
     for (int64_t from = 0; from < longest; from += chunk) {
         int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
-        /* What a slot holds from before is anybody's; then only the partner reads it. */
+        /* Any rank may read what the slot held before; from then on only the partner does. */
         if (from < PYHVD_SLOTS * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
         if (from >= PYHVD_SLOTS * chunk && pyhvd_await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
             return PYHVD_ABORTED;

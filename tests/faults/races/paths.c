@@ -1,15 +1,15 @@
-/* The engine, as Python uses it: on every rank two threads that submit and wait, a background thread that posts,
- * drives, and takes over what is refused, and one that looks at what is recorded. Two process sets share the board.
- * Rank 0 recalls units and announces lists, on which all background threads meet in a window. Then the same with
- * windows that are aborted at any moment.
+/* The fast path, used as Python uses it. Each rank has two threads that submit and wait, a background thread that flushes,
+ * makes progress and takes refused calls, and a thread that reads the trace. Two process sets share the ready table.
+ * Rank 0 recalls calls and announces lists, at which all background threads meet in a window. A second scenario aborts
+ * windows at drawn moments.
  *
- * What is taken over is submitted again, by all ranks whose submission was taken: it had been completed on none. */
+ * A taken call is submitted again by all ranks whose submission was taken: it has ended on none of them. */
 #include "races.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#include "fast_path/internal.h"
+#include "fast_path/progress.h"
 #include "kernels/kernels.h"
 
 #define CAPACITY ((size_t)PYHVD_FLAT)
@@ -18,13 +18,13 @@
 #define UNITS 11
 #define GROUPED 3  /* tensors of a group */
 #define LONGEST 9000
-#define SLICE 3000000     /* ns; another unit may have been taken meanwhile, and is to be submitted again */
-#define LOST 10000000000 /* ns from the end to when a callback has been forgotten */
-#define CELLS 256       /* of the recorder's ring */
+#define SLICE 3000000     /* ns; then look whether another call was taken, and submit it again */
+#define LOST 10000000000 /* ns from the end of a turn until its callback counts as lost */
+#define CELLS 256       /* of the trace's ring */
 
 enum { SUBMITTERS = 2 };
 
-/* Which tensors there are, the same on every rank; a group has those of its slot and the next ones. */
+/* The calls, the same on every rank; a group uses its slot and the next ones. */
 static const struct {
     uint32_t set, slot, n;
     int64_t count[GROUPED];
@@ -37,26 +37,26 @@ static const struct {
 
 typedef struct stage stage;
 
-/* One rank's submission of one unit. */
+/* One rank's part of one call. */
 typedef struct {
-    pyhvd_unit c;
+    pyhvd_call c;
     uint32_t slots[GROUPED];
-    uint64_t since[GROUPED];
+    uint64_t versions[GROUPED];
     int64_t srcs[2 * GROUPED], starts[GROUPED + 1];
     int64_t *values[GROUPED], *results[GROUPED];
-    int taken; /* written before the turn ends, read after */
-    _Atomic uint64_t called; /* the last turn of whose end the background thread has been told */
-} unit;
+    int taken; /* written before the turn ends, read after it */
+    _Atomic uint64_t called; /* the last turn that had ended when the background thread was woken */
+} call;
 
 typedef struct {
     stage *s;
     int rank;
-    pyhvd_lane lane;
+    pyhvd_fast_path path;
     pyhvd_window windows[SETS];
     pyhvd_trace trace;
     pyhvd_sampler sampler;
-    unit units[UNITS];
-    dice draw; /* the background thread's */
+    call calls[UNITS];
+    dice draw; /* used by the background thread */
     uint64_t done;
 } end;
 
@@ -67,8 +67,8 @@ struct stage {
     uint8_t *areas[SETS][MOST_RANKS], *arenas[MOST_RANKS];
     end *ends[MOST_RANKS];
     pthread_barrier_t meet;
-    int recalled; /* the unit that the next list is about */
-    _Atomic uint64_t announced, wanted; /* the last list; 1 + a unit that has been frozen */
+    int recalled; /* the call that the next list is about */
+    _Atomic uint64_t announced, wanted; /* the last list; 1 + a frozen call */
     _Atomic uint32_t over, closing;
     int aborts, aborted, aborter;
     uint64_t which;
@@ -76,59 +76,59 @@ struct stage {
 
 /* ---- submitting ---- */
 
-static void fill(end *e, unit *u, uint64_t turn, dice *draw) {
-    int inplace = known[u - e->units].direct || roll(draw, 2);
-    for (uint32_t k = 0; k < u->c.post.n; k++) {
-        int64_t count = known[u - e->units].count[k];
+static void fill(end *e, call *u, uint64_t turn, dice *draw) {
+    int inplace = known[u - e->calls].direct || roll(draw, 2);
+    for (uint32_t k = 0; k < u->c.slots.n; k++) {
+        int64_t count = known[u - e->calls].count[k];
         for (int64_t i = 0; i < count; i++) u->values[k][i] = (int64_t)turn * (e->rank + 1) + i;
         u->srcs[k] = (int64_t)(intptr_t)u->values[k];
         u->srcs[GROUPED + k] = (int64_t)(intptr_t)(inplace ? u->values[k] : u->results[k]);
     }
 }
 
-static void check(const end *e, const unit *u, uint64_t turn) {
+static void check(const end *e, const call *u, uint64_t turn) {
     int64_t members = e->s->members[u->c.set];
-    for (uint32_t k = 0; k < u->c.post.n; k++) {
+    for (uint32_t k = 0; k < u->c.slots.n; k++) {
         const int64_t *result = (const int64_t *)(intptr_t)u->srcs[GROUPED + k];
-        for (int64_t i = 0; i < known[u - e->units].count[k]; i++)
+        for (int64_t i = 0; i < known[u - e->calls].count[k]; i++)
             if (result[i] != (int64_t)turn * members * (members + 1) / 2 + members * i)
-                fail("rank %d, turn %d of unit %d: torn", e->rank, (int)turn, (int)(u - e->units));
+                fail("rank %d, turn %d of call %d: torn", e->rank, (int)turn, (int)(u - e->calls));
     }
 }
 
-static uint64_t submit(end *e, unit *u, int ring) {
-    pthread_mutex_lock(&e->lane.mutex);
-    if (!pyhvd_unit_finished(&u->c, u->c.started)) fail("rank %d: a unit is in flight", e->rank);
+static uint64_t submit(end *e, call *u, int ring) {
+    pthread_mutex_lock(&e->path.submissions.mutex);
+    if (!pyhvd_call_finished(&u->c, u->c.started)) fail("rank %d: a call is in flight", e->rank);
     u->taken = 0;
-    memcpy(u->c.srcs, u->srcs, u->c.post.n * sizeof(int64_t));
-    memcpy(u->c.dsts, u->srcs + GROUPED, u->c.post.n * sizeof(int64_t));
-    if (!pyhvd_lane_hold(&e->lane, &u->c)) fail("no memory");
+    memcpy(u->c.srcs, u->srcs, u->c.slots.n * sizeof(int64_t));
+    memcpy(u->c.dsts, u->srcs + GROUPED, u->c.slots.n * sizeof(int64_t));
+    if (!pyhvd_fast_path_hold(&e->path, &u->c)) fail("no memory");
     uint64_t turn = u->c.started;
-    pthread_mutex_unlock(&e->lane.mutex);
-    if (ring) pyhvd_lane_ring(&e->lane);
+    pthread_mutex_unlock(&e->path.submissions.mutex);
+    if (ring) pyhvd_fast_path_ring(&e->path);
     return turn;
 }
 
-/* Wait for a while until a turn of a unit has ended, in a way that is drawn. */
-static int await(end *e, unit *u, uint64_t turn, dice *draw) {
+/* Wait at most SLICE for the end of a turn, in one of three ways. */
+static int await(end *e, call *u, uint64_t turn, dice *draw) {
     uint64_t how = roll(draw, 8);
     int64_t began = pyhvd_now(), until = began + SLICE;
     if (how > 1) {
-        int status = pyhvd_lane_wait(&e->lane, &u->c, turn, began, SLICE);
-        if (status == PYHVD_DONE) pyhvd_lane_waited(&e->lane, began);
+        int status = pyhvd_fast_path_wait(&e->path, &u->c, turn, began, SLICE);
+        if (status == PYHVD_DONE) pyhvd_fast_path_waited(&e->path, began);
         return status;
     }
-    pyhvd_lane_flush(&e->lane, 0, began);
-    int called = how && !pyhvd_unit_notify(&u->c, turn), status = PYHVD_LATE;
-    while (status == PYHVD_LATE && pyhvd_now() < until) { /* left to the background thread */
-        int ended = pyhvd_unit_finished(&u->c, turn);
-        if (called && ended) until = began + LOST; /* a callback is to come */
+    pyhvd_fast_path_flush(&e->path, 0, began);
+    int called = how && !pyhvd_call_notify(&u->c, turn), status = PYHVD_LATE;
+    while (status == PYHVD_LATE && pyhvd_now() < until) { /* the background thread makes progress */
+        int ended = pyhvd_call_finished(&u->c, turn);
+        if (called && ended) until = began + LOST; /* now the callback must come */
         if (called ? atomic_load(&u->called) >= turn : ended) status = PYHVD_DONE;
-        else if (atomic_load(&e->lane.closed)) status = PYHVD_CLOSED;
+        else if (atomic_load(&e->path.closed)) status = PYHVD_CLOSED;
         else sched_yield();
     }
     if (status == PYHVD_LATE && until == began + LOST)
-        fail("rank %d: nobody was called at the end of unit %d", e->rank, (int)(u - e->units));
+        fail("rank %d: no wake-up at the end of call %d", e->rank, (int)(u - e->calls));
     return status;
 }
 
@@ -147,19 +147,19 @@ static void *run_submitter(void *what) {
         int chosen[UNITS], n = 0;
         uint64_t turns[UNITS], from = roll(&draw, UNITS), each = 1 + roll(&plan, 4);
         uint64_t lot = mixed(roll(&plan, 1u << 30));
-        for (int k = 0; k < UNITS; k++) { /* every rank in an order of its own */
+        for (int k = 0; k < UNITS; k++) { /* in a different order on every rank */
             int which = (int)((from + (uint64_t)k) % UNITS);
             int mine = known[which].submitter == me->which && e->rank < s->members[known[which].set];
             if (mine && (lot >> which * 4) % each == 0) chosen[n++] = which;
         }
         for (int k = 0; k < n; k++) {
-            unit *u = &e->units[chosen[k]];
+            call *u = &e->calls[chosen[k]];
             fill(e, u, number, &draw);
             linger(&draw);
             turns[k] = submit(e, u, roll(&draw, 3) != 0);
         }
         for (int k = 0; n; k = (k + 1) % n) {
-            unit *u = &e->units[chosen[k]];
+            call *u = &e->calls[chosen[k]];
             int status = await(e, u, turns[k], &draw);
             if (status == PYHVD_CLOSED) return NULL;
             if (status == PYHVD_LATE) continue;
@@ -179,81 +179,81 @@ static void *run_submitter(void *what) {
 
 /* ---- the background thread ---- */
 
-/* Take a unit over if it is in flight, and end it: whoever submitted it does so again. */
-static void take(end *e, unit *u, uint64_t since) {
-    pthread_mutex_lock(&e->lane.mutex);
-    int flies = !pyhvd_unit_finished(&u->c, u->c.started);
-    if (flies) pyhvd_lane_take(&e->lane, &u->c);
-    for (uint32_t k = 0; since && k < u->c.post.n; k++) pyhvd_posting_renew(&u->c.post, k, since);
-    pthread_mutex_unlock(&e->lane.mutex);
+/* Take a call if it is in flight, and end it; its submitter submits it again. */
+static void take(end *e, call *u, uint64_t version) {
+    pthread_mutex_lock(&e->path.submissions.mutex);
+    int flies = !pyhvd_call_finished(&u->c, u->c.started);
+    if (flies) pyhvd_fast_path_take(&e->path, &u->c);
+    for (uint32_t k = 0; version && k < u->c.slots.n; k++) pyhvd_slot_list_renew(&u->c.slots, k, version);
+    pthread_mutex_unlock(&e->path.submissions.mutex);
     if (!flies) return;
     u->taken = 1;
-    for (uint32_t k = 0; k < u->c.post.n; k++) pyhvd_lane_settle(&e->lane, &u->c);
+    for (uint32_t k = 0; k < u->c.slots.n; k++) pyhvd_fast_path_settle(&e->path, &u->c);
 }
 
 static void take_refused(end *e) {
     for (;;) {
-        pthread_mutex_lock(&e->lane.mutex);
-        unit *u = e->lane.refusals ? e->lane.refused[0]->owner : NULL;
-        pthread_mutex_unlock(&e->lane.mutex);
+        pthread_mutex_lock(&e->path.submissions.mutex);
+        call *u = e->path.submissions.refused_count ? e->path.submissions.refused[0]->owner : NULL;
+        pthread_mutex_unlock(&e->path.submissions.mutex);
         if (!u) return;
         take(e, u, 0);
         linger(&e->draw);
     }
 }
 
-/* Note what has ended, so that callbacks would be called. */
+/* Store which turns have ended, in place of running callbacks. */
 static void call_back(end *e) {
     for (int k = 0; k < UNITS; k++)
-        atomic_store(&e->units[k].called, atomic_load(&e->units[k].c.finished));
+        atomic_store(&e->calls[k].called, atomic_load(&e->calls[k].c.finished));
 }
 
-/* Rank 0: recall a unit, and announce that from now on it is posted under another number. */
+/* Rank 0: recall a call, and announce that its slots get another version. */
 static void announce(end *e) {
     stage *s = e->s;
-    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, posted[MOST_RANKS], used[1];
+    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, marked[MOST_RANKS], used[1];
     int which = wanted ? (int)wanted - 1 : (int)roll(&e->draw, UNITS);
     pyhvd_ranks audience = {{((uint64_t)1 << s->t->size) - 1}};
     for (uint32_t k = 0; k < known[which].n; k++) bits[0] |= (uint64_t)1 << (known[which].slot + k);
-    pyhvd_board_recall(&e->lane.board, known[which].set, bits, posted);
-    pyhvd_board_look(&e->lane.board, known[which].set, posted, used);
+    pyhvd_ready_table_recall(&e->path.setup.table, known[which].set, bits, marked);
+    pyhvd_ready_table_read(&e->path.setup.table, known[which].set, marked, used);
     s->recalled = which;
     uint64_t number = atomic_load(&s->announced) + 1;
     atomic_store(&s->announced, number);
-    while (!pyhvd_lane_announce(&e->lane, number, &audience)) sched_yield();
+    while (!pyhvd_fast_path_announce(&e->path, number, &audience)) sched_yield();
 }
 
-/* Go through the list that has been announced, if the engine has come to it. */
+/* Step past the announced list, if it is next in the log. */
 static void meet_at_list(end *e) {
     stage *s = e->s;
     uint64_t number = atomic_load(&s->announced);
-    if (number == e->done || !pyhvd_lane_enter(&e->lane, number)) return;
-    unit *u = &e->units[s->recalled];
+    if (number == e->done || !pyhvd_fast_path_enter(&e->path, number)) return;
+    call *u = &e->calls[s->recalled];
     take(e, u, number + 1);
-    e->lane.threshold = (size_t)1024 << number % 8;
-    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: aborted by nobody", e->rank);
-    for (uint32_t k = 0; !e->rank && k < u->c.post.n; k++)
-        pyhvd_board_lend(&e->lane.board, known[s->recalled].set, known[s->recalled].slot + k, number + 1);
+    e->path.progress.threshold = (size_t)1024 << number % 8;
+    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: no rank has aborted", e->rank);
+    for (uint32_t k = 0; !e->rank && k < u->c.slots.n; k++)
+        pyhvd_ready_table_delegate(&e->path.setup.table, known[s->recalled].set, known[s->recalled].slot + k, number + 1);
     if (!pyhvd_sampler_counts(&e->sampler)) pyhvd_sampler_start(&e->sampler, 3, 100, 0);
     e->done = number;
-    /* Nobody goes on to the next list before all have read which unit this one is about. */
-    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: aborted by nobody", e->rank);
-    pyhvd_lane_leave(&e->lane);
+    /* No rank goes on before all have read `recalled`. */
+    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: no rank has aborted", e->rank);
+    pyhvd_fast_path_leave(&e->path);
 }
 
-/* What a rank does of its own accord. */
+/* Freeze a call now and then; on rank 0, announce lists and close. */
 static void act(end *e) {
     stage *s = e->s;
     uint64_t what = roll(&e->draw, 16), which = roll(&e->draw, UNITS);
     if (what < 2 && e->rank && !atomic_load(&s->wanted) && !atomic_load(&s->over)) {
         for (uint32_t k = 0; k < known[which].n; k++)
-            pyhvd_board_freeze(&e->lane.board, known[which].set, known[which].slot + k);
+            pyhvd_ready_table_freeze(&e->path.setup.table, known[which].set, known[which].slot + k);
         atomic_store(&s->wanted, which + 1);
     }
     if (e->rank || atomic_load(&s->announced) != e->done) return;
     if (atomic_load(&s->over)) {
         if (!atomic_exchange(&s->closing, 1))
-            for (int q = 0; q < s->t->size; q++) pyhvd_board_call(&e->lane.board, q, PYHVD_CALL_WORK);
+            for (int q = 0; q < s->t->size; q++) pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
     } else if (what < 4 || atomic_load(&s->wanted)) {
         announce(e);
     }
@@ -269,11 +269,11 @@ static void *run_background(void *what) {
     end *e = what;
     stage *s = e->s;
     for (;;) {
-        uint32_t calls = pyhvd_lane_doze(&e->lane, 1000000 + (int64_t)roll(&e->draw, 3000000));
-        if (calls & PYHVD_CALL_REFUSED) take_refused(e);
-        if (calls & PYHVD_CALL_DONE) call_back(e);
-        if (calls & PYHVD_CALL_ABORTED) {
-            uint32_t found = pyhvd_lane_aborted(&e->lane);
+        uint32_t reasons = pyhvd_fast_path_doze(&e->path, 1000000 + (int64_t)roll(&e->draw, 3000000));
+        if (reasons & PYHVD_WAKE_REFUSED) take_refused(e);
+        if (reasons & PYHVD_WAKE_DONE) call_back(e);
+        if (reasons & PYHVD_WAKE_ABORTED) {
+            uint32_t found = pyhvd_fast_path_aborted(&e->path);
             if (!found) fail("rank %d: nothing is aborted", e->rank);
             check_note(e, (int)found - 1);
             break;
@@ -284,8 +284,8 @@ static void *run_background(void *what) {
         act(e);
         if (atomic_load(&s->closing) && atomic_load(&s->announced) == e->done) break;
     }
-    pyhvd_lane_shut(&e->lane);
-    pyhvd_lane_seize(&e->lane);
+    pyhvd_fast_path_shut(&e->path);
+    pyhvd_fast_path_seize(&e->path);
     return NULL;
 }
 
@@ -296,17 +296,17 @@ static void *run_recorder(void *what) {
     dice draw = dice_of(e->s->t->seed, 200 + (uint64_t)e->rank);
     pyhvd_event event;
     uint64_t sum = 0, before = 0;
-    while (!atomic_load(&e->lane.closed)) {
+    while (!atomic_load(&e->path.closed)) {
         if (roll(&draw, 2)) pyhvd_trace_start(&e->trace, CELLS);
         pyhvd_nap((int64_t)roll(&draw, 1000000));
         for (int k = 0; k < CELLS && pyhvd_trace_take(&e->trace, &event); k++)
             if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING || event.end < event.begin)
                 fail("rank %d: a torn record", e->rank);
         if (roll(&draw, 2)) pyhvd_trace_stop(&e->trace);
-        sum = atomic_load_explicit(&e->lane.tally.tensors.sum, memory_order_relaxed);
+        sum = atomic_load_explicit(&e->path.counters.tensors.sum, memory_order_relaxed);
         if (sum < before) fail("rank %d: a count went back", e->rank);
         before = sum;
-        pyhvd_lane_is_running(&e->lane);
+        pyhvd_fast_path_is_running(&e->path);
     }
     return NULL;
 }
@@ -314,26 +314,26 @@ static void *run_recorder(void *what) {
 /* ---- a rank ---- */
 
 static void install(end *e, int which) {
-    unit *u = &e->units[which];
-    u->c.post.slots = u->slots, u->c.post.since = u->since, u->c.owner = u;
+    call *u = &e->calls[which];
+    u->c.slots.ids = u->slots, u->c.slots.versions = u->versions, u->c.owner = u;
     u->c.set = known[which].set;
-    u->c.post.n = known[which].n;
-    u->c.grouped = u->c.post.n > 1;
-    u->c.srcs = u->c.grouped ? make(2 * GROUPED * sizeof(int64_t)) : u->c.own;
-    u->c.dsts = u->c.srcs + u->c.post.n;
+    u->c.slots.n = known[which].n;
+    u->c.grouped = u->c.slots.n > 1;
+    u->c.srcs = u->c.grouped ? make(2 * GROUPED * sizeof(int64_t)) : u->c.single_addresses;
+    u->c.dsts = u->c.srcs + u->c.slots.n;
     u->c.starts = u->starts;
-    for (uint32_t k = 0; k < u->c.post.n; k++) {
+    for (uint32_t k = 0; k < u->c.slots.n; k++) {
         int64_t count = known[which].count[k];
-        pyhvd_record *r = &e->lane.sets[u->c.set].records[known[which].slot + k];
+        pyhvd_cached_tensor *r = &e->path.setup.sets[u->c.set].tensors[known[which].slot + k];
         u->slots[k] = known[which].slot + k;
-        u->since[k] = 1;
+        u->versions[k] = 1;
         u->starts[k + 1] = u->starts[k] + count;
         u->results[k] = make((size_t)count * sizeof(int64_t));
         u->values[k] = known[which].direct ? (int64_t *)e->s->arenas[e->rank] + known[which].slot * LONGEST
                                            : make((size_t)count * sizeof(int64_t));
-        *r = (pyhvd_record){.unit = &u->c, .at = k, .count = count, .prescale = 1, .postscale = 1,
+        *r = (pyhvd_cached_tensor){.call = &u->c, .index = k, .count = count, .prescale = 1, .postscale = 1,
                             .dtype = PYHVD_INT64, .op = PYHVD_SUM, .direct = known[which].direct};
-        if (!e->rank) pyhvd_board_lend(&e->lane.board, u->c.set, u->slots[k], 1);
+        if (!e->rank) pyhvd_ready_table_delegate(&e->path.setup.table, u->c.set, u->slots[k], 1);
     }
 }
 
@@ -343,21 +343,21 @@ static void set_up(stage *s, int rank) {
     e->s = s;
     e->rank = rank;
     e->draw = dice_of(s->t->seed + s->which, 300 + (uint64_t)rank);
-    pyhvd_board_attach(&e->lane.board, s->base, rank, s->t->size, SLOTS);
-    e->lane.trace = &e->trace;
-    e->lane.sampler = &e->sampler;
-    e->lane.threshold = 1 << 16;
-    e->lane.cycle = 500000;
-    atomic_store(&e->lane.tally.timed, 1);
-    if (!pyhvd_lane_init(&e->lane)) fail("no memory");
+    pyhvd_ready_table_attach(&e->path.setup.table, s->base, rank, s->t->size, SLOTS);
+    e->path.setup.trace = &e->trace;
+    e->path.setup.sampler = &e->sampler;
+    e->path.progress.threshold = 1 << 16;
+    e->path.background.cycle_ns = 500000;
+    atomic_store(&e->path.counters.timed, 1);
+    if (!pyhvd_fast_path_init(&e->path)) fail("no memory");
     for (uint32_t k = 0; k < MOST_RANKS; k++) members[k] = k;
     for (uint32_t set = 0; set < SETS; set++) {
-        if (!rank) pyhvd_board_open(&e->lane.board, set, members, (uint32_t)s->members[set]);
+        if (!rank) pyhvd_ready_table_open_set(&e->path.setup.table, set, members, (uint32_t)s->members[set]);
         if (rank >= s->members[set]) continue;
         look_at(&e->windows[set], s->areas[set], rank, s->members[set], CAPACITY, CAPACITY);
         memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);
         e->windows[set].trace = &e->trace;
-        if (!pyhvd_lane_open(&e->lane, set, &e->windows[set])) fail("no memory");
+        if (!pyhvd_fast_path_open(&e->path, set, &e->windows[set])) fail("no memory");
     }
     for (int k = 0; k < UNITS; k++)
         if (rank < s->members[known[k].set]) install(e, k);
@@ -365,18 +365,18 @@ static void set_up(stage *s, int rank) {
 
 static void tear_down(end *e) {
     for (int k = 0; k < UNITS; k++) {
-        unit *u = &e->units[k];
-        for (uint32_t i = 0; i < u->c.post.n; i++) {
+        call *u = &e->calls[k];
+        for (uint32_t i = 0; i < u->c.slots.n; i++) {
             free(u->results[i]);
             if (!known[k].direct) free(u->values[i]);
         }
         if (u->c.grouped) free(u->c.srcs);
     }
-    pyhvd_lane_free(&e->lane);
+    pyhvd_fast_path_free(&e->path);
     pyhvd_trace_free(&e->trace);
 }
 
-/* The rank that aborts does so in the middle of something, from a thread that has no part in it. */
+/* Abort a window at a drawn moment, from a thread that takes no part in its operations. */
 static void abort_soon(end *e) {
     uint8_t note[PYHVD_NOTE];
     stage *s = e->s;
@@ -386,7 +386,7 @@ static void abort_soon(end *e) {
     pyhvd_window_abort(&e->windows[s->aborted], note, bytes);
     pyhvd_nap((int64_t)roll(&draw, 5000000));
     atomic_store(&s->over, 1);
-    for (int q = 0; q < s->t->size; q++) pyhvd_board_call(&e->lane.board, q, PYHVD_CALL_WORK);
+    for (int q = 0; q < s->t->size; q++) pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
 }
 
 static void use(int rank, void *what) {
@@ -423,14 +423,14 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
     s->members[0] = t->size;
     s->members[1] = t->size > 2 ? t->size - 1 : t->size;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
-    s->base = make(pyhvd_board_bytes(t->size, SLOTS));
+    s->base = make(pyhvd_ready_table_bytes(t->size, SLOTS));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));
         s->ends[q] = make(sizeof(end));
     }
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
-    /* Rank 0 opens and lends before anybody submits: all meet before they begin. */
+    /* All ranks meet after the set-up: rank 0 has opened the sets and delegated the slots by then. */
     play(t->size, use, s);
     pthread_barrier_destroy(&s->meet);
     for (int set = 0; set < SETS; set++)
@@ -440,8 +440,8 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
     free(s);
 }
 
-void play_lanes(const terms *t) { play_one(t, 0, 0); }
+void play_paths(const terms *t) { play_one(t, 0, 0); }
 
-void play_lane_aborts(const terms *t) {
+void play_path_aborts(const terms *t) {
     for (int k = 0; k < t->rounds; k++) play_one(t, 1, (uint64_t)k + 1);
 }
