@@ -56,17 +56,6 @@ def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     return [stack for stack in stacks if stack is not None][:MAX_THREADS]
 
 
-def calling_site() -> tuple[CodeType, int] | None:
-    """Return the user's code that called pyhvd, and where in it; :func:`describe_site` makes a text of it.
-
-    Reads no line table and makes no text: that is left to whoever wants to know.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
-
-
 def describe_site(code: CodeType, at: int) -> str:
     """Return a call site as text: ``"train.py:41 in step"``."""
     line = next((line for first, end, line in code.co_lines() if first <= at < end), None)

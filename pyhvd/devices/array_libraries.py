@@ -91,13 +91,6 @@ def adopt_for_writing(tensor: Any) -> View:
     return view_for_writing(tensor) if library is None else library.adopt(tensor, writing=True)
 
 
-def target_like(source: View, shape: tuple[int, ...]) -> View:
-    """Return a new array's view, with the source's dtype, library and device."""
-    if isinstance(source, DeviceView):
-        return source.library.empty_like(source, shape)
-    return TensorView(np.empty(shape, source.array.dtype), source.info)
-
-
 @functools.cache
 def _root_of(module: str) -> str:
     """Return the top-level module's name; programs use few, so all are cached."""

@@ -24,7 +24,7 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE, DtypeInfo
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import NoFastPath
 from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
@@ -57,7 +57,7 @@ class Executor:
         Counts what is carried out.
     places : sequence of Place
         Of every rank.
-    lane : FastLane or None
+    fast_path : NoFastPath
         Told of sets that come and go.
     hooks : Instruments
         Told of batches.
@@ -74,7 +74,7 @@ class Executor:
         make_backend: Callable[[Fabric], Backend],
         meter: Meter,
         places: Sequence[Place],
-        lane: FastLane | None,
+        fast_path: NoFastPath,
         hooks: Instruments,
         config: Config,
     ) -> None:
@@ -87,7 +87,7 @@ class Executor:
         self._sets = sets
         self._make_backend = make_backend
         self._places = places
-        self._lane = lane
+        self._fast_path = fast_path
         self._pieces: Pieces | None = None
         # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
         self.running: Entries = []
@@ -101,9 +101,8 @@ class Executor:
             self._run_on_host,
             checked=self._checker is not None,
         )
-        if lane is not None:
-            for set_id, backend in backends.items():
-                lane.open_set(set_id, backend)
+        for set_id, backend in backends.items():
+            fast_path.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -165,7 +164,10 @@ class Executor:
 
     def look(self, now: float) -> float | None:
         """Before a sleep: return when (monotonic s) hooks, or what devices have done, are to be looked at."""
-        times = [self._hooks.look(now), self._devices.look(now)]
+        times = [
+            self._hooks.look(now) if self._hooks.active else None,
+            self._devices.look(now) if self._devices.busy else None,
+        ]
         return min((time for time in times if time is not None), default=None)
 
     def resize(self, pieces: Pieces) -> None:
@@ -363,14 +365,12 @@ class Executor:
             self._backends[set_id] = self._make_backend(fabric)
             if self._pieces is not None:
                 self._backends[set_id].resize(self._pieces)
-            if self._lane is not None:
-                self._lane.open_set(set_id, self._backends[set_id])
+            self._fast_path.open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        on_lane = self._lane.close_set(removed) if self._lane is not None else []
-        for entry in [*self._queue.pop_set(removed), *on_lane]:
+        for entry in [*self._queue.pop_set(removed), *self._fast_path.close_set(removed)]:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )

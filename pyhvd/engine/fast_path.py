@@ -1,9 +1,8 @@
-"""The fast lane's Python half: how tensors come onto it, and how they leave it.
+"""The Python half of the fast path: how tensors enter it, and how they leave it.
 
-Owns: opening the lane, installing what response lists say about cache slots, and taking units over that the
-board has refused or that the coordinator has recalled; from then on they are entries of the queue like any
-other. What happens on the lane itself is :mod:`pyhvd.native.shared_memory`'s business. Runs on the runtime's thread, but for
-:func:`open_lane`, which is collective.
+Owns: opening the fast path, installing the meaning of cache slots, and taking back calls that the ready
+table refused or that the coordinator recalled. Such a call becomes entries of the queue. The fast path itself
+is :mod:`pyhvd.native.shared_memory`. The runtime's thread runs all but :func:`open_lane`, a collective.
 """
 
 from __future__ import annotations
@@ -90,7 +89,62 @@ def _code_of(dtype: np.dtype[Any]) -> int:
         return -1
 
 
-class FastLane:
+class NoFastPath:
+    """The fast path where it is off: it takes no call, and every call goes by message.
+
+    :class:`FastPathAdapter` overrides each method for a fast path that exists.
+    """
+
+    def open_set(self, set_id: int, backend: Backend) -> None:
+        """Let a process set's allreduces use the fast path, if its ranks share a window."""
+
+    def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
+        """Forget a process set; return its tensors in flight."""
+        return []
+
+    def close(self, stuck: bool = False) -> list[TensorEntry]:  # noqa: ARG002
+        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
+        return []
+
+    def forget(self, keep: bool = False) -> None:
+        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
+
+    def look(self) -> tuple[list[str], bool, int]:
+        """Return the names in flight, whether a batch is running, and the position. From any thread."""
+        return [], False, 0
+
+    def flush(self) -> None:
+        """Mark held calls as ready: a thread waits."""
+
+    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return the requests to send."""
+        return fresh
+
+    def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
+        """Give a response list its place in the ready log; return False if the log is full."""
+        return True
+
+    def enter(self, number: int) -> bool:  # noqa: ARG002
+        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
+        return True
+
+    def leave(self) -> None:
+        """Release the progress lock, if :meth:`enter` took it."""
+
+    def tune(self, threshold: int, cycle: float) -> None:
+        """Use another fusion threshold (bytes) and cycle time (s)."""
+
+    def prepare(self, message: ResponseList) -> None:
+        """Take back the calls that a response list answers."""
+
+    def follow(self, todo: Iterable[Response]) -> None:
+        """Take back the calls whose cache slots a response list reassigns."""
+
+    def install(self, todo: Sequence[Response]) -> None:
+        """Accept the calls that a response list has put into the cache, once it is carried out."""
+
+
+class FastPathAdapter(NoFastPath):
     """See the module's docstring.
 
     Parameters
@@ -118,7 +172,8 @@ class FastLane:
         arena: Arena | None,
         meter: Meter,
     ) -> None:
-        self.lane = lane
+        self._lane = lane
+        self._entered = False
         self._arena = arena
         self._worker = worker
         self._queue = queue
@@ -134,25 +189,25 @@ class FastLane:
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts
             ranks = self._worker.sets[set_id]
-            self.lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            self._lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return what was in flight."""
-        if not self.lane.has_set(set_id):
+        if not self._lane.has_set(set_id):
             return []
-        left = [entry for unit in self.lane.in_flight(set_id) for entry in self._entries(unit)[1]]
-        self.lane.close_set(set_id)
+        left = [entry for unit in self._lane.in_flight(set_id) for entry in self._entries(unit)[1]]
+        self._lane.close_set(set_id)
         return left
 
-    def close(self, entered: bool) -> list[TensorEntry]:
-        """Let nothing in any longer; return what was in flight."""
-        self.lane.shut(entered)
-        return [entry for unit in self.lane.in_flight() for entry in self._entries(unit)[1]]
+    def close(self, stuck: bool = False) -> list[TensorEntry]:
+        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
+        self._lane.shut(stuck or self._entered)
+        return [entry for unit in self._lane.in_flight() for entry in self._entries(unit)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
         """Return what is in flight, whether a batch is being carried out, and how far. From any thread."""
-        names = [unit.name for unit in self.lane.in_flight()]
-        return names, self.lane.is_running(), self.lane.position()
+        names = [unit.name for unit in self._lane.in_flight()]
+        return names, self._lane.is_running(), self._lane.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return what is to be sent: behind what this rank has submitted on the lane before.
@@ -161,23 +216,50 @@ class FastLane:
         other ranks have posted is not to meet what this rank submits next under its name.
         """
         if fresh:
-            self.lane.mark_ready()
+            self._lane.mark_ready()
         first, self._unsent = self._unsent, []
-        while (unit := self.lane.refused()) is not None:
+        while (unit := self._lane.refused()) is not None:
             _, entries = self._entries(unit)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
         for set_id, request in fresh:
-            if request.error and self.lane.has_set(set_id):
+            if request.error and self._lane.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
-                    if slot < self.lane.slots:
-                        self.lane.freeze(set_id, slot)
+                    if slot < self._lane.slots:
+                        self._lane.freeze(set_id, slot)
         return first + fresh
+
+    def forget(self, keep: bool = False) -> None:
+        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
+        self._lane.forget(keep=keep)
+
+    def flush(self) -> None:
+        """Mark held calls as ready: a thread waits."""
+        self._lane.flush()
+
+    def announce(self, number: int, ranks: Iterable[int]) -> bool:
+        """Give a response list its place in the ready log; return False if the log is full."""
+        return self._lane.announce(number, ranks)
+
+    def enter(self, number: int) -> bool:
+        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
+        self._entered = self._lane.enter(number)
+        return self._entered
+
+    def leave(self) -> None:
+        """Release the progress lock, if :meth:`enter` took it."""
+        if self._entered:
+            self._entered = False
+            self._lane.leave()
+
+    def tune(self, threshold: int, cycle: float) -> None:
+        """Use another fusion threshold (bytes) and cycle time (s)."""
+        self._lane.tune(threshold, cycle)
 
     def prepare(self, message: ResponseList) -> None:
         """Take over what a response list is about to answer, and the board has had to give back."""
         for set_id, data in message.cached.items():
-            if self.lane.has_set(set_id):
+            if self._lane.has_set(set_id):
                 names = (
                     self._worker.request_of(set_id, slot).name for slot in iter_bits(bytes_to_bits(data))
                 )
@@ -189,9 +271,9 @@ class FastLane:
     def follow(self, todo: Iterable[Response]) -> None:
         """Some slots mean something else from now on: no unit stays on the lane that knew them as before."""
         for response in todo:
-            if response.slot >= 0 and self.lane.has_set(response.process_set):
+            if response.slot >= 0 and self._lane.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
-                unit = self.lane.retire(response.process_set, response.slot, own)
+                unit = self._lane.retire(response.process_set, response.slot, own)
                 if unit is not None:
                     self._convert(unit)
 
@@ -199,20 +281,20 @@ class FastLane:
         """Let in from now on what a response list, carried out by now, has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
-            if not 0 <= slot < self.lane.slots or not self.lane.has_set(set_id):
+            if not 0 <= slot < self._lane.slots or not self._lane.has_set(set_id):
                 continue
             own = self._worker.request_of(set_id, slot)
             # A list may give a small cache's slot away more than once: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 spec = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(
+                self._lane.install(
                     set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
                 )
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
-            if (unit := self.lane.find(set_id, name)) is not None:
+            if (unit := self._lane.find(set_id, name)) is not None:
                 self._convert(unit)
 
     def _convert(self, unit: CachedCall) -> None:

@@ -80,14 +80,20 @@ def ready_table_bytes(size: int, slots: int) -> int: ...
 class FastPathSlot:
     lane: FastPath | None
 
+GROUPED: int
+IN_PLACE: int
+WAITS: int
+
 def set_lookup(
-    current_slot: Callable[[], FastPathSlot], process_slot: FastPathSlot, set_class: type, global_set: object
+    current_slot: Callable[[], FastPathSlot],
+    process_slot: FastPathSlot,
+    set_class: type,
+    global_set: object,
+    by_message: Callable[..., Any],
 ) -> None: ...
 def count_rank_threads(change: int) -> None: ...
 def start(
-    grouped: bool,
-    inplace: bool,
-    waits: bool,
+    form: int,
     tensors: Any,
     average: bool | None,
     name: str | None,
@@ -95,7 +101,7 @@ def start(
     prescale: float,
     postscale: float,
     process_set: Any,
-) -> Handle | None: ...
+) -> Handle: ...
 
 class Handle:
     @property

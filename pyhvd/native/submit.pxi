@@ -24,14 +24,23 @@ cdef object _current_slot = None
 cdef FastPathSlot _process_slot = None
 cdef object _set_class = None
 cdef object _global_set = None
+cdef object _by_message = None
 cdef int _rank_threads = 0
 
+cdef enum:
+    _GROUPED = 1
+    _IN_PLACE = 2
+    _WAITS = 4
 
-def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set):
-    """Tell :func:`start` how to find the caller's fast path, and how to recognise process sets."""
-    global _current_slot, _process_slot, _set_class, _global_set
+GROUPED, IN_PLACE, WAITS = _GROUPED, _IN_PLACE, _WAITS
+
+
+def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, by_message):
+    """Tell :func:`start` how to find the caller's fast path and process sets, and who takes other calls."""
+    global _current_slot, _process_slot, _set_class, _global_set, _by_message
     _current_slot, _process_slot = current_slot, process_slot
     _set_class, _global_set = set_class, global_set
+    _by_message = by_message
 
 
 def count_rank_threads(int change):
@@ -40,28 +49,39 @@ def count_rank_threads(int change):
     _rank_threads += change
 
 
-def start(
-    bint grouped, bint inplace, bint waits, tensors, average, name, op, prescale, postscale, process_set
-):
-    """Submit an allreduce to the fast path if the ranks remember it.
+def start(int form, tensors, average, name, op, prescale, postscale, process_set):
+    """Submit an allreduce: to the fast path if the ranks remember the call, else by message.
 
     Parameters
     ----------
-    grouped, inplace : bool
-        Whether ``tensors`` is a list; whether the results replace them.
-    waits : bool
-        Whether the caller is about to wait; then the background thread need not be woken.
+    form : int
+        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into them, and WAITS if the caller
+        waits at once, so that no other thread need be woken.
     tensors, average, name, op, prescale, postscale, process_set
-        As the user gave them.
+        The user's arguments.
 
     Returns
     -------
-    Handle or None
-        None: the call has to go by message.
+    Handle
+        The promise of the result.
     """
+    cdef object handle = _submit_cached(form, tensors, average, name, op, prescale, postscale, process_set)
+    if handle is None:
+        return _by_message(form, tensors, average, name, op, prescale, postscale, process_set)
+    return handle
+
+
+cdef object _submit_cached(
+    int form, object tensors, object average, object name, object op, object prescale, object postscale,
+    object process_set
+):
+    """Submit a call that the ranks remember; return None for any other call."""
     cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
     cdef FastPath path = slot.get()
     cdef object set_id = 0
+    cdef bint grouped = form & _GROUPED
+    cdef bint inplace = form & _IN_PLACE
+    cdef bint ring = not form & _WAITS
     cdef CachedCall call
     if path is None or average is not None:
         return None
@@ -90,8 +110,8 @@ def start(
     if not call.first.same_terms(op, prescale, postscale):
         return None
     if grouped:
-        return submit_group(call, tensors, inplace, not waits)
-    return submit_one(call, tensors, inplace, not waits)
+        return submit_group(call, tensors, inplace, ring)
+    return submit_one(call, tensors, inplace, ring)
 
 
 cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):

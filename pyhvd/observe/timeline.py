@@ -300,7 +300,7 @@ class Recorder:
         self._order = TimelineOrder()
         self._active: Timeline | None = None
         self._lock = threading.Lock()
-        self._asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
+        self.asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._under_way: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._over: Future[None] = Future()
         self._last_stops: list[Future[None]] = []
@@ -410,23 +410,23 @@ class Recorder:
                 return self._over
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            self._asked.append((order, future))
+            self.asked.append((order, future))
         return future
 
     def next_order(self) -> TimelineOrder | None:
         """Return the next order to send to all ranks, or None."""
-        if not self._asked:
+        if not self.asked:
             return None
         with self._lock:
-            self._under_way.append(self._asked.popleft())
+            self._under_way.append(self.asked.popleft())
         return self._under_way[-1][0]
 
     def close(self, error: HorovodInternalError) -> None:
         """Fail the orders that are left: the runtime ends."""
         with self._lock:
             self._closed = error
-            left = [*self._under_way, *self._asked]
-            self._asked.clear()
+            left = [*self._under_way, *self.asked]
+            self.asked.clear()
             self._under_way.clear()
         for order, future in left:
             if order.path:

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.api.process_sets import global_process_set
-from pyhvd.api.reductions import start
+from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.context import Slot, playing_rank
+from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.native import shared_memory
+from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
 from tests.faults.test_window_stress import watch
 
@@ -101,6 +101,8 @@ def _main(
     here = _Rank(rank, size, memory)
     meet.wait()
     here.thread.start()
+    # start() returns None for a call that the fast path does not take.
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
     slot = Slot()
     slot.lane = here.lane
     with playing_rank(slot):
@@ -130,9 +132,9 @@ def _submit(here: _Rank, which: int, rank: int, number: int, draw: random.Random
         array[:] = number * (rank + 1) + np.arange(len(array))
     grouped = which == len(COUNTS)
     name, what = ("g", arrays) if grouped else (f"t{which}", arrays[0])
+    form = IN_PLACE | (GROUPED if grouped else 0) | (WAITS if draw.random() < 0.3 else 0)
     submit: Callable[..., Any] = start
-    waits = draw.random() < 0.3
-    handle = submit(grouped, True, waits, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+    handle = submit(form, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
     assert handle is not None, f"rank {rank}, round {number}: {name} was not taken"
     return handle
 

@@ -140,7 +140,7 @@ def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
         alone = hvd.add_process_set([VICTIM])
         for _ in range(3):
             hvd.allreduce(np.ones(count), name="x")
-        lanes[hvd.rank()] = context.current().runtime._lane
+        lanes[hvd.rank()] = context.current().runtime._fast_path
         hvd.barrier()
         if hvd.rank() == VICTIM:
             hvd.allreduce_async(np.ones(1), name="alone", process_set=alone).flush()

@@ -125,7 +125,7 @@ def test_objects_have_names_like_tensors() -> None:
 def test_a_name_in_the_place_of_average_is_an_error_that_says_so() -> None:
     def body() -> float:
         with pytest.raises(
-            ValueError, match="average='gradient' is no bool: was it meant as name='gradient'"
+            ValueError, match="average='gradient' is not a bool: was it meant as name='gradient'"
         ):
             hvd.allreduce(np.ones(2), "gradient")  # type: ignore[arg-type]
         with pytest.warns(DeprecationWarning, match="use op=Average or op=Sum"):

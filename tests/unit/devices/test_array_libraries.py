@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.api.call import target_like
 from pyhvd.arrays import TensorView
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.devices.array_libraries import adopt, adopt_for_writing
 from pyhvd.devices.base import DeviceView
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array

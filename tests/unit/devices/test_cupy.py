@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.api.call import target_like
 from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.devices.array_libraries import adopt, adopt_for_writing
 from pyhvd.devices.base import DeviceView
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks

@@ -46,7 +46,7 @@ def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
     backend: Any = Broken()
     device: Any = Slow(looks)
     made._opened[0] = backend
-    made._keeper.keep(device, object(), object())
+    made._keep_alive.keep(device, object(), object())
     return made, backend
 
 

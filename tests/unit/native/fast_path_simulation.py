@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from pyhvd.controller import Coordinator
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     Request,
@@ -136,7 +136,7 @@ class FakeUnit:
 
 @dataclass
 class FakeLane:
-    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastLane` and the network see it."""
+    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastPathAdapter` and the network see it."""
 
     rank: int
     board: FakeBoard
@@ -265,7 +265,7 @@ class LaneNetwork(Network):
         self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
         self.queues = [FakeQueue() for _ in range(size)]
         self.halves = [
-            FastLane(
+            FastPathAdapter(
                 cast(Any, self.lanes[r]),
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),

@@ -13,15 +13,24 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pyhvd.api.process_sets import global_process_set
-from pyhvd.api.reductions import start
+from pyhvd.api.collectives import submit_allreduce
+from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.native import shared_memory
+from pyhvd.native.shared_memory import IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
 
 SLOTS = 64
 GROUPED = [False, True]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_by_message() -> Iterator[None]:
+    """Let start() return None for a call that the fast path does not take."""
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
+    yield
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, submit_allreduce)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
@@ -65,8 +74,9 @@ class Lane:
         slot.lane = self.lane
         arrays = [np.ones(1, np.int64), np.ones(2, np.int64)]
         what, name = (arrays, "g") if grouped else (arrays[0], "t")
+        form = IN_PLACE | WAITS | (shared_memory.GROUPED if grouped else 0)
         with playing_rank(slot):
-            handle = start(grouped, True, True, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+            handle = start(form, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
         assert handle is not None
         yield handle
         for unit in self.lane.in_flight():
@@ -236,7 +246,7 @@ def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(ow
         before = sys.getprofile()
         sys.setprofile(count)
         try:
-            start(False, False, True, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
+            start(WAITS, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
         finally:
             sys.setprofile(before)
     assert asked == own
