@@ -1,4 +1,4 @@
-"""Calls that are like the last one of their name go a shorter way, and it is the same that comes of it."""
+"""Test repeated calls: a call equal to the last call of its name takes a shortcut, with the same result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the calls that have gone the long way."""
+    """Names of the calls that took no shortcut."""
     names: list[str] = []
     inner = reductions.reduce_tensors
 
@@ -149,7 +149,7 @@ def test_a_name_that_is_in_flight() -> None:
         else:
             hvd.barrier()
             assert hvd.allreduce(array(device), name="x").get().tolist() == VALUES.tolist()
-            for _ in range(2):  # each refusal has been announced
+            for _ in range(2):  # the rank announced each refusal
                 with pytest.raises(hvd.RankFailedError, match="still in flight"):
                     hvd.allreduce(array(device), name="x")
         assert hvd.allreduce(array(device), name="x").get().tolist() == VALUES.tolist()
