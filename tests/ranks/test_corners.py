@@ -1,4 +1,4 @@
-"""Corners that the cases shared with MPI do not reach."""
+"""Corner cases that the conformance cases do not reach."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_answer() -> None
             assert set_id is not None
             hvd.remove_process_set(pair)
             if hvd.rank() < 2:
-                active.process_sets[set_id] = (0, 1)  # as a thread saw it that looked before
+                active.process_sets[set_id] = (0, 1)  # a thread's view from before the removal
                 pair.process_set_id = set_id
                 kinds.add(type(hvd.allreduce_async(1.0, process_set=pair).exception(10)).__name__)
                 active.process_sets.pop(set_id)

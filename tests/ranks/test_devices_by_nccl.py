@@ -1,4 +1,4 @@
-"""Every verb on arrays of devices, by NCCL: all between the caller and the library is the real thing."""
+"""Test every verb on arrays of devices by a fake NCCL; all code between the caller and NCCL is real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Body = Callable[[PeerDevice], Any]
 
 
 class PeerTransport(NcclTransport):
-    """Gives each rank its end of one library."""
+    """A transport that gives each rank its handle of one shared fake NCCL."""
 
     def __init__(self, nccl: FakeNccl) -> None:
         library: Any = nccl
@@ -46,7 +46,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 
 
 def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False, **knobs: Any) -> list[Any]:
-    """Run ``body(device)`` on ranks that have a device each, or share one."""
+    """Run ``body(device)`` on ranks that each have or share a device."""
     devices = [PeerDevice(0, seed=17 * seed + r, identity="one" if shared else f"{r}") for r in range(size)]
 
     def rank_body() -> Any:
@@ -58,7 +58,7 @@ def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False, **kno
 
 
 def mine(rank: int, *shape: int) -> Any:
-    """Small integers as float32: their sums are exact in any order."""
+    """Return small integers as float32, whose sums are exact in any order."""
     return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
 
 
@@ -195,7 +195,7 @@ def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
         finally:
             event = device.make_event()
             device.record(event, device.current_stream())
-            device.synchronize(event)  # the device comes to an end of its work
+            device.synchronize(event)  # the device finishes its work
         hvd.barrier()
 
     with pytest.raises(RanksFailed) as caught:

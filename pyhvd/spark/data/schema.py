@@ -67,7 +67,7 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     Raises
     ------
     DataError
-        The object is not a DataFrame; a column is missing, occurs twice, or has a type that arrays do not have.
+        Not a DataFrame, or a column is missing, occurs twice, or has a type that arrays do not have.
     SparkError
         A package is not installed.
     """
