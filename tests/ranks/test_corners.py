@@ -139,7 +139,7 @@ def test_a_handle_is_not_made_by_hand() -> None:
         pass
 
     for kind in (hvd.Handle, Mine):
-        with pytest.raises(TypeError, match=r"what pyhvd's \*_async functions return"):
+        with pytest.raises(TypeError, match=r"call one of pyhvd's \*_async functions"):
             kind()
 
 

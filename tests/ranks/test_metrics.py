@@ -253,7 +253,7 @@ def test_a_port_that_cannot_be_had_fails_every_rank() -> None:
         run_ranks(2, hvd.rank, knobs={"metrics_port": 65535})
     assert failed.value.errors.keys() == {0, 1}
     assert isinstance(failed.value.errors[1], hvd.ConfigError)
-    assert "PYHVD_METRICS_PORT=65535: with local rank 1" in str(failed.value.errors[1])
+    assert "PYHVD_METRICS_PORT=65535: plus local rank 1" in str(failed.value.errors[1])
 
 
 def test_an_init_that_fails_gives_the_port_up(monkeypatch: pytest.MonkeyPatch) -> None:
