@@ -8,6 +8,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 GENERATED = pyhvd/_fusion.c pyhvd/native/shared_memory.c
 NATIVE = setup.py $(wildcard pyhvd/*.pyx pyhvd/native/*.px[di] pyhvd/native/*.pyx pyhvd/native/src/*/*.[ch])
+C_ROOT = pyhvd/native/src
+C_SOURCES = $(wildcard $(C_ROOT)/*/*.[ch] tests/faults/races/*.[ch])
 SOURCES = $(NATIVE) $(shell find pyhvd -name '*.py')
 
 # The extension is built inside the source tree, once per interpreter: one generated C source serves all builds,
@@ -124,17 +126,22 @@ docs: .venv-docs/.done ## the site, build/docs, from docs/ and the docstrings; a
 # ---- the code itself
 
 .PHONY: lint
-lint: .venv/.lint ## ruff, mypy --strict, the import contract, cython-lint
+lint: .venv/.lint ## ruff, mypy --strict, the import contract, cython-lint, clang-format, cppcheck
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	PATH="$(CURDIR)/.venv/bin:$$PATH" cython-lint pyhvd  # it starts pycodestyle by name
+	.venv/bin/clang-format --dry-run -Werror $(C_SOURCES)
+	@# Fixed macros, so that it checks the code of one platform; exceptions stand in the code, with a reason.
+	.venv/bin/cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,style,performance,portability \
+	  --inline-suppr -D_GNU_SOURCE -D__linux__ -D__x86_64__ -D__GNUC__=12 -D__GLIBC__ -I$(C_ROOT) $(C_ROOT)
 
 .PHONY: format
 format: .venv/.lint ## format the code and fix what ruff can fix
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(C_SOURCES)
 
 .PHONY: clean
 clean: ## remove the venvs and everything built

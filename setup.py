@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 SRC = "pyhvd/native/src"
 # -fno-math-errno and friends change no result; -ffast-math would, and so would fused multiply-adds: with them
 # the bits would depend on the machine.
-FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
 HEADERS = sorted(glob.glob(f"{SRC}/*/*.h"))
 

@@ -1,1 +1,1 @@
-"""Benchmarks: one harness, a file per question. ``python -m benchmarks`` runs them all."""
+"""The benchmarks: one harness, and one module per question. ``python -m benchmarks`` runs them all."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [question ...]``: the questions in turn, and a table of what is met at the end."""
+"""``python -m benchmarks [question ...]``: answer the questions in turn, then print which targets are met."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
-# Asked by name alone, as they need more than the others (pyspark, a minute to start a cluster).
+# Questions that run only by name: they need pyspark, and a minute to start a cluster.
 ON_DEMAND = ("spark",)
 
 
 def main() -> int:
-    """Run them; return 1 if one failed. A missed target is no failure."""
+    """Answer the questions; return 1 if one fails. A missed target is no failure."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -43,14 +43,14 @@ def main() -> int:
         metavar="question",
         help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)}",
     )
-    parser.add_argument("--sizes", type=sizes, help="of all questions asked (each has its own default)")
+    parser.add_argument("--sizes", type=sizes, help="for all questions (each has its own default)")
     add_flags(parser, *["each question's own"] * 3)
     parser.add_argument(
         "--python",
         action="append",
         type=Path,
         metavar="PATH",
-        help="an interpreter to run under, with its MPI; may be given again (default: this one)",
+        help="interpreter to run under, with its MPI; repeatable (default: this one)",
     )
     given = parser.parse_args()
     folder = (given.results or ROOT / "benchmarks" / "results").absolute()
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _sum_up(folder: Path, begun: float) -> None:
-    """Print what is new; summary.md has all that lies there, what was measured before too."""
+    """Print the verdicts of this run; write those of all reports in the folder to summary.md."""
     print()
     paths = sorted(folder.glob("*.json"))
     new = [path for path in paths if path.stat().st_mtime >= begun - 1]

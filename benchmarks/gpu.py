@@ -1,8 +1,8 @@
-"""What a GPU makes of it: runs ``tests/gpu``, measures, and writes benchmarks/results/gpu.json.
+"""Run ``tests/gpu`` on a GPU, measure rates, and write benchmarks/results/gpu.json.
 
-The record says on which device, with which versions and at which commit. Times are those of CUDA's events,
-rates count the bytes of the tensors once; that of a plain copy, measured beside them, is what is
-to be had. ``make gpu-check`` runs it.
+The record names the device, the versions and the commit. CUDA events take the times, and a rate counts the
+bytes of the tensors once. The upper bound is the rate of a plain copy in the same run. ``make gpu-check``
+runs this module.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ SETS = {"resnet": resnet50(), "1000 x 1 KiB": [256] * 1000}
 
 REPETITIONS = 30
 WORKS = 10
-"""Works between two events."""
+"""Number of operations between two events."""
 
 BALLAST_BYTES = 1024 * 1024 * 1024
 BALLAST_COPIES = 10
-"""Copies that keep the device busy for some milliseconds (0.5 ms each at 4 TB/s) before the first event."""
+"""Number of copies before the first event: each keeps the device busy for 0.5 ms at 4 TB/s."""
 
 STAGED_BYTES = 256 * 1024 * 1024
 
 LEAST_OF_COPY = {"resnet": 0.8, "1000 x 1 KiB": 0.5}
-"""What packing and unpacking have to reach of a plain copy's rate."""
+"""Least rate of packing and unpacking, as a share of a plain copy's rate."""
 
 
 def seconds_of(work: Callable[[], None], stream: Any) -> float:
-    """Return how long the device takes for one work, the median of some repetitions.
+    """Return the device's time for one operation, as the median of several repetitions.
 
-    The stream is kept busy while several works are queued, so that the host's time to queue them is not
-    measured.
+    The stream is busy while the host queues the operations, so the figure excludes the host's time.
     """
     import cupy
 
@@ -77,7 +76,7 @@ def seconds_of(work: Callable[[], None], stream: Any) -> float:
 
 
 def packing(counts: Sequence[int]) -> dict[str, float]:
-    """Return rates (bytes of the tensors per second) of pack, unpack, and a plain copy of as much."""
+    """Return the rates of pack, unpack and a plain copy, in bytes of the tensors per second."""
     import cupy
 
     from pyhvd.devices.cupy_device import cuda_device
@@ -85,7 +84,7 @@ def packing(counts: Sequence[int]) -> dict[str, float]:
     device = cuda_device(0)
     packer = device.packer()
     if packer is None:
-        raise SystemExit("NVRTC is not found: the kernels cannot be compiled")
+        raise SystemExit("NVRTC not found: the kernels cannot be compiled")
     ptr = device.make_stream()
     stream = cupy.cuda.ExternalStream(ptr)
     tensors = [cupy.ones(count, np.float32) for count in counts]
@@ -113,7 +112,7 @@ def packing(counts: Sequence[int]) -> dict[str, float]:
 
 
 def host_link() -> dict[str, float]:
-    """Return rates (bytes per second) of copies from and to page-locked memory."""
+    """Return the rates of copies from and to page-locked memory, in bytes per second."""
     import cupy
 
     from pyhvd.arrays import address
@@ -130,7 +129,7 @@ def host_link() -> dict[str, float]:
 
 
 def staged() -> None:
-    """As a rank: reduce an array on the device and one in host memory; rank 0 prints the rates."""
+    """Reduce, on each rank, an array on the device and one in host memory; rank 0 prints the rates."""
     import cupy
 
     import pyhvd as hvd
@@ -154,17 +153,17 @@ def staged() -> None:
 
 
 def run_staged() -> dict[str, float]:
-    """Return the rates of an allreduce on two ranks that share the device."""
+    """Return the rates of an allreduce of two ranks that share the device."""
     command = [sys.executable, "-m", "pyhvd.run", "-np", "2", "-m", "benchmarks.gpu", "--staged"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
     if done.returncode:
-        raise SystemExit(f"the staged allreduce has failed:\n{done.stdout}{done.stderr}")
+        raise SystemExit(f"the staged allreduce failed:\n{done.stdout}{done.stderr}")
     rates: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
     return rates
 
 
 def run_tests() -> dict[str, int]:
-    """Run tests/gpu; return how many passed, failed and were skipped."""
+    """Run tests/gpu; return the numbers of passed, failed and skipped tests."""
     with tempfile.TemporaryDirectory(prefix="pyhvd-gpu-") as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--full", f"--junitxml={report}", "tests/gpu"]
@@ -177,7 +176,7 @@ def run_tests() -> dict[str, int]:
 
 
 def commit() -> str:
-    """Return the commit, marked where files differ from it."""
+    """Return the commit, with a mark if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -189,7 +188,7 @@ def commit() -> str:
 
 
 def record(facts: CudaFacts, tests: dict[str, int]) -> dict[str, Any]:
-    """Measure, and return all there is to keep."""
+    """Measure, and return the record."""
     rates = {name: packing(counts) for name, counts in SETS.items()}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -211,7 +210,7 @@ def ratios(rates: dict[str, float]) -> dict[str, float]:
 
 
 def shortfalls(made: dict[str, Any]) -> list[str]:
-    """Return what of a record does not reach what it has to, in words."""
+    """Return the failures of a record, one text each: failed tests and rates that are too low."""
     return [
         f"{work} of {name}: {made['packing_of_a_copy'][name][work]:.2f} of a copy's rate, less than {least}"
         for name, least in LEAST_OF_COPY.items()
@@ -228,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, default=RESULT, metavar="PATH", help=f"default: {RESULT.name}")
-    parser.add_argument("--staged", action="store_true", help="be one of the two ranks of that measurement")
+    parser.add_argument("--staged", action="store_true", help="run as a rank of the staged allreduce")
     options = parser.parse_args(argv)
     if options.staged:
         staged()

@@ -1,9 +1,9 @@
-"""What runs on every rank: contenders in turn, a barrier before each repetition, the slowest rank's time.
+"""Measure on every rank: contenders in turn, a barrier before each repetition, the slowest rank's time.
 
-Owns: the order of measurement and the statistics. Knows nothing of files, flags or the questions.
+Owns the order of measurement and the statistics. Knows no files, flags or questions.
 
-The contenders of a case are interleaved, A B C A B C ..., because the machine does not hold still: its cores
-and its memory get faster and slower by a factor of two within minutes. Compare figures of one case only.
+The harness interleaves the contenders of a case, A B C A B C ..., since the machine's speed changes: its
+cores and its memory vary by a factor of two within minutes. Compare figures of one case only.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Contender:
     Attributes
     ----------
     name : str
-        As printed.
+        The printed name.
     run : callable
-        One repetition; the only part that is timed.
+        Performs one repetition; the harness times nothing else.
     prepare, rehearse, finish : callable
-        Before the barrier that starts a repetition, between the two, and after its end.
+        Called before the barrier that starts a repetition, between that barrier and ``run``, and after it.
     check : callable
         ``check(thorough)`` raises if the repetition's result is wrong.
     kind : str
-        ``"pyhvd"``, ``"peer"``, or ``"floor"``: not the same work, but its lower bound.
+        ``"pyhvd"``, ``"peer"``, or ``"floor"``: a lower bound of the work, not the same work.
     loops : int
-        How often ``run`` does the work: its time is divided by this.
+        How often ``run`` does the work; the harness divides the time by this number.
     beside : str
-        Name of pyhvd's contender that it is compared with in the table; empty: the case's first.
+        Name of pyhvd's contender in the table's comparison; if empty, the case's first contender.
     noisy : bool
-        It keeps a core busy from its start on: it is measured after the others, not among them.
+        Whether it keeps a core busy from its start; the harness measures it after the others.
     """
 
     name: str
@@ -91,7 +91,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.comm.Get_size()
 
     def note(self, text: str) -> None:
@@ -102,10 +102,10 @@ class World:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: up to ``repeats`` repetitions, in up to ``seconds`` per case.
+    """Limits of a measurement: at most ``repeats`` repetitions, and at most ``seconds`` per case.
 
-    A peer that has taken more than its part of the seconds drops out, so that a slow one does not cost the
-    others their samples. Nothing ends before the ``least`` repetitions.
+    A peer that exceeds its share of the seconds drops out, so that a slow peer does not cost the others their
+    samples. Every contender has at least ``least`` repetitions.
     """
 
     repeats: int
@@ -113,14 +113,14 @@ class Plan:
     least: int = 5
 
     def goes_on(self, kind: str, turn: int, spent: float, all_spent: float) -> bool:
-        """Return whether a contender takes part in a turn, by the seconds that it and all have taken."""
+        """Return whether a contender takes part in a turn, by its own seconds and those of all contenders."""
         if turn < self.least:
             return True
         return all_spent < self.seconds and (kind == OURS or spent < self.seconds / 4)
 
 
 class Figures(msgspec.Struct):
-    """One contender's samples, in its case's unit and in the order they were taken, and their sum-up."""
+    """One contender's samples, in its case's unit and in the order of measurement, and their statistics."""
 
     name: str
     kind: str
@@ -133,7 +133,7 @@ class Figures(msgspec.Struct):
 
     @classmethod
     def of(cls, name: str, kind: str, samples: Sequence[float], beside: str = "") -> Figures:
-        """Sum up samples; p99 is the smallest one that 99 % do not exceed."""
+        """Return the statistics of samples; p99 is the smallest sample that 99 % of them do not exceed."""
         ordered = sorted(samples)
         p99 = ordered[max(0, math.ceil(0.99 * len(ordered)) - 1)]
         return cls(
@@ -151,7 +151,7 @@ class Outcome(msgspec.Struct):
     latencies: list[Latency] = []
 
     def find(self, name: str) -> Figures | None:
-        """Return a contender's figures, if it took part."""
+        """Return a contender's figures, or None if it took no part."""
         return next((each for each in self.figures if each.name == name), None)
 
 
@@ -163,7 +163,7 @@ def ratio(above: Figures, below: Figures) -> float:
 
 
 def paired_ratio(above: Figures, below: Figures) -> float:
-    """Return the median of the ratios of samples that were taken next to each other."""
+    """Return the median of the ratios of samples of the same repetition."""
     return statistics.median(a / max(b, 1e-12) for a, b in zip(above.samples, below.samples, strict=False))
 
 
@@ -173,7 +173,7 @@ def interleave(world: World, case: Case, plan: Plan) -> Outcome:
     Raises
     ------
     WrongResultError
-        Some contender's result is wrong.
+        A contender's result is wrong.
     """
     latencies = [world.cores.measure()]
     figures: list[Figures] = []

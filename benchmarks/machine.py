@@ -1,7 +1,7 @@
-"""What the figures depend on: the machine, the versions, the settings, and how far apart the cores are.
+"""Describe the conditions of the figures: the machine, the versions, the settings, the core-to-core latency.
 
-Owns: describing all of that for the report. The core-to-core latency is taken before and after each case,
-since virtual cores move: a benchmark may run on two neighbours now and across the socket a minute later.
+The harness measures the core-to-core latency before and after each case, since virtual cores move: two ranks
+may run on neighbouring cores now, and on distant cores a minute later.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ROUNDS, _BATCHES = 200, 9
 
 
 class Latency(msgspec.Struct):
-    """Between ranks 0 and 1, in seconds one way, the best of some batches; None where not measured.
+    """Latency between ranks 0 and 1: seconds one way, the best of several batches; None if not measured.
 
     Attributes
     ----------
     spin : float
-        Both spin, in Python, on a word of shared memory: about 0.1 us of it is Python.
+        Both ranks spin in Python on a word of shared memory; Python takes about 0.1 us of it.
     mpi : float
-        Half of an MPI ping-pong of 4 bytes by mpi4py.
+        Half of a 4-byte MPI ping-pong by mpi4py.
     """
 
     spin: float | None
@@ -44,7 +44,7 @@ class Latency(msgspec.Struct):
 
 
 class Machine(msgspec.Struct):
-    """Where and with what the figures were taken."""
+    """The machine, versions and settings of the figures."""
 
     date: str
     cpu: str
@@ -62,7 +62,7 @@ class Machine(msgspec.Struct):
 
 
 def describe_machine() -> Machine:
-    """Describe this machine and process; call it in a rank, before measuring."""
+    """Describe this machine and process; called in a rank before it measures."""
     levels = {MPI.THREAD_MULTIPLE: "MULTIPLE", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     return Machine(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -76,7 +76,7 @@ def describe_machine() -> Machine:
         mpi=mpi_title(),
         thread_level=levels.get(MPI.Query_thread(), "below SERIALIZED"),
         versions={name: found for name in _PACKAGES if (found := _version(name))},
-        # Where things lie is nobody's business, and differs each time.
+        # Paths are private, and differ from run to run.
         settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS) and "/" not in v},
         commit=_commit(),
     )
@@ -125,7 +125,7 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the commit, with a plus sign if the tree differs from it; empty outside a checkout."""
+    """Return the commit, with a plus sign if the tree differs from it; an empty string outside a checkout."""
     words = []
     for command in (
         ["rev-parse", "--short=12", "HEAD"],
@@ -140,9 +140,9 @@ def _commit() -> str:
 
 
 class CorePair:
-    """The cores of ranks 0 and 1; collective over the communicator.
+    """Probe of the latency between ranks 0 and 1; collective over the communicator.
 
-    Where there are more ranks than cores nothing is measured: it would be the scheduler.
+    With more ranks than cores it measures nothing, since the figure would be the scheduler's.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -159,7 +159,7 @@ class CorePair:
             comm.Barrier()
 
     def measure(self) -> Latency:
-        """Measure between ranks 0 and 1; all ranks get rank 0's figures."""
+        """Measure between ranks 0 and 1; return rank 0's figures on every rank."""
         if self._window is None:
             return Latency(None, None)
         found = Latency(None, None)
@@ -178,7 +178,7 @@ class CorePair:
         return best
 
     def _spin(self) -> None:
-        """Count up in turn, each rank on a line of its own; never back, as the other may look late."""
+        """Count up in turn, each rank on its own cache line; never down, since the peer may read late."""
         me, words = self._me, self._words
         mine, other = 16 * me, 16 * (1 - me)
         first, self._count = self._count + 1, self._count + _ROUNDS
@@ -202,7 +202,7 @@ class CorePair:
 
 
 if __name__ == "__main__":
-    # Each rank says the same: for questions whose ranks do not run under the harness.
+    # Every rank prints the same, for questions whose ranks do not run under the harness.
     description = msgspec.json.encode(describe_machine())
     if MPI.COMM_WORLD.Get_rank() == 0:
         Path(sys.argv[1]).write_bytes(description)

@@ -1,8 +1,8 @@
-"""The contenders of the data questions: pyhvd, MPI in its good and bad ways, gloo, Horovod, and the floor.
+"""The contenders of the data questions: pyhvd, MPI used well and badly, gloo, Horovod, and the floor.
 
-Each function takes a case's tensors and returns contenders that reduce them in place. A peer that cannot be
-imported leaves a note in the report instead. The strong rivals are there on purpose: one MPI_Allreduce of
-many megabytes is easy to beat, the same in chunks is not.
+Each function takes a case's tensors and returns contenders that reduce them in place. If a peer cannot be
+imported, the function adds a note to the report instead. The peers include strong ones on purpose: one
+MPI_Allreduce of many megabytes is easy to beat, but MPI_Allreduce in chunks is not.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MEMORY = "memory floor"
 def contender(name: str, tensors: Tensors, once: Callable[[], None], **more: Any) -> Contender:
     """Return a contender that reduces the tensors in place, ``tensors.loops`` times per repetition.
 
-    Once: they are filled before and checked after each repetition. Several times: with zeros, after as many
-    calls that are not timed, since the first ones after other work take up to ten times as long; then they
-    are filled, reduced once more, and checked.
+    With one loop, each repetition fills the tensors before the call and checks them after it. With several
+    loops, the tensors hold zeros, and as many untimed calls precede: the first calls after other work take up
+    to ten times as long. The contender then fills the tensors, reduces them once more, and checks them.
     """
     if tensors.loops == 1:
         return Contender(name, once, prepare=tensors.fill, check=tensors.check, **more)
@@ -78,7 +78,7 @@ def start_pyhvd() -> None:
 
 
 def pyhvd_singly(tensors: Tensors, prefix: str, name: str = SINGLY) -> Contender:
-    """Submit the tensors one by one, then wait for each."""
+    """Return a contender that submits the tensors one by one, then waits for each."""
     start_pyhvd()
     named = [(array, f"{prefix}.{t}") for t, array in enumerate(tensors.arrays)]
 
@@ -91,7 +91,7 @@ def pyhvd_singly(tensors: Tensors, prefix: str, name: str = SINGLY) -> Contender
 
 
 def pyhvd_shared(world: World, tensors: Tensors, prefix: str) -> Contender:
-    """As many arrays, allocated by ``pyhvd.empty()``, where they need not be moved."""
+    """Return the same contender with arrays of ``pyhvd.empty()``, which pyhvd reduces without a copy."""
     start_pyhvd()
     counts = [array.size for array in tensors.arrays]
     dtype = tensors.arrays[0].dtype
@@ -100,7 +100,7 @@ def pyhvd_shared(world: World, tensors: Tensors, prefix: str) -> Contender:
 
 
 def pyhvd_group(tensors: Tensors, prefix: str) -> Contender:
-    """Submit the tensors as one group."""
+    """Return a contender that submits the tensors as one group."""
     start_pyhvd()
 
     def once() -> None:
@@ -113,12 +113,12 @@ def pyhvd_group(tensors: Tensors, prefix: str) -> Contender:
 
 
 def reduce_in_place(comm: MPI.Intracomm, array: Array) -> None:
-    """MPI_Allreduce of one array, as mpi4py has it."""
+    """Run MPI_Allreduce of one array by mpi4py."""
     comm.Allreduce(MPI.IN_PLACE, array)
 
 
 def mpi_separate(world: World, tensors: Tensors, name: str = SEPARATE, beside: str = "") -> Contender:
-    """One MPI_Allreduce per tensor."""
+    """Return a contender that calls MPI_Allreduce once per tensor."""
 
     def once() -> None:
         for array in tensors.arrays:
@@ -128,7 +128,7 @@ def mpi_separate(world: World, tensors: Tensors, name: str = SEPARATE, beside: s
 
 
 def mpi_packed(world: World, tensors: Tensors) -> Contender:
-    """What one writes without a library: a numpy loop packs, one MPI_Allreduce, a loop unpacks."""
+    """Return a contender without a library: a numpy loop packs, one MPI_Allreduce, a loop unpacks."""
     buffer = np.empty(sum(array.size for array in tensors.arrays), tensors.arrays[0].dtype)
     pieces = _places(buffer, tensors.arrays)
 
@@ -139,7 +139,7 @@ def mpi_packed(world: World, tensors: Tensors) -> Contender:
 
 
 def mpi_chunks(world: World, tensors: Tensors, nbytes: int = 2 * MIB) -> Contender:
-    """The strong rival: chunks that stay in the cache, packed only where they hold several tensors."""
+    """Return a strong peer: its chunks stay in the cache, and it packs only chunks of several tensors."""
     buffer = np.empty(max(1, nbytes // tensors.arrays[0].itemsize), tensors.arrays[0].dtype)
     buckets = [
         (sum(piece.size for piece in bucket), _places(buffer, bucket)) for bucket in tensors.pieces(nbytes)
@@ -156,14 +156,14 @@ def mpi_chunks(world: World, tensors: Tensors, nbytes: int = 2 * MIB) -> Contend
 
 
 def mpi_flat(world: World, tensors: Tensors) -> Contender:
-    """MPI_Allreduce of as many bytes that happen to lie side by side: no packing at all."""
+    """Return a contender that calls MPI_Allreduce on as many contiguous bytes, without packing."""
     count = sum(array.size for array in tensors.arrays)
     flat = Tensors([count], world.rank, world.size, loops=tensors.loops)
     return contender(FLAT, flat, lambda: reduce_in_place(world.comm, flat.arrays[0]))
 
 
 def _places(buffer: Array, arrays: Sequence[Array]) -> list[tuple[Array, Array]]:
-    """Pair each array with its place in the buffer."""
+    """Pair each array with its part of the buffer."""
     places, first = [], 0
     for array in arrays:
         places.append((buffer[first : first + array.size], array))
@@ -180,7 +180,7 @@ def _through(comm: MPI.Intracomm, buffer: Array, pieces: list[tuple[Array, Array
 
 
 def memory_floor(tensors: Tensors) -> Contender:
-    """Each rank reads and writes its bytes once, all ranks at a time: no allreduce in place can do less."""
+    """Return the floor: all ranks read and write their bytes once, and no in-place allreduce does less."""
 
     def once() -> None:
         for array in tensors.arrays:
@@ -193,7 +193,7 @@ def memory_floor(tensors: Tensors) -> Contender:
 
 
 def start_gloo(world: World) -> Any:
-    """Return torch.distributed with gloo started, or None with a note."""
+    """Start gloo and return torch.distributed, or add a note and return None."""
     if importlib.util.find_spec("torch") is None:
         world.note("torch.distributed gloo: torch is not installed")
         return None
@@ -212,14 +212,14 @@ def start_gloo(world: World) -> Any:
 
 
 def _end_gloo(distributed: Any, folder: str) -> None:
-    """End its threads before the interpreter, and not while a peer still needs them."""
+    """End gloo's threads before the interpreter ends, and after every peer is done with them."""
     distributed.barrier()
     distributed.destroy_process_group()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def gloo_singly(world: World, tensors: Tensors, name: str = GLOO, beside: str = "") -> list[Contender]:
-    """Submit the tensors one by one, asynchronously, then wait for each."""
+    """Return a contender that submits the tensors one by one, asynchronously, then waits for each."""
     distributed = start_gloo(world)
     if distributed is None:
         return []
@@ -233,7 +233,7 @@ def gloo_singly(world: World, tensors: Tensors, name: str = GLOO, beside: str = 
 
 
 def gloo_buckets(world: World, tensors: Tensors, nbytes: int = 25 * MIB) -> list[Contender]:
-    """As DistributedDataParallel does: packed into buckets, all under way at once."""
+    """Return a contender like DistributedDataParallel: it packs buckets, and reduces them concurrently."""
     distributed = start_gloo(world)
     if distributed is None:
         return []
@@ -257,7 +257,7 @@ def gloo_buckets(world: World, tensors: Tensors, nbytes: int = 25 * MIB) -> list
 
 
 def torch_view(array: Array) -> Any:
-    """Return the torch tensor in an array's memory; bfloat16 travels as 16-bit words."""
+    """Return a torch tensor that shares an array's memory; bfloat16 passes as 16-bit words."""
     torch: Any = importlib.import_module("torch")
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -265,9 +265,9 @@ def torch_view(array: Array) -> Any:
 
 
 def load_horovod(world: World) -> Any:
-    """Return horovod.torch, not yet started, or None with a note.
+    """Return horovod.torch before hvd.init(), or add a note and return None.
 
-    Start it as its turn comes: its background thread polls, and keeps a core busy from then on.
+    Start Horovod only when its turn comes: its background thread polls, and keeps a core busy from then on.
     """
     if any(importlib.util.find_spec(name) is None for name in ("horovod", "torch")):
         world.note("Horovod: not installed")
@@ -277,7 +277,7 @@ def load_horovod(world: World) -> Any:
 
 
 def horovod(world: World, tensors: Tensors, prefix: str, group: bool = False) -> list[Contender]:
-    """Submit the tensors one by one, or as one group, and wait."""
+    """Return contenders that submit the tensors one by one and as one group, and wait."""
     module = load_horovod(world)
     if module is None:
         return []
@@ -297,7 +297,7 @@ def horovod(world: World, tensors: Tensors, prefix: str, group: bool = False) ->
     made = contender(HOROVOD, tensors, once, noisy=True)
 
     def prepare() -> None:
-        module.init()  # does nothing the second time
+        module.init()  # no effect the second time
         made.prepare()
 
     return [replace(made, prepare=prepare)]

@@ -1,4 +1,4 @@
-"""The pictures: times against size, or bars of medians with whiskers from the minimum to p99."""
+"""Draw reports: times against size, or bars of medians with whiskers from the minimum to p99."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS, _PEERS, _FLOOR = (
 
 
 def plot(path: Path, report: Report, by_size: bool) -> None:
-    """Draw a report into a PNG; says so where matplotlib is missing."""
+    """Draw a report as a PNG; print a note if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"no {path}: matplotlib is not installed (pip install --group bench)")
         return

@@ -1,8 +1,8 @@
-"""Fresh processes that load one contender only: how it starts, what it weighs, what it does idle.
+"""Measure one contender in fresh processes: its start, its memory, and its CPU while idle.
 
-``start`` is called outside mpiexec and runs this module on every rank, in an interpreter that has imported
-nothing yet; each rank leaves its figures in a file. So that nothing is there before the clock starts, this
-module imports only what Python itself has loaded, or nearly.
+``start`` runs outside mpiexec. It runs this module on every rank, in an interpreter that has imported
+nothing yet, and each rank writes its figures to a file. This module imports almost nothing but the modules
+that Python itself loads, so that the clock starts first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _NEEDS = {RAW: (), OURS: (), GLOO: ("torch",), HOROVOD: ("torch", "horovod")}
 _WORK_TIMES = 4
 _SETTLE = 0.5
 
-# Run by the launcher in each rank: replaces the process by a fresh interpreter.
+# The launcher runs this in each rank: it replaces the process with a fresh interpreter.
 _FRESH = "import os, sys; os.execv(sys.executable, [sys.executable, '-m', 'benchmarks.probe', *sys.argv[1:]])"
 
 
 class _Mpi4py:
-    """MPI_Allreduce by mpi4py."""
+    """The contender that calls MPI_Allreduce by mpi4py."""
 
     def load(self) -> None:
         self.numpy: Any = importlib.import_module("numpy")
@@ -43,14 +43,14 @@ class _Mpi4py:
         self.mpi.COMM_WORLD.Allreduce(self.mpi.IN_PLACE, array)
 
     def end(self) -> None:
-        """Leave together."""
+        """Wait until every rank leaves."""
 
 
 class _Pyhvd(_Mpi4py):
     def load(self) -> None:
         self.numpy = importlib.import_module("numpy")
         self.hvd: Any = importlib.import_module("pyhvd")
-        self.calls = (self.hvd.init, self.hvd.allreduce_)  # loads what is loaded on first use
+        self.calls = (self.hvd.init, self.hvd.allreduce_)  # load the parts that load on first use
 
     def init(self) -> None:
         self.hvd.init()
@@ -77,7 +77,7 @@ class _Gloo(_Mpi4py):
         self.distributed.all_reduce(array)
 
     def end(self) -> None:
-        # Its threads must not outlive the interpreter, nor notice a peer that has gone.
+        # Gloo's threads must end before the interpreter and before a peer exits.
         self.distributed.barrier()
         self.distributed.destroy_process_group()
 
@@ -102,13 +102,13 @@ _CONTENDERS = {RAW: _Mpi4py, OURS: _Pyhvd, GLOO: _Gloo, HOROVOD: _Horovod}
 
 def _place() -> tuple[int, int]:
     """Return rank and size, as the launcher announced them."""
-    place = importlib.import_module("pyhvd.job.mpi.rank_env").find_place()
+    place = importlib.import_module("pyhvd.job.mpi.rank_env").read_rank_env()
     assert place is not None
     return place.rank, place.size
 
 
 def _memory(key: str) -> float:
-    """Return a line of /proc/self/status, in bytes; 0 where there is no such file."""
+    """Return the value of a line of /proc/self/status in bytes; 0 without that file."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             return next((float(line.split()[1]) * 1024 for line in status if line.startswith(key + ":")), 0.0)
@@ -154,7 +154,7 @@ def main() -> int:
 
 
 def available() -> tuple[list[str], list[str]]:
-    """Return the contenders that can be loaded here, and a note for each other one."""
+    """Return the contenders that can be imported here, and a note for each of the others."""
     util = importlib.import_module("importlib.util")
     missing = {
         name: [part for part in parts if util.find_spec(part) is None] for name, parts in _NEEDS.items()
@@ -164,14 +164,15 @@ def available() -> tuple[list[str], list[str]]:
 
 
 def start(ranks: int, contender: str, nbytes: int = 0, idle: float = 0.0) -> dict[str, float]:
-    """Run a contender in a job of its own.
+    """Run a contender in its own job.
 
     Returns
     -------
     dict of str to float
-        The worst rank's seconds of ``import``, ``init``, ``first allreduce`` and ``ready`` (all three); bytes
-        resident then (``rss``); with ``nbytes``, after reducing an array of so many bytes some times, and at
-        the peak, without the array (``worked``, ``peak``); percent of a core while it sleeps (``idle``).
+        The worst rank's figures: seconds of ``import``, ``init``, ``first allreduce`` and ``ready`` (all
+        three); resident bytes after them (``rss``); percent of a core while it sleeps (``idle``). With
+        ``nbytes``, also the resident bytes after several reductions of an array of ``nbytes`` (``worked``),
+        and at the peak (``peak``), both without the array.
     """
     import tempfile
     from pathlib import Path

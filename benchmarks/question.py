@@ -1,9 +1,9 @@
-"""The frame of every question: its flags, starting its ranks, and putting the report together.
+"""Run a question: parse its flags, start its ranks, and build its report.
 
-Outside mpiexec a question starts itself on each of its rank counts, one job after the other, by pyhvd's own
-launcher (which has waiting ranks yield where there are more ranks than cores), and prints what they measured.
-Under an mpiexec of the user's own, rank 0 prints. Questions about starting or doing nothing are answered by
-probes instead: fresh processes that load one contender only (see probe.py).
+Outside mpiexec, a question starts one job per rank count, one after the other, and prints their figures. It
+uses pyhvd's launcher, which makes waiting ranks yield if there are more ranks than cores. Under the user's
+mpiexec, rank 0 prints. Probes answer the questions about start-up and idle ranks: fresh processes that load
+one contender only (see probe.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.machine import CorePair, Machine, describe_machine, mpi_short
 from benchmarks.mpi import MPI
 from benchmarks.plot import plot
 from benchmarks.report import Report, Run, Target, judge, load_run, print_run, print_verdicts, save
-from pyhvd.job.mpi.rank_env import find_place
+from pyhvd.job.mpi.rank_env import read_rank_env
 
 ROOT = Path(__file__).resolve().parents[1]
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -33,7 +33,7 @@ _JOB_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Options:
-    """The flags; the same for every question."""
+    """The flags of every question."""
 
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -48,25 +48,25 @@ class Question:
     Attributes
     ----------
     name, title : str
-        For file names, and as printed.
+        The name in file names, and the printed title.
     sizes_are : str
-        What ``--sizes`` counts here.
+        The unit that ``--sizes`` counts.
     sizes, tiny : tuple of int
-        The default, and enough to show that it works.
+        The default sizes, and the sizes of ``--tiny``.
     ranks : tuple of int
-        Rank counts, a job each.
+        Rank counts, one job each.
     repeats : int
-        Most repetitions.
+        Largest number of repetitions.
     seconds : float
-        ... or fewer after so long, a case.
+        Time limit of a case.
     cases : callable, optional
         ``cases(world, sizes)`` yields cases; called on every rank.
     probe : callable, optional
         ``probe(ranks, options)`` returns outcomes and notes; called outside mpiexec.
     targets : tuple of Target
-        What is asked of pyhvd.
+        The targets of pyhvd.
     log_sizes : bool
-        Plot against size instead of as bars.
+        Whether to plot against size instead of as bars.
     """
 
     name: str
@@ -84,12 +84,12 @@ class Question:
 
     @property
     def module(self) -> str:
-        """The module to run."""
+        """The question's module, for ``python -m``."""
         return f"benchmarks.questions.{self.name}"
 
 
 def main(question: Question) -> int:
-    """Answer the question in ``sys.argv``'s way; return the exit code."""
+    """Answer the question by the flags of ``sys.argv``; return the exit code."""
     given = _parse(question)
     options = Options(
         given.sizes or (question.tiny if given.tiny else question.sizes),
@@ -97,7 +97,7 @@ def main(question: Question) -> int:
         given.repeats or (2 if given.tiny else question.repeats),
         given.seconds or question.seconds,
     )
-    if find_place() is not None:
+    if read_rank_env() is not None:
         if question.cases is None:
             raise SystemExit(f"{question.name} starts jobs of its own: run it outside mpiexec")
         run = _measure(question, options)
@@ -113,7 +113,7 @@ def main(question: Question) -> int:
 
 
 def _conclude(question: Question, given: argparse.Namespace, runs: list[Run]) -> None:
-    """Print, save and draw."""
+    """Print, save and draw the report."""
     report = Report(question.name, question.title, runs[0].mpi, runs, judge(question.targets, runs))
     for run in runs:
         print_run(question.title, run)
@@ -128,7 +128,7 @@ def _conclude(question: Question, given: argparse.Namespace, runs: list[Run]) ->
 
 
 def _run(question: Question, options: Options, ranks: int, folder: Path) -> Run:
-    """Run one job, or its probes."""
+    """Run one job, or the question's probes."""
     path = folder / f"{ranks}.json"
     if question.probe is not None:
         _started(question, ranks, ["-m", "benchmarks.machine", str(path)])
@@ -160,7 +160,7 @@ def start_job(ranks: int, program: Sequence[str]) -> int:
 
 
 def _measure(question: Question, options: Options) -> Run | None:
-    """Measure, in a rank; rank 0 gets the figures."""
+    """Measure in a rank; return the figures on rank 0."""
     assert question.cases is not None
     machine = describe_machine()
     comm = MPI.COMM_WORLD.Dup()
@@ -169,7 +169,7 @@ def _measure(question: Question, options: Options) -> Run | None:
     outcomes = []
     for case in question.cases(world, options.sizes):
         outcomes.append(interleave(world, case, plan))
-        del case  # its arrays, before the next one's are made
+        del case  # free the case's arrays before the next case allocates its own
     if world.rank:
         return None
     return Run(world.size, machine, mpi_short(machine.mpi), outcomes, world.notes)
@@ -190,23 +190,23 @@ def _parse(question: Question) -> argparse.Namespace:
     add_flags(parser, ",".join(map(str, question.ranks)), question.repeats, f"{question.seconds:g}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (needs matplotlib)")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)  # a rank of ours: the run goes there
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)  # where a rank saves its run
     return parser.parse_args()
 
 
 def add_flags(parser: argparse.ArgumentParser, ranks: str, repeats: int | str, seconds: str) -> None:
-    """Add the flags that one question and a series of them share."""
-    parser.add_argument("--ranks", type=sizes, help=f"rank counts, a job each (default: {ranks})")
-    parser.add_argument("--repeats", type=int, metavar="N", help=f"most repetitions (default: {repeats})")
+    """Add the flags shared by one question and ``python -m benchmarks``."""
+    parser.add_argument("--ranks", type=sizes, help=f"rank counts, one job each (default: {ranks})")
+    parser.add_argument("--repeats", type=int, metavar="N", help=f"repetitions at most (default: {repeats})")
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="S",
-        help=f"... or fewer after S seconds a case (default: {seconds})",
+        help=f"time limit of a case, S seconds (default: {seconds})",
     )
-    parser.add_argument("--tiny", action="store_true", help="tiny and few: shows that it works, nothing else")
+    parser.add_argument("--tiny", action="store_true", help="small sizes and few repetitions, as a test")
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="write <question>-<mpi>.json and .png there"
+        "--results", type=Path, metavar="DIR", help="write <question>-<mpi>.json and .png to this folder"
     )
 
 

@@ -1,6 +1,6 @@
-"""From figures to what is shown and kept: tables, targets, the JSON files.
+"""Print and save figures: tables, targets, and the JSON files.
 
-A target compares medians of one run. Absolute times are shown too, but move with the machine.
+A target compares medians of one run. The tables also show absolute times, which vary with the machine.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Target:
-    """What a question asks of pyhvd.
+    """A question's target for pyhvd.
 
     Attributes
     ----------
     text : str
-        As printed.
+        The printed text.
     case : str
         Label of the case.
     ours : str
         Name of pyhvd's contender.
     against : tuple of str
-        Peers; the fastest counts. Empty: ``ours`` itself is compared, in the unit of its case.
+        Peers, of which the fastest counts. If empty, the value is that of ``ours``, in its case's unit.
     least, moonshot : float
-        What is asked, and what is dreamt of.
+        The bound to meet, and the ambition.
     fewer : bool
-        The value should be at most that: ours, or ours over the peer. Otherwise at least: the peer over ours.
+        If true, the value is ours, or ours over the peer, and the bound is the largest value that meets the
+        target. Otherwise the value is the peer over ours, and the bound is the smallest.
     ranks : tuple of int
-        Rank counts that it is meant for; empty: all.
+        Rank counts of the target; if empty, all.
     mpi : tuple of str
-        MPIs that it is meant for; empty: all.
+        MPI implementations of the target; if empty, all.
     """
 
     text: str
@@ -56,7 +57,7 @@ class Target:
 
 
 class Verdict(msgspec.Struct):
-    """Whether a target is met; ``paired`` is the median of the ratios taken repetition by repetition."""
+    """A target's outcome; ``paired`` is the median of the ratios of each repetition."""
 
     text: str
     ranks: int
@@ -71,7 +72,7 @@ class Verdict(msgspec.Struct):
 
 
 class Run(msgspec.Struct):
-    """One job: a question on so many ranks."""
+    """One job: a question on one number of ranks."""
 
     ranks: int
     machine: Machine
@@ -81,7 +82,7 @@ class Run(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """What a JSON file holds."""
+    """The contents of a JSON file."""
 
     question: str
     title: str
@@ -92,7 +93,7 @@ class Report(msgspec.Struct):
 
 
 def judge(targets: Iterable[Target], runs: Iterable[Run]) -> list[Verdict]:
-    """Hold the runs against the targets that are meant for them and whose contenders took part."""
+    """Return the verdicts of the targets that apply to the runs and whose contenders took part."""
     verdicts = []
     targets = list(targets)
     for run in runs:
@@ -165,7 +166,7 @@ def show_bytes(count: int) -> str:
 
 
 def console() -> Console:
-    """Return a console that no table is too wide for."""
+    """Return a console that is wide enough for every table."""
     return Console(width=max(118, Console().width), highlight=False)
 
 
@@ -207,7 +208,7 @@ def _table(outcome: Outcome) -> Table:
 
 
 def print_verdicts(reports: Sequence[Report]) -> None:
-    """Print which targets are met."""
+    """Print the targets, and whether each is met."""
     table = Table(title="targets (medians)", title_justify="left", title_style="bold")
     for head in ("question", "MPI", "ranks", "target"):
         table.add_column(head)
@@ -221,7 +222,7 @@ def print_verdicts(reports: Sequence[Report]) -> None:
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """Return the table of targets for a README."""
+    """Return the table of targets in Markdown."""
     lines = ["| question | MPI | ranks | target | at least | moonshot | measured | pairwise | |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += ["| " + " | ".join(row) + " |" for row in _rows(reports)]
@@ -253,7 +254,7 @@ def save(path: Path, report: Report | Run) -> None:
 
 
 def _rounded(report: Report | Run) -> Report | Run:
-    """Keep six digits of the samples: more are noise, and the files are kept."""
+    """Round samples to six digits: further digits are noise, and the files are under version control."""
     for run in report.runs if isinstance(report, Report) else [report]:
         for outcome in run.outcomes:
             for each in outcome.figures:
@@ -262,10 +263,10 @@ def _rounded(report: Report | Run) -> Report | Run:
 
 
 def load_run(path: Path) -> Run:
-    """Read what :func:`save` wrote of a job."""
+    """Read a job that :func:`save` wrote."""
     return msgspec.json.decode(path.read_bytes(), type=Run)
 
 
 def load_report(path: Path) -> Report:
-    """Read what :func:`save` wrote of a question."""
+    """Read a question's report that :func:`save` wrote."""
     return msgspec.json.decode(path.read_bytes(), type=Report)

@@ -1,9 +1,13 @@
-"""Spark for the benchmarks: a cluster and session of its own, and ways to average gradients inside it.
+"""Start a Spark cluster and session, and average gradients inside it in several ways.
 
-Owns: the driver's side. What runs on executors is in `spark_ranks`. The driver as parameter server is what
-one does with Spark alone: tasks read the parameters that were broadcast, treeAggregate brings the sum of
-their gradients to the driver, which divides it and broadcasts it again. Its tasks keep their gradients from
-step to step and have no zero value to carry along, as a good program would.
+Owns the driver's side; `spark_ranks` holds the executors' side. The peer is a program that uses Spark alone,
+with the driver as parameter server:
+
+1. The tasks read the broadcast parameters.
+2. treeAggregate brings the sum of their gradients to the driver.
+3. The driver divides the sum and broadcasts it.
+
+Like a good program, the peer keeps its gradients from step to step and serialises no zero value.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ PYHVD, TCP, TREE, EMPTY = (
     "treeAggregate + broadcast",
     "an empty barrier job of Spark's",
 )
-# MPICH then takes each rank for a host of its own, and its UCX goes by sockets: no shared memory anywhere.
+# MPICH then treats each rank as its own host, and its UCX uses sockets: no rank uses shared memory.
 _AS_HOSTS = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 _EXECUTORS = len(WORKERS)
 _EXECUTORS_S = 120.0
@@ -46,7 +50,7 @@ _EXECUTORS_S = 120.0
 
 @contextmanager
 def spark_context(ranks: int) -> Iterator[Any]:
-    """Yield the SparkContext of a session with so many slots, in two executors of this host."""
+    """Yield the SparkContext of a session with the given number of slots, in two executors on this host."""
     if importlib.util.find_spec("pyspark") is None:
         raise SystemExit('pyspark is not installed: pip install "pyhvd[spark]", or make bench-spark')
     cores = -(-ranks // _EXECUTORS)
@@ -55,7 +59,7 @@ def spark_context(ranks: int) -> Iterator[Any]:
         standalone_cluster(Path(folder), cores=cores, memory="2g", hosts=False) as url,
     ):
         context = _session(url).sparkContext
-        context.setLogLevel("FATAL")  # what fails comes as an exception too
+        context.setLogLevel("FATAL")  # a failure is raised as an exception too
         try:
             _wait_for_executors(context)
             yield context
@@ -82,16 +86,16 @@ def _session(url: str) -> Any:
 
 
 def _wait_for_executors(context: Any) -> None:
-    """Wait until all have come: a barrier job that begins before is looked at again only after 15 s."""
+    """Wait until all executors have started; Spark retries an earlier barrier job only after 15 s."""
     until = time.monotonic() + _EXECUTORS_S
-    while context._jsc.sc().getExecutorMemoryStatus().size() <= _EXECUTORS:  # the driver is among them
+    while context._jsc.sc().getExecutorMemoryStatus().size() <= _EXECUTORS:  # the driver counts as one
         if time.monotonic() > until:
             raise SystemExit(f"Spark has not started {_EXECUTORS} executors within {_EXECUTORS_S:g} s")
         time.sleep(0.1)
 
 
 def describe_spark(context: Any) -> str:
-    """Return the versions and the place, for the report."""
+    """Return Spark's and Java's versions and the cluster's layout, for the report."""
     java = context._jvm.java.lang.System.getProperty("java.version")
     return (
         f"Spark {context.version} on Java {java}: a standalone cluster on this host,"
@@ -118,7 +122,7 @@ def time_empty_job(context: Any, ranks: int) -> float:
 # -- a step --------------------------------------------------------------------------------------------
 
 Averaging = Callable[[Any, int, int, int], list[float]]
-"""A way to average: called with the context, ranks, bytes and steps, it returns the seconds of each step."""
+"""A way to average: a function of context, ranks, bytes and steps that returns the seconds of each step."""
 
 
 def _by_pyhvd(env: Mapping[str, str], _context: Any, ranks: int, nbytes: int, steps: int) -> list[float]:

@@ -1,6 +1,6 @@
-"""What the benchmark of Spark runs on executors: on pyhvd's ranks, and in Spark's own Python workers.
+"""The executors' side of the Spark benchmark: pyhvd's ranks, and Spark's own Python workers.
 
-Nothing is imported here before it is needed: what a rank loads is part of the time to its first collective.
+Functions import their modules on use: a rank's imports are part of the time to its first collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _kept: dict[int, Array] = {}
 
 
 def first_collective(began: float) -> dict[str, float]:
-    """Reduce 4 bytes; return the seconds of each phase since `began`, a time of the driver's clock."""
+    """Reduce 4 bytes; return the seconds of each phase since `began`, a time by the driver's clock."""
     called = time.time()
     import numpy as np
 
@@ -44,7 +44,7 @@ def first_collective(began: float) -> dict[str, float]:
 
 
 def average_by_pyhvd(nbytes: int, steps: int) -> list[float]:
-    """Average a gradient of so many bytes in place, time after time; return the seconds of each step."""
+    """Average a gradient in place, once per step; return the seconds of each step."""
     import pyhvd as hvd
 
     hvd.init()
@@ -68,7 +68,7 @@ def gradient(rank: int, nbytes: int) -> Array:
 
 
 def kept_gradient(rank: int, nbytes: int) -> Array:
-    """Return the same, made once in each of Spark's Python workers: these are used again, for any task."""
+    """Return the same gradient, cached in each of Spark's Python workers, which Spark reuses for any task."""
     if any(each.nbytes != nbytes for each in _kept.values()):
         _kept.clear()
     if rank not in _kept:
@@ -77,15 +77,15 @@ def kept_gradient(rank: int, nbytes: int) -> Array:
 
 
 def add_gradient(parameters: Any, nbytes: int, total: Array | None, rank: int) -> Array:
-    """What a task of treeAggregate does: read the parameters, and add its gradient."""
+    """Read the parameters, and add the task's gradient; a task of treeAggregate."""
     if parameters.value.nbytes != nbytes:
-        raise ValueError(f"{parameters.value.nbytes} bytes of parameters came instead of {nbytes}")
+        raise ValueError(f"the parameters have {parameters.value.nbytes} bytes, expected {nbytes}")
     mine = kept_gradient(rank, nbytes)
     return mine if total is None else total + mine
 
 
 def add_totals(one: Array | None, other: Array | None) -> Array | None:
-    """Add two sums of treeAggregate's into the first, which came out of a pickle and is nobody else's."""
+    """Add two partial sums into the first, which was unpickled for this task alone."""
     if one is None or other is None:
         return other if one is None else one
     one += other

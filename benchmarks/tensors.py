@@ -1,7 +1,7 @@
-"""Arrays to reduce, filled so that every wrong sum shows, and the gradient sizes of ResNet-50.
+"""Arrays with values that reveal every wrong sum, and the gradient sizes of ResNet-50.
 
-Rank r fills element i of tensor t with (r + 1) * (1 + (i + t) % 7): sums over up to 8 ranks are integers
-below 256, which float32, float16 and bfloat16 all hold exactly, whoever adds them up in whatever order.
+Rank r fills element i of tensor t with (r + 1) * (1 + (i + t) % 7). Sums over up to 8 ranks are integers
+below 256: float32, float16 and bfloat16 hold them exactly, for every order of summation.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Array = npt.NDArray[Any]
 
 _PERIOD = 7
 _BLOCK = _PERIOD * 8192
-"""Elements written or compared at a time: few enough to leave most of the cache to the tensors."""
+"""Elements per write or comparison: few, so that most of the cache stays with the tensors."""
 
 
 class WrongResultError(Exception):
-    """A contender's result is not the sum."""
+    """Raised if a contender's result is not the sum."""
 
 
 class Tensors:
-    """The arrays of one case on one rank, which all contenders reduce in turn.
+    """The arrays of one case on one rank; all contenders reduce them in turn.
 
     Parameters
     ----------
     counts : sequence of int
         Elements of each array.
     rank, size : int
-        This rank's place.
+        This rank, and the number of ranks.
     dtype : dtype-like
         float32, float16 or ml_dtypes.bfloat16.
     loops : int
-        How often they are reduced in one repetition; see :func:`benchmarks.peers.contender`.
+        Number of reductions per repetition; see :func:`benchmarks.peers.contender`.
     empty : callable
         Allocates an array.
     """
@@ -52,7 +52,7 @@ class Tensors:
         self.loops = loops
         self.arrays: list[Array] = [empty(count, dtype) for count in counts]
         for array in self.arrays:
-            array.fill(1)  # fresh pages are the case of no contender
+            array.fill(1)  # touch the pages: no contender shall pay for fresh pages
         self.nbytes = sum(array.nbytes for array in self.arrays)
         pattern = 1.0 + np.arange(_BLOCK + _PERIOD) % _PERIOD
         self._mine = (pattern * (rank + 1)).astype(dtype)
@@ -67,7 +67,7 @@ class Tensors:
                 block[:] = self._mine[t % _PERIOD : t % _PERIOD + block.size]
 
     def zero(self) -> None:
-        """Write zeros: they may be reduced any number of times."""
+        """Write zeros, which stay zeros after any number of reductions."""
         for array in self.arrays:
             array.fill(0)
 
@@ -89,7 +89,7 @@ class Tensors:
                     raise WrongResultError(f"{where}: {found} instead of {expected}")
 
     def pieces(self, nbytes: int) -> list[list[Array]]:
-        """Cut the arrays into buckets of at most so many bytes: each a list of views, in order."""
+        """Cut the arrays into buckets of limited bytes; each bucket is a list of views, in order."""
         room = limit = max(1, nbytes // self.arrays[0].itemsize)
         buckets: list[list[Array]] = [[]]
         for array in self.arrays:
@@ -114,14 +114,14 @@ def _samples(count: int) -> Iterator[tuple[int, int]]:
 
 
 def resnet50() -> list[int]:
-    """Return the elements of ResNet-50's 161 gradients (25 557 032 in all), in the order backward makes them.
+    """Return the sizes of ResNet-50's 161 gradients (25 557 032 elements), in the backward pass's order.
 
     He et al., "Deep Residual Learning for Image Recognition", 2015, in the layout of torchvision.
     """
     counts: list[int] = []
 
     def convolution(inputs: int, outputs: int, kernel: int) -> None:
-        counts.extend((inputs * outputs * kernel * kernel, outputs, outputs))  # and the batch norm's two
+        counts.extend((inputs * outputs * kernel * kernel, outputs, outputs))  # and its batch norm
 
     convolution(3, 64, 7)
     inputs = 64

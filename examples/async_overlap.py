@@ -1,9 +1,13 @@
-"""Submitting gradients while the rest is still being computed, and what that does to the time of a step.
+"""Overlap the reduction of gradients with their computation, and time a step with and without overlap.
 
-A step computes one "gradient" per layer. It is run three ways: the computation alone; each gradient reduced
-before the next one is computed; each gradient submitted as soon as it is there and waited for at the end.
-Overlap uses what the computation leaves idle: with as many busy ranks as cores that is little, so there is
---wait, where the computation is a wait, as it is for a program whose gradients come from an accelerator.
+A step computes one "gradient" per layer. The example runs three kinds of step:
+
+1. The step only computes.
+2. The step reduces each gradient before it computes the next one.
+3. The step submits each gradient as soon as it is computed, and waits for all of them at the end.
+
+Overlap needs idle cores, and a job with one busy rank per core has few. With --wait, the step sleeps instead
+of computing, like a program whose gradients come from an accelerator.
 """
 
 from __future__ import annotations
@@ -23,15 +27,15 @@ Reduce = Callable[[str, Array], None]
 
 
 class Step:
-    """The computation of one step: a gradient per layer, each handed over as soon as it is computed."""
+    """One step's computation: a gradient per layer, passed to `reduce` as soon as it is computed."""
 
     def __init__(self, layers: int, size: int, wait: float) -> None:
         self._layers = layers
         self._wait = wait
-        self._weights = np.full((size, size), size**-0.5)  # their product with themselves is all ones
+        self._weights = np.full((size, size), size**-0.5)  # the matrix's square is all ones
 
     def run(self, reduce: Reduce) -> None:
-        """Compute: rank r's gradient of layer l is (r + 1) * l everywhere."""
+        """Compute the gradients: every element of rank r's gradient of layer l is (r + 1) * l."""
         for layer in range(self._layers):
             if self._wait:
                 time.sleep(self._wait)
@@ -43,21 +47,21 @@ class Step:
 
 
 def computation_alone(step: Step) -> list[Array]:
-    """Reduce nothing."""
+    """Compute the gradients, and reduce nothing."""
     gradients: list[Array] = []
     step.run(lambda _, gradient: gradients.append(gradient))
     return []
 
 
 def one_after_the_other(step: Step) -> list[Array]:
-    """Let the computation wait for each reduction."""
+    """Wait for each reduction before computing the next gradient."""
     sums: list[Array] = []
     step.run(lambda name, gradient: sums.append(hvd.allreduce_(gradient, name=name, op=hvd.Sum)))
     return sums
 
 
 def overlapped(step: Step) -> list[Array]:
-    """Submit and go on computing; wait once, at the end."""
+    """Submit each gradient and go on computing; wait once, at the end."""
     handles: list[hvd.Handle] = []
     step.run(lambda name, gradient: handles.append(hvd.allreduce_async_(gradient, name=name, op=hvd.Sum)))
     early.append(sum(map(hvd.poll, handles)))
@@ -65,18 +69,18 @@ def overlapped(step: Step) -> list[Array]:
 
 
 early: list[int] = []
-"""How many reductions of each overlapped step had ended when its computation had."""
+"""Number of reductions of each overlapped step that had ended before its computation ended."""
 
 
 def check(sums: list[Array]) -> None:
-    """Compare with what the ranks' gradients add up to."""
+    """Raise unless the reduced gradients are the sums of the ranks' gradients."""
     ranks = hvd.size() * (hvd.size() + 1) / 2
     for layer, total in enumerate(sums):
         np.testing.assert_allclose(total, ranks * layer, rtol=1e-12)
 
 
 def seconds(kind: Callable[[Step], list[Array]], step: Step) -> float:
-    """Time one step, from the moment at which every rank is there to this rank's end."""
+    """Return the seconds of one step on this rank, counted from a barrier of all ranks."""
     hvd.barrier()
     start = time.perf_counter()
     sums = kind(step)
@@ -86,7 +90,7 @@ def seconds(kind: Callable[[Step], list[Array]], step: Step) -> float:
 
 
 def report(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
-    """Print the medians; the first step of each kind was a warm-up."""
+    """Print the medians without each kind's first step, which is a warm-up."""
     megabytes = options.layers * options.size**2 * 8 / 1e6
     print(f"{options.layers} gradients, {megabytes:.1f} MB in all, {hvd.size()} ranks; median of a step:")
     for kind, spent in times.items():
@@ -97,7 +101,7 @@ def report(options: argparse.Namespace, times: dict[str, list[float]]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example:\n  pyhvdrun -n 2 examples/async_overlap.py --wait 4",
@@ -107,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=400, help="rows and columns of each (default: 400)")
     parser.add_argument("--repeats", type=int, default=7, help="steps of each kind (default: 7)")
     parser.add_argument(
-        "--wait", type=float, default=0.0, metavar="MS", help="per gradient, wait instead of computing"
+        "--wait", type=float, default=0.0, metavar="MS", help="per gradient, sleep instead of computing"
     )
     options = parser.parse_args()
     if min(options.layers, options.size, options.repeats) < 1 or options.wait < 0:
@@ -116,7 +120,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the three kinds of step in turns, and let rank 0 report."""
+    """Run the three kinds of step in turn; rank 0 prints the times."""
     options = parse()
     hvd.init()
     step = Step(options.layers, options.size, options.wait / 1e3)

@@ -1,7 +1,7 @@
-"""Train a logistic regression on GPUs: CuPy computes, pyhvd averages the gradients where they are.
+"""Train a logistic regression on GPUs: CuPy computes, and pyhvd averages the gradients in device memory.
 
-The data are made up, the same for any number of ranks; each rank holds its share of them on its own device,
-or, where there are more ranks than devices, on one that it shares.
+The data are synthetic, and the same for any number of ranks. Each rank holds its share on its own device.
+Ranks share devices if there are more ranks than devices.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import pyhvd as hvd
 
 
 def load_cupy() -> Any:
-    """Return CuPy, set to this rank's device; end with a word where there is none."""
+    """Return CuPy with this rank's device selected; exit with a message without CuPy or a GPU."""
     try:
         import cupy
     except ImportError:
-        sys.exit('this example computes on GPUs by CuPy: pip install "pyhvd[cuda13]" (or "pyhvd[cuda12]")')
+        sys.exit('this example needs CuPy: pip install "pyhvd[cuda13]" (or "pyhvd[cuda12]")')
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as exc:
-        sys.exit(f"this example needs a GPU, and CUDA has none: {exc}")
+        sys.exit(f"this example needs a GPU, but CUDA finds none: {exc}")
     cupy.cuda.Device(hvd.local_rank() % devices).use()
     return cupy
 
 
 def own_share(xp: Any, examples: int, features: int, seed: int) -> tuple[Any, Any]:
-    """Return this rank's examples and their labels, 0 or 1, on its device; ``xp`` is numpy or CuPy."""
+    """Return this rank's examples and their labels (0 or 1) as arrays of ``xp``, which is numpy or CuPy."""
     draw = np.random.default_rng(seed)
     truth = draw.standard_normal(features)
     inputs = draw.standard_normal((examples, features))
@@ -42,19 +42,19 @@ def own_share(xp: Any, examples: int, features: int, seed: int) -> tuple[Any, An
 
 
 def step(xp: Any, weights: Any, inputs: Any, labels: Any, examples: int) -> tuple[Any, Any]:
-    """Return the loss and its gradient, both of all ranks' examples; nothing waits for the device."""
+    """Return the loss and its gradient over all ranks' examples, without waiting for the device."""
     scores = inputs @ weights
-    # log(1 + exp(-s)) for a label of 1, log(1 + exp(s)) for one of 0, without an overflow.
+    # log(1 + exp(-s)) for label 1 and log(1 + exp(s)) for label 0, without overflow.
     loss = (xp.logaddexp(0.0, scores) - labels * scores).sum(keepdims=True) / examples
     chances = 1.0 / (1.0 + xp.exp(-scores))
     gradient = inputs.T @ (chances - labels) / examples
-    # One call for both: they are packed into one buffer by one kernel, and reduced together.
+    # One call for both: one kernel packs them into one buffer, and one allreduce reduces it.
     total, direction = hvd.grouped_allreduce([loss, gradient], op=hvd.Sum, name="step")
     return total, direction
 
 
 def train(xp: Any, options: argparse.Namespace) -> tuple[float, float, Any]:
-    """Descend; return the first and the last loss, and the weights."""
+    """Run gradient descent; return the first and the last loss, and the weights."""
     inputs, labels = own_share(xp, options.examples, options.features, options.seed)
     weights = xp.zeros(options.features, np.float32)
     losses = []
@@ -66,7 +66,7 @@ def train(xp: Any, options: argparse.Namespace) -> tuple[float, float, Any]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example:\n  pyhvdrun -n 2 examples/cupy_logreg.py --steps 200",
@@ -84,7 +84,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and let rank 0 report."""
+    """Train; rank 0 prints the losses and the time."""
     options = parse()
     hvd.init()
     cupy = load_cupy()

@@ -1,7 +1,7 @@
-"""Train a small network on handwritten digits, data-parallel: numpy computes, pyhvd joins the ranks.
+"""Train a small network on handwritten digits, data-parallel: numpy computes, and pyhvd sums the gradients.
 
-The data are the 1797 scanned digits that come with scikit-learn. Every step works on the same examples,
-however many ranks share them: 1 rank and 4 ranks draw the same loss curve, up to the rounding of sums.
+The data are the 1797 scanned digits that come with scikit-learn. Every step uses the same examples for any
+number of ranks. One rank and four ranks therefore have the same loss curve, up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ CLASSES = 10
 
 
 def load(seed: int) -> tuple[Array, Array, Array, Array]:
-    """Return training images and labels, then held-out ones; the same split on every rank."""
+    """Return training images and labels, then held-out images and labels; every rank gets the same split."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("the handwritten digits come with scikit-learn: pip install scikit-learn")
+        sys.exit("this example needs the digits of scikit-learn: pip install scikit-learn")
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(len(labels))
     images, labels = images[order] / 16.0, labels[order]
@@ -42,11 +42,11 @@ def load(seed: int) -> tuple[Array, Array, Array, Array]:
 
 
 def own_share(examples: int, batch_size: int, seed: int) -> Iterator[tuple[Array, int]]:
-    """Yield this rank's part of each global batch of one epoch, and the size of the whole batch.
+    """Yield this rank's part of each global batch of one epoch, and the size of the global batch.
 
     Every rank draws the same permutation, cuts it into the same global batches, and takes its part of each.
-    The last batch is what is left over: with 1347 examples in batches of 64, three. Of four ranks, the last
-    one then has nothing to do in it: its shard is one step shorter than the others'.
+    The last batch holds the remainder: three of 1347 examples in batches of 64. With four ranks, the last
+    rank has no part in that batch: its shard is one step shorter than the others'.
     """
     order = np.random.default_rng(seed).permutation(examples)
     for start in range(0, examples, batch_size):
@@ -71,7 +71,7 @@ def new_parameters(pixels: int, hidden: int, seed: int) -> Arrays:
 
 
 def forward(parameters: Arrays, images: Array) -> tuple[Array, Array]:
-    """Return the hidden layer and the scores of each class."""
+    """Return the hidden layer's activations and the score of each class."""
     hidden = np.maximum(images @ parameters["hidden.weight"] + parameters["hidden.bias"], 0.0)
     return hidden, hidden @ parameters["output.weight"] + parameters["output.bias"]
 
@@ -79,10 +79,10 @@ def forward(parameters: Arrays, images: Array) -> tuple[Array, Array]:
 def backward(
     parameters: Arrays, images: Array, labels: Array, whole: int, ready: Callable[[str, Array], None]
 ) -> float:
-    """Return the cross-entropy, and hand over each gradient as soon as it is computed: output layer first.
+    """Return the cross-entropy; pass each gradient on as soon as it is computed, output layer first.
 
-    Both are sums over this rank's examples divided by the size of the whole batch, so that the sum over the
-    ranks is the mean over the batch, however unevenly it was shared.
+    Loss and gradients are sums over this rank's examples, divided by the size of the global batch. Their sum
+    over the ranks is therefore the mean over the batch, even if the ranks' parts differ in size.
     """
     hidden, scores = forward(parameters, images)
     scores -= scores.max(axis=1, keepdims=True)
@@ -104,7 +104,7 @@ def backward(
 
 
 class Momentum:
-    """Gradient descent with momentum; knows nothing of ranks."""
+    """Gradient descent with momentum, of one process."""
 
     def __init__(self, parameters: Arrays, lr: float, momentum: float = 0.9) -> None:
         self.parameters = parameters
@@ -113,7 +113,7 @@ class Momentum:
         self._momentum = momentum
 
     def step(self, gradients: Arrays) -> None:
-        """Move the parameters."""
+        """Update the parameters."""
         for name, gradient in gradients.items():
             velocity = self.velocity[name]
             velocity *= self._momentum
@@ -122,24 +122,24 @@ class Momentum:
 
 
 class DistributedOptimizer:
-    """Wraps an optimizer: sums each gradient over the ranks while the next one is still being computed."""
+    """Wrap an optimizer: sum each gradient over the ranks while the next one is computed."""
 
     def __init__(self, optimizer: Momentum) -> None:
         self._optimizer = optimizer
         self._handles: dict[str, hvd.Handle] = {}
 
     def ready(self, name: str, gradient: Array) -> None:
-        """Start the allreduce of one gradient, in place; ranks find each other's by its name."""
+        """Start the in-place allreduce of one gradient; the name matches it across ranks."""
         self._handles[name] = hvd.allreduce_async_(gradient, name=f"gradient.{name}", op=hvd.Sum)
 
     def step(self) -> None:
-        """Wait for the sums, then let the wrapped optimizer move the parameters."""
+        """Wait for the sums, then update the parameters by the wrapped optimizer."""
         gradients = {name: hvd.synchronize(handle) for name, handle in self._handles.items()}
         self._handles.clear()
         self._optimizer.step(gradients)
 
     def broadcast(self, root: int) -> None:
-        """Give every rank the root's parameters and momentum."""
+        """Broadcast the root's parameters and momentum to every rank."""
         state = {"parameter": self._optimizer.parameters, "velocity": self._optimizer.velocity}
         handles = [
             hvd.broadcast_async_(array, root, name=f"{kind}.{name}")
@@ -160,24 +160,22 @@ def train_epoch(
     labels: Array,
     shares: Iterable[tuple[Array, int]],
 ) -> list[float]:
-    """Walk this rank's shard to its end, then join; return the loss of each of its steps, over all ranks."""
+    """Train on this rank's shard, then join; return the loss over all ranks of each step."""
     losses = []
     for share, whole in shares:
         loss = backward(parameters, images[share], labels[share], whole, optimizer.ready)
         optimizer.step()
         losses.append(float(hvd.allreduce(loss, name="loss", op=hvd.Sum)))
-    # A rank whose shard is shorter stops here and waits, and takes part in what the others still submit with
-    # zeros. Zeros are right, as a Sum over the ranks that divides by the batch and not by the ranks does
-    # not see them (an Average would: it divides by all ranks, joined or not).
-    # What a joined rank does not get is the result: it has missed the last update. Whoever joined last has
-    # done every step, and hands its state to all.
+    # A rank with a shorter shard waits here, and contributes zeros to the other ranks' allreduces.
+    # Zeros leave a Sum right; an Average would be wrong, since it divides by all ranks, joined or not.
+    # A joined rank gets no results and misses the last update: the last rank to join broadcasts its state.
     last = hvd.join()
     optimizer.broadcast(last)
     return losses
 
 
 def accuracy(parameters: Arrays, images: Array, labels: Array) -> float:
-    """Return the share of images whose class is found; each rank looks at its part of them."""
+    """Return the share of correctly classified images; each rank classifies its part of them."""
     own = np.array_split(np.arange(len(labels)), hvd.size())[hvd.rank()]
     _, scores = forward(parameters, images[own])
     hits = np.count_nonzero(scores.argmax(axis=1) == labels[own])
@@ -185,7 +183,7 @@ def accuracy(parameters: Arrays, images: Array, labels: Array) -> float:
 
 
 class Progress:
-    """Shows rank 0's progress: a bar where there is a terminal and rich, a line now and then where not."""
+    """Show rank 0's progress: a bar on a terminal if rich is installed, otherwise a line at intervals."""
 
     def __init__(self, epochs: int, rank: int) -> None:
         self._every = max(epochs // 10, 1)
@@ -204,16 +202,16 @@ class Progress:
             self._bar.start()
 
     def due(self, epoch: int) -> bool:
-        """Return whether this epoch is to be reported; the same on every rank."""
+        """Return whether to report this epoch; the result is the same on every rank."""
         return epoch % self._every == 0 or epoch == self._epochs
 
     def advance(self) -> None:
-        """One epoch has ended."""
+        """Record the end of one epoch."""
         if self._bar is not None:
             self._bar.advance(self._task)
 
     def report(self, epoch: int, loss: float, hit_rate: float) -> None:
-        """Show a line."""
+        """Print the loss and the held-out accuracy of an epoch."""
         line = f"epoch {epoch:3d} of {self._epochs}  loss {loss:.4f}  held-out accuracy {hit_rate:.1%}"
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
@@ -221,15 +219,16 @@ class Progress:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Take the bar down."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def _terminal() -> TextIO | None:
-    """Return the user's terminal, to draw on. mpiexec makes stdout a pipe, but pyhvdrun hands stdin on.
+    """Return the user's terminal, or None if there is none.
 
-    Open MPI's mpiexec makes it a terminal of its own, whatever the output goes to: that one does not count.
+    mpiexec makes stdout a pipe, but pyhvdrun passes the terminal on as stdin. Open MPI's mpiexec makes stdout
+    a terminal of its own, wherever the output goes: this function ignores that terminal.
     """
     if sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ:
         return sys.stdout
@@ -242,7 +241,7 @@ def _terminal() -> TextIO | None:
 def train(options: argparse.Namespace) -> tuple[Arrays, list[float], float]:
     """Train; return the parameters, the loss of every step, and the held-out accuracy."""
     images, labels, held_out_images, held_out_labels = load(options.seed)
-    # Every rank draws weights of its own; rank 0's are the ones that count.
+    # Each rank draws different weights; the broadcast replaces them with rank 0's.
     parameters = new_parameters(images.shape[1], options.hidden, options.seed + hvd.rank())
     momentum = Momentum(parameters, options.lr)
     optimizer = DistributedOptimizer(momentum)
@@ -266,7 +265,7 @@ def train(options: argparse.Namespace) -> tuple[Arrays, list[float], float]:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example:\n  pyhvdrun -n 4 examples/digits.py --epochs 40 --hidden 128 --save digits.npz",
@@ -278,7 +277,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate, falling to 0 (default: 0.2)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden units (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of split, weights and order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--save", metavar="PATH.npz", help="write the trained parameters there")
     parser.add_argument("--losses", metavar="PATH.json", help="write the loss of every step there")
     options = parser.parse_args()
@@ -288,7 +287,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and let rank 0 report."""
+    """Train; rank 0 prints the result."""
     options = parse()
     hvd.init()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""A job that hangs, and what pyhvd says about it: the last rank sleeps in a function of its own.
+"""Hang a job, so that pyhvd prints its hang report: the last rank sleeps in load_batch().
 
     pyhvdrun -n 4 --stall-check-warning-time-seconds 2 examples/hang.py
 
-After 2 s rank 0 reports which rank has not submitted what, and where it is; see docs/hangs.md. The sleeper
-then goes on, and the job ends well. With ``--forever`` it never does: end the job with Ctrl-C, or give
-``--stall-check-shutdown-time-seconds 4`` as well.
+After 2 s, rank 0 reports the missing tensors, the rank that has not submitted them, and its stack; see
+docs/hangs.md. The last rank then wakes up, and the job succeeds. With ``--forever`` the rank never wakes up:
+end the job with Ctrl-C, or add ``--stall-check-shutdown-time-seconds 4``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyhvd as hvd
 
 
 def load_batch(step: int, seconds: float) -> np.ndarray:
-    """Return a batch; on the last rank step 3 takes a while."""
+    """Return a batch; on the last rank, sleep in step 3."""
     if step == 3 and hvd.rank() == hvd.size() - 1:
         time.sleep(seconds)
     return np.full(4, float(step))
@@ -34,8 +34,8 @@ def train(seconds: float) -> None:
 
 
 def main() -> None:
-    """Read the command line, and train."""
-    parser = argparse.ArgumentParser(description="A job in which one rank sleeps, to show the hang report.")
+    """Parse the command line, and train."""
+    parser = argparse.ArgumentParser(description="Show the hang report: one rank sleeps, the others wait.")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long it sleeps (default: 3)")
     parser.add_argument("--forever", action="store_true", help="sleep for ever")
     options = parser.parse_args()

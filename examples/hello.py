@@ -1,6 +1,6 @@
-"""Every collective once, on any number of ranks; rank 0 prints what came out.
+"""Run every collective once, on any number of ranks; rank 0 prints the results.
 
-Start it with ``pyhvdrun -n 3 examples/hello.py``; r is the rank.
+Start it with ``pyhvdrun -n 3 examples/hello.py``. In the printed texts, r is the rank.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import pyhvd as hvd
 
 
 def show(what: str, result: Any) -> None:
-    """Let rank 0 print a result that is the same on every rank."""
+    """Print, on rank 0, a result that is the same on every rank."""
     if hvd.rank() == 0:
         shown = [each.tolist() if hasattr(each, "tolist") else each for each in _as_list(result)]
         print(f"{what:<44} {', '.join(map(str, shown))}", flush=True)
 
 
 def show_each(what: str, result: Any) -> None:
-    """Let rank 0 print a result that differs from rank to rank."""
+    """Print, on rank 0, the result of each rank."""
     shown = [each.tolist() for each in _as_list(result)]
     for rank, theirs in enumerate(hvd.allgather_object(shown)):
         if hvd.rank() == 0:
@@ -33,7 +33,7 @@ def _as_list(result: Any) -> list[Any]:
 
 
 def reductions(rank: int, size: int) -> None:
-    """Combine the ranks' arrays element by element."""
+    """Reduce the ranks' arrays element by element."""
     mine = np.array([rank + 1.0, 10.0 * (rank + 1)])
     for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
         show(f"allreduce, {op.name.title()} of [r+1, 10(r+1)]", hvd.allreduce(mine, op=op, name="mine"))
@@ -45,12 +45,12 @@ def reductions(rank: int, size: int) -> None:
     show_each("reducescatter, Sum of [0 ... size]", hvd.reducescatter(rows, op=hvd.Sum, name="rows"))
     both = [rows, 10 * rows]
     scattered = hvd.grouped_reducescatter(both, op=hvd.Sum, name="both")
-    show_each("grouped_reducescatter, of it and 10 times it", scattered)
+    show_each("grouped_reducescatter of it and 10 times it", scattered)
 
 
 def movements(rank: int, size: int) -> None:
-    """Move the ranks' arrays as they are."""
-    own = np.full(rank + 1, rank)  # as many rows as it likes
+    """Move the ranks' arrays without a reduction."""
+    own = np.full(rank + 1, rank)  # each rank chooses its number of rows
     show("allgather of r+1 rows [r]", hvd.allgather(own, name="own"))
     show("grouped_allgather of [r], [-r]", hvd.grouped_allgather([own[:1], -own[:1]], name="both signs"))
     array = np.array([rank, rank])
@@ -58,21 +58,21 @@ def movements(rank: int, size: int) -> None:
     hvd.broadcast_(array, 0, name="array")
     show("broadcast_, in place, from rank 0", array)
     show_each("alltoall of [10r, 10r+1, ...]", hvd.alltoall(10 * rank + np.arange(size), name="letters"))
-    splits = np.arange(size)  # nothing for rank 0, one row for rank 1, ...
+    splits = np.arange(size)  # no row for rank 0, one row for rank 1, ...
     received, _ = hvd.alltoall(np.full(splits.sum(), rank), splits, name="more letters")
     show_each("alltoall of [r, ...], d rows to rank d", received)
 
 
 def others(rank: int, size: int) -> None:
-    """Objects, handles, and waiting for each other."""
+    """Broadcast and gather objects, use a handle, and join."""
     show("broadcast_object from rank 0", hvd.broadcast_object({"from": rank}, name="note"))
     show("allgather_object, sizes may differ", [hvd.allgather_object("abcdefgh"[: rank + 1], name="strings")])
     handle = hvd.allreduce_async(np.float32(0.5), op=hvd.Sum, name="later")
-    hvd.poll(handle)  # True as soon as it has ended; one can do other things until then
+    hvd.poll(handle)  # True once the allreduce has ended; the rank may compute until then
     show("allreduce_async of 0.5, then synchronize", hvd.synchronize(handle))
     hvd.barrier()
     show("barrier", "passed")
-    for step in range(size - rank):  # a different number of steps on each rank
+    for step in range(size - rank):  # each rank has a different number of steps
         left = hvd.allreduce(1, op=hvd.Sum, name="step")
         show(f"ranks that take part in step {step}", left)
     show("join: the last rank to join was", hvd.join())

@@ -1,10 +1,9 @@
-"""Train on handwritten digits inside Spark: a DataFrame goes in, and one with predictions comes out.
+"""Train on handwritten digits inside Spark, from a DataFrame of pixels to a DataFrame of predictions.
 
     DataFrame -> prepare (Parquet) -> run (4 ranks, each reads its shard) -> model in a store -> DataFrame
 
-The data are the 1797 scanned digits that come with scikit-learn. A fifth of them is kept for the end,
-when Spark's tasks apply the trained network to them. Without arguments this starts a Spark of its own in
-this process.
+The data are the 1797 scanned digits that come with scikit-learn. A fifth of them is held out: at the end,
+Spark's tasks apply the trained network to them. Without arguments, the example starts Spark in this process.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ GOOD = 0.95
 
 
 def load(spark: SparkSession, seed: int) -> tuple[DataFrame, DataFrame]:
-    """Return DataFrames of pixels (64 numbers from 0 to 1) and label: to train on, and held out."""
+    """Return a training and a held-out DataFrame, with columns pixels (64 numbers from 0 to 1) and label."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("the handwritten digits come with scikit-learn: pip install scikit-learn")
+        sys.exit("this example needs the digits of scikit-learn: pip install scikit-learn")
     images, labels = load_digits(return_X_y=True)
     rows = [((image / 16.0).tolist(), int(label)) for image, label in zip(images, labels, strict=True)]
     digits = spark.createDataFrame(rows, "pixels array<double>, label int")
@@ -66,7 +65,7 @@ def new_parameters(hidden: int, seed: int) -> Arrays:
 
 
 def forward(parameters: Arrays, images: Array) -> tuple[Array, Array]:
-    """Return the hidden layer and the scores of each class."""
+    """Return the hidden layer's activations and the score of each class."""
     hidden = np.maximum(images @ parameters["hidden.weight"] + parameters["hidden.bias"], 0.0)
     return hidden, hidden @ parameters["output.weight"] + parameters["output.bias"]
 
@@ -94,12 +93,12 @@ def backward(parameters: Arrays, images: Array, labels: Array) -> tuple[float, A
 
 
 def train(store: pyhvd.spark.Store, options: argparse.Namespace) -> list[float]:
-    """Be one rank: train on this rank's shard; return the loss of every epoch. Rank 0 saves the network."""
+    """Train on this rank's shard; return the loss of every epoch. Rank 0 saves the network."""
     import pyhvd as hvd
 
     hvd.init()
     data = pyhvd.spark.shard(store.get_train_data_path(), batch_size=options.batch_size, seed=options.seed)
-    parameters = new_parameters(options.hidden, options.seed)  # the same on every rank, as the seed is
+    parameters = new_parameters(options.hidden, options.seed)  # equal on every rank, since the seed is
     velocity = {name: np.zeros_like(value) for name, value in parameters.items()}
     losses = []
     for epoch in range(options.epochs):
@@ -107,7 +106,7 @@ def train(store: pyhvd.spark.Store, options: argparse.Namespace) -> list[float]:
         total = 0.0
         for batch in data.epoch(epoch):
             loss, gradients = backward(parameters, batch["pixels"], batch["label"])
-            # At each step all ranks have as many rows: the average over the ranks is that over all rows.
+            # All ranks have equally many rows in a step: the ranks' average is the average of all rows.
             averages = hvd.grouped_allreduce(list(gradients.values()), name="gradients")
             for name, average in zip(gradients, averages, strict=True):
                 velocity[name] = 0.9 * velocity[name] + average
@@ -122,12 +121,12 @@ def train(store: pyhvd.spark.Store, options: argparse.Namespace) -> list[float]:
 
 
 def model_path(store: pyhvd.spark.Store) -> str:
-    """Return where in the store the trained network is."""
+    """Return the path of the trained network in the store."""
     return f"{store.get_checkpoint_path(RUN)}/model.npz"
 
 
 def save(store: pyhvd.spark.Store, parameters: Arrays) -> None:
-    """Write the network into the store."""
+    """Write the network to the store."""
     file = io.BytesIO()
     np.savez(file, **parameters)  # type: ignore[arg-type]
     store.write(model_path(store), file.getvalue())
@@ -137,7 +136,7 @@ def save(store: pyhvd.spark.Store, parameters: Arrays) -> None:
 
 
 def transform(df: DataFrame, store: pyhvd.spark.Store) -> DataFrame:
-    """Return a DataFrame with a column more, prediction: the network's, applied by Spark's tasks."""
+    """Return the DataFrame with an added column, prediction; Spark's tasks apply the network."""
     from pyspark.sql.types import IntegerType, StructField, StructType
 
     with np.load(io.BytesIO(store.read(model_path(store)))) as saved:
@@ -160,7 +159,7 @@ def transform(df: DataFrame, store: pyhvd.spark.Store) -> DataFrame:
 
 
 def start_spark(options: argparse.Namespace) -> SparkSession:
-    """Return a session; on a Java that pip has brought, if there is no other."""
+    """Return a session; it uses the Java that pip installed if there is no other."""
     pyhvd.spark.use_java()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
@@ -175,7 +174,7 @@ def start_spark(options: argparse.Namespace) -> SparkSession:
 
 
 def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float:
-    """Prepare, train, transform; return the share of held-out digits whose label is found."""
+    """Prepare, train and transform; return the share of held-out digits classified correctly."""
     from pyspark.sql import functions
 
     store = pyhvd.spark.Store.create(folder)
@@ -186,7 +185,7 @@ def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float
     columns = ", ".join(f"{each.name} {each.dtype}{list(each.shape) or ''}" for each in dataset.columns)
     print(f"prepared {dataset.rows} rows in {len(dataset.parts)} files: {columns}", flush=True)
     start = time.perf_counter()
-    # One thread per rank: there are as many ranks as slots.
+    # One thread per rank, since there are as many ranks as slots.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     results = pyhvd.spark.run(train, (store, options), num_proc=options.num_proc, env=threads)
     losses = results[0]
@@ -205,7 +204,7 @@ def work(spark: SparkSession, folder: str, options: argparse.Namespace) -> float
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="example:\n  python examples/spark_digits.py --num-proc 2 --folder /tmp/digits",
@@ -215,14 +214,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--master", help="URL of a Spark cluster (default: one in this process)")
     parser.add_argument(
         "--folder",
-        help="where data and network are kept: a path or URL that driver and executors share"
+        help="path or URL for the data and the network, shared by driver and executors"
         " (default: a temporary folder)",
     )
     parser.add_argument("--epochs", type=int, default=30, help="passes over the data (default: 30)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows per step and rank (default: 16)")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate, falling to 0 (default: 0.1)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden units (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of split, weights and order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     options = parser.parse_args()
     if min(options.num_proc, options.epochs, options.batch_size, options.hidden) < 1:
         parser.error("--num-proc, --epochs, --batch-size and --hidden must be at least 1")
@@ -230,7 +229,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Do all of it; the exit code is 1 if the network has not learned."""
+    """Run the example; exit with an error if the accuracy is below GOOD."""
     options = parse()
     with tempfile.TemporaryDirectory(prefix="pyhvd-digits-") as temporary:
         spark = start_spark(options)
@@ -239,7 +238,7 @@ def main() -> None:
         finally:
             spark.stop()
     if accuracy < GOOD:
-        sys.exit(f"the accuracy should be {GOOD:.0%} at least")
+        sys.exit(f"the accuracy must be at least {GOOD:.0%}")
 
 
 if __name__ == "__main__":

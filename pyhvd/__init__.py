@@ -1,8 +1,8 @@
 """pyhvd: Horovod's job in Python: named collectives, negotiated, fused and overlapped, over mpi4py.
 
-``import pyhvd as hvd``, then ``hvd.init()``. Names are loaded as they are first used, so that importing the
-package costs nothing and initialises nothing; MPI is first touched by ``init()``. Type checkers read the same
-names from the imports below; a test compares the two.
+``import pyhvd as hvd``, then ``hvd.init()``. The package loads each name at its first use, so that the import
+costs nothing and initialises nothing. ``init()`` is the first to touch MPI. Type checkers read the same names
+from the imports below; a test compares the two.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ if TYPE_CHECKING:
         synchronize as synchronize,
     )
     from pyhvd.api.lifecycle import (
-        add_process_set as add_process_set,
         init as init,
-        remove_process_set as remove_process_set,
         shutdown as shutdown,
+    )
+    from pyhvd.api.logs import (
+        RankFilter as RankFilter,
     )
     from pyhvd.api.memory import (
         empty as empty,
@@ -76,7 +77,9 @@ if TYPE_CHECKING:
     )
     from pyhvd.api.process_sets import (
         ProcessSet as ProcessSet,
+        add_process_set as add_process_set,
         global_process_set as global_process_set,
+        remove_process_set as remove_process_set,
     )
     from pyhvd.api.topology import (
         ccl_built as ccl_built,
@@ -143,25 +146,18 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "dtypes": ("ReduceOp",),
     "errors": (
         *("ConfigError", "CorruptionError", "DuplicateNameError", "HorovodInternalError"),
-        *(
-            "HorovodVersionMismatchError",
-            "HostsUpdatedInterrupt",
-            "InternalError",
-            "MismatchError",
-            "NotInitializedError",
-            "RankFailedError",
-            "RankValue",
-            "RemoteError",
-        ),
+        *("HorovodVersionMismatchError", "HostsUpdatedInterrupt", "InternalError", "MismatchError"),
+        *("NotInitializedError", "RankFailedError", "RankValue", "RemoteError"),
         *("ShutDownError", "StallError", "TimelineError", "TransportError"),
         *("UnsupportedDtypeError", "UnsupportedOpError"),
     ),
     "api.handles": ("Handle", "poll", "synchronize"),
     "api.diagnostics": ("Histogram", "Metrics", "metrics", "start_timeline", "stop_timeline"),
-    "api.lifecycle": ("add_process_set", "init", "remove_process_set", "shutdown"),
+    "api.lifecycle": ("init", "shutdown"),
+    "api.logs": ("RankFilter",),
     "api.memory": ("empty", "empty_like"),
     "api.objects": ("allgather_object", "broadcast_object"),
-    "api.process_sets": ("ProcessSet", "global_process_set"),
+    "api.process_sets": ("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
     "api.topology": (
         *("ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
         *("is_homogeneous", "is_initialized", "local_rank", "local_size"),
@@ -180,10 +176,10 @@ _BY_HAND = {
     "broadcast_optimizer_state": "send optimizer.state_dict() with broadcast_object()",
     "sparse_allreduce_async": "gather indices and values with allgather(), and add them up on each rank",
 }
-"""Horovod's names that are not here, and what does their work."""
+"""Horovod's names that pyhvd lacks, and how to do their work."""
 
 
-if not TYPE_CHECKING:  # a checker knows the names above, and no others
+if not TYPE_CHECKING:  # a type checker knows the names above only
 
     def __getattr__(name: str) -> Any:
         """Load a public name from its module (PEP 562)."""

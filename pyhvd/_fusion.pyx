@@ -1,14 +1,13 @@
-"""The hot path in C: pack, unpack, scale, cast, reduce and fill over plain addresses.
+"""The kernels in C: pack, unpack, scale, cast, reduce and fill over plain addresses.
 
-Owns nothing: no memory, no state. Addresses are plain integers (``array.ctypes.data``), which the caller
-keeps alive, in bounds and free of other writers during the call; they need no alignment. Dtypes and ops
-are the codes of :mod:`pyhvd.dtypes`, sizes count elements.
+Owns nothing: no memory, no state.
 
-The GIL is released for calls that touch more than 32 KiB only: a shorter call is over before another
-thread could use it, and taking the GIL back can cost a switch interval (5 ms).
-
-Bits: the same input gives the same bits on every machine, whatever its instruction set, except for the
-sign and payload of a NaN that an addition or multiplication makes. See ``kernels.h``.
+1. Addresses are integers (``array.ctypes.data``) without alignment. During a call, the caller keeps the
+   memory alive and free of other writers.
+2. Dtypes and ops are the codes of :mod:`pyhvd.dtypes`; sizes count elements.
+3. Only calls that touch more than 32 KiB release the GIL. A shorter call ends before another thread could
+   use the GIL, and to take it back can cost a switch interval (5 ms).
+4. The same input gives the same bits on every machine, as ``kernels.h`` states.
 """
 
 from libc.stdint cimport int64_t, uintptr_t
@@ -60,19 +59,19 @@ cdef enum:
 
 # ---- Helpers ----
 
-# Between _leave and _enter a function calls one C kernel and nothing else: nothing there can raise, so no
-# try/finally is needed, and "with nogil" cannot be made conditional at run time.
+# Between _leave and _enter, a function calls one C kernel and nothing else. That raises no error, so no
+# try/finally is needed. "with nogil" cannot be conditional at run time.
 cdef inline PyThreadState* _leave(Py_ssize_t touched):
-    """Release the GIL if the work is long enough; the result goes to `_enter`."""
+    """Release the GIL if the work is long enough; pass the result to `_enter`."""
     return PyEval_SaveThread() if touched > KEEP_GIL else NULL
 
 
 cdef inline int _enter(PyThreadState* state, int rc) except -1:
-    """Take the GIL back; a kernel's refusal here means that a check above has been forgotten."""
+    """Take the GIL back; raise an error if the kernel refused, as its caller forgot a check."""
     if state != NULL:
         PyEval_RestoreThread(state)
     if rc != 0:
-        raise AssertionError("a kernel refused what its caller had checked")
+        raise AssertionError("a kernel refused arguments that its caller had checked")
     return 0
 
 
@@ -83,7 +82,7 @@ cdef str _name(tuple names, int code, str kind):
 
 
 cdef Py_ssize_t _size(int dtype) except -1:
-    """Bytes per element."""
+    """Return the bytes per element."""
     cdef Py_ssize_t size = <Py_ssize_t>pyhvd_itemsize(dtype)
     if size == 0:
         raise ValueError(_name(_DTYPES, dtype, "dtype"))
@@ -116,7 +115,7 @@ cdef int _check_factor(int dtype, int op, double factor) except -1:
 
 
 cdef Py_ssize_t _check_pieces(const int64_t[::1] ptrs, const int64_t[::1] counts) except -1:
-    """Elements in all pieces together."""
+    """Return the number of elements in all pieces."""
     cdef Py_ssize_t i, total = 0
     if ptrs.shape[0] != counts.shape[0]:
         raise ValueError(f"{ptrs.shape[0]} addresses, but {counts.shape[0]} counts")
@@ -234,7 +233,7 @@ def scale(uintptr_t dst, uintptr_t src, Py_ssize_t count, int dtype, double fact
 def cast(uintptr_t dst, int dst_dtype, uintptr_t src, int src_dtype, Py_ssize_t count):
     """Convert among float16, bfloat16, float32 and float64.
 
-    Rounds once, to nearest even; what is too large becomes infinite; NaN stays NaN; subnormals are kept.
+    Rounds once, to nearest even. Values too large become infinite; NaN stays NaN; subnormals are kept.
 
     Parameters
     ----------
@@ -332,7 +331,7 @@ def fill(uintptr_t dst, Py_ssize_t count, int dtype, int op):
 
 cdef Py_ssize_t _check_adasum(uintptr_t a, uintptr_t b, const int64_t[::1] counts, Py_ssize_t rows,
                               int dtype) except -1:
-    """Bytes of one vector."""
+    """Return the bytes of one vector."""
     cdef Py_ssize_t total = _check_pieces(counts, counts), size = _size(dtype)
     if not pyhvd_has_adasum(dtype):
         raise ValueError(f"Adasum has no kernel for {_DTYPES[dtype]}: float32 and float64 only")
@@ -428,12 +427,12 @@ def isa():
 
 
 def _f16_paths():
-    """Names of the float16 paths that this machine has (for tests)."""
+    """Return the names of the float16 paths that this machine has (for tests)."""
     return [name for path, name in enumerate(_PATHS) if pyhvd_f16_has(path)]
 
 
 def _f16_widen(str path, uintptr_t dst, uintptr_t src, Py_ssize_t count):
-    """Convert float16 to float32 by a given path, whichever is in use (for tests)."""
+    """Convert float16 to float32 by a given path (for tests)."""
     if path not in _f16_paths():
         raise ValueError(f"this machine has no float16 path {path!r}")
     _check_count(count, dst, src)
@@ -441,7 +440,7 @@ def _f16_widen(str path, uintptr_t dst, uintptr_t src, Py_ssize_t count):
 
 
 def _f16_narrow(str path, uintptr_t dst, uintptr_t src, Py_ssize_t count):
-    """Convert float32 to float16 by a given path, whichever is in use (for tests)."""
+    """Convert float32 to float16 by a given path (for tests)."""
     if path not in _f16_paths():
         raise ValueError(f"this machine has no float16 path {path!r}")
     _check_count(count, dst, src)

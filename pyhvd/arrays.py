@@ -1,10 +1,9 @@
-"""The one normaliser of host arrays: any of them -> :class:`TensorView` (address, shape, dtype).
+"""Host arrays: any of them becomes a :class:`TensorView` (address, shape, dtype).
 
-Owns: what may be sent and what not. A contiguous, native numpy array is the fast path and is never copied;
-a non-contiguous one is copied (and copied back by in-place operations). Anything that numpy can view
-without a copy (``__array_interface__``, DLPack on the host) is viewed. Object, string and wrong-endian
-arrays are refused by name. Knows nothing of ranks or of names, nor of arrays on devices
-(:mod:`pyhvd.devices.array_libraries`).
+Owns: which arrays can be sent. A contiguous, native numpy array is never copied. A non-contiguous one is
+copied, and in-place operations copy the result back. Numpy views other arrays without a copy
+(``__array_interface__``, DLPack on the host). Object, string and wrong-endian arrays are refused by name.
+Knows nothing of ranks or names, nor of arrays on devices (:mod:`pyhvd.devices.array_libraries`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyhvd.dtypes import DtypeInfo, lookup
+from pyhvd.dtypes import KNOWN, DtypeInfo, lookup
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -25,7 +24,7 @@ _SCALARS = (bool, int, float, complex, np.generic)
 
 @dataclass(slots=True, eq=False)
 class TensorView:
-    """A contiguous host array, as the data path sees it.
+    """A contiguous host array, for the data path.
 
     Attributes
     ----------
@@ -34,7 +33,7 @@ class TensorView:
     info : DtypeInfo
         Its row of the dtype table.
     home : numpy.ndarray or None
-        The caller's own array where ``array`` is a contiguous copy of it.
+        The caller's array if ``array`` is a contiguous copy of it.
     """
 
     array: Array
@@ -72,7 +71,7 @@ class TensorView:
         return TensorView(self.array[:rows], self.info)
 
     def copy_home(self) -> None:
-        """Copy the contents back into the caller's non-contiguous array."""
+        """Copy the contents to the caller's array, if this is a copy of it."""
         if self.home is not None:
             self.home[...] = self.array
 
@@ -98,12 +97,12 @@ def view(tensor: Any) -> TensorView:
     Raises
     ------
     TypeError
-        Not an array.
+        The tensor is no array.
     UnsupportedDtypeError
-        The dtype cannot travel.
+        The dtype cannot be sent.
     """
     array = _as_numpy(tensor)
-    info = lookup(array.dtype)
+    info = KNOWN.get(array.dtype) or lookup(array.dtype)
     if array.flags.c_contiguous:
         return TensorView(array, info)
     return TensorView(np.ascontiguousarray(array), info, home=array)
@@ -115,11 +114,11 @@ def view_for_writing(tensor: Any) -> TensorView:
     Raises
     ------
     TypeError
-        Not an array, or a scalar.
+        The tensor is no array, or a scalar.
     ValueError
         The array is read-only.
     UnsupportedDtypeError
-        The dtype cannot travel.
+        The dtype cannot be sent.
     """
     if isinstance(tensor, _SCALARS):
         raise TypeError(f"an in-place operation needs an array, not the scalar {tensor!r}")
@@ -128,7 +127,7 @@ def view_for_writing(tensor: Any) -> TensorView:
     if not target.flags.writeable:
         raise ValueError(
             "an in-place operation needs a writable array, and this one is read-only:"
-            " pass array.copy(), or use the form without the trailing underscore"
+            " pass array.copy(), or call the operation without the trailing underscore"
         )
     return result
 
@@ -136,11 +135,7 @@ def view_for_writing(tensor: Any) -> TensorView:
 def _as_numpy(tensor: Any) -> Array:
     if isinstance(tensor, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: pass array.filled(value), or array.data")
-    if isinstance(tensor, np.ndarray):
-        return np.asarray(tensor)
-    if isinstance(tensor, _SCALARS):
-        return np.asarray(tensor)
-    if hasattr(tensor, "__array_interface__"):
+    if isinstance(tensor, (np.ndarray, *_SCALARS)) or hasattr(tensor, "__array_interface__"):
         return np.asarray(tensor)
     if hasattr(tensor, "__dlpack__"):
         try:

@@ -1,14 +1,14 @@
-"""Configuration: one typed, documented dataclass, with the environment only as an overlay.
+"""Configuration: one typed, documented dataclass; the environment overrides its defaults.
 
-Owns: the list of knobs, their defaults, their parsing. Knows nothing of MPI or of ranks. Every knob's
-variable is ``PYHVD_<suffix>`` with Horovod's suffix; ``HOROVOD_<suffix>`` is accepted where the former is
-not set, with one notice. A value that cannot be parsed is an error that names the variable: it is never
-read as zero.
+Owns: the list of knobs, their defaults, their parsing. Knows nothing of MPI or of ranks. Each knob's variable
+is ``PYHVD_<suffix>`` with Horovod's suffix. If it is not set, ``HOROVOD_<suffix>`` is read, with one notice.
+A value that cannot be parsed is an error that names the variable; it is never read as zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -22,9 +22,9 @@ from pyhvd.errors import ConfigError
 _PREFIXES = ("PYHVD_", "HOROVOD_")
 _TRUE = frozenset(("1", "true", "yes", "on"))
 _FALSE = frozenset(("0", "false", "no", "off", ""))
-# Sizes and numbers of things travel, and are added up, in 64 bits.
+# Sizes and counts are added up in 64 bits.
 _MOST = 1 << 60
-# Longer times than some thirty years are no time that a thread can wait.
+# Seconds; a thread cannot wait longer than some thirty years.
 _LONGEST = 1e9
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
@@ -50,12 +50,8 @@ def _whole(text: str, least: int, most: int) -> int:
     return value
 
 
-def _count(text: str) -> int:
-    return _whole(text, 0, _MOST)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, _MOST)
+_count = functools.partial(_whole, least=0, most=_MOST)
+_positive = functools.partial(_whole, least=1, most=_MOST)
 
 
 def _chunk(text: str) -> int:
@@ -66,9 +62,7 @@ def _chunk(text: str) -> int:
 
 
 def _port(text: str) -> int | None:
-    if not text.strip():
-        return None
-    return _whole(text, 0, (1 << 16) - 1)
+    return _whole(text, 0, (1 << 16) - 1) if text.strip() else None
 
 
 def _duration(text: str) -> float:
@@ -87,7 +81,7 @@ def _text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("expected text in UTF-8, as the ranks tell each other") from None
+        raise ValueError("expected text that UTF-8 can encode") from None
     return text
 
 
@@ -113,13 +107,6 @@ def _checks(text: str) -> str:
     return ",".join(check for check in _CHECKS if check in asked)
 
 
-def _mpi_only(text: str) -> str:
-    word = text.strip().lower()
-    if word != "mpi":
-        raise ValueError("pyhvd has only 'mpi'")
-    return word
-
-
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "a whole number"),
@@ -129,7 +116,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 
 def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
-    """Return a knob's value in its own type and spelling, by the rules that its variable has."""
+    """Return a knob's value in its own type and spelling; check it as its variable is checked."""
     optional = knob.default is None
     if value is None and optional:
         return None
@@ -149,10 +136,10 @@ def _knob(default: Any, suffix: str, parse: Callable[[str], Any], doc: str) -> A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Every knob of one rank's runtime; ``describe()`` prints the table.
+    """Every knob of one rank's runtime; ``describe()`` returns the table.
 
-    Knobs that must agree between the ranks (``pyhvd.config.SHARED``) are taken from rank 0, and a rank whose
-    own value differs says so once.
+    All ranks use rank 0's value of the knobs in ``pyhvd.config.SHARED``. A rank with another value logs one
+    warning.
     """
 
     fusion_threshold: int = _knob(
@@ -162,7 +149,10 @@ class Config:
         "most bytes that are fused into one response; 0: no fusion",
     )
     cycle_time_ms: float = _knob(
-        1.0, "CYCLE_TIME", _duration, "longest time (ms) that submissions gather while nobody waits on them"
+        1.0,
+        "CYCLE_TIME",
+        _duration,
+        "longest time (ms) that submissions gather while no thread waits",
     )
     chunk_size: int = _knob(
         256 * 1024,
@@ -174,7 +164,7 @@ class Config:
         4 * 1024 * 1024,
         "STAGING_SIZE",
         _positive,
-        "bytes of tensors that go in one piece where they go through MPI, or are scattered",
+        "bytes of one piece of a tensor that goes through MPI, or is scattered",
     )
     cache_capacity: int = _knob(
         1024, "CACHE_CAPACITY", _count, "responses remembered per process set; 0: no response cache"
@@ -192,17 +182,20 @@ class Config:
         60.0,
         "STALL_CHECK_TIME_SECONDS",
         _duration,
-        "a tensor that some ranks lack for so long (s) is reported",
+        "report a tensor that some ranks have not submitted after this time (s)",
     )
     stall_shutdown_time_seconds: float = _knob(
-        0.0, "STALL_SHUTDOWN_TIME_SECONDS", _duration, "... and after so long (s) ends the job; 0: never"
+        0.0,
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        _duration,
+        "end the job after this time (s) with such a tensor; 0: never",
     )
     autotune: bool = _knob(
         False, "AUTOTUNE", _bool, "search for the best fusion threshold, cycle time and chunk size"
     )
-    autotune_log: str = _knob("", "AUTOTUNE_LOG", str, "CSV file in which rank 0 writes down the search")
+    autotune_log: str = _knob("", "AUTOTUNE_LOG", str, "CSV file in which rank 0 records the search")
     autotune_warmup_samples: int = _knob(
-        3, "AUTOTUNE_WARMUP_SAMPLES", _count, "samples that are thrown away before the search"
+        3, "AUTOTUNE_WARMUP_SAMPLES", _count, "samples to discard before the search"
     )
     autotune_steps_per_sample: int = _knob(
         10, "AUTOTUNE_STEPS_PER_SAMPLE", _positive, "steps of the program that make a sample"
@@ -211,16 +204,10 @@ class Config:
         False,
         "MPI_THREADS_DISABLE",
         _bool,
-        "ask MPI for THREAD_SERIALIZED instead of THREAD_MULTIPLE (the program itself must then not use MPI)",
+        "ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE (the program itself must then not use MPI)",
     )
     fast_lane: bool = _knob(
         True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
-    )
-    cuda_aware_mpi: bool = _knob(
-        False,
-        "CUDA_AWARE_MPI",
-        _bool,
-        "arrays on GPUs that NCCL does not carry are given to MPI as they are, if it takes them in a trial",
     )
     timeline: str = _knob(
         "",
@@ -241,13 +228,13 @@ class Config:
         False,
         "METRICS_TIMES",
         _bool,
-        "metrics have times too: negotiation, execution, waits (some 0.1 us per response); on with a port",
+        "measure negotiation, execution and waits (about 0.1 us per response); on if a metrics port is set",
     )
     metrics_port: int | None = _knob(
         None,
         "METRICS_PORT",
         _port,
-        "serve metrics for Prometheus on this port + the local rank; 0: any free port; none: not at all",
+        "serve metrics for Prometheus on this port + the local rank; 0: any free port; unset: no server",
     )
     metrics_address: str = _knob(
         "127.0.0.1", "METRICS_ADDRESS", str.strip, "the address to serve metrics on; 0.0.0.0: all"
@@ -256,10 +243,8 @@ class Config:
         "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}"
     )
     log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
-    controller: str = _knob("mpi", "CONTROLLER", _mpi_only, "who carries the negotiation; only 'mpi'")
-    cpu_operations: str = _knob("mpi", "CPU_OPERATIONS", _mpi_only, "who carries host arrays; only 'mpi'")
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    """Names of the knobs that the environment or the caller has set: autotuning leaves them alone."""
+    """Names of the knobs that the environment or the caller has set; autotuning does not change them."""
 
     def __post_init__(self) -> None:
         """Check every field as its variable is checked; a ConfigError names the field."""
@@ -269,12 +254,12 @@ class Config:
         if 0 < end < warn:
             raise ConfigError(
                 f"PYHVD_STALL_SHUTDOWN_TIME_SECONDS={end:g} is less than"
-                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: a job would end before its warning"
+                f" PYHVD_STALL_CHECK_TIME_SECONDS={warn:g}: the job would end before the warning"
             )
 
     @property
     def metrics_timed(self) -> bool:
-        """Whether metrics have times."""
+        """Whether to measure times."""
         return self.metrics_times or self.metrics_port is not None
 
     @classmethod
@@ -291,17 +276,17 @@ class Config:
         env : mapping of str to str, optional
             Defaults to ``os.environ``.
         **overrides
-            Values that win over the environment.
+            Values that override the environment.
 
         Returns
         -------
         (Config, list of str)
-            The configuration, and the notices worth showing once on one rank.
+            The configuration, and notices for one rank to log.
 
         Raises
         ------
         ConfigError
-            A value cannot be used; the text names the variable or field, the value and what was expected.
+            A value cannot be used; the text names the variable or field, the value and what is expected.
         """
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
@@ -318,8 +303,8 @@ class Config:
         config = cls(**values, given=frozenset(values))
         notices = []
         if borrowed:
-            notices.append(f"read {', '.join(borrowed)}; the names of pyhvd's own are PYHVD_<same suffix>")
-        ignored = [p + s for s in _NOT_YET for p in _PREFIXES if p + s in env]
+            notices.append(f"read {', '.join(borrowed)}; pyhvd's own names are PYHVD_<same suffix>")
+        ignored = [p + s for s in _WITHOUT_EFFECT for p in _PREFIXES if p + s in env]
         if ignored:
             notices.append(f"this version of pyhvd does not act on {', '.join(ignored)}")
         if config.autotune_log and not config.autotune:
@@ -335,7 +320,6 @@ class Config:
 
 
 SHARED = (
-    "cuda_aware_mpi",
     "fast_lane",
     "fusion_threshold",
     "chunk_size",
@@ -351,12 +335,14 @@ SHARED = (
     "timeline",
     "timeline_mark_cycles",
 )
-"""Knobs that shape what all ranks do together; rank 0's value binds every rank."""
+"""Knobs that must be the same on every rank; rank 0's values count."""
 
-_NOT_YET = (
+_WITHOUT_EFFECT = (
     "ADASUM_MPI_CHUNK_SIZE",
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+    "CONTROLLER",
+    "CPU_OPERATIONS",
     "GLOO_TIMEOUT_SECONDS",
     "HIERARCHICAL_ALLGATHER",
     "HIERARCHICAL_ALLREDUCE",
@@ -367,8 +353,8 @@ _NOT_YET = (
 
 
 def known_variables() -> set[str]:
-    """Return the variables that are read, or known from Horovod, under both prefixes."""
-    suffixes = {knob.metadata["suffix"] for knob in Config.knobs()} | set(_NOT_YET)
+    """Return the variables that pyhvd reads or knows from Horovod, under both prefixes."""
+    suffixes = {knob.metadata["suffix"] for knob in Config.knobs()} | set(_WITHOUT_EFFECT)
     return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}
 
 

@@ -1,11 +1,11 @@
-"""The two machines of the negotiation: :class:`Coordinator` (on rank 0) and :class:`Worker` (on every rank).
+"""The two state machines of the negotiation: :class:`Coordinator` (rank 0) and :class:`Worker` (every rank).
 
-Pure: they take messages and give messages; no I/O, no clock of their own, no threads, so that any
-interleaving can be tested without a network. One coordinator serves all process sets, because its order
-binds everyone: with one total order, overlapping sets cannot wait for each other in a circle.
+Pure: they take and return messages, without I/O, clock or threads, so that tests can play any interleaving.
+One coordinator serves all process sets. Its order binds every rank, and with one total order overlapping
+process sets cannot wait for each other in a circle.
 
-A worker sends what is new as one packed message; the coordinator answers with one response list to all
-ranks as soon as anything has become ready everywhere. Nothing is sent while nothing is new.
+A worker packs new submissions into one message. The coordinator answers with one response list as soon as a
+tensor is ready on every rank of its set. No message passes while there is nothing new.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pyhvd.errors import InternalError
-from pyhvd.negotiation.delegation import Board
-from pyhvd.negotiation.message_table import MessageTable
+from pyhvd.negotiation.delegation import ReadyTable
+from pyhvd.negotiation.message_table import MessageTable, StragglerStats
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     JOIN_NAME,
@@ -35,12 +35,11 @@ from pyhvd.negotiation.messages import (
     iter_bits,
 )
 from pyhvd.negotiation.response_cache import WorkerCache
-from pyhvd.negotiation.stragglers import StragglerStats
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A tensor that some ranks wait for and others have not submitted (global ranks; seconds)."""
+    """A tensor that some ranks have submitted and others have not (global ranks; seconds)."""
 
     process_set: int
     name: str
@@ -50,7 +49,7 @@ class Stalled:
 
 
 class Coordinator:
-    """Rank 0's machine: decides what runs, and in which order, for every process set.
+    """Rank 0's state machine: decide which tensors run, and in which order, for every process set.
 
     Parameters
     ----------
@@ -60,86 +59,99 @@ class Coordinator:
         Slots of each process set's response cache; 0 turns it off.
     sets : sequence of tuple of int
         Members of the process sets that exist from the start; they get the ids 1, 2, ...
-    board : Board, optional
-        Where ranks agree on cached tensors by themselves.
+    ready_table : ReadyTable, optional
+        Where the ranks of a node agree on cached tensors without messages.
     """
 
     def __init__(
-        self, size: int, capacity: int, sets: Sequence[tuple[int, ...]] = (), board: Board | None = None
+        self,
+        size: int,
+        capacity: int,
+        sets: Sequence[tuple[int, ...]] = (),
+        ready_table: ReadyTable | None = None,
     ) -> None:
+        self.stragglers = StragglerStats(size)
         self._capacity = capacity
-        self._board = board
+        self._ready_table = ready_table
         self._sequence = 0
         self._seen = [0] * size
+        self._changed = False  # something was received or ordered since respond() last had nothing to say
+        self._ended = False
         self._stop: ErrorInfo | None = None
         self._tuning: Tuning | None = None
-        self.lateness = StragglerStats(size)
-        self._ended = False
         self._timeline: TimelineOrder | None = None
         self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
-        members = [tuple(range(size)), *sets]
-        self._sets = {
-            i: MessageTable(i, ranks, capacity, 0, board, self.lateness) for i, ranks in enumerate(members)
-        }
+        self._sets: dict[int, MessageTable] = {}
+        for set_id, ranks in enumerate([tuple(range(size)), *sets]):
+            self._add_set(set_id, ranks, 0)
+
+    def _add_set(self, set_id: int, ranks: tuple[int, ...], version: int) -> None:
+        self._sets[set_id] = MessageTable(
+            set_id, ranks, self._capacity, version, self._ready_table, self.stragglers
+        )
 
     def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
-        """Take one worker's message; ``now`` is any clock in seconds, used to tell how long tensors wait."""
+        """Take one worker's message; ``now`` (s, of any clock) is for the time that tensors wait."""
         following = self._sequence + 1
         self._seen[rank] = message.seen
-        # Bits come first: what a rank submits again in full, it submits behind its bits.
+        self._changed = True
+        # Bits come first: within a message, a rank's full request for a tensor is newer than its bit.
         for set_id, data in message.bits.items():
-            if negotiation := self._live(set_id, message.seen):
-                negotiation.submit_bits(rank, bytes_to_bits(data), message.seen, following, now)
+            if table := self._table(set_id, message.seen):
+                table.submit_hits(rank, bytes_to_bits(data), message.seen, following, now)
         for index, (set_id, request) in enumerate(message.requests):
-            if negotiation := self._live(set_id, message.seen):
+            if table := self._table(set_id, message.seen):
                 if message.sites:
-                    negotiation.sites.note(request.name, rank, message.sites[index])
-                negotiation.submit(rank, request, following, now)
+                    table.sites.note(request.name, rank, message.sites[index])
+                table.submit(rank, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
     def tune(self, tuning: Tuning) -> None:
-        """Let these knobs hold from the next response list on, which goes to every rank."""
+        """Send these knobs to every rank with the next response list; they hold from that list on."""
         self._tuning = tuning
+        self._changed = True
 
     def order_timeline(self, order: TimelineOrder) -> None:
-        """Let the next response list tell every rank to begin or end a recording."""
+        """Send an order to begin or end a recording to every rank with the next response list."""
         self._timeline = order
+        self._changed = True
 
     def requests_of(self, message: RequestList) -> list[tuple[int, Request]]:
-        """Return what a worker's message submits, bits as the requests they stand for: for who watches."""
-        told = [(set_id, request) for set_id, request in message.requests if not request.error]
+        """Return the tensors that a worker's message submits, with a bit as rank 0's request of its slot."""
+        submitted = [(set_id, request) for set_id, request in message.requests if not request.error]
         for set_id, data in message.bits.items():
-            if negotiation := self._live(set_id, message.seen):
+            if table := self._table(set_id, message.seen):
                 slots = iter_bits(bytes_to_bits(data))
-                meanings = [negotiation.cache.meaning(slot, message.seen) for slot in slots]
-                told += [(set_id, meant.requests[0]) for meant in meanings if meant is not None]
-        return told
+                meanings = [table.cache.meaning(slot, message.seen) for slot in slots]
+                submitted += [(set_id, meant.requests[0]) for meant in meanings if meant is not None]
+        return submitted
 
     def respond(self) -> ResponseList | None:
-        """Return what every rank is to do next, or None while nothing is ready.
+        """Return the next response list, or None while nothing is ready.
 
-        Nothing follows a stop, though several ranks may ask for one: nobody would be there to receive it.
+        A list with a stop is the last one, even if several ranks ask for a stop: no rank receives more.
         """
-        if self._ended:
+        if self._ended or not self._changed:
             return None
         cached: dict[int, bytes] = {}
         responses: list[Response] = []
         self._removed.clear()
         for set_id in sorted(self._sets):
-            negotiation = self._sets.get(set_id)
-            if negotiation is None:
+            table = self._sets.get(set_id)
+            if table is None:
                 continue
-            # Other ranks never send bits of this set, and may stay silent for ever.
-            negotiation.cache.forget(min(self._seen[rank] for rank in negotiation.ranks))
-            if bits := negotiation.take_bits():
+            # Only members count: other ranks never send bits of this set, and may stay silent for ever.
+            table.cache.forget(min(self._seen[rank] for rank in table.ranks))
+            if bits := table.take_hits():
                 cached[set_id] = bits_to_bytes(bits)
-            for response in negotiation.take_responses():
+            for response in table.take_responses():
                 responses.extend(self._with_sets(response))
         if not (cached or responses or self._stop or self._tuning or self._timeline):
+            self._changed = False
             return None
-        for negotiation in self._sets.values():
-            negotiation.lend()
+        for table in self._sets.values():
+            table.delegate()
         self._sequence += 1
         self._ended = self._stop is not None
         stop, self._stop = self._stop, None
@@ -148,11 +160,11 @@ class Coordinator:
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning, order)
 
     def audience(self, message: ResponseList) -> list[int]:
-        """Return the ranks whom a response list concerns.
+        """Return the ranks that need a response list.
 
-        A rank that is busy must not hold up sets that it is no member of, and it does if messages for it
-        pile up in MPI. What a slot means is told to all members of its set, so the bits of a rank that has
-        not seen the other sets' lists still mean what it thinks.
+        Messages for a busy rank pile up in MPI, so it must not get the lists of sets that it is no member of.
+        The meaning of a slot goes to all members of its set, so a rank that misses other sets' lists still
+        sends the right bits.
         """
         sets = {*message.cached, *(response.process_set for response in message.responses)}
         for_all = message.stop is not None or message.tuning is not None or message.timeline is not None
@@ -161,9 +173,9 @@ class Coordinator:
         return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
-        """Return what is waiting, set by set, oldest first; nothing once the end has been told.
+        """Return the tensors that wait for some rank, by set, oldest first; nothing after a stop.
 
-        A join() waits while the other ranks work, so it is listed only where nothing else waits, and its time
+        A join() waits while the other ranks work, so it is listed only if no tensor waits, and its time
         counts from the last submission.
         """
         if self._ended:
@@ -183,21 +195,19 @@ class Coordinator:
         missing = tuple(rank for rank in everyone.ranks if rank not in everyone.joined)
         return [Stalled(GLOBAL_SET, JOIN_NAME, since, tuple(sorted(everyone.joined)), missing)]
 
-    def _live(self, set_id: int, seen: int) -> MessageTable | None:
-        """Return a set's state, unless the rank speaks of a removed set (whose id may be in use again)."""
-        negotiation = self._sets.get(set_id)
-        return negotiation if negotiation is not None and negotiation.since <= seen else None
+    def _table(self, set_id: int, seen: int) -> MessageTable | None:
+        """Return a set's table; None if the rank means a removed set, whose id may be in use again."""
+        table = self._sets.get(set_id)
+        return table if table is not None and table.version <= seen else None
 
     def _with_sets(self, response: Response) -> list[Response]:
-        """Carry out an agreed change of the process sets, as part of the order that binds every rank."""
+        """Carry out an agreed change of the process sets; return the responses that follow from it."""
         request = response.request
         if response.error is not None:
             return [response]
         if request.type == RequestType.ADD_PROCESS_SET:
             set_id = next(i for i in itertools.count(1) if i not in self._sets and i not in self._removed)
-            self._sets[set_id] = MessageTable(
-                set_id, request.ranks, self._capacity, self._sequence + 1, self._board, self.lateness
-            )
+            self._add_set(set_id, request.ranks, self._sequence + 1)
             return [Response(request, GLOBAL_SET, value=set_id)]
         if request.type == RequestType.REMOVE_PROCESS_SET:
             removed = self._sets.pop(request.ranks[0], None)
@@ -210,7 +220,7 @@ class Coordinator:
 
 
 class Worker:
-    """Every rank's machine: what to send, and what the coordinator's answers mean for this rank.
+    """Every rank's state machine: compose messages, and apply the coordinator's answers to this rank.
 
     Parameters
     ----------
@@ -236,9 +246,9 @@ class Worker:
         stop: ErrorInfo | None = None,
         site_of: Callable[[int, str], str] | None = None,
     ) -> RequestList:
-        """Pack newly submitted tensors, in order: a bit for what the cache holds, else the full request.
+        """Pack new submissions, in order: a bit for a tensor that the cache holds, else the full request.
 
-        ``site_of(set_id, name)`` says where a tensor was submitted; asked only for full requests.
+        ``site_of(set_id, name)`` returns the line that submitted a tensor; called for full requests only.
         """
         bits: dict[int, int] = {}
         requests: list[tuple[int, Request]] = []
@@ -250,7 +260,7 @@ class Worker:
                 requests.append((set_id, request))
                 continue
             slot = self._caches[set_id].hit(request) if set_id in self._caches else -1
-            # Behind a refusal in the same message come full requests, as bits are read first.
+            # Behind a refusal full requests follow in the same message, as the coordinator reads bits first.
             if slot >= 0 and set_id not in refused:
                 bits[set_id] = bits.get(set_id, 0) | 1 << slot
             else:
@@ -265,11 +275,11 @@ class Worker:
         return RequestList(PROTOCOL_VERSION, self._seen, packed, requests, stop, sites)
 
     def adopt(self, set_id: int, request: Request) -> None:
-        """Take note of a tensor that this rank has submitted past its messages."""
+        """Take over a tensor that this rank has submitted without a message."""
         self._in_flight[set_id, request.name] = request
 
-    def own(self, set_id: int, slot: int) -> Request:
-        """Return this rank's own request of a cache slot."""
+    def request_of(self, set_id: int, slot: int) -> Request:
+        """Return this rank's request of a cache slot."""
         return self._caches[set_id][slot]
 
     def slots_of(self, set_id: int, name: str) -> list[int]:
@@ -277,9 +287,9 @@ class Worker:
         return self._caches[set_id].slots_of(name) if set_id in self._caches else []
 
     def process(self, message: ResponseList) -> list[Response]:
-        """Return what this rank is to do, in order, and bring its caches up to date.
+        """Return this rank's responses, in order, and update its caches.
 
-        Once that has been done, :meth:`carried_out` is to be called.
+        Call :meth:`carried_out` when the responses have been carried out.
         """
         if message.seq <= self._seen:
             raise InternalError(f"rank {self.rank} got response list {message.seq} after {self._seen}")
@@ -293,24 +303,24 @@ class Worker:
         for response in message.responses:
             if response.process_set not in self._caches or (response.only and self.rank not in response.only):
                 continue
-            own = self._in_flight.pop((response.process_set, response.request.name), None)
+            request = self._in_flight.pop((response.process_set, response.request.name), None)
             if response.error is None:
-                self._follow(response, own)
+                self._apply(response, request)
             todo.append(response)
         return todo
 
     def carried_out(self) -> None:
-        """Forget the sets that the last list has removed; what it answered before needed them until now."""
+        """Forget the sets that the last list removed; its earlier responses needed them until now."""
         for set_id in self._removed:
             self.sets.pop(set_id, None)
             self._caches.pop(set_id, None)
         self._removed.clear()
 
-    def _follow(self, response: Response, own: Request | None) -> None:
+    def _apply(self, response: Response, request: Request | None) -> None:
         if response.slot >= 0:
-            if own is None:
-                raise InternalError(f"{response.request.name!r} is to be cached, but was not submitted here")
-            self._caches[response.process_set].put(response, own)
+            if request is None:
+                raise InternalError(f"cannot cache {response.request.name!r}: this rank has not submitted it")
+            self._caches[response.process_set].put(response, request)
         if response.request.type == RequestType.ADD_PROCESS_SET:
             self.sets[response.value] = response.request.ranks
             if self.rank in response.request.ranks:

@@ -1,8 +1,8 @@
 """The one table of element types and reduce ops.
 
-Owns: the wire code of every dtype, which ops each supports, and the public :class:`ReduceOp`
-constants. Codes 0-9 are Horovod's; the rest continue them. ``ml_dtypes`` is never imported here: a
-bfloat16 array is recognised by the name of its dtype, and travels as 16-bit words.
+Owns: the wire code of every dtype, the ops that it supports, and the public :class:`ReduceOp` constants.
+Codes 0-9 are Horovod's. ``ml_dtypes`` is never imported here: a bfloat16 array is recognised by the name of
+its dtype, and travels as 16-bit words.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pyhvd.errors import UnsupportedDtypeError
 
 
 class ReduceOp(enum.IntEnum):
-    """How the ranks' contributions are combined: element by element, in rank order.
+    """How to combine the ranks' tensors: element by element, in rank order.
 
-    Adasum alone looks at a tensor as a whole, and combines the ranks in a tree.
+    Only Adasum takes each tensor as a whole, and combines the ranks in a tree.
     """
 
     AVERAGE = 0
@@ -71,7 +71,7 @@ class DtypeInfo:
     ops : frozenset of ReduceOp
         The reduce ops defined for it.
     scalable : bool
-        Whether prescale and postscale factors other than 1 make sense.
+        Whether it can have prescale and postscale factors other than 1.
     """
 
     code: Code
@@ -79,6 +79,26 @@ class DtypeInfo:
     itemsize: int
     ops: frozenset[ReduceOp]
     scalable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceSpec:
+    """How to reduce tensors of one dtype.
+
+    Attributes
+    ----------
+    info : DtypeInfo
+        The tensors' dtype.
+    op : ReduceOp
+        The op; backends know no Average, which is a Sum with a postscale factor.
+    prescale, postscale : float
+        Factors on each rank's elements before the reduction, and on the result after it.
+    """
+
+    info: DtypeInfo
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
 
 
 _ROWS = (
@@ -101,8 +121,11 @@ _ROWS = (
 INTEGERS = frozenset(row.code for row in _ROWS if "int" in row.name)
 BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
 _BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
-# Asking numpy for a dtype's name takes microseconds. Entries are only ever added, and equal: no lock.
-_known: dict[np.dtype[Any], DtypeInfo] = {}
+KNOWN: dict[np.dtype[Any], DtypeInfo] = {}
+"""Dtypes that :func:`lookup` has found before; numpy takes microseconds to name a dtype.
+
+Needs no lock: entries are only added, and equal dtypes get equal entries.
+"""
 
 
 def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
@@ -111,10 +134,9 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
     Raises
     ------
     UnsupportedDtypeError
-        For object, string, structured, date and non-native-endian dtypes.
+        The dtype is an object, string, structured, date or non-native-endian one.
     """
-    known = _known.get(dtype)
-    if known is not None:
+    if (known := KNOWN.get(dtype)) is not None:
         return known
     row = _BY_NAME.get(dtype.name)
     if row is None or dtype.names is not None or dtype.subdtype is not None:
@@ -124,18 +146,12 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
             f"dtype {dtype.str!r} is not in this machine's byte order: convert it first with"
             " array.astype(array.dtype.newbyteorder('='))"
         )
-    _known[dtype] = row
+    KNOWN[dtype] = row
     return row
 
 
 def named(name: str) -> DtypeInfo:
-    """Return the table's row for a dtype of any library, by its name.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        There is none.
-    """
+    """Return the table's row for a dtype of any library, by its name; raise UnsupportedDtypeError if none."""
     row = _BY_NAME.get(name)
     if row is None:
         raise _unsupported(name)
@@ -144,6 +160,6 @@ def named(name: str) -> DtypeInfo:
 
 def _unsupported(name: str) -> UnsupportedDtypeError:
     return UnsupportedDtypeError(
-        f"dtype {name!r} cannot be reduced or sent: pyhvd takes {', '.join(_BY_NAME)}"
+        f"dtype {name!r} cannot be reduced or sent: pyhvd supports {', '.join(_BY_NAME)}"
         " (for Python objects use broadcast_object or allgather_object)"
     )

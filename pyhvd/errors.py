@@ -1,11 +1,14 @@
-"""The error taxonomy.
+"""The public exceptions.
 
-Four kinds, told apart by type: you misused the API (``ValueError`` family), the ranks disagree
-(:class:`MismatchError`), the world broke (:class:`RankFailedError`, :class:`ShutDownError`,
-:class:`TransportError`, :class:`StallError`, :class:`CorruptionError`), or pyhvd itself is wrong
-(:class:`InternalError`).
-Everything that ends a collective derives from :class:`HorovodInternalError`, which is what Horovod's
-users catch.
+There are four kinds:
+
+1. The program misuses the API: subclasses of ``ValueError``.
+2. The ranks disagree: :class:`MismatchError`.
+3. A rank, a process or a transport fails: :class:`RankFailedError`, :class:`ShutDownError`,
+   :class:`TransportError`, :class:`StallError`, :class:`CorruptionError`.
+4. pyhvd has a bug: :class:`InternalError`.
+
+Every error that ends a collective derives from :class:`HorovodInternalError`, as Horovod's users expect.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ class NotInitializedError(ValueError, HorovodInternalError):
 
 
 class UnsupportedDtypeError(ValueError):
-    """The array's dtype cannot travel, or does not support the requested reduce op."""
+    """The array's dtype cannot be sent, or does not support the reduce op."""
 
 
 class UnsupportedOpError(ValueError, HorovodInternalError, NotImplementedError):
-    """The operation does not have this reduce op, or not for this number of ranks.
+    """The operation does not support this reduce op, or not for this number of ranks.
 
     Horovod raises HorovodInternalError in the first case and NotImplementedError in the second.
     """
@@ -39,19 +42,19 @@ class DuplicateNameError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankValue:
-    """What one rank submitted.
+    """One rank's part in a mismatch.
 
     Attributes
     ----------
     rank : int
         The global rank.
     host : str
-        Where it runs.
+        The rank's host.
     value : str
-        What it submitted, as far as it differs: a shape, a dtype, ...
+        The differing part of its submission: a shape, a dtype, ...
     site : str
-        The line of the program that submitted it, as ``"train.py:41 in step"``; empty where that is not
-        known. Of a tensor that the ranks remember it is the line that submitted it when they learned of it.
+        The line of the program that submitted it, as ``"train.py:41 in step"``; empty if unknown. For a
+        cached tensor it is the line that submitted the tensor first.
     """
 
     rank: int
@@ -71,7 +74,7 @@ class MismatchError(HorovodInternalError):
     name : str
         The tensor.
     per_rank : dict of int to RankValue
-        What each rank submitted, and where, by global rank.
+        Each rank's submission, by global rank.
     """
 
     def __init__(self, message: str, name: str = "", per_rank: Mapping[int, RankValue] | None = None) -> None:
@@ -88,9 +91,9 @@ class CorruptionError(HorovodInternalError):
     name : str
         The tensor.
     ranks : list of int
-        The global ranks that differ from the majority; all, where there is none.
+        The global ranks that differ from the majority; all ranks if there is no majority.
     per_rank : dict of int to str
-        The first element that differs, as each rank has it, by global rank.
+        Each rank's value of the first element that differs, by global rank.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class CorruptionError(HorovodInternalError):
 class RankFailedError(HorovodInternalError):
     """Another rank failed, or refused this tensor; ``rank`` says which.
 
-    Where the other rank's traceback is known, a :class:`RemoteError` with it is chained as ``__cause__``.
+    If the other rank's traceback is known, ``__cause__`` is a :class:`RemoteError` with it.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -118,14 +121,14 @@ class RankFailedError(HorovodInternalError):
 
 
 class RemoteError(Exception):
-    """What another rank raised, as text; the ``__cause__`` of a :class:`RankFailedError`.
+    """The exception of another rank, as text; the ``__cause__`` of a :class:`RankFailedError`.
 
     Attributes
     ----------
     rank : int
         The other rank.
     traceback : str
-        Its traceback, cut in the middle if it is long.
+        Its traceback; the middle of a long one is cut out.
     """
 
     def __init__(self, rank: int, traceback: str) -> None:
@@ -139,7 +142,7 @@ class RemoteError(Exception):
 
 
 class ShutDownError(HorovodInternalError):
-    """pyhvd was shut down while, or before, this tensor was submitted; ``rank`` asked for it."""
+    """pyhvd was shut down before this tensor was done; ``rank`` asked for the shutdown."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
@@ -154,7 +157,7 @@ class StallError(HorovodInternalError):
     missing : dict of str to list of int
         For each stalled tensor, the global ranks that have not submitted it.
     stacks : dict of int to str
-        For each missing rank (the first few of many) where its threads stood, or why that is not known.
+        For each missing rank (the first few of many) the stacks of its threads, or why they are unknown.
     """
 
     def __init__(
@@ -169,11 +172,11 @@ class StallError(HorovodInternalError):
 
 
 class TransportError(HorovodInternalError):
-    """MPI, or another carrier of bytes, reported an error."""
+    """MPI, or another transport, reported an error."""
 
 
 class InternalError(HorovodInternalError):
-    """An invariant of pyhvd's own was broken; please report it."""
+    """An invariant of pyhvd does not hold; please report it."""
 
 
 class ConfigError(ValueError):
@@ -193,7 +196,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A library differs in version from the one that pyhvd was built for."""
+    """The installed version of a library is not the one that pyhvd was built for."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(f"built with {name} {version}, but {installed_version} is installed")

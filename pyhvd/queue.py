@@ -1,13 +1,15 @@
-"""TensorQueue: what this rank has submitted and not had answered.
+"""The tensor queue: the tensors that this rank has submitted and that are not answered.
 
-Owns: the table of entries by (process set, name), the order of submission, and the signal that something
-is new. Any thread submits; the runtime's thread takes. No MPI, no arrays' contents.
+Owns: the entries by (process set, name), the order of submission, and the signal to the runtime. Any thread
+submits; only the runtime's thread takes. Knows nothing of MPI or of arrays' contents.
 
-Invariants, under ``_lock``: a name in ``entries`` is in flight. While the one of join() is there, this rank
-has joined, and nothing of the global set comes in: what came before it is sent before it, and its end frees
-the way before anybody hears of it. ``_asleep`` is set by the runtime only while it holds the lock and has
-seen ``_fresh`` empty (or not due); a submitter that finds it set clears it and wakes the runtime after it has
-released the lock, so that no wake-up is lost and at most one is paid.
+Invariants, under ``_lock``:
+
+1. A name in ``entries`` is in flight.
+2. While join() is in ``entries``, this rank has joined, and no tensor of the global set is let in. Earlier
+   tensors are sent before the join. The entry goes before the caller hears that join() has returned.
+3. The runtime sets ``_asleep`` only while it holds the lock and nothing is due. A submitter that finds it set
+   clears it, and wakes the runtime after it has released the lock. No wake-up is lost, and none is doubled.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ import msgspec
 from pyhvd.common.stacks import describe_site
 from pyhvd.devices.array_libraries import View
 from pyhvd.errors import DuplicateNameError, HorovodInternalError
-from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType, verb
 
 Key = tuple[int, str]
 
 _IN_FLIGHT = "is still in flight on this rank"
-_REMEDY = ": give it another name, or synchronize the first one before"
+_REMEDY = ": use another name, or synchronize the first one before"
 _JOIN: Key = (GLOBAL_SET, JOIN_NAME)
 
 
@@ -41,19 +42,19 @@ class TensorEntry(msgspec.Struct, eq=False):
     process_set : int
         Id of the process set.
     request : Request
-        What the other ranks are told.
+        The request for the other ranks.
     source : TensorView, DeviceView or None
         The input; None for join, barrier and process-set changes.
     target : TensorView, DeviceView or None
-        Where the result goes, if its shape is known beforehand; may be ``source`` itself.
+        The output, if its shape is known in advance; may be ``source`` itself.
     done : callable
-        ``done(result, error)``: called exactly once.
+        ``done(result, error)``; called exactly once.
     splits : tuple of int
         Rows for each set rank (alltoall).
-    told : int
-        When (ns) the other ranks were told; 0 if that is not known. The runtime's thread alone uses it.
+    announced_ns : int
+        When (ns) this rank announced it to the others; 0 if unknown. Only the runtime's thread uses it.
     site : (code, int), optional
-        From where it was submitted; see :func:`pyhvd.common.stacks.calling_site`.
+        The line that submitted it; see :func:`pyhvd.common.stacks.describe_site`.
     """
 
     process_set: int
@@ -62,26 +63,26 @@ class TensorEntry(msgspec.Struct, eq=False):
     target: View | None
     done: Callable[[Any, BaseException | None], None]
     splits: tuple[int, ...] = ()
-    told: int = 0
+    announced_ns: int = 0
     site: tuple[CodeType, int] | None = None
 
 
-class Elsewhere(Protocol):
-    """Where tensors may be in flight past the queue; see :class:`pyhvd.native.shared_memory.Lane`.
+class FastPathNames(Protocol):
+    """The tensors in flight on the fast path, which pass by the queue; see :mod:`pyhvd.native`.
 
     Attributes
     ----------
     paused : bool
-        Whether this rank has joined, and nothing may come in: set before the others are told.
+        Whether this rank has joined, and the fast path lets no tensor in. Set before the join is announced.
     """
 
     paused: bool
 
     def find(self, set_id: int, name: str) -> object | None:
-        """Return what is in flight under a tensor's name, or None."""
+        """Return the call in flight with a tensor of this name, or None."""
 
     def find_group(self, set_id: int, name: str) -> object | None:
-        """Return what is in flight under a grouped call's name, or None."""
+        """Return the grouped call in flight of this name, or None."""
 
 
 class TensorQueue:
@@ -92,16 +93,18 @@ class TensorQueue:
     wake : callable
         Ends the runtime's sleep; called from any thread.
     window : float
-        Longest time (s) for which submissions gather while nobody waits.
-    elsewhere : Elsewhere, optional
-        The fast lane. It looks into :attr:`entries`, :attr:`groups` and :attr:`refusals` before it lets a
-        name in, and the queue, having put its own names there, looks into the lane: one of the two sees the
-        other.
+        Longest time (s) for which submissions gather while no thread waits.
+    fast_path : FastPathNames, optional
+        The fast path. Before it lets a name in, it looks into :attr:`entries`, :attr:`groups` and
+        :attr:`refusals`. The queue first enters its names there, then looks into the fast path. So of two
+        concurrent submissions of a name, at least one sees the other.
     """
 
-    def __init__(self, wake: Callable[[], None], window: float, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self, wake: Callable[[], None], window: float, fast_path: FastPathNames | None = None
+    ) -> None:
         self._wake = wake
-        self._elsewhere = elsewhere
+        self._fast_path = fast_path
         self._window = window
         self._lock = threading.Lock()
         self.entries: dict[Key, TensorEntry] = {}
@@ -119,9 +122,9 @@ class TensorQueue:
         Raises
         ------
         DuplicateNameError
-            One of the names is in flight, or occurs twice.
+            A name is in flight, or occurs twice.
         HorovodInternalError
-            The runtime has ended, and the error says why; or this rank has joined.
+            The runtime has ended, for the reason in the error; or this rank has joined.
         """
         with self._lock:
             if self._closed is not None:
@@ -143,18 +146,18 @@ class TensorQueue:
                     raise DuplicateNameError(f"a grouped call named {group!r} {_IN_FLIGHT}{_REMEDY}")
                 self.groups[entries[0].process_set, group] = len(entries)
             self.entries.update(zip(keys, entries, strict=True))
-            if self._elsewhere is not None and (clash := self._clash(self._elsewhere, entries)):
+            if self._fast_path is not None and (clash := self._clash(self._fast_path, entries)):
                 for key in keys:
                     self._take_out(key)
                 raise DuplicateNameError(clash)
-            if self._elsewhere is not None and _JOIN in keys:
-                self._elsewhere.paused = True  # it looks again once it has let something in
+            if self._fast_path is not None and _JOIN in keys:
+                self._fast_path.paused = True  # the fast path looks again after it has let a call in
             wake = self._push(fresh)
         if wake:
             self._wake()
 
     def adopt(self, entries: Sequence[TensorEntry]) -> None:
-        """Take over tensors that were in flight elsewhere; whoever calls this tells the other ranks."""
+        """Take over tensors that were in flight on the fast path; the caller announces them."""
         with self._lock:
             error = self._closed
             for entry in entries if error is None else ():
@@ -166,12 +169,12 @@ class TensorQueue:
             entry.done(None, error)
 
     def check_joined(self, process_set: int, request: Request) -> None:
-        """Raise HorovodInternalError if this rank has joined, and the request is of the global set."""
+        """Raise HorovodInternalError if this rank has joined and the request is of the global set."""
         with self._lock:
             self._check_joined(process_set, request)
 
-    def told(self, process_set: int, name: str) -> None:
-        """A refusal has gone out."""
+    def refusal_sent(self, process_set: int, name: str) -> None:
+        """Forget a refusal that has been sent."""
         with self._lock:
             key = (process_set, name)
             self.refusals[key] -= 1
@@ -179,9 +182,9 @@ class TensorQueue:
                 del self.refusals[key]
 
     def announce(self, process_set: int, refusal: Request) -> None:
-        """Let the other ranks know that this rank refused a tensor, so that they do not wait for it.
+        """Announce that this rank refused a tensor, so that the other ranks do not wait for it.
 
-        While this rank has joined they do not wait for what is of the global set.
+        While this rank has joined, they do not wait for it in the global set.
         """
         with self._lock:
             if self._closed is not None or self._has_joined(process_set):
@@ -194,7 +197,7 @@ class TensorQueue:
             self._wake()
 
     def flush(self) -> None:
-        """Somebody waits: send what has gathered at once."""
+        """Make all submissions due at once, because a thread waits."""
         with self._lock:
             if not self._fresh or self._flush:
                 return
@@ -204,13 +207,13 @@ class TensorQueue:
             self._wake()
 
     def site_of(self, process_set: int, name: str) -> str:
-        """Return from where a tensor was submitted, as text; empty where that is not known."""
+        """Return the line that submitted a tensor, as text; empty if unknown."""
         with self._lock:
             entry = self.entries.get((process_set, name))
         return describe_site(*entry.site) if entry is not None and entry.site is not None else ""
 
     def take(self, now: float) -> list[tuple[int, Request]]:
-        """Return what is new if it is due, else nothing."""
+        """Remove and return the new submissions if they are due, else return none."""
         with self._lock:
             if not self._fresh or not (self._flush or now - self._oldest >= self._window):
                 return []
@@ -224,9 +227,9 @@ class TensorQueue:
             self._window = window
 
     def sleep_until(self) -> float | None:
-        """Mark the runtime as asleep; return when (monotonic s) something becomes due, None for never.
+        """Mark the runtime as asleep; return when (monotonic s) a submission becomes due, None for never.
 
-        Returns 0.0 where something is due already.
+        Returns 0.0 if one is due already.
         """
         with self._lock:
             if self._flush:
@@ -235,42 +238,42 @@ class TensorQueue:
             return self._oldest + self._window if self._fresh else None
 
     def awake(self) -> None:
-        """The runtime no longer sleeps."""
+        """Mark the runtime as awake."""
         with self._lock:
             self._asleep = False
 
     def stamp(self, keys: Sequence[Key], now: int) -> None:
-        """The other ranks are being told of these tensors, at a time in ns."""
+        """Set the time (ns) at which tensors are announced."""
         for key in keys:
             if (entry := self.entries.get(key)) is not None:
-                entry.told = now
+                entry.announced_ns = now
 
     def names(self) -> tuple[list[str], bool]:
-        """Return the names of all tensors in flight here, and whether this rank waits in a join."""
+        """Return the names of all tensors in flight here, and whether this rank waits in join()."""
         with self._lock:
             requests = [entry.request for entry in self.entries.values()]
         names = [request.name for request in requests if request.type != RequestType.JOIN]
         return names, len(names) < len(requests)
 
     def pop(self, process_set: int, name: str) -> TensorEntry | None:
-        """Take out an entry that has been answered; its name is free again."""
+        """Remove and return an entry that has been answered; its name is free again."""
         with self._lock:
             return self._take_out((process_set, name))
 
     def pop_set(self, process_set: int) -> list[TensorEntry]:
-        """Take out all entries of a process set, in order of submission."""
+        """Remove and return all entries of a process set, in order of submission."""
         with self._lock:
             self._fresh = [each for each in self._fresh if each[0] != process_set]
             keys = [key for key in self.entries if key[0] == process_set]
             return [entry for key in keys if (entry := self._take_out(key)) is not None]
 
     def close(self, error: BaseException) -> list[TensorEntry]:
-        """Refuse all further submissions with ``error``; return what was in flight."""
+        """Refuse all further submissions with ``error``; return the entries in flight."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
             entries = list(self.entries.values())
-            self.entries.clear()  # the fast lane looks into these very objects
+            self.entries.clear()  # in place: the fast path holds these dicts
             self.groups.clear()
             self._fresh = []
             self._flush = False
@@ -283,13 +286,13 @@ class TensorQueue:
         if self._has_joined(process_set):
             what = f"{verb(RequestType(request.type))} {request.group or request.name!r}"
             raise HorovodInternalError(
-                f"{what}: this rank has joined, and submits nothing until join() has returned"
+                f"{what}: this rank has joined, and can submit nothing until join() has returned"
             )
 
     def _take_out(self, key: Key) -> TensorEntry | None:
         entry = self.entries.pop(key, None)
-        if key == _JOIN and self._elsewhere is not None:
-            self._elsewhere.paused = False
+        if key == _JOIN and self._fast_path is not None:
+            self._fast_path.paused = False
         if entry is not None and entry.request.group:
             group = (entry.process_set, entry.request.group)
             self.groups[group] -= 1
@@ -305,14 +308,14 @@ class TensorQueue:
         return wake
 
     @staticmethod
-    def _clash(elsewhere: Elsewhere, entries: Sequence[TensorEntry]) -> str:
-        """Return what is wrong if one of the names is in flight elsewhere, else nothing."""
+    def _clash(fast_path: FastPathNames, entries: Sequence[TensorEntry]) -> str:
+        """Return the error's text if a name is in flight on the fast path, else an empty text."""
         request = entries[0].request
-        if request.group and elsewhere.find_group(entries[0].process_set, request.group) is not None:
+        if request.group and fast_path.find_group(entries[0].process_set, request.group) is not None:
             return f"a grouped call named {request.group!r} {_IN_FLIGHT}{_REMEDY}"
         for entry in entries:
             name = entry.request.name
-            if elsewhere.find(entry.process_set, name) is not None:
+            if fast_path.find(entry.process_set, name) is not None:
                 what = verb(RequestType(entry.request.type))
                 return f"{what} {name!r}: a tensor of this name {_IN_FLIGHT}{_REMEDY}"
         return ""

@@ -1,9 +1,11 @@
-"""Hosts made of namespaces: they have a network of their own, and can crash, freeze and be cut off.
+"""Simulate hosts by namespaces: the hosts share a network, and can crash, freeze and lose the network.
 
-A host has network, host name, IPC, process ids, /dev/shm and /etc/hosts of its own; files it shares with
-everybody. The head, where a job is started from, has them too, but for the process ids, so that who starts
-something there can signal it. Needs root, iproute2 and util-linux. No packet leaves the bed, and when the
-process that made it dies, the kernel ends all that runs on it.
+1. A host has its own network, host name, IPC, process ids, /dev/shm and /etc/hosts. All hosts share files.
+2. Tests start jobs on the head, which shares the tests' process ids, so that tests can signal its processes.
+3. No packet leaves the bed.
+4. If the process that made the bed dies, the kernel ends every process in the bed.
+
+A bed needs root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from pathlib import Path
 _NETWORK = "10.99.0"
 _LENGTH = 24
 _THAW_S = 5.0
-# Dies with who has started it: nsenter with the tests, and what runs on the host with nsenter.
+# A process dies with its parent: nsenter with the tests, and the host's process with nsenter.
 _MORTAL = ("setpriv", "--pdeathsig", "KILL", "--")
 _TOOLS = ("bridge", "ip", "nsenter", "setpriv", "unshare", "bash")
 
-# bash collects what is orphaned, as the first process of a host has to.
+# bash reaps orphans, as the first process of a host must.
 _FIRST_PROCESS = """
 hostname "$1"
 [ "$$" != 1 ] || mount -t proc proc /proc
@@ -41,7 +43,7 @@ while :; do sleep 3600 & wait $!; done
 
 
 def why_not() -> str:
-    """Return why there can be no bed here; nothing if there can."""
+    """Return the reason why this machine cannot have a bed, or an empty string."""
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
@@ -65,7 +67,7 @@ class Host:
     name : str
         Its host name.
     address : str
-        On the bed's network.
+        Its address on the bed's network.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Host:
     _space: int = 0
 
     def start(self) -> None:
-        """Make its namespaces."""
+        """Make the host's namespaces, and start its first process."""
         spaces = ["--net", "--uts", "--ipc", "--mount", *self._options]
         first = ["bash", "-c", _FIRST_PROCESS, "bash", self.name, str(self._hosts)]
         self._unshare = subprocess.Popen(
@@ -98,12 +100,12 @@ class Host:
         self._space = os.stat(f"/proc/{self._first}/ns/net").st_ino
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that runs another one on this host."""
+        """Return the command line that runs a command on this host."""
         spaces = ["--net", "--uts", "--ipc", "--mount"] + (["--pid"] if "--fork" in self._options else [])
         return [*_MORTAL, "nsenter", f"--target={self._first}", *spaces, "--", *_MORTAL, *arguments]
 
     def do(self, *arguments: str, check: bool = True) -> None:
-        """Run a command there that takes no time; what it says is in the error if it fails."""
+        """Run a short command on this host; the error of a failure contains its stderr."""
         done = subprocess.run(
             self.command(arguments),
             capture_output=True,
@@ -117,11 +119,11 @@ class Host:
 
     @property
     def first(self) -> int:
-        """Its first process."""
+        """The process id of the host's first process."""
         return self._first
 
     def processes(self) -> list[int]:
-        """Return the processes that run there, those too that only wait for one there."""
+        """Return the host's processes, with the processes that only wait for one of them."""
         found = []
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
@@ -131,29 +133,29 @@ class Host:
         return found
 
     def freeze(self) -> None:
-        """Stop all that runs there, as if the host's processors stood still; its network still answers."""
+        """Stop all processes of the host, as if its processors stopped; its network still answers."""
         stopped: set[int] = set()
-        while new := set(self.processes()) - stopped:  # again, for what one of them has started meanwhile
+        while new := set(self.processes()) - stopped:  # a process may have started another meanwhile
             _signal_all(new, signal.SIGSTOP)
             stopped |= new
 
     def thaw(self) -> None:
-        """Take back :meth:`freeze`."""
+        """Undo :meth:`freeze`."""
         until = time.monotonic() + _THAW_S
-        # Again, as nsenter stops itself for as long as it sees what it has started stand still.
+        # Again, since nsenter stops itself while its child is stopped.
         while stopped := [process for process in self.processes() if _is_stopped(process)]:
             if time.monotonic() > until:
-                raise OSError(f"processes {stopped} on {self.name} stand still")
+                raise OSError(f"processes {stopped} on {self.name} are still stopped")
             _signal_all(stopped, signal.SIGCONT)
             time.sleep(0.01)
 
     def crash(self) -> None:
-        """End all that runs there; the kernel closes its connections, so that the others hear of it."""
+        """Kill all processes of the host; the kernel closes their connections, and the peers notice."""
         if self._unshare is None:
             return
         if self._space:
             _signal_all(self.processes(), signal.SIGKILL)
-        self._unshare.kill()  # its child goes with it
+        self._unshare.kill()  # its child dies with it
         self._unshare.wait()
         assert self._unshare.stdout is not None
         self._unshare.stdout.close()
@@ -174,14 +176,14 @@ def _signal_all(processes: set[int] | list[int], number: signal.Signals) -> None
 
 
 class Bed:
-    """The hosts, and the network that joins them.
+    """The hosts, and the network between them.
 
     Parameters
     ----------
     names : sequence of str
-        Of the hosts beside the head.
+        Names of the hosts, without the head.
     hosts : Path
-        Where to write the /etc/hosts of all.
+        The file to write as every host's /etc/hosts.
     """
 
     def __init__(self, names: Sequence[str], hosts: Path) -> None:
@@ -194,7 +196,7 @@ class Bed:
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(self) -> None:
-        """Start all hosts, and join them."""
+        """Start all hosts, and connect them."""
         self.head.start()
         self.head.do("ip", "link", "add", "bed", "type", "bridge")
         self.head.do("ip", "address", "add", f"{self.head.address}/{_LENGTH}", "dev", "bed")
@@ -203,9 +205,9 @@ class Bed:
             self.start_host(host)
 
     def start_host(self, host: Host) -> None:
-        """Start a host, again if it has crashed; it has the same name and address then."""
+        """Start a host, or restart a crashed one with the same name and address."""
         host.start()
-        # What joined it before it crashed goes by itself, but later.
+        # The kernel removes a crashed host's link too, but later.
         self.head.do("ip", "link", "delete", "dev", host.name, check=False)
         self.head.do(
             *("ip", "link", "add", "name", host.name, "type", "veth"),
@@ -216,28 +218,28 @@ class Bed:
         host.do("ip", "link", "set", "eth0", "up")
 
     def cut_off(self, host: Host) -> None:
-        """Have all packets to and from a host vanish, unnoticed by either side."""
-        # Its port still belongs to the bridge: else what comes in there would reach the head all the same.
+        """Drop all packets to and from a host, without notice to either side."""
+        # The port stays a member of the bridge: otherwise its incoming packets would still reach the head.
         self.head.do("bridge", "link", "set", "dev", host.name, "state", "0")
 
     def rejoin(self, host: Host) -> None:
-        """Take back :meth:`cut_off`."""
+        """Undo :meth:`cut_off`."""
         self.head.do("bridge", "link", "set", "dev", host.name, "state", "3")
 
     def power_off(self, host: Host) -> None:
-        """End a host without a word to the others."""
+        """End a host without notice to the others."""
         self.cut_off(host)
         host.crash()
 
     def close(self) -> None:
-        """End all."""
+        """End all hosts, and remove the network."""
         for host in (*self.hosts.values(), self.head):
             host.crash()
 
 
 @contextmanager
 def bed(names: Sequence[str], folder: Path | None = None) -> Iterator[Bed]:
-    """Yield hosts of these names; none is left afterwards, nor anything that ran on them."""
+    """Yield a bed with hosts of these names; afterwards, end the hosts and all their processes."""
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = Bed(names, place / "hosts")

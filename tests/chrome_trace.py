@@ -1,6 +1,6 @@
-"""What every Chrome trace must keep to, whoever wrote it: for the tests of the timeline.
+"""Check the rules of the Chrome trace format, for the tests of the timeline.
 
-Source: "Trace Event Format" (the Catapult project's document), as far as the phases are used here.
+Source: "Trace Event Format" (a document of the Catapult project), for the phases used here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PHASES = frozenset("BEXiMsf")
 
 
 def check_events(events: Sequence[dict[str, Any]], *, complete: bool = True) -> None:
-    """Raise AssertionError unless events have their fields, spans nest, and times do not run backwards."""
+    """Raise AssertionError unless events have their fields, spans nest, and times never decrease."""
     open_spans: dict[tuple[int, int], list[str]] = {}
     slices: dict[tuple[int, int], list[float]] = {}
     last: dict[tuple[int, int], float] = {}
@@ -26,7 +26,7 @@ def check_events(events: Sequence[dict[str, Any]], *, complete: bool = True) -> 
         if kind in "sf":
             flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
             continue
-        assert event["ts"] >= last.get(track, 0.0), f"time runs backwards on {track}: {event}"
+        assert event["ts"] >= last.get(track, 0.0), f"time decreases on {track}: {event}"
         last[track] = event["ts"]
         spans = open_spans.setdefault(track, [])
         if kind == "B":

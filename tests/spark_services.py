@@ -1,4 +1,4 @@
-"""The driver's and the tasks' services in one process: ranks are real, Spark is threads."""
+"""The driver's service and the tasks in one process: ranks are real, Spark is threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Result = tuple[int, bytes] | None
 
 
 class Threads:
-    """Stands for the job in Spark: a thread per task."""
+    """A job in Spark, as the driver sees it: here a thread per task."""
 
     def __init__(self, tasks: list[Callable[[], Result]]) -> None:
-        self._told, self._tell = os.pipe()
+        self._wake, self._waker = os.pipe()
         self._left = len(tasks)
         self._lock = threading.Lock()
         self._results: list[tuple[int, bytes]] = []
@@ -45,10 +45,10 @@ class Threads:
         with self._lock:
             self._left -= 1
             if not self._left:
-                os.close(self._tell)
+                os.close(self._waker)
 
     def fileno(self) -> int:
-        return self._told
+        return self._wake
 
     @property
     def done(self) -> bool:
@@ -63,38 +63,38 @@ class Threads:
         for thread in self._threads:
             thread.join(PATIENCE_S)
         assert not any(thread.is_alive() for thread in self._threads)
-        os.close(self._told)
+        os.close(self._wake)
 
 
-class Shown:
-    """Gives a test what the ranks write, at once."""
+class EagerDisplay:
+    """Calls a test with the ranks' output."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
-        self._told, self._tell = os.pipe()
+        self._wake, self._waker = os.pipe()
         self._shown: Counter[int] = Counter()
 
     def fileno(self) -> int:
-        return self._told
+        return self._wake
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         self._show(rank, stream, data)
         if not self._shown:
-            os.write(self._tell, b".")
+            os.write(self._waker, b".")
         self._shown[rank] += len(data)
 
     def take_shown(self) -> dict[int, int]:
-        os.read(self._told, 1)
+        os.read(self._wake, 1)
         shown, self._shown = self._shown, Counter()
         return shown
 
     def close(self) -> None:
-        os.close(self._told)
-        os.close(self._tell)
+        os.close(self._wake)
+        os.close(self._waker)
 
 
 class Bench:
-    """A driver service and its secret."""
+    """A driver's service, its secret and its display."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class Bench:
         size: int,
         show: Show,
         secret: Secret | None = None,
-        wiring: Any = None,
-        display: Shown | None = None,
+        rendezvous: Any = None,
+        display: EagerDisplay | None = None,
         **spec: Any,
     ) -> None:
         self.secret = secret or Secret()
         call = cloudpickle.dumps((function, (), {}))
-        self.display = display or Shown(show)
+        self.display = display or EagerDisplay(show)
         self.service = DriverService(
-            JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], self.display, wiring
+            JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], self.display, rendezvous
         )
         self.addresses = [("127.0.0.1", self.service.ports[0])]
 
@@ -128,7 +128,7 @@ class Bench:
             job.close()
 
     def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
-        """Be a task that says nothing more by itself."""
+        """Register as a task that sends nothing more by itself."""
         connection = connect(self.addresses, self.secret.reveal(), PATIENCE_S)
         connection.send(encode(Register(index, attempt, host, host, 0)))
         return connection

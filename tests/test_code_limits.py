@@ -25,6 +25,9 @@ def _name(path: Path) -> str:
 
 
 PYTHON = _sources(".py")
+NATIVE = ("pyhvd", "native", "src")
+C = _sources(".c", ".cu", ".h")
+CYTHON = _sources(".pyx", ".pxi")
 ALL = _sources(".py", ".pyx", ".pxi", ".pxd", ".pyi", ".c", ".cu", ".h")
 
 
@@ -34,6 +37,38 @@ def _long_functions(path: Path) -> Iterator[str]:
             length = node.end_lineno - node.lineno + 1
             if length > LONGEST_FUNCTION:
                 yield f"{node.name}, line {node.lineno}: {length} lines"
+
+
+# A comment, a string or a character.
+C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+CYTHON_FUNCTION = re.compile(r"( *)(?:def|cpdef|cdef (?!class|extern|struct|enum))[^=]*\(")
+
+
+def _long_c_functions(path: Path) -> Iterator[str]:
+    """Count braces: a function, or a macro with one, goes from the line of its first brace to depth 0."""
+    depth = first = 0
+    text = C_TEXT.sub(lambda found: "\n" * found.group().count("\n"), path.read_text())
+    for number, line in enumerate(text.splitlines(), 1):
+        before, depth = depth, depth + line.count("{") - line.count("}")
+        if before == 0 and depth > 0:
+            first = number
+        elif before > 0 and depth == 0 and number - first >= LONGEST_FUNCTION:
+            yield f"line {first}: {number - first + 1} lines"
+
+
+def _long_cython_functions(path: Path) -> Iterator[str]:
+    """Count the lines from a def to the last one that is indented further, or closes the signature."""
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if not (found := CYTHON_FUNCTION.match(line)):
+            continue
+        last = number
+        for k in range(number + 1, len(lines)):
+            if lines[k].strip() and not lines[k].startswith((found.group(1) + " ", found.group(1) + ")")):
+                break
+            last = k if lines[k].strip() else last
+        if last - number >= LONGEST_FUNCTION:
+            yield f"{line.strip()}, line {number + 1}: {last - number + 1} lines"
 
 
 @pytest.mark.parametrize("path", ALL, ids=_name)
@@ -46,6 +81,38 @@ def test_file_is_finished(path: Path) -> None:
 @pytest.mark.parametrize("path", PYTHON, ids=_name)
 def test_functions_are_short(path: Path) -> None:
     assert list(_long_functions(path)) == []
+
+
+@pytest.mark.parametrize("path", C, ids=_name)
+def test_c_functions_are_short(path: Path) -> None:
+    assert list(_long_c_functions(path)) == []
+
+
+@pytest.mark.parametrize("path", CYTHON, ids=_name)
+def test_cython_functions_are_short(path: Path) -> None:
+    assert list(_long_cython_functions(path)) == []
+
+
+def test_long_functions_are_found(tmp_path: Path) -> None:
+    c, cython = tmp_path / "long.c", tmp_path / "long.pyx"
+    body = "    x = 1\n" * LONGEST_FUNCTION
+    c.write_text("int f(void) { return '{'; } /* { */\nint g(int x) {\n" + body + "}\n")
+    cython.write_text("cdef int f(\n    int x\n):\n" + body + "cdef int g():\n    return 1\n")
+    assert list(_long_c_functions(c)) == [f"line 2: {LONGEST_FUNCTION + 2} lines"]
+    assert [each.split(":")[-1] for each in _long_cython_functions(cython)] == [
+        f" {LONGEST_FUNCTION + 3} lines"
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in C if path.parts[-5:-2] == NATIVE], ids=_name)
+def test_c_file_names_its_contract(path: Path) -> None:
+    """The first comment of a .c file names the header that states its invariants."""
+    first = path.read_text().split("*/")[0]
+    assert first.startswith("/*")
+    if path.suffix == ".c":
+        header = re.search(r"(\w+\.h) states", first)
+        assert header is not None
+        assert any(path.parent.glob(header.group(1)))
 
 
 @pytest.mark.parametrize("path", [path for path in PYTHON if path.read_text().strip()], ids=_name)

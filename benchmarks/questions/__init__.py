@@ -1,1 +1,1 @@
-"""The questions: each module holds one ``QUESTION`` and runs by itself."""
+"""The questions: each module defines one ``QUESTION``, and runs alone by ``python -m``."""

@@ -1,8 +1,8 @@
-"""busy: 20 tensors under way while the user's thread runs pure Python: when are all of them done?
+"""busy: time to reduce 20 tensors while the user's thread runs pure Python.
 
-The clock runs from before the first is submitted until the loop finds the last one done; the loop looks every
-10 us or so, either at the handles or at the last element of each array. What is not done after 0.1 s counts
-as 0.1 s, and is then waited for.
+The clock starts before the first submission, and stops when the loop finds the last tensor done. About every
+10 us, the loop polls the handles or the last element of each array. After 0.1 s the loop ends, counts 0.1 s,
+and waits for the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ASKED, SEEN = "pyhvd, done() of all handles", "pyhvd, seen in the arrays"
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
     """Yield a case per number of tensors."""
     hvd.init()
-    world.note(f"{GIVE_UP_SECONDS * 1e3:g} ms means: not done by then; the user's thread had to wait for it")
+    world.note(f"{GIVE_UP_SECONDS * 1e3:g} ms means: not done by then; the user's thread waited for the rest")
     for count in sizes:
         tensors = Tensors([FLOATS] * count, world.rank, world.size)
         yield Case(label(count), tensors.nbytes, [_watched(way, tensors) for way in _ways(world, tensors)])
@@ -42,7 +42,7 @@ def label(count: int) -> str:
 
 @dataclass(frozen=True)
 class _Way:
-    """How to submit the tensors, look whether one is done (None: at its array), and wait for it."""
+    """How to submit the tensors, poll one (None: poll its array), and wait for it."""
 
     name: str
     submit: Callable[[], list[Any]]
@@ -83,7 +83,7 @@ def _ways(world: World, tensors: Tensors) -> Iterator[_Way]:
 
 
 def _watched(way: _Way, tensors: Tensors) -> Contender:
-    """Return a contender that submits, then computes and looks in turn."""
+    """Return a contender that submits, then computes and polls in turn."""
     handles: list[Any] = []
     ends = [array[-1:] for array in tensors.arrays]
     before: list[float] = []

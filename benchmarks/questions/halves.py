@@ -1,4 +1,4 @@
-"""halves: float16 and bfloat16 against float32 of the same bytes."""
+"""halves: float16 and bfloat16 against float32 of the same number of bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ours(dtype: str) -> str:
 
 
 def _mpi_can(world: World, dtype: Any) -> bool:
-    """Return whether this MPI adds up such elements, with a note if not."""
+    """Return whether this MPI can sum this dtype; if not, add a note."""
     word = np.ones(1, dtype)
     try:
         world.comm.Allreduce(MPI.IN_PLACE, word)

@@ -1,4 +1,4 @@
-"""idle: the CPU that a rank takes while nothing is submitted."""
+"""idle: a rank's CPU use while nothing is submitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report import Target
 
 
 def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:
-    """Start the contenders in turn, in jobs of their own, and let them sleep."""
+    """Run each contender in its own job, in which it sleeps."""
     contenders, notes = probe.available()
     outcomes = []
     for seconds in options.sizes:
@@ -21,7 +21,7 @@ def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:
                 found[name].append(probe.start(ranks, name, idle=float(seconds))["idle"])
         figures = [Figures.of(name, OURS if name == probe.OURS else PEER, found[name]) for name in contenders]
         outcomes.append(Outcome(label(seconds), 0, "%", figures))
-    notes.append("of one core, all threads of the process that takes most")
+    notes.append("of one core, over all threads of the busiest process")
     return outcomes, notes
 
 

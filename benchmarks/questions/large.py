@@ -13,7 +13,7 @@ from benchmarks.tensors import Tensors
 
 KIB, MIB = 1 << 10, 1 << 20
 LOOPED = 4 * MIB
-"""Smaller tensors are reduced again and again, up to so many bytes, and timed together."""
+"""Bytes per repetition: a repetition reduces smaller tensors several times, and times them together."""
 
 
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:

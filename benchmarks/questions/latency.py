@@ -1,4 +1,4 @@
-"""latency: one tensor of 4 bytes, reduced in place, again and again, waiting each time."""
+"""latency: one tensor of 4 bytes, reduced in place many times by a synchronous call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report import Target, show_bytes
 from benchmarks.tensors import Tensors
 
 LOOPS = 100
-"""Calls that are timed together, after as many that are not."""
+"""Number of calls timed together, after as many untimed calls."""
 
 
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
@@ -31,7 +31,7 @@ def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
 
 
 def pyhvd_synchronous(tensors: Tensors, name: str) -> Contender:
-    """Return pyhvd's contender: the call that waits."""
+    """Return pyhvd's contender, the synchronous call."""
     peers.start_pyhvd()
     array = tensors.arrays[0]
 

@@ -1,4 +1,4 @@
-"""memory: what a rank weighs (resident set), ready to work and after working, apart from the user's array."""
+"""memory: a rank's resident set when ready and after work, without the user's array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 
 def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:
-    """Start the contenders in turn, in jobs of their own."""
+    """Run each contender in its own job."""
     contenders, notes = probe.available()
     outcomes = []
     for nbytes in options.sizes:
@@ -31,7 +31,7 @@ def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:
                 for name in contenders
             ]
             outcomes.append(Outcome(title, nbytes, "MiB", figures))
-    notes.append("resident set of the heaviest rank, shared pages included, the user's array not")
+    notes.append("resident set of the largest rank, with shared pages, without the user's array")
     return outcomes, notes
 
 

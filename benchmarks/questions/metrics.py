@@ -1,6 +1,6 @@
 """metrics: the same work with and without the times of hvd.metrics(), in one interleaved run.
 
-Counters are always on: what they cost can only be seen against a version that has none.
+Counters are always on: only a comparison with a version without counters can show their cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OFF = "pyhvd, without"
 
 
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
-    """Yield a case per number of gradients; 1 is one tensor of 4 bytes, waiting each time."""
+    """Yield a case per number of gradients; 1 means synchronous calls with one tensor of 4 bytes."""
     for count in sizes:
         if count > 1:
             tensors = Tensors(resnet50()[:count], world.rank, world.size)
@@ -36,7 +36,7 @@ def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
 
 
 def switched(made: Contender) -> list[Contender]:
-    """Return a contender twice: the same arrays and names, with and without times."""
+    """Return two contenders with the same arrays and names: one with times, one without."""
     return [
         replace(made, name=name, kind=OURS, prepare=_prepared(made, timed))
         for name, timed in ((ON, True), (OFF, False))
@@ -54,7 +54,7 @@ def _prepared(made: Contender, timed: bool) -> Callable[[], None]:
 QUESTION = Question(
     name="metrics",
     title="metrics: what measuring times for hvd.metrics() costs",
-    sizes_are="how many of ResNet-50's gradients; 1: one tensor of 4 bytes, again and again",
+    sizes_are="number of ResNet-50's gradients; 1: one tensor of 4 bytes, many times",
     sizes=(1, 161),
     tiny=(5,),
     repeats=400,

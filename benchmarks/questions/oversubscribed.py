@@ -16,7 +16,7 @@ QUESTION = replace(
     title="oversubscribed: the gradients of ResNet-50 (102 MB) on more ranks than cores",
     ranks=(4, 8),
     repeats=20,
-    seconds=40,  # MPI takes half a second each time, and a quarter of the seconds at most
+    seconds=40,  # MPI takes half a second per repetition, and at most a quarter of the seconds
     targets=(
         Target(
             "over pack + Allreduce + unpack",

@@ -19,7 +19,7 @@ def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
 
 
 def gradients(world: World, count: int) -> Case:
-    """Return the case of the first so many gradients, in the order that the backward pass makes them."""
+    """Return the case of the first gradients, in the order of the backward pass."""
     tensors = Tensors(resnet50()[:count], world.rank, world.size)
     contenders = [
         peers.pyhvd_singly(tensors, f"resnet.{count}"),

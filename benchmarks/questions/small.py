@@ -1,4 +1,4 @@
-"""small: 1000 tensors of 256 floats, submitted one by one, and as one group."""
+"""small: 1000 tensors of 256 floats, submitted one by one and as one group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOATS = 256
 
 
 def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
-    """Yield two cases per number of tensors: apart, as their names would not fit into the response cache."""
+    """Yield two cases per number of tensors; one case's names alone fit into the response cache."""
     for count in sizes:
         for group in (False, True):
             tensors = Tensors([FLOATS] * count, world.rank, world.size)

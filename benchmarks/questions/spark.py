@@ -1,4 +1,4 @@
-"""spark: from pyhvd.spark.run() to the first sum, and averaging gradients inside Spark's executors."""
+"""spark: the time from pyhvd.spark.run() to the first sum, and of averaging gradients inside executors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.spark import (
 from benchmarks.spark_ranks import ALL
 
 START = "from run() to the first collective"
-# Ways take turns by so many steps, as those of one way need the slots at a time.
+# Each way runs so many steps per turn, since the ways cannot use the slots at the same time.
 _TURN = 3
 
 

@@ -1,4 +1,4 @@
-"""startup: from a fresh interpreter to the first sum. The time of mpiexec itself is left out."""
+"""startup: the time from a fresh interpreter to the first sum, without mpiexec's own time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PHASES = ("import", "init", "first allreduce", "ready")
 
 
 def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:
-    """Start the contenders in turn, in jobs of their own."""
+    """Run each contender in its own job."""
     contenders, notes = probe.available()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for _ in range(options.repeats):

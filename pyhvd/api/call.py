@@ -1,69 +1,77 @@
-"""One public call: from its arguments to a Handle.
+"""One public call: from its arguments to a :class:`Handle`.
 
-Owns: what all verbs have in common. Which context and process set; the names of the tensors; building the
-entries; and, if the call turns out to be wrong on this rank, telling the others so that they do not wait.
+Owns: the steps that all verbs share. A :class:`Call` finds the context and the process set, names the
+tensors, builds their entries and submits them. If this rank refuses the call, the Call announces the refusal,
+so that the other ranks do not wait.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, TypeVar
+from types import CodeType, FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 
+from pyhvd import arrays
 from pyhvd.api.handles import Handle, QueuedHandle
-from pyhvd.api.process_sets import ProcessSet, members_of
+from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
-from pyhvd.common.stacks import calling_site
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
+from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
+from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.engine import context
-from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedOpError
-from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType
-from pyhvd.negotiation.validation import verb
+from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedDtypeError, UnsupportedOpError
+from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType, verb
 from pyhvd.queue import TensorEntry
+
+if TYPE_CHECKING:
+    from pyhvd.api.process_sets import ProcessSet
 
 T = TypeVar("T")
 
-
-Part = tuple[Request, View | None, View | None, tuple[int, ...]]
-"""A tensor of a call: what the others are told, where it is, where its result goes, splits."""
+_OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 class OwnName(str):
-    """A name that pyhvd gives itself."""
+    """A name that pyhvd gives to its own tensors."""
 
     __slots__ = ()
 
 
 class Call:
-    """Context manager around the body of a verb, which may change ``kind`` once it knows better.
+    """Context manager around the body of a verb; the body may change ``kind``.
 
     Parameters
     ----------
     kind : RequestType
-        What is called.
+        The operation.
     name : str or None
         The user's name.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
     grouped : bool
-        Whether it takes a list.
+        Whether the verb takes a list of tensors.
     prefix : str
-        Of the name of an unnamed call.
+        Prefix of the name of an unnamed call.
 
     Raises
     ------
     NotInitializedError
         Before ``init()``.
     ValueError
-        The process set cannot be used by this rank, or the name is no str.
+        This rank cannot use the process set, or the name is not a valid str.
     """
 
     def __init__(
@@ -71,28 +79,29 @@ class Call:
         kind: RequestType,
         name: str | None,
         process_set: ProcessSet,
+        *,
         grouped: bool = False,
         prefix: str = UNNAMED,
     ) -> None:
         self.context = context.current()
-        self.set_id, ranks = members_of(self.context, process_set)
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.rank = ranks.index(self.context.topology.rank)
-        own = str(name) if isinstance(name, OwnName) else checked_name(name, kind)
-        self.name = own or self.context.next_name(self.set_id, prefix)
+        self.set_id, self.ranks = self.context.members_of(process_set)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(self.context.topology.rank)
+        given = str(name) if isinstance(name, OwnName) else checked_name(name, kind)
+        self.name = given or self.context.next_name(self.set_id, prefix)
         self.kind = kind
         self._grouped = grouped
         self._group_size = 0
-        self.parts: list[Part] = []
+        self._on_device = False
+        self._entries: list[TensorEntry] = []
 
     def members(self, tensors: Any) -> Sequence[Any]:
-        """Return the call's tensors: the one, or those of a group."""
+        """Return the call's tensors as a sequence, of length 1 unless the call is grouped."""
         if not self._grouped:
             return (tensors,)
         if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
             raise TypeError(f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}")
-        members = list(tensors)  # the caller's own list may change meanwhile
+        members = list(tensors)  # the caller may change its own list meanwhile
         self._group_size = len(members)
         return members
 
@@ -109,18 +118,19 @@ class Call:
         ranks: tuple[int, ...] = (),
         window: bool = False,
     ) -> None:
-        """Add one tensor to what is submitted.
+        """Add one tensor to the call.
 
         Raises
         ------
         ValueError
-            It is on another device than this rank's tensors before.
+            The tensor is on another device than this rank's earlier tensors.
         """
         if isinstance(source, DeviceView):
+            self._on_device = True
             self.context.settle_on(source.on)
         name = self.name
         if self._grouped:
-            name = f"{name}_{len(self.parts) + 1}of{self._group_size}"
+            name = f"{name}_{len(self._entries) + 1}of{self._group_size}"
         request = Request(
             self.kind,
             name,
@@ -136,7 +146,7 @@ class Call:
             ranks,
             window=window,
         )
-        self.parts.append((request, source, target, splits))
+        self._entries.append(TensorEntry(self.set_id, request, source, target, _not_submitted, splits))
 
     def check_root(self, root_rank: int) -> int:
         """Return the root's global rank.
@@ -144,7 +154,7 @@ class Call:
         Raises
         ------
         ValueError
-            It is no int, or no member of the set.
+            The root is not an int, or not a member of the process set.
         """
         try:
             root = operator.index(root_rank)
@@ -160,37 +170,37 @@ class Call:
     def submit(
         self, inplace: Sequence[Any] | None = None, before_end: Callable[[], None] | None = None
     ) -> Handle:
-        """Submit everything added, as one unit.
+        """Submit all added tensors as one unit.
 
         Parameters
         ----------
         inplace : sequence, optional
             The caller's own objects, to be returned.
         before_end : callable, optional
-            Called by the runtime when the others' answer is there, before anybody hears of it.
+            The runtime calls it with the answer at hand, before the handle completes.
         """
-        runtime = self.context.runtime
-        handle, entries = wrap(self.context, self.set_id, self.name, self.parts, self._result(inplace))
-        if not self.parts:
+        runtime, entries = self.context.runtime, self._entries
+        handle = QueuedHandle(self.name, len(entries), runtime.flush, self._result(inplace), runtime.meter)
+        if not entries:
             runtime.check_joined(self.set_id, self._refusal(""))
-            # Nothing to wait for here; but ranks whose list is not empty must not wait for this one.
+            # This rank has nothing to wait for, but ranks with a list that is not empty must not wait for it.
             runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
             return handle
-        mark_ready(
-            view
-            for _, source, target, _ in self.parts
-            for view in (source, target)
-            if isinstance(view, DeviceView)
-        )
+        site = calling_site()
+        for index, entry in enumerate(entries):
+            entry.done, entry.site = partial(handle.complete, index), site
         if before_end is not None:
-            entries[-1].done = _after(before_end, entries[-1].done)
+            entries[-1].done = _in_turn(before_end, entries[-1].done)
+        if self._on_device:
+            views = (view for entry in entries for view in (entry.source, entry.target))
+            mark_ready(view for view in views if isinstance(view, DeviceView))
         runtime.submit(entries)
         return handle
 
     def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-        """Return what makes the call's result of those of its tensors."""
-        if any(isinstance(source, DeviceView) for _, source, _, _ in self.parts):
-            return result_on_device(self._grouped, inplace)
+        """Return a function that makes the call's result of its tensors' results."""
+        if self._on_device:
+            return partial(_result_on_device, self._grouped, inplace)
         if self._grouped:
             return list if inplace is None else lambda _: list(inplace)
         return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
@@ -207,91 +217,16 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """If the call is refused here, let the ranks that wait for it know."""
+        """Announce a call that this rank refuses, and put the verb and the name into the error's text."""
         if exc is None or not isinstance(exc, Exception):
             return
         if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
             return
-        what = f"{verb(self.kind)} {self.name!r}: "
         text = describe_exception(exc)
         self.context.runtime.meter.failed("refused")
         self.context.runtime.announce(self.set_id, self._refusal(text, describe_traceback(exc)))
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
-            exc.args = (what + exc.args[0],)
-
-
-def _after(
-    first: Callable[[], None], done: Callable[[Any, BaseException | None], None]
-) -> Callable[[Any, BaseException | None], None]:
-    """Return what calls one after the other."""
-
-    def both(result: Any, error: BaseException | None) -> None:
-        first()
-        done(result, error)
-
-    return both
-
-
-def checked_name(name: str | None, kind: RequestType) -> str:
-    """Return the user's name as it travels, empty for none.
-
-    Raises
-    ------
-    ValueError
-        It is no str, is empty, is one of pyhvd's own, or is no text that can be sent.
-    """
-    if name is None:
-        return ""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{verb(kind)}: name must be a str that is not empty, not {name!r}")
-    if UNNAMED in name.split("."):
-        raise ValueError(f"{verb(kind)}: names with {UNNAMED!r} between dots, like {name!r}, are pyhvd's own")
-    try:
-        return name.encode().decode()  # a plain str, whatever subclass it was
-    except UnicodeEncodeError as exc:
-        raise ValueError(f"{verb(kind)}: name {name!r} is no text that can be sent: {exc}") from None
-
-
-def wrap(
-    active: context.Context,
-    set_id: int,
-    name: str,
-    parts: Sequence[Part],
-    result: Callable[[list[Any]], Any],
-) -> tuple[QueuedHandle, list[TensorEntry]]:
-    """Return the handle of a call, and its tensors as they are to be queued."""
-    runtime = active.runtime
-    handle = QueuedHandle(name, len(parts), runtime.flush, result, runtime.meter)
-    site, complete = calling_site(), handle.complete
-    return handle, [
-        TensorEntry(set_id, request, source, target, partial(complete, part), splits, 0, site)
-        for part, (request, source, target, splits) in enumerate(parts)
-    ]
-
-
-def result_on_device(grouped: bool, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-    """Return what makes a call's result of those of tensors that may be under way.
-
-    The caller's stream waits for them, in place too.
-    """
-    if inplace is None:
-        return _taken_all if grouped else _taken_first
-
-    def result(outputs: list[Any]) -> Any:
-        for output in outputs:
-            if isinstance(output, PendingArray):
-                output.follow()
-        return list(inplace) if grouped else inplace[0]
-
-    return result
-
-
-def _taken_all(outputs: list[Any]) -> list[Any]:
-    return [taken(output) for output in outputs]
-
-
-def _taken_first(outputs: list[Any]) -> Any:
-    return taken(outputs[0])
+            exc.args = (f"{verb(self.kind)} {self.name!r}: {exc.args[0]}",)
 
 
 def refusing(
@@ -302,7 +237,7 @@ def refusing(
     *,
     grouped: bool = False,
 ) -> T:
-    """Return ``prepare()``, the part of a call that comes before it; if that raises, the call is refused."""
+    """Return ``prepare()``, which runs before a call; if it raises, announce the call as refused."""
     try:
         return prepare()
     except Exception:
@@ -310,13 +245,100 @@ def refusing(
             raise
 
 
-def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
-    """Return each rank's share of dimension 0.
+def calling_site() -> tuple[CodeType, int] | None:
+    """Return the user's code object that called pyhvd, and the offset of the call in it.
+
+    This reads no line table and makes no text: :func:`pyhvd.common.stacks.describe_site` does, where asked.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def _not_submitted(result: Any, error: BaseException | None) -> None:
+    """Stand in for an entry's ``done`` until its call is submitted."""
+
+
+def _in_turn(
+    first: Callable[[], None], done: Callable[[Any, BaseException | None], None]
+) -> Callable[[Any, BaseException | None], None]:
+    """Return a function that calls ``first``, then ``done``."""
+
+    def both(result: Any, error: BaseException | None) -> None:
+        first()
+        done(result, error)
+
+    return both
+
+
+# -- tensors: arrays of any library as views, and results as arrays --------------------------------------
+
+
+def adopt(tensor: Any, *, in_place: bool = False) -> View:
+    """Return a view of an array of any library; with ``in_place`` the array must be writable.
+
+    Raises
+    ------
+    TypeError
+        The object is not an array, or ``in_place`` is set and it cannot be changed.
+    ValueError
+        ``in_place`` is set, and the array is read-only.
+    UnsupportedDtypeError
+        pyhvd does not support the dtype.
+    """
+    if type(tensor) is np.ndarray:  # no library need be asked
+        return arrays.view_for_writing(tensor) if in_place else arrays.view(tensor)
+    return array_libraries.adopt_for_writing(tensor) if in_place else array_libraries.adopt(tensor)
+
+
+def target_like(source: View, shape: tuple[int, ...]) -> View:
+    """Return new memory for a result, of the source's dtype and in the source's library."""
+    if isinstance(source, TensorView):
+        return TensorView(np.empty(shape, source.array.dtype), source.info)
+    return source.library.empty_like(source, shape)
+
+
+def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+    """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
+    if inplace is None:
+        return [taken(output) for output in outputs] if grouped else taken(outputs[0])
+    for output in outputs:
+        if isinstance(output, PendingArray):
+            output.follow()
+    return list(inplace) if grouped else inplace[0]
+
+
+# -- checks of arguments ---------------------------------------------------------------------------------
+
+
+def checked_name(name: str | None, kind: RequestType) -> str:
+    """Return the user's name as a plain str; empty for None.
 
     Raises
     ------
     ValueError
-        There is no dimension 0.
+        The name is not a str, is empty, is reserved for pyhvd, or cannot be encoded.
+    """
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{verb(kind)}: name must be a str that is not empty, not {name!r}")
+    if UNNAMED in name.split("."):
+        raise ValueError(f"{verb(kind)}: pyhvd reserves names with {UNNAMED!r} between dots: rename {name!r}")
+    try:
+        return name.encode().decode()  # a plain str, of whatever subclass it was
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"{verb(kind)}: name {name!r} cannot be encoded as UTF-8: {exc}") from None
+
+
+def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
+    """Return each rank's number of rows when dimension 0 is divided among ``size`` ranks.
+
+    Raises
+    ------
+    ValueError
+        The tensor has no dimension 0.
     """
     if not shape:
         raise ValueError("a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first")
@@ -324,7 +346,7 @@ def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
 
 
 def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
-    """Return how many rows each rank gets.
+    """Return the number of rows for each rank.
 
     Raises
     ------
@@ -349,3 +371,89 @@ def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
     if sum(rows) > shape[0]:
         raise ValueError(f"splits {rows} sum to {sum(rows)}, but dimension 0 is {shape[0]}")
     return rows
+
+
+class Reduction(msgspec.Struct, frozen=True):
+    """A checked op with its factors before and after the reduction."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+    @classmethod
+    def of(
+        cls,
+        kind: RequestType,
+        average: bool | None,
+        op: ReduceOp | None,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> Reduction:
+        """Check a verb's arguments.
+
+        Raises
+        ------
+        ValueError
+            Both ``average`` and ``op`` are given, ``average`` is not a bool, the op is unknown, or a factor
+            is not a finite number.
+        UnsupportedOpError
+            The verb does not support this op.
+        """
+        if average is not None:
+            if op is not None:
+                raise ValueError("give op or average, not both; average is deprecated")
+            if not isinstance(average, (bool, int, np.bool_)):
+                raise ValueError(f"average={average!r} is not a bool: was it meant as name={average!r}?")
+            text = "average is deprecated: use op=Average or op=Sum"
+            warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
+            op = ReduceOp.AVERAGE if average else ReduceOp.SUM
+        try:
+            chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
+        except ValueError:
+            raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
+        if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise UnsupportedOpError(
+                f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"
+            )
+        return cls(chosen, _factor("prescale", prescale_factor), _factor("postscale", postscale_factor))
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """Raise UnsupportedOpError if the op is not defined for this number of ranks."""
+        size = len(ranks)
+        fewer = 1 << size.bit_length() - 1
+        if self.op is ReduceOp.ADASUM and size & (size - 1):
+            raise UnsupportedOpError(
+                "op=Adasum pairs ranks, so their number must be a power of two, but the process set has"
+                f" {size} ({describe_ranks(ranks)}): use a process set of {fewer} of them, or op=Average"
+            )
+
+    def check(self, info: DtypeInfo) -> None:
+        """Raise UnsupportedDtypeError if the dtype does not support this op, or cannot be scaled."""
+        if self.op not in info.ops:
+            supported = ", ".join(op.name.title() for op in sorted(info.ops))
+            hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
+            if self.op is ReduceOp.ADASUM:
+                hint = ": Adasum reduces float16, bfloat16, float32 and float64"
+            raise UnsupportedDtypeError(
+                f"op={self.op.name.title()} is not defined for {info.name} (only {supported}){hint}"
+            )
+        if not info.scalable and (self.prescale, self.postscale) != (1.0, 1.0):
+            raise UnsupportedDtypeError(f"{info.name} cannot be scaled")
+
+
+def _factor(which: str, value: float) -> float:
+    try:
+        factor = float(value)
+    except (TypeError, ValueError) as exc:
+        raise ValueError(f"{which}_factor={value!r} is not a number: {exc}") from None
+    if not math.isfinite(factor):
+        raise ValueError(f"{which}_factor={value!r} is not a finite number")
+    return factor
+
+
+def _callers_level() -> int:
+    """Return the stacklevel of the first frame outside this package, as seen by the caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pyhvd."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,17 +1,18 @@
-"""The verbs. Each validates, wraps, submits and returns a Handle; the same names and meaning as Horovod's.
+"""The verbs: each one checks its arguments, submits the call and returns a Handle or its result.
 
-All take host arrays (see :mod:`pyhvd.arrays`) of any dtype in :mod:`pyhvd.dtypes` and return numpy arrays;
-or arrays on a GPU (see :mod:`pyhvd.devices.array_libraries`), and return arrays of the same library, there. Out of
-place they never alter their input, in place (trailing underscore) they return the very object given.
+Names and meaning are Horovod's. All verbs take host arrays (see :mod:`pyhvd.arrays`) of any dtype in
+:mod:`pyhvd.dtypes`, and return numpy arrays. They take arrays on a GPU too (see
+:mod:`pyhvd.devices.array_libraries`), and return arrays of the same library on that GPU. A verb with a
+trailing underscore works in place and returns its argument; the other verbs never change their input.
 
-With an array on a GPU, pyhvd's own stream waits for what the array's stream has to do first, and the stream
-that is current where the result is asked for waits for the result; no thread waits for either. A handle has
-ended when all is queued on the device.
+Arrays on a GPU: pyhvd's own stream waits for the work that is queued on the array's stream. The caller's
+current stream waits for the result when the caller asks for it. No thread waits for either. A handle
+completes when all work is queued on the device.
 
-Every rank of the process set must submit the same name; unnamed tensors are matched by the order of calls.
+Every rank of the process set must submit the same name. Unnamed tensors are matched by the order of calls.
 
-A call that this rank refuses (wrong splits, unsupported dtype, ...) raises here at once, and makes the same
-call raise :class:`~pyhvd.errors.RankFailedError` on the ranks that wait for it.
+If this rank refuses a call (wrong splits, unsupported dtype, ...), the call raises here at once. The same
+call raises :class:`~pyhvd.errors.RankFailedError` on the other ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call, OwnName, check_rows, check_splits, refusing
+from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing, target_like
 from pyhvd.api.compression import Compression, Compressor, compress_all, compress_one, decompress_all
 from pyhvd.api.handles import Handle
 from pyhvd.api.process_sets import ProcessSet, global_process_set
-from pyhvd.api.reductions import queue_allreduce, reduce_tensors, start
-from pyhvd.arrays import Array
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.arrays import Array, TensorView
+from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
+from pyhvd.engine.context import current_slot, process_slot
+from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, UNNAMED, RequestType
+from pyhvd.transport.arena import Arena
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -52,11 +55,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce; see :func:`allreduce`."""
-    return start(
-        False, False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ) or queue_allreduce(
-        False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    return start(0, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce(
@@ -74,36 +73,36 @@ def allreduce(
     Parameters
     ----------
     tensor : array
-        Same shape and dtype on every rank; unchanged.
+        Of the same shape and dtype on every rank. It is not changed.
     average : bool, optional
-        Deprecated: True is ``op=Average``, False ``op=Sum``.
+        Deprecated: True means ``op=Average``, False means ``op=Sum``.
     name : str, optional
-        Same on every rank.
+        The same on every rank.
     compression : Compressor
         ``Compression.fp16`` sends floating tensors as float16.
     op : ReduceOp
-        Average (default), Sum, Adasum, Min, Max or Product. Average divides a Sum by the size of the set;
-        on integers it is rounded toward zero. Adasum sums floats that point in different directions and
-        averages parallel ones, tensor by tensor (``pyhvd.backends.adasum`` has formula and source).
+        Average (default), Sum, Adasum, Min, Max or Product. Average divides the sum by the size of the
+        process set, and rounds integers toward zero. Adasum adds floats that point in different directions,
+        and averages parallel ones, each tensor by itself (formula and source: ``pyhvd.backends.adasum``).
     prescale_factor, postscale_factor : float
         Factors before and after the reduction.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
 
     Returns
     -------
     numpy.ndarray
-        Shape and dtype of ``tensor``. Elements are combined in rank order, float16 and bfloat16 in float32,
-        so that the bits depend on the ranks' values alone.
+        Of the tensor's shape and dtype. Elements are combined in rank order, float16 and bfloat16 in float32.
+        The bits therefore depend on the ranks' values alone.
 
     Raises
     ------
     MismatchError
         The ranks submitted different shapes, dtypes, ops, ... under this name.
     UnsupportedDtypeError
-        The dtype cannot be reduced so.
+        The op is not defined for the dtype.
     UnsupportedOpError
-        Adasum, where the number of ranks is no power of two.
+        ``op=Adasum``, and the number of ranks is not a power of two.
     HorovodInternalError
         Another rank failed, or pyhvd was shut down.
     """
@@ -111,12 +110,7 @@ def allreduce(
     if compression is not Compression.none:
         kind = RequestType.ALLREDUCE
         tensor, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
-    result = (
-        start(False, False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-        or queue_allreduce(
-            False, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    ).result()
+    result = start(WAITS, tensor, average, name, op, prescale_factor, postscale_factor, process_set).result()
     return result if compression is Compression.none else compression.decompress(result, ctx)
 
 
@@ -129,12 +123,8 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an in-place allreduce; see :func:`allreduce_`. Leave ``tensor`` alone until it has ended."""
-    return start(
-        False, True, False, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ) or queue_allreduce(
-        False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    """Start an in-place allreduce; see :func:`allreduce_`. Do not use ``tensor`` until the handle is done."""
+    return start(IN_PLACE, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_(
@@ -146,13 +136,9 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce a tensor in place and return it; see :func:`allreduce`. It must be writable."""
-    return (
-        start(False, True, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-        or queue_allreduce(
-            False, True, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    ).result()
+    """Reduce a writable tensor in place and return it; see :func:`allreduce`."""
+    form = IN_PLACE | WAITS
+    return start(form, tensor, average, name, op, prescale_factor, postscale_factor, process_set).result()
 
 
 def grouped_allreduce_async(
@@ -165,11 +151,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an allreduce of several tensors; see :func:`grouped_allreduce`."""
-    return start(
-        True, False, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ) or queue_allreduce(
-        True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    return start(GROUPED, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce(
@@ -182,9 +164,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Reduce several tensors as one unit: all become ready together, and all fail if one does.
+    """Reduce several tensors as one unit: they become ready together, and all fail if one fails.
 
-    Takes and returns lists; otherwise as :func:`allreduce`. Member i of n is named ``<name>_<i>of<n>``.
+    It takes and returns lists; otherwise see :func:`allreduce`. Member i of n is named ``<name>_<i>of<n>``.
     """
     contexts: list[Any] = []
     if compression is not Compression.none:
@@ -192,12 +174,9 @@ def grouped_allreduce(
         tensors, contexts = refusing(
             kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
         )
-    results: list[Any] = (
-        start(True, False, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-        or queue_allreduce(
-            True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    ).result()
+    form = GROUPED | WAITS
+    handle = start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    results: list[Any] = handle.result()
     return results if compression is Compression.none else decompress_all(compression, results, contexts)
 
 
@@ -211,11 +190,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an in-place allreduce of several tensors; see :func:`grouped_allreduce_`."""
-    return start(
-        True, True, False, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ) or queue_allreduce(
-        True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    form = GROUPED | IN_PLACE
+    return start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_(
@@ -228,12 +204,67 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce several tensors in place as one unit, and return them; see :func:`grouped_allreduce`."""
-    return (
-        start(True, True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-        or queue_allreduce(
-            True, True, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    ).result()
+    form = GROUPED | IN_PLACE | WAITS
+    return start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set).result()
+
+
+def submit_allreduce(
+    form: int,
+    tensors: Any,
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit an allreduce that the fast path does not take; :func:`start` calls this."""
+    terms = (average, op, prescale_factor, postscale_factor)
+    return _reduce(RequestType.ALLREDUCE, form, tensors, name, process_set, terms)
+
+
+set_lookup(current_slot, process_slot, ProcessSet, global_process_set, submit_allreduce)
+
+
+def _reduce(
+    kind: RequestType,
+    form: int,
+    tensors: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    terms: tuple[bool | None, ReduceOp | None, float, float],
+) -> Handle:
+    """Submit a reducing call; ``terms`` are average, op and the two factors as the user gave them."""
+    in_place = bool(form & IN_PLACE)
+    with Call(kind, name, process_set, grouped=bool(form & GROUPED)) as call:
+        members = call.members(tensors)
+        reduction = Reduction.of(kind, *terms)
+        reduction.check_ranks(call.ranks)
+        if reduction.op is ReduceOp.ADASUM:
+            call.kind = RequestType.ADASUM
+        for tensor in members:
+            source = adopt(tensor, in_place=in_place)
+            reduction.check(source.info)
+            shape = source.shape
+            if kind is RequestType.REDUCESCATTER:
+                shape = (check_rows(shape, call.size)[call.rank], *shape[1:])
+            call.add(
+                source,
+                source if in_place else target_like(source, shape),
+                op=reduction.op,
+                prescale=reduction.prescale,
+                postscale=reduction.postscale,
+                window=in_place and reduction.prescale == 1.0 and _is_in_arena(call, source),
+            )
+        return call.submit(members if in_place else None)
+
+
+def _is_in_arena(call: Call, tensor: View) -> bool:
+    """Return whether every rank of the node can reduce a tensor in place, in shared memory."""
+    arena = call.context.arena
+    if not isinstance(arena, Arena) or not isinstance(tensor, TensorView):
+        return False
+    return tensor.home is None and arena.holds(tensor.ptr)
 
 
 # -- reducescatter -------------------------------------------------------------------------------------
@@ -248,8 +279,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter; see :func:`reducescatter`."""
-    how = (None, op, prescale_factor, postscale_factor)
-    return reduce_tensors(RequestType.REDUCESCATTER, tensor, False, False, name, process_set, how)
+    terms = (None, op, prescale_factor, postscale_factor)
+    return _reduce(RequestType.REDUCESCATTER, 0, tensor, name, process_set, terms)
 
 
 def reducescatter(
@@ -263,8 +294,9 @@ def reducescatter(
 ) -> Any:
     """Reduce a tensor over the ranks, and give each rank its part of dimension 0.
 
-    Rank r gets ``n // size`` rows, and one more if ``r < n % size``; possibly none. The shape must be the
-    same on every rank and have a dimension 0. ``op`` is Average or Sum; otherwise as :func:`allreduce`.
+    Of n rows, rank r gets ``n // size``, and one more if ``r < n % size``; this may be none. The shape must
+    be the same on every rank, with at least one dimension. ``op`` is Average or Sum; otherwise see
+    :func:`allreduce`.
     """
     kind = RequestType.REDUCESCATTER
     compressed, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
@@ -281,8 +313,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reducescatter of several tensors as one unit; see :func:`grouped_reducescatter`."""
-    how = (None, op, prescale_factor, postscale_factor)
-    return reduce_tensors(RequestType.REDUCESCATTER, tensors, True, False, name, process_set, how)
+    terms = (None, op, prescale_factor, postscale_factor)
+    return _reduce(RequestType.REDUCESCATTER, GROUPED, tensors, name, process_set, terms)
 
 
 def grouped_reducescatter(
@@ -325,8 +357,8 @@ def allgather_async(
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenate the ranks' tensors along dimension 0, in rank order; every rank gets the result.
 
-    Dimension 0 may differ between ranks, and be 0; the other dimensions and the dtype may not. A tensor
-    without dimensions is a ValueError.
+    Dimension 0 may differ between ranks, and may be 0. The other dimensions and the dtype must be the same.
+    A tensor without dimensions raises ValueError.
     """
     return allgather_async(tensor, name, process_set).result()
 
@@ -354,7 +386,7 @@ def _broadcast(
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
-        source = adopt_for_writing(tensor) if inplace else adopt(tensor)
+        source = adopt(tensor, in_place=inplace)
         call.add(source, source if inplace else target_like(source, source.shape), root=root)
         return call.submit([tensor] if inplace else None)
 
@@ -374,13 +406,13 @@ def broadcast(
     Parameters
     ----------
     tensor : array
-        Same shape and dtype on every rank; its contents matter on the root only.
+        Of the same shape and dtype on every rank. Only the root's contents matter.
     root_rank : int
-        A *global* rank, in a subset too; must be a member.
+        A *global* rank, also for a smaller process set; it must be a member.
     name : str, optional
-        Same on every rank.
+        The same on every rank.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
     """
     return broadcast_async(tensor, root_rank, name, process_set).result()
 
@@ -424,31 +456,31 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send a part of dimension 0 to each rank; return what the ranks sent here, in rank order.
+    """Send a part of dimension 0 to each rank; return the parts that the ranks sent here, in rank order.
 
     Parameters
     ----------
     tensor : array
-        Rows for rank 0 first, then for rank 1, ...; all but dimension 0 must be the same on every rank.
+        Rows for rank 0 first, then for rank 1, ...; all dimensions but the first are the same on every rank.
     splits : sequence of int, optional
-        How many rows each rank of the set gets. None splits evenly, if that can be done. Rows beyond the
-        sum are not sent.
+        The number of rows for each rank of the set. None divides the rows evenly; if they do not divide, the
+        call raises. Rows beyond the sum are not sent.
     name : str, optional
-        Same on every rank.
+        The same on every rank.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
 
     Returns
     -------
     output : numpy.ndarray
         The received rows.
     received_splits : numpy.ndarray of int32
-        How many rows came from each rank; returned only if ``splits`` was given.
+        The number of rows from each rank; returned only if ``splits`` was given.
 
     Raises
     ------
     ValueError
-        Splits that are not ints, are negative, too few, too many, or exceed the rows.
+        The splits are not ints, are negative, are not one per rank, or sum to more than the rows.
     """
     output, received = alltoall_async(tensor, splits, name, process_set).result()
     return output if splits is None else (output, received)
@@ -457,14 +489,13 @@ def alltoall(
 # -- join and barrier ----------------------------------------------------------------------------------
 
 
-def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: where its zeros would lie
-    """Tell the others that this rank has no more data; return when every rank has joined.
+def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's parameter: the device of its zeros
+    """Announce that this rank has no more data; return when every rank has joined.
 
-    Until then this rank takes part in the others' collectives with the neutral element of their op (for
-    allgather with no rows). Operations that need something of every rank (alltoall, barrier, a broadcast
-    from a rank that has joined) fail on the others, and other threads of this rank get an error for what
-    they submit to the global process set. Afterwards unnamed calls are counted anew, as some ranks have made
-    more of them.
+    Until then this rank contributes the identity element of the op (zero for a sum, no rows for allgather) to
+    the other ranks' collectives. Operations that need every rank's data fail on the other ranks: alltoall,
+    barrier, and a broadcast from a rank that has joined. Other threads of this rank get an error for calls in
+    the global process set. After a join, all ranks number their unnamed calls from the start.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Coming and going: of the ranks (``init``, ``shutdown``) and of process sets (add, remove)."""
+"""``init()`` and ``shutdown()``: the start and the end of pyhvd on this rank."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from pyhvd import __version__
 from pyhvd.api import logs, process_sets
-from pyhvd.api.call import Call
-from pyhvd.api.handles import Handle
-from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.api.process_sets import ProcessSet
 from pyhvd.common import launcher_hooks
 from pyhvd.config import Config
 from pyhvd.engine import context
 from pyhvd.engine.autotuner import SampleLog, open_log
 from pyhvd.engine.context import Context, Slot, StaticSet
-from pyhvd.negotiation.messages import UNNAMED, RequestType
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.transport.world import World
 
@@ -215,109 +211,3 @@ def _at_exit() -> None:
     slot = context.current_slot()
     cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     leave(slot, cause, "has ended")
-
-
-# -- process sets --------------------------------------------------------------------------------------
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set. Collective over all ranks, which call it in the same order.
-
-    Parameters
-    ----------
-    process_set : ProcessSet or sequence of int
-        Global ranks; the same on every rank.
-
-    Returns
-    -------
-    ProcessSet
-        The set, with its id.
-
-    Raises
-    ------
-    ValueError
-        Dynamic process sets are off, a rank does not exist, or a set of the same ranks is registered.
-    NotImplementedError
-        The set is made of a communicator.
-    """
-    active = context.current()
-    _check_dynamic(active, "add_process_set")
-    with Call(
-        RequestType.ADD_PROCESS_SET, None, global_process_set, prefix=f"process_set.add.{UNNAMED}"
-    ) as call:
-        new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-        if new.mpi_comm is not None:
-            raise NotImplementedError("a ProcessSet of a communicator can only be given to init()")
-        if new.process_set_id is not None:
-            raise ValueError(f"{new} is registered already")
-        ranks = process_sets.checked_ranks(new.ranks or (), call.size)
-        if ranks in active.process_sets.values():
-            raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
-        call.add(None, None, ranks=ranks)
-        handle = call.submit()
-    try:
-        set_id = handle.result()
-    except BaseException:
-        handle.add_done_callback(partial(_register_late, active, new))
-        raise
-    process_sets.register(active, new, set_id)
-    return new
-
-
-def _register_late(active: Context, new: ProcessSet, handle: Handle) -> None:
-    """The caller has been interrupted, but the ranks agreed: the set is there on this one too."""
-    if handle.exception() is None:
-        process_sets.register(active, new, handle.result())
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. Collective over all ranks; what is pending in it fails.
-
-    Returns
-    -------
-    bool
-        False for the global set and for sets that are not registered.
-
-    Raises
-    ------
-    ValueError
-        Dynamic process sets are off.
-    """
-    active = context.current()
-    if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"remove_process_set takes a ProcessSet, not {process_set!r}")
-    set_id = process_set.process_set_id
-    if process_set is global_process_set or set_id is None:
-        return False
-    _check_dynamic(active, "remove_process_set")
-    # Before anything else, as another thread may be given the id for a new set.
-    process_set.process_set_id = None
-    ranks = active.process_sets.pop(set_id)
-
-    def restore() -> None:
-        if active.runtime.ended is None:
-            active.process_sets[set_id] = ranks
-            process_set.process_set_id = set_id
-
-    try:
-        with Call(
-            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
-        ) as call:
-            call.add(None, None, ranks=(set_id,))
-            handle = call.submit()
-    except BaseException:
-        restore()
-        raise
-    try:
-        handle.result()
-    except BaseException:  # if the caller has been interrupted, the removal goes on
-        handle.add_done_callback(lambda ended: restore() if ended.exception() is not None else None)
-        raise
-    return True
-
-
-def _check_dynamic(active: Context, verb: str) -> None:
-    if not active.config.dynamic_process_sets:
-        raise ValueError(
-            f"{verb} needs PYHVD_DYNAMIC_PROCESS_SETS=1 in the environment, or init(process_sets='dynamic')"
-        )

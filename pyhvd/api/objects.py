@@ -1,4 +1,4 @@
-"""Python objects: pickled with cloudpickle, sent as bytes; no limit of size."""
+"""Collectives of Python objects: cloudpickle makes bytes of them, of any size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from pyhvd.api.call import OwnName, checked_name, refusing
 from pyhvd.api.collectives import allgather, broadcast, broadcast_
-from pyhvd.api.process_sets import ProcessSet, global_process_set, members_of
+from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
 from pyhvd.negotiation.messages import UNNAMED, RequestType
 
@@ -25,13 +25,13 @@ def broadcast_object(
     Parameters
     ----------
     obj : object
-        Whatever cloudpickle can pickle; matters on the root only, which gets back this very object.
+        Any object that cloudpickle can pickle. Only the root's matters; the root gets back the same object.
     root_rank : int
         A global rank.
     name : str, optional
-        Same on every rank.
+        The same on every rank.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
     """
     name = _name(name, process_set, RequestType.BROADCAST)
     here = context.current().topology.rank == root_rank
@@ -55,11 +55,11 @@ def allgather_object(
     Parameters
     ----------
     obj : object
-        Whatever cloudpickle can pickle; sizes may differ.
+        Any object that cloudpickle can pickle; the sizes may differ.
     name : str, optional
-        Same on every rank.
+        The same on every rank.
     process_set : ProcessSet
-        Who takes part.
+        The ranks that take part.
     """
     name = _name(name, process_set, RequestType.ALLGATHER)
     data = refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set, lambda: _pickled(obj))
@@ -71,7 +71,7 @@ def allgather_object(
 
 def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:
     active = context.current()
-    set_id, _ = members_of(active, process_set)
+    set_id, _ = active.members_of(process_set)
     return checked_name(name, kind) or OwnName(active.next_name(set_id, f"object.{UNNAMED}"))
 
 

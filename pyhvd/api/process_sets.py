@@ -1,30 +1,33 @@
-"""Process sets: collectives among some of the ranks.
+"""Process sets: groups of ranks that run collectives among themselves.
 
-Owns: :class:`ProcessSet` objects and their registration. The sets themselves (communicators, negotiation
-state, caches) live in the engine, by id.
+Owns: :class:`ProcessSet` objects and their registration. The engine owns the state of a set (communicators,
+negotiation, caches), by id.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from pyhvd.api.call import Call
+from pyhvd.api.handles import Handle
 from pyhvd.common.text import describe_ranks
 from pyhvd.engine import context
 from pyhvd.engine.context import Ranks, StaticSet
-from pyhvd.negotiation.messages import GLOBAL_SET
+from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, RequestType
 
 
 def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:
-    """Return ranks as sorted ints; ValueError if they are none, negative, repeated or no ints."""
+    """Return ranks as sorted ints; raise ValueError unless they are distinct ints >= 0."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise ValueError(f"{what} takes ranks (ints) or a communicator, not {ranks!r}")
     try:
         members = sorted(operator.index(rank) for rank in ranks)
     except TypeError as exc:
-        raise ValueError(f"{what} takes ranks, which are ints: {exc}") from None
+        raise ValueError(f"{what} takes ranks (ints): {exc}") from None
     if not members:
         raise ValueError(f"{what} needs at least one rank")
     if members[0] < 0 or len(set(members)) < len(members):
@@ -33,7 +36,7 @@ def sorted_ranks(ranks: Any, what: str = "a process set") -> list[int]:
 
 
 def checked_ranks(ranks: Iterable[int], size: int, what: str = "process set") -> Ranks:
-    """Return sorted ranks as a tuple; ValueError if one does not exist."""
+    """Return sorted ranks as a tuple; raise ValueError if one does not exist."""
     members = tuple(ranks)
     if members[-1] >= size:
         raise ValueError(f"{what} of {describe_ranks(members)}: there are only ranks 0-{size - 1}")
@@ -41,27 +44,27 @@ def checked_ranks(ranks: Iterable[int], size: int, what: str = "process set") ->
 
 
 class ProcessSet:
-    """Some of the ranks, that run collectives among themselves.
+    """A group of ranks that run collectives among themselves.
 
     Parameters
     ----------
     ranks_or_comm : iterable of int, or mpi4py.MPI.Comm
-        Global ranks; or a communicator, only for :func:`pyhvd.init` with ``comm`` a communicator too.
+        Global ranks; or a communicator, if :func:`pyhvd.init` gets a communicator as ``comm`` too.
 
     Attributes
     ----------
     process_set_id : int or None
-        Id, the same on every rank; None until registered by ``init()`` or :func:`add_process_set`, and
-        after removal.
+        Id, the same on every rank; None until ``init()`` or :func:`add_process_set` registers the set, and
+        after its removal.
     ranks : list of int or None
         Members, sorted.
     mpi_comm : mpi4py.MPI.Comm or None
-        The communicator it was made from.
+        The communicator that the set was made from.
 
     Raises
     ------
     ValueError
-        A rank is not an int, is negative, or occurs twice, or there is none.
+        There is no rank, or a rank is not an int, is negative or occurs twice.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -88,7 +91,7 @@ class ProcessSet:
         return None if self.process_set_id is None or members is None else len(members)
 
     def rank(self) -> int | None:
-        """Return this rank's place in the set, or None while the set is not registered.
+        """Return this rank's index in the set, or None while the set is not registered.
 
         Raises
         ------
@@ -111,7 +114,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """The set of all ranks; its ranks are filled by ``init()``."""
+    """The set of all ranks; ``init()`` determines its ranks."""
 
     def __init__(self) -> None:
         super().__init__([0])
@@ -125,20 +128,20 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set = _GlobalProcessSet()
-"""The set of all ranks; id 0; the default of every collective."""
+"""The set of all ranks, with id 0; the default of every collective."""
 
 _registered: weakref.WeakKeyDictionary[context.Context, list[ProcessSet]] = weakref.WeakKeyDictionary()
 
 
 def prepare(process_sets: Iterable[Any], world: Any, by_comm_allowed: bool) -> list[StaticSet]:
-    """Return what the handshake needs of the sets given to ``init()``.
+    """Return the handshake's description of the sets that ``init()`` got.
 
     Raises
     ------
     ValueError
-        A set is not a ProcessSet, occurs twice, is registered already, or has ranks that do not exist.
+        A set is not a ProcessSet, occurs twice, or has ranks that do not exist.
     NotImplementedError
-        A set is made of a communicator, but ``init`` got none.
+        A set was made from a communicator, but ``init`` got none.
     """
     prepared: list[StaticSet] = []
     for each in process_sets:
@@ -156,35 +159,116 @@ def prepare(process_sets: Iterable[Any], world: Any, by_comm_allowed: bool) -> l
 
 
 def register(active: context.Context, process_set: ProcessSet, set_id: int) -> None:
-    """Give a set its id, and let it be used; it loses the id when the context ends."""
+    """Give a set its id until the context ends, and allow calls in it."""
     active.admit(set_id, tuple(process_set.ranks or ()))
     process_set.process_set_id = set_id
     _registered.setdefault(active, []).append(process_set)
 
 
 def forget(active: context.Context) -> None:
-    """Take the ids of a context's sets: the context has ended."""
+    """Remove the ids of a context's sets when the context has ended."""
     for process_set in _registered.pop(active, []):
         process_set.process_set_id = None
 
 
-def members_of(active: context.Context, process_set: Any) -> tuple[int, Ranks]:
-    """Return id and members of a process set that this rank may use.
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set. Collective over all ranks, which must call it in the same order.
+
+    Parameters
+    ----------
+    process_set : ProcessSet or sequence of int
+        The set, or its global ranks; the same on every rank.
+
+    Returns
+    -------
+    ProcessSet
+        The set, with its id.
 
     Raises
     ------
     ValueError
-        It is no process set, is not registered, has been removed, or this rank is not a member.
+        Dynamic process sets are off, a rank does not exist, or a set of the same ranks is registered.
+    NotImplementedError
+        The set was made from a communicator.
     """
+    active = context.current()
+    _check_dynamic(active, "add_process_set")
+    with Call(
+        RequestType.ADD_PROCESS_SET, None, global_process_set, prefix=f"process_set.add.{UNNAMED}"
+    ) as call:
+        new = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if new.mpi_comm is not None:
+            raise NotImplementedError("a ProcessSet made from a communicator can only be passed to init()")
+        if new.process_set_id is not None:
+            raise ValueError(f"{new} is registered already")
+        ranks = checked_ranks(new.ranks or (), call.size)
+        if ranks in active.process_sets.values():
+            raise ValueError(f"a process set of the ranks {list(ranks)} is registered already")
+        call.add(None, None, ranks=ranks)
+        handle = call.submit()
+    try:
+        set_id = handle.result()
+    except BaseException:
+        handle.add_done_callback(partial(_register_late, active, new))
+        raise
+    register(active, new, set_id)
+    return new
+
+
+def _register_late(active: context.Context, new: ProcessSet, handle: Handle) -> None:
+    """Register a set that the ranks agreed on after the caller was interrupted."""
+    if handle.exception() is None:
+        register(active, new, handle.result())
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. Collective over all ranks; pending calls in the set fail.
+
+    Returns
+    -------
+    bool
+        False for the global set and for sets that are not registered.
+
+    Raises
+    ------
+    ValueError
+        Dynamic process sets are off.
+    """
+    active = context.current()
     if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"process_set takes a ProcessSet, not {process_set!r}")
+        raise ValueError(f"remove_process_set takes a ProcessSet, not {process_set!r}")
     set_id = process_set.process_set_id
-    if set_id is None or set_id not in active.process_sets:
+    if process_set is global_process_set or set_id is None:
+        return False
+    _check_dynamic(active, "remove_process_set")
+    # First of all, because another thread may get this id for a new set.
+    process_set.process_set_id = None
+    ranks = active.process_sets.pop(set_id)
+
+    def restore() -> None:
+        if active.runtime.ended is None:
+            active.process_sets[set_id] = ranks
+            process_set.process_set_id = set_id
+
+    try:
+        with Call(
+            RequestType.REMOVE_PROCESS_SET, None, global_process_set, prefix=f"process_set.remove.{UNNAMED}"
+        ) as call:
+            call.add(None, None, ranks=(set_id,))
+            handle = call.submit()
+    except BaseException:
+        restore()
+        raise
+    try:
+        handle.result()
+    except BaseException:  # an interrupted caller does not stop the removal
+        handle.add_done_callback(lambda ended: restore() if ended.exception() is not None else None)
+        raise
+    return True
+
+
+def _check_dynamic(active: context.Context, verb: str) -> None:
+    if not active.config.dynamic_process_sets:
         raise ValueError(
-            f"{process_set} does not exist, or has not been registered: pass it to init(process_sets=[...])"
-            " or to add_process_set()"
+            f"{verb} needs PYHVD_DYNAMIC_PROCESS_SETS=1 in the environment, or init(process_sets='dynamic')"
         )
-    ranks = active.process_sets[set_id]
-    if active.topology.rank not in ranks:
-        raise ValueError(f"rank {active.topology.rank} is not a member of {process_set}")
-    return set_id, ranks

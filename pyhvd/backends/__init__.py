@@ -1,4 +1,1 @@
-"""Backends: how the bytes of an agreed collective move.
-
-Only ``backends/mpi.py``, ``mpi_transport.py`` and ``mpi_world.py`` touch MPI.
-"""
+"""Run agreed collectives: the algorithms for arrays in host memory, over any fabric, and on GPUs."""

@@ -1,21 +1,26 @@
-"""Adasum over a fabric: vectors that point in different directions are summed, parallel ones averaged.
+"""Adasum over a fabric: sum vectors of different directions, average parallel ones.
 
 Two vectors a and b become ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``, and p vectors a binary tree of
 such pairs: ranks 0 and 1, 2 and 3, ..., then ranks 0-1 and 2-3, and so on. p must be a power of two.
 
-Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, with its
-vector-halving, distance-doubling algorithm. On level k a rank and its partner, 2^k ranks away, give each
-other half of what they hold; they compute the dot products of the half that they keep, sum them over the
-2^(k+1) ranks that now share the pair, and combine. After log2 p levels a rank has 1/p of the result, and the
-halves go back the way they came. What is small goes flat: everybody gathers all, and reduces all.
+Source: S. Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021. The algorithm is
+its vector halving with distance doubling. On level k = 0, 1, ...:
 
-Bits. Every tensor is cut into p pieces by its own length, and what ranks give each other are whole pieces.
-The dot products of a tensor are those of its pieces, added up in a binary tree over the pieces. So neither
-the company that a tensor has in a buffer, nor flat or not, nor the fabric, changes a bit. The pieces of one
-number lie together in a buffer, so that halves of it are ranges.
+1. A rank and its partner, 2^k ranks away, exchange halves of their vectors.
+2. Each computes the dot products of the half that it keeps.
+3. The 2^(k+1) ranks that share this pair of vectors sum the dot products.
+4. Each combines the two vectors in its half.
 
-Dot products and factors are float64. float16 and bfloat16 are float32 from before the prescale factor to
-behind the postscale factor, and are rounded once.
+After log2 p levels a rank has 1/p of the result; the halves are exchanged back in reverse order. Small
+tensors take one step: all ranks gather all vectors, and reduce them.
+
+Bits. Each tensor is cut into p pieces by its own length, and ranks exchange whole pieces. A tensor's dot
+product is the sum over its pieces, added in a binary tree. So the bits depend neither on other tensors in the
+buffer, nor on the number of steps, nor on the fabric. Pieces of one number are contiguous in a buffer, so a
+half of the buffer is a range.
+
+Dot products and factors are float64. float16 and bfloat16 are float32 from the prescale factor to the
+postscale factor, and are rounded once.
 """
 
 from __future__ import annotations
@@ -28,31 +33,31 @@ from numpy.typing import NDArray
 
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, TensorView, address
-from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.backends.base import Views
+from pyhvd.dtypes import BY_CODE, Code, ReduceOp, ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
-RIDE = 4 * 1024 * 1024
-"""Bytes of tensors that ride together; a tensor of half as many rides alone, and needs no packing."""
+BATCH = 4 * 1024 * 1024
+"""Bytes of a batch of tensors; a tensor of half a batch or more has its own, without packing."""
 
 FLAT = 64 * 1024
-"""At most so many bytes, over all ranks, are gathered and reduced everywhere, in one step."""
+"""Up to this number of bytes, over all ranks, all ranks gather and reduce all vectors in one step."""
 
 KEPT = 64 * 1024 * 1024
-"""Larger buffers are given back after use."""
+"""Bytes; larger buffers are freed after use."""
 
 TINY = 2.0**-511
-"""A vector whose squared norm is less has no direction: it is added as it is. The root of the smallest normal
-float64: above it neither a square nor a quotient of squares has lost its digits."""
+"""A vector with a smaller squared norm has no direction and is summed. The value is the root of the smallest
+normal float64: above it, squares and quotients of squares keep their digits."""
 
 Terms = NDArray[np.float64]
-Views = Sequence[TensorView | None]
 Span = tuple[int, int]
 
 
-def rides(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Say which tensors ride together: lists of indices, of at most ``limit`` elements where it is several.
+def batches(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield batches of tensors: lists of indices; several tensors have at most ``limit`` elements together.
 
-    Empty tensors stay behind.
+    Empty tensors are in no batch.
     """
     shared: list[int] = []
     room = limit
@@ -72,8 +77,8 @@ def rides(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
 def factors_of(terms: Terms) -> Terms:
     """Return the factors of a and of b, for rows of a.b, a.a and b.b.
 
-    Where either vector is tiny both are 1. A NaN or an infinity in a vector makes both NaN, and so does a
-    square that overflows.
+    Both are 1 if either vector is tiny. Both are NaN if a vector contains a NaN or an infinity, or if a
+    square overflows.
     """
     squares = terms[:, 1:]
     tiny = (squares < TINY).any(axis=1, keepdims=True)
@@ -82,61 +87,63 @@ def factors_of(terms: Terms) -> Terms:
     return factors
 
 
-class Ride:
-    """Whole tensors that are reduced together, in one buffer. Lives for one reduction.
+class AdasumBatch:
+    """One reduction of a batch of tensors, in one buffer.
 
     Parameters
     ----------
     fabric : Fabric
         Reaches the ranks; a power of two of them.
     buffer : callable
-        ``buffer(use, nbytes)`` returns memory that may be used until the next call for the same use.
+        ``buffer(use, nbytes)`` returns memory, valid until the next call for the same use.
     counts : sequence of int
         Elements of each tensor.
-    info : DtypeInfo
-        float16, bfloat16, float32 or float64.
+    spec : ReduceSpec
+        Of float16, bfloat16, float32 or float64.
     """
 
     def __init__(
-        self, fabric: Fabric, buffer: Callable[[str, int], Bytes], counts: Sequence[int], info: DtypeInfo
+        self, fabric: Fabric, buffer: Callable[[str, int], Bytes], counts: Sequence[int], spec: ReduceSpec
     ) -> None:
         self._fabric = fabric
         self._buffer = buffer
-        self._info = info
-        self._half = info.itemsize == 2
-        self._wide = BY_CODE[Code.FLOAT32] if self._half else info
+        self._spec = spec
+        self._info = spec.info
+        self._half = spec.info.itemsize == 2
+        self._wide = BY_CODE[Code.FLOAT32] if self._half else spec.info
         base, more = np.divmod(np.array(counts, np.int64), fabric.size)
         number = np.arange(fabric.size)[:, None]
-        # By piece and tensor: elements, and where they begin in the tensor.
+        # By piece and tensor: elements, and their first element in the tensor.
         self._sizes = base + (number < more)
         self._firsts = base * number + np.minimum(number, more)
-        # Where pieces begin in the buffer.
+        # First element of each piece in the buffer.
         self._starts = [0, *itertools.accumulate(self._sizes.sum(axis=1).tolist())]
 
-    def run(self, sources: Views, targets: Views, prescale: float, postscale: float) -> None:
-        """Reduce; None stands for a rank that has joined, which gives zeros."""
+    def run(self, sources: Views, targets: Views) -> None:
+        """Reduce; a rank that has joined contributes zeros."""
         size = self._fabric.size
         alone = targets[0] if len(targets) == 1 else None
         nbytes = self._starts[-1] * self._wide.itemsize
         work = self._space("work", nbytes) if self._half or alone is None else alone.bytes
-        held = self._load(sources, work, prescale)
+        held = self._load(sources, work)
         if nbytes * size <= FLAT:
             held = self._reduce_flat(held)
-            out = self._finish(held, work, alone, (0, size), postscale)
+            out = self._finish(held, work, alone, (0, size))
         else:
             held, way = self._reduce_halves(held, work)
             own = way[-1][1] if way else (0, size)
-            out = self._finish(held, work, alone, own, postscale)
+            out = self._finish(held, work, alone, own)
             self._gather_halves(out, way)
         if alone is None:
             _fusion.unpack(address(out), self._addresses(targets), self._sizes.reshape(-1), self._info.code)
 
     # -- in and out ----------------------------------------------------------------------------------
 
-    def _load(self, sources: Views, work: Bytes, prescale: float) -> Bytes:
-        """Return what this rank brings, scaled and in order of the pieces: its own memory, or ``work``."""
+    def _load(self, sources: Views, work: Bytes) -> Bytes:
+        """Return this rank's scaled vector, ordered by piece: the caller's memory, or ``work``."""
         wide, info, total = self._wide.code, self._info.code, self._starts[-1]
         alone = sources[0] if len(sources) == 1 else None
+        prescale = self._spec.prescale
         if self._half:
             narrow = self._space("narrow", total * 2) if alone is None else alone.bytes
             if alone is None:
@@ -152,17 +159,15 @@ class Ride:
         return work
 
     def _pack(self, into: Bytes, sources: Views, factor: float) -> None:
-        # The neutral element of a sum, -0.0, is Adasum's too: it has no norm.
+        # The identity element of a sum, -0.0, is Adasum's too: its norm is zero.
         ptrs, sizes = self._addresses(sources), self._sizes.reshape(-1)
         _fusion.pack(address(into), ptrs, sizes, self._info.code, ReduceOp.SUM, factor)
 
-    def _finish(
-        self, held: Bytes, work: Bytes, alone: TensorView | None, own: Span, postscale: float
-    ) -> Bytes:
-        """Scale and round this rank's pieces; return the buffer of the result, in the tensors' dtype."""
+    def _finish(self, held: Bytes, work: Bytes, alone: TensorView | None, own: Span) -> Bytes:
+        """Scale and round this rank's pieces; return the result's buffer, in the tensors' dtype."""
         elements = self._starts[own[1]] - self._starts[own[0]]
         mine = address(self._part(work, own))
-        _fusion.scale(mine, address(self._part(held, own)), elements, self._wide.code, postscale)
+        _fusion.scale(mine, address(self._part(held, own)), elements, self._wide.code, self._spec.postscale)
         if not self._half:
             return work
         out = self._space("narrow", self._starts[-1] * 2) if alone is None else alone.bytes
@@ -170,17 +175,17 @@ class Ride:
         return out
 
     def _addresses(self, tensors: Views) -> NDArray[np.int64]:
-        """Return the address of every piece, 0 where a rank has joined."""
+        """Return the address of every piece; 0 if this rank has joined."""
         bases = np.array([0 if view is None else view.ptr for view in tensors], np.int64)
         return np.where(bases, bases + self._firsts * self._info.itemsize, 0).reshape(-1)
 
     def _space(self, use: str, nbytes: int) -> Bytes:
         return self._buffer(use, nbytes) if nbytes <= KEPT else np.empty(nbytes, np.uint8)
 
-    # -- the two ways --------------------------------------------------------------------------------
+    # -- the two algorithms --------------------------------------------------------------------------------
 
     def _reduce_flat(self, held: Bytes) -> Bytes:
-        """Return the whole result, computed here from what every rank brings."""
+        """Gather all ranks' vectors; return the whole result."""
         size, nbytes = self._fabric.size, len(held)
         box = self._space("box", nbytes * size)
         self._fabric.allgather(held, box)
@@ -192,7 +197,7 @@ class Ride:
         return vectors[0]
 
     def _reduce_halves(self, held: Bytes, work: Bytes) -> tuple[Bytes, list[tuple[int, Span, Span]]]:
-        """Reduce one piece; return where it lies, and for each level partner, pieces kept, pieces given."""
+        """Reduce one piece; return its buffer, and each level's partner, pieces kept, pieces sent."""
         rank, size = self._fabric.rank, self._fabric.size
         way: list[tuple[int, Span, Span]] = []
         low, high = 0, size
@@ -205,7 +210,7 @@ class Ride:
             way.append((rank ^ distance, keep, give))
             mine = self._part(held, keep)
             theirs = self._space("box", len(mine))
-            self._fabric.swap(rank ^ distance, self._part(held, give), theirs)
+            self._fabric.pairwise_exchange(rank ^ distance, self._part(held, give), theirs)
             a, b = (theirs, mine) if upper else (mine, theirs)
             terms = self._sum_over_group(self._terms(a, b, keep), 2 * distance)
             self._combine(self._part(work, keep), a, b, keep, terms)
@@ -214,14 +219,14 @@ class Ride:
         return held, way
 
     def _gather_halves(self, out: Bytes, way: list[tuple[int, Span, Span]]) -> None:
-        """Give each other the halves of the result, from the last level to the first."""
+        """Exchange the halves of the result, from the last level to the first."""
         for partner, keep, give in reversed(way):
-            self._fabric.swap(partner, self._part(out, keep), self._part(out, give))
+            self._fabric.pairwise_exchange(partner, self._part(out, keep), self._part(out, give))
 
     # -- parts ---------------------------------------------------------------------------------------
 
     def _part(self, buffer: Bytes, span: Span) -> Bytes:
-        """Return the bytes of a range of pieces, in a buffer of elements of whichever dtype."""
+        """Return the bytes of a range of pieces, in a buffer of any dtype."""
         item = len(buffer) // self._starts[-1]
         return buffer[self._starts[span[0]] * item : self._starts[span[1]] * item]
 
@@ -237,9 +242,9 @@ class Ride:
         return total
 
     def _sum_over_group(self, terms: Terms, members: int) -> Terms:
-        """Sum over the ranks that share a pair, in the order of the pieces that they hold.
+        """Sum over the ranks that share a pair, in the order of their pieces.
 
-        Neighbours among the pieces are the ranks that parted last, which are furthest from each other.
+        The ranks of neighbouring pieces were partners on the last level, so they are furthest apart.
         """
         size = self._fabric.size
         box = np.empty((size, *terms.shape))

@@ -1,8 +1,7 @@
-"""What a backend and a fabric must do.
+"""The interface of backends, which run the agreed collectives of one process set on host arrays.
 
-A *backend* runs agreed collectives for one process set. A *fabric* moves bytes between the set's ranks;
-:class:`~pyhvd.backends.host.HostBackend` builds every host collective from a fabric's few operations, so
-that MPI and ranks-as-threads share one set of algorithms. Ranks here are set ranks: 0 .. size-1.
+:class:`~pyhvd.backends.host.HostBackend` builds every collective from the few operations of a *fabric*, so
+MPI and ranks as threads share one set of algorithms. Ranks are set ranks: 0 .. size-1.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Into which pieces (bytes) tensors are cut; the same on every rank.
+    """The sizes, in bytes, of the pieces of tensors; equal on all ranks.
 
     Attributes
     ----------
     chunk_size : int
-        A chunk of a shared window's pipeline.
+        Size of a chunk in a window's pipeline.
     staging_size : int
-        What goes in one piece elsewhere.
+        Size of a piece in all other algorithms.
     """
 
     chunk_size: int
@@ -34,85 +33,63 @@ class Pieces:
 
 
 PhaseHook = Callable[[str], AbstractContextManager[None]]
-"""``with phase("MPI_ALLREDUCE"):`` around a part of a collective tells whoever watches."""
+"""``with phase("MPI_ALLREDUCE"):`` records a phase of a collective."""
 
 
-def no_phase(name: str) -> AbstractContextManager[None]:  # noqa: ARG001 - nobody watches
-    """Tell nobody."""
-    return _NOBODY
+def no_phase(name: str) -> AbstractContextManager[None]:  # noqa: ARG001 - a PhaseHook
+    """Record nothing."""
+    return _NO_PHASE
 
 
-_NOBODY: AbstractContextManager[None] = nullcontext()
+_NO_PHASE: AbstractContextManager[None] = nullcontext()
+
+
+Views = Sequence[TensorView | None]
+"""A view per tensor; None if this rank has joined."""
 
 
 class Backend(Protocol):
-    """Runs agreed collectives for one process set; ``carrier`` is in the names of its phases."""
+    """Runs agreed collectives for one process set; its phases' names start with ``name``."""
 
     rank: int
     size: int
     fabric: Fabric
-    carrier: str
+    name: str
     pieces: Pieces
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors that ride together; None stands for a rank that has joined."""
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
+        """Reduce tensors that are fused."""
 
-    def adasum(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors by Adasum, each by itself; None stands for a rank that has joined."""
+    def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
+        """Reduce tensors by Adasum, each tensor by itself."""
 
     def reducescatter(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce, and leave each rank its own rows of dimension 0."""
+        """Reduce; each rank gets its own rows of dimension 0."""
 
-    def allgather(
-        self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
-    ) -> None:
-        """Concatenate; ``counts[i][r]`` is the number of bytes that rank r gives to tensor i."""
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
+        """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes."""
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
-        """Copy the root's bytes to every rank."""
+        """Copy the root's bytes to all ranks."""
 
-    def swap_counts(self, counts: Sequence[int]) -> list[int]:
-        """Tell rank r ``counts[r]``; return what each rank tells this one."""
+    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """Send ``counts[r]`` to rank r; return each rank's count for this rank."""
 
     def alltoall(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Exchange blocks of uneven size; counts in bytes."""
+        """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
 
     def resize(self, pieces: Pieces) -> None:
-        """Cut what comes next into other pieces; between the same two calls on every rank."""
+        """Change the size of pieces, between the same two collectives on all ranks."""
 
     def agree(self, ok: bool) -> list[int]:
-        """Return the ranks on which ``ok`` is false: the same list on every rank."""
+        """Return the ranks on which ``ok`` is false; collective."""
 
     def abort(self, note: bytes) -> None:
-        """Let no rank of the set wait for this one any longer; see :meth:`Fabric.abort`."""
+        """Make the ranks that wait for this one fail; see :meth:`Fabric.abort`."""
 
     def close(self) -> None:
-        """Give up what the backend holds; collective."""
+        """Free the backend's resources; collective."""

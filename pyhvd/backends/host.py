@@ -1,15 +1,14 @@
-"""Host arrays over a fabric: every collective, for MPI and for ranks as threads alike.
+"""Collectives on host arrays over any fabric.
 
-Reductions are direct: each rank receives the others' parts of its own slice (all-to-all), reduces them with
-pyhvd's kernels in rank order 0 .. p-1, and the slices are gathered. Per rank 2 n (p-1)/p bytes travel, as in
-a ring, in 2 steps. An element's bits therefore depend on nothing but the ranks' values: not on the MPI
-library, nor on the size of the message, nor on what else lies in the buffer, nor on where. (An MPI_Allreduce
-of a fused buffer gives no such promise: its order of summation changes with message size and with position.)
-float16 and bfloat16 accumulate in float32 and are rounded once.
+An allreduce has two steps: each rank receives the other ranks' parts of its own slice (all-to-all) and
+reduces them by pyhvd's kernels in rank order 0 .. p-1; then all ranks gather the slices. A rank sends 2 n
+(p-1)/p bytes, as in a ring. float16 and bfloat16 accumulate in float32, and are rounded once.
 
-Tensors are walked in windows of ``staging_size`` bytes, which stay in the cache: small ones are packed
-together, large ones go straight from and to the caller's memory. No buffer grows with the tensors, and no
-count comes near 2**31.
+1. An element's bits depend on the ranks' values alone: not on the MPI library, the message size, or the other
+   tensors in the buffer. (MPI_Allreduce promises less: its order of summation depends on size and position.)
+2. Tensors are cut into windows of ``staging_size`` bytes, which stay in the cache. Small tensors are packed;
+   large ones move directly from and to the caller's memory.
+3. No buffer grows with the tensors, and no count comes near 2**31.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyhvd import _fusion
-from pyhvd.arrays import Bytes, TensorView, address
+from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import PhaseHook, Pieces, no_phase
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.backends.base import PhaseHook, Pieces, Views, no_phase
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
 FLAT = 64 * 1024
-"""At most so many bytes, over all ranks, are gathered and reduced everywhere, in one step instead of two."""
+"""Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""
 
 Window = list[tuple[int, int, int]]
 
 
 def windows(counts: Sequence[int], limit: int) -> Iterator[Window]:
-    """Cut tensors into windows of at most ``limit`` elements: lists of (tensor, first element, count).
+    """Yield windows of at most ``limit`` elements: lists of (tensor, first element, count).
 
-    A tensor of half a window or more rides alone, so that it needs no packing; smaller ones share. Where a
-    window begins and ends is the same on every rank, as it follows from the counts alone.
+    A tensor of half a window or more gets windows of its own, without packing; smaller ones share. Windows
+    follow from the counts alone, so they are equal on all ranks.
     """
     shared: Window = []
     room = limit
@@ -56,23 +55,23 @@ def windows(counts: Sequence[int], limit: int) -> Iterator[Window]:
 
 
 def rows_of(extent: int, size: int) -> list[int]:
-    """Return how many rows of dimension 0 each rank gets: the first ``extent % size`` ranks get one more."""
+    """Return each rank's number of rows of dimension 0; the first ``extent % size`` ranks get one more."""
     base, more = divmod(extent, size)
     return [base + (rank < more) for rank in range(size)]
 
 
 class HostBackend:
-    """Runs agreed collectives on host arrays; see the module's docstring.
+    """Runs agreed collectives on host arrays; see :class:`pyhvd.backends.base.Backend`.
 
     Parameters
     ----------
     fabric : Fabric
         Moves the bytes; owned.
     pieces : Pieces
-        Its staging size is that of a window (1-4 MiB are best for MPI on one node).
+        The staging size is a window's size (1-4 MiB are best for MPI on one node).
     """
 
-    carrier = "MPI"
+    name = "MPI"
 
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
         self.phase: PhaseHook = no_phase
@@ -84,66 +83,42 @@ class HostBackend:
 
     # -- reductions ----------------------------------------------------------------------------------
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors that ride together; see :class:`~pyhvd.backends.base.Backend`."""
-        item = info.itemsize
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
+        """Reduce fused tensors."""
+        item = spec.info.itemsize
         for window in windows(counts, max(self.pieces.staging_size // item, 1)):
             nbytes = item * sum(count for _, _, count in window)
             tensor, first, _ = window[0]
             source, target = sources[tensor], targets[tensor]
             span = slice(first * item, first * item + nbytes)
             alone = len(window) == 1
-            if alone and source is not None and prescale == 1.0:
+            if alone and source is not None and spec.prescale == 1.0:
                 send = source.bytes[span]
             else:
                 send = self._buffer("send", nbytes)
                 with self.phase("MEMCPY_IN_FUSION_BUFFER"):
-                    self._pack(send, sources, window, info, op, prescale)
+                    self._pack(send, sources, window, spec)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
-            with self.phase(f"{self.carrier}_ALLREDUCE"):
-                self._reduce_everywhere(send, out, info, op, postscale)
+            with self.phase(f"{self.name}_ALLREDUCE"):
+                self._reduce_everywhere(send, out, spec)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
                 with self.phase("MEMCPY_OUT_FUSION_BUFFER"):
-                    _fusion.unpack(address(out), ptrs, numbers, info.code)
+                    _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
-    def adasum(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors by Adasum, each by itself; see :mod:`pyhvd.backends.adasum`."""
-        for ride in adasum.rides(counts, max(adasum.RIDE // info.itemsize, 1)):
-            adasum.Ride(self.fabric, self._buffer, [counts[i] for i in ride], info).run(
-                [sources[i] for i in ride], [targets[i] for i in ride], prescale, postscale
+    def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
+        """Reduce tensors by Adasum; see :mod:`pyhvd.backends.adasum`."""
+        for batch in adasum.batches(counts, max(adasum.BATCH // spec.info.itemsize, 1)):
+            adasum.AdasumBatch(self.fabric, self._buffer, [counts[i] for i in batch], spec).run(
+                [sources[i] for i in batch], [targets[i] for i in batch]
             )
 
     def reducescatter(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce, and leave each rank its own rows; see :class:`~pyhvd.backends.base.Backend`."""
-        item = info.itemsize
+        """Reduce; each rank gets its own rows."""
+        item = spec.info.itemsize
         row = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
@@ -155,27 +130,26 @@ class HostBackend:
             ]
             send_counts = [item * sum(n for _, _, n in pieces) for pieces in for_rank]
             send = self._buffer("send", sum(send_counts))
-            self._pack(send, sources, [p for pieces in for_rank for p in pieces], info, op, prescale)
+            self._pack(send, sources, [p for pieces in for_rank for p in pieces], spec)
             mine = send_counts[self.rank]
             box = self._buffer("box", mine * self.size)
             self.fabric.alltoallv(send, send_counts, box, [mine] * self.size)
             out = self._buffer("out", mine)
             blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, mine // item, info.code, op, postscale)
+            _fusion.reduce(address(out), blocks, mine // item, spec.info.code, spec.op, spec.postscale)
             own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]
             ptrs, numbers = self._pieces(targets, own, item)
-            _fusion.unpack(address(out), ptrs, numbers, info.code)
+            _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
-    def _reduce_everywhere(
-        self, send: Bytes, out: Bytes, info: DtypeInfo, op: ReduceOp, factor: float
-    ) -> None:
-        """Reduce one window of every rank; ``out`` may be ``send`` itself."""
-        nbytes, item, size = len(send), info.itemsize, self.size
+    def _reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
+        """Reduce one window to all ranks; ``out`` may be ``send``."""
+        nbytes, item, size = len(send), spec.info.itemsize, self.size
+        code, op, factor = spec.info.code, spec.op, spec.postscale
         if nbytes * size <= FLAT:
             box = self._buffer("box", nbytes * size)
             self.fabric.allgather(send, box)
             blocks = address(box) + nbytes * np.arange(size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, nbytes // item, info.code, op, factor)
+            _fusion.reduce(address(out), blocks, nbytes // item, code, op, factor)
             return
         counts = [n * item for n in rows_of(nbytes // item, size)]
         first = sum(counts[: self.rank])
@@ -183,15 +157,13 @@ class HostBackend:
         box = self._buffer("box", mine * size)
         self.fabric.alltoallv(send, counts, box, [mine] * size)
         blocks = address(box) + mine * np.arange(size, dtype=np.int64)
-        _fusion.reduce(address(out) + first, blocks, mine // item, info.code, op, factor)
+        _fusion.reduce(address(out) + first, blocks, mine // item, code, op, factor)
         self.fabric.allgatherv(out, counts)
 
     # -- the other collectives -----------------------------------------------------------------------
 
-    def allgather(
-        self, sources: Sequence[TensorView | None], targets: Sequence[Bytes], counts: Sequence[Sequence[int]]
-    ) -> None:
-        """Concatenate; see :class:`~pyhvd.backends.base.Backend`."""
+    def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
+        """Concatenate the ranks' blocks; small tensors share a buffer."""
         small = [i for i, each in enumerate(counts) if sum(each) * 2 < self.pieces.staging_size]
         if len(small) > 1:
             self._allgather_packed(sources, targets, counts, small)
@@ -206,7 +178,7 @@ class HostBackend:
 
     def _allgather_packed(
         self,
-        sources: Sequence[TensorView | None],
+        sources: Views,
         targets: Sequence[Bytes],
         counts: Sequence[Sequence[int]],
         small: Sequence[int],
@@ -230,26 +202,26 @@ class HostBackend:
         _fusion.unpack(address(box), np.array(ptrs, np.int64), np.array(numbers, np.int64), as_bytes)
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
-        """Copy the root's bytes to every rank."""
+        """Copy the root's bytes to all ranks."""
         if self.size > 1 and len(buffer):
             self.fabric.broadcast(buffer, root)
 
-    def swap_counts(self, counts: Sequence[int]) -> list[int]:
-        """Tell rank r ``counts[r]``; return what each rank tells this one."""
-        told = np.array(counts, np.int64)
-        heard = np.empty(self.size, np.int64)
+    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """Send ``counts[r]`` to rank r; return each rank's count for this rank."""
+        sent = np.array(counts, np.int64)
+        received = np.empty(self.size, np.int64)
         words = [8] * self.size
-        self.fabric.alltoallv(told.view(np.uint8), words, heard.view(np.uint8), words)
-        return [int(count) for count in heard]
+        self.fabric.alltoallv(sent.view(np.uint8), words, received.view(np.uint8), words)
+        return [int(count) for count in received]
 
     def alltoall(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Exchange blocks of uneven size; counts in bytes."""
+        """Send the r-th block to rank r."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
 
     def resize(self, pieces: Pieces) -> None:
-        """Walk what comes next in windows of another size."""
+        """Change the size of windows."""
         self.pieces = pieces
 
     def agree(self, ok: bool) -> list[int]:
@@ -259,39 +231,31 @@ class HostBackend:
         return [r for r in range(self.size) if not flags[r]]
 
     def abort(self, note: bytes) -> None:
-        """Let no rank wait any longer; not collective; from any thread."""
+        """Make the ranks that wait for this one fail; not collective; any thread may call it."""
         self.fabric.abort(note)
 
     def close(self) -> None:
-        """Give up buffers and fabric; collective."""
+        """Free buffers and fabric; collective."""
         self._buffers.clear()
         self.fabric.close()
 
     # -- staging -------------------------------------------------------------------------------------
 
     def _buffer(self, use: str, nbytes: int) -> Bytes:
-        """Return warm memory for one use; fresh pages would cost more than the copy itself."""
+        """Return memory that is kept for one use: fresh pages would cost more than the copy itself."""
         buffer = self._buffers.get(use)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._buffers[use] = np.empty(max(nbytes, 4096), np.uint8)
         return buffer[:nbytes]
 
     def _pieces(
-        self, tensors: Sequence[TensorView | None], window: Window, item: int
+        self, tensors: Views, window: Window, item: int
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """Return addresses (0 where a rank has joined) and element counts of a window's pieces."""
+        """Return address, 0 if this rank has joined, and element count of each piece of a window."""
         bases = {i: view.ptr if (view := tensors[i]) is not None else 0 for i, _, _ in window}
         ptrs = np.array([base and base + k * item for i, k, _ in window for base in (bases[i],)], np.int64)
         return ptrs, np.array([n for _, _, n in window], np.int64)
 
-    def _pack(
-        self,
-        send: Bytes,
-        sources: Sequence[TensorView | None],
-        window: Window,
-        info: DtypeInfo,
-        op: ReduceOp,
-        factor: float,
-    ) -> None:
-        ptrs, numbers = self._pieces(sources, window, info.itemsize)
-        _fusion.pack(address(send), ptrs, numbers, info.code, op, factor)
+    def _pack(self, send: Bytes, sources: Views, window: Window, spec: ReduceSpec) -> None:
+        ptrs, numbers = self._pieces(sources, window, spec.info.itemsize)
+        _fusion.pack(address(send), ptrs, numbers, spec.info.code, spec.op, spec.prescale)

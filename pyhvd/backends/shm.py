@@ -1,10 +1,9 @@
-"""One node: every collective over a shared window, by the kernels of :mod:`pyhvd.native.shared_memory`.
+"""Collectives of one node over a shared window, by the kernels of :mod:`pyhvd.native.shared_memory`.
 
-Owns: making windows (a file in shared memory, or plain memory where the ranks are threads), and the decision
-whether a process set can have one. A set whose ranks lie on several nodes, a node without enough shared
-memory, or ``PYHVD_FAST_LANE=0`` leave the set to its other fabric; the cause is told once.
+Owns the decision whether a process set gets a window. It gets none if its ranks are on several nodes, if the
+node has too little shared memory, or with ``PYHVD_FAST_LANE=0``; rank 0 logs the cause once.
 
-The results have the same bits either way: both reduce in rank order with the same kernels.
+Results have the same bits with and without a window: both ways reduce in rank order by the same kernels.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Pieces
+from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
-from pyhvd.dtypes import DtypeInfo, ReduceOp
+from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, _starts, area_bytes
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes, starts_of
 
 _log = logging.getLogger("pyhvd")
 
 
 class ShmBackend(HostBackend):
-    """Host collectives over the window; an allreduce is one call without the GIL, which records stages."""
+    """Collectives over a window; an allreduce is one call without the GIL."""
 
-    carrier = "SHM"
+    name = "SHM"
 
     def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
         super().__init__(fabric, pieces)
@@ -35,46 +33,38 @@ class ShmBackend(HostBackend):
         self._check = fabric.check
 
     def resize(self, pieces: Pieces) -> None:
-        """Change the size of the window's chunks, and of what else is walked."""
+        """Change the size of the window's chunks and of other pieces."""
         super().resize(pieces)
         self.window.resize(pieces.chunk_size)
 
-    def allreduce(
-        self,
-        sources: Sequence[TensorView | None],
-        targets: Sequence[TensorView | None],
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        """Reduce tensors that ride together, straight from and to the callers' memory."""
+    def allreduce(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
+        """Reduce fused tensors, directly from and to the callers' memory."""
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
-        self._check(self.window.allreduce(srcs, dsts, _starts(counts), info.code, op, prescale, postscale))
+        starts, code = starts_of(counts), spec.info.code
+        self._check(self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale))
 
 
 def make_backend(
     fabric: Fabric, open_window: OpenWindow | None, pieces: Pieces, largest_chunk: int
 ) -> HostBackend:
-    """Return a set's backend: over a window if it can have one. Collective over the set.
+    """Return a process set's backend, over a window if possible; collective over the set.
 
     Parameters
     ----------
     fabric : Fabric
-        Reaches the set's ranks; owned by the backend from now on.
+        Reaches the set's ranks; owned by the backend.
     open_window : callable, optional
-        None where windows are switched off.
+        Makes the window; None if windows are disabled.
     pieces : Pieces
-        Into which tensors are cut.
+        Sizes of pieces.
     largest_chunk : int
-        Bytes to which the window's chunks may grow later.
+        Upper limit of later chunk sizes.
     """
     opened = open_window(fabric, area_bytes(largest_chunk)) if open_window is not None else None
     if isinstance(opened, Segment):
         return ShmBackend(ShmFabric(fabric, opened, pieces.chunk_size, largest_chunk), pieces)
     if opened is not None and fabric.rank == 0:
         level = logging.DEBUG if opened.expected else logging.WARNING
-        _log.log(level, "no shared memory for %d ranks, who go through MPI: %s", fabric.size, opened.cause)
+        _log.log(level, "no shared memory for %d ranks, so they use MPI: %s", fabric.size, opened.cause)
     return HostBackend(fabric, pieces)

@@ -1,1 +1,1 @@
-"""Helpers that know no rank: processes, stacks, text."""
+"""Helpers that know nothing of ranks: processes, stacks, texts, launcher hooks."""

@@ -1,17 +1,17 @@
-"""Whether this rank runs under ``python -m pyhvd.run``, which shows why it failed, and ends the job."""
+"""What a launcher sets in the process of a rank that it supervises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 supervised = False
-"""Set by the launcher in the rank's process: then nothing else need end the job after a failure."""
+"""Whether a launcher watches this rank; if so, it reports the rank's failure and ends the job."""
 
 tell_up: Callable[[bool], None] | None = None
-"""Set by ``python -m pyhvd.run``: called with whether pyhvd is up, when it has come up and before it goes."""
+"""Set by ``python -m pyhvd.run``; called with True after ``init()`` and with False before the shutdown."""
 
 
 def is_up(up: bool) -> None:
-    """Let who watches this rank know whether it may just go: while pyhvd is up, others count on it."""
+    """Tell the launcher whether pyhvd is up; while it is, a rank that exits leaves others waiting."""
     if tell_up is not None:
         tell_up(up)

@@ -1,6 +1,6 @@
-"""Where ranks run, and what the kernel knows of a process that does not answer.
+"""The place of a process, and the state of one that does not answer.
 
-Owns: :class:`Place`, which ranks tell each other as they start, and reading ``/proc``. Knows of no ranks.
+Owns: :class:`Place`, which processes exchange as they start, and reading ``/proc``. Knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process is.
+    """The host and the id of a process.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     pid : int
         Its process id.
     node : str
-        The same for two processes that see each other's ids in /proc; empty where there is no /proc.
+        Equal for two processes that see each other's ids in /proc; empty without /proc.
     """
 
     host: str
@@ -35,7 +35,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class State(enum.Enum):
-    """What a process does, as far as one can see from outside; the value says it in words."""
+    """The state of a process, as seen from another process; the value is its text."""
 
     STOPPED = "is stopped (by SIGSTOP or Ctrl-Z)"
     TRACED = "is held by a debugger"
@@ -47,17 +47,17 @@ class State(enum.Enum):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the process will not go on by itself."""
+        """Whether the process cannot continue by itself."""
         return self in (State.STOPPED, State.TRACED, State.GONE)
 
 
 def here() -> Place:
-    """Return where this process is."""
+    """Return the place of this process."""
     return Place(socket.gethostname(), os.getpid(), node_of("pid"))
 
 
 def boot_id() -> str:
-    """Return what tells one run of a kernel from every other; empty where /proc does not tell."""
+    """Return the id of the running kernel's boot; empty if /proc does not have it."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -66,9 +66,9 @@ def boot_id() -> str:
 
 
 def node_of(namespace: str) -> str:
-    """Return what processes of one kernel and one namespace have in common; empty where /proc does not tell.
+    """Return an id of this process's kernel and namespace; empty if /proc does not have it.
 
-    ``namespace`` is as in namespaces(7): ``"pid"``, ``"net"``, ...
+    ``namespace`` is a name from namespaces(7): ``"pid"``, ``"net"``, ...
     """
     boot = boot_id()
     try:
@@ -78,9 +78,9 @@ def node_of(namespace: str) -> str:
 
 
 def state_of(place: Place, seen_from: Place) -> State:
-    """Return what a process does; UNKNOWN if it is on another host, or in another container.
+    """Return the state of a process; UNKNOWN if it is on another host, or in another container.
 
-    Of a process that has something to run it takes a moment: up to a quarter of a second.
+    This takes up to 0.25 s for a process that can run.
     """
     if not place.node or place.node != seen_from.node:
         return State.UNKNOWN
@@ -96,7 +96,7 @@ def state_of(place: Place, seen_from: Place) -> State:
 
 
 def _computes(pid: int) -> bool:
-    """Return whether a process uses the processor: one that waits for the GIL wakes up every 5 ms."""
+    """Return whether a process uses the processor; one that waits for the GIL only wakes every 5 ms."""
     used, since = _cpu_seconds(pid), time.monotonic()
     for _ in range(_LOOKS):
         time.sleep(_BETWEEN_LOOKS)
@@ -108,7 +108,6 @@ def _computes(pid: int) -> bool:
 _LOOKS = 5
 _BETWEEN_LOOKS = 0.05  # s
 _SHARE = 0.2  # of a core
-
 
 _STATES = {
     "T": State.STOPPED,
@@ -124,7 +123,7 @@ def _letters(pid: int) -> set[str]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
                 letters.add(file.read().rpartition(")")[2].split()[0])
-    except (OSError, IndexError):  # it ended meanwhile
+    except (OSError, IndexError):  # the process has ended
         pass
     return letters
 

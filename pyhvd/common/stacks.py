@@ -1,8 +1,8 @@
-"""Where a program stands: the Python stacks of this process's threads, cut down to what its author wrote.
+"""The Python stacks of this process's threads, reduced to the user's own code.
 
-Owns: which frames are the user's, and how much of a stack is told. The frames of pyhvd, of the standard
-library and of installed packages are folded into the name of the function that the user's code is in. Only
-looks; a thread that runs goes on running meanwhile.
+Owns: which frames are the user's, and how much of a stack is reported. The frames of pyhvd, of the standard
+library and of installed packages are replaced by the name of the function that the user's code has called. No
+thread is stopped to read its stack.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIBRARY = tuple(
         *(os.path.join(each, "") for each in (*site.getsitepackages(), site.getusersitepackages())),
     }
 )
-# What starts programs and threads is of no interest even where there is nothing else.
+# Modules that start programs and threads; their frames are never shown.
 _SCAFFOLD = ("threading", "importlib", "runpy", "_bootstrap", "mpi4py.run", "concurrent.futures.thread")
 
 
@@ -46,7 +46,7 @@ def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     Parameters
     ----------
     only : collection of int, optional
-        Idents of the threads that count; None: all threads of the process.
+        Idents of the threads to report; None: all threads of the process.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -56,32 +56,21 @@ def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     return [stack for stack in stacks if stack is not None][:MAX_THREADS]
 
 
-def calling_site() -> tuple[CodeType, int] | None:
-    """Return the user's code that called pyhvd, and where in it; :func:`describe_site` makes a text of it.
-
-    Reads no line table and makes no text: that is left to whoever wants to know.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
-
-
 def describe_site(code: CodeType, at: int) -> str:
-    """Return ``"train.py:41 in step"``."""
+    """Return a call site as text: ``"train.py:41 in step"``."""
     line = next((line for first, end, line in code.co_lines() if first <= at < end), None)
     return f"{shorten_path(code.co_filename)}:{line or 0} in {_name(code)}"
 
 
 def shorten_path(path: str) -> str:
-    """Return a path as one would name it in the current directory, if that is still there."""
+    """Return a path relative to the current directory if it is below it."""
     with contextlib.suppress(OSError):
         path = path.removeprefix(os.path.join(os.getcwd(), ""))
     return _cut(path, keep_end=True)
 
 
 def _stack(name: str, frame: FrameType) -> ThreadStack | None:
-    """Return a thread's stack; None for a thread in which there is nothing of the user's."""
+    """Return a thread's stack; None for a thread that runs none of the user's code."""
     chain = []
     walk: FrameType | None = frame
     while walk is not None:
@@ -97,7 +86,7 @@ def _stack(name: str, frame: FrameType) -> ThreadStack | None:
 
 
 def _belongs(frame: FrameType) -> str:
-    """Return whose a frame is: "pyhvd", "scaffold", "library" or "user"."""
+    """Return the owner of a frame: "pyhvd", "scaffold", "library" or "user"."""
     path = frame.f_code.co_filename
     module = str(frame.f_globals.get("__name__", ""))
     if path.startswith(_OWN):
@@ -106,12 +95,12 @@ def _belongs(frame: FrameType) -> str:
         return "scaffold"
     if path.startswith(_LIBRARY):
         return "library"
-    # mpi4py runs a script under the name __main__, and is itself started so.
+    # mpi4py runs a script as __main__, and is itself started as __main__.
     return "scaffold" if path.endswith(("mpi4py/run.py", "mpi4py/__main__.py")) else "user"
 
 
 def _inside(deeper: list[FrameType]) -> str:
-    """Return what the user's innermost frame has called: the function of a library, not that one's own."""
+    """Return the function that the user's innermost frame has called; ``deeper`` are the frames below."""
     if not deeper:
         return ""
     code = deeper[-1].f_code
@@ -132,14 +121,15 @@ def _name(code: CodeType) -> str:
 
 
 def _cut(text: str, keep_end: bool = False) -> str:
-    text = sendable(text)
+    if not text.isascii():
+        text = sendable(text)
     if len(text) <= MAX_TEXT:
         return text
     return f"...{text[3 - MAX_TEXT :]}" if keep_end else f"{text[: MAX_TEXT - 3]}..."
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """One call on a Python stack: file, line number, function, and the line's text where it is at hand."""
+    """One call on a Python stack: file, line number, function, and the line's text if it can be read."""
 
     file: str
     line: int
@@ -151,18 +141,18 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
-    """Where a thread stands in the user's program.
+    """The stack of one thread.
 
     Attributes
     ----------
     name : str
-        Of the thread.
+        The thread's name.
     frames : list of Frame
-        The user's frames, the innermost first; bounded in number.
+        The user's frames, innermost first, at most ``MAX_FRAMES``.
     inside : str
-        Which library function the innermost of them is in, or empty.
+        The library function that the innermost frame has called, or empty.
     left_out : int
-        User's frames beyond the bound.
+        Number of the user's frames that are left out.
     """
 
     name: str

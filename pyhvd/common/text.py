@@ -1,4 +1,4 @@
-"""Texts of errors: cut, cleaned and described, for messages and reports."""
+"""Texts for errors and reports: cut, escaped and summarised."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from collections.abc import Mapping, Sequence
 
 
 def sendable(text: str) -> str:
-    """Return a text with what UTF-8 does not have, as in a file's name that is no text, as escapes."""
+    """Return a text that UTF-8 can encode: other characters, as in odd file names, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 MAX_TEXT = 6000
-"""Characters of an exception's text, or of its traceback, that travel."""
+"""Most characters of an exception's text, or of its traceback, in a message."""
 
 
 def exception_text(exc: BaseException) -> str:
-    """Return an exception's kind and text, as long as they are.
-
-    One that cannot say its text still has a kind: who tells others of a failure must not fail of it.
-    """
+    """Return an exception's type and full text; an exception whose ``str()`` fails still has a type."""
     try:
         text = str(exc)
     except Exception as of_str:
@@ -28,14 +25,14 @@ def exception_text(exc: BaseException) -> str:
 
 
 def describe_exception(exc: BaseException) -> str:
-    """Return an exception's kind and text, cut in the middle if they are long."""
+    """Return an exception's type and text; the middle of a long text is cut out."""
     return shorten(exception_text(exc))
 
 
 def describe_traceback(exc: BaseException, skip: int = 0) -> str:
-    """Return an exception's traceback as Python shows it, cut in the middle if it is long.
+    """Return an exception's traceback as Python shows it, without the first ``skip`` frames.
 
-    The first ``skip`` frames are left out.
+    The middle of a long traceback is cut out.
     """
     link = exc.__traceback__
     for _ in range(skip):
@@ -44,7 +41,7 @@ def describe_traceback(exc: BaseException, skip: int = 0) -> str:
 
 
 def shorten(text: str, between: str = "\n") -> str:
-    """Return a text that can be sent: above MAX_TEXT characters its middle is cut out, which is said."""
+    """Return a text that can be sent; above MAX_TEXT characters a note replaces its middle."""
     if len(text) > MAX_TEXT:
         half = MAX_TEXT // 2
         said = f"... {len(text) - 2 * half} characters left out ..."

@@ -1,4 +1,4 @@
-"""Arrays on GPUs: what is asked of a device, whose arrays they are, and how they travel.
+"""Take and return arrays on GPUs: devices, streams, array libraries and pack kernels.
 
-Nothing here imports CuPy, torch or JAX before an array of theirs has been submitted.
+Importing this package imports neither CuPy nor torch nor JAX; the first array of a library does.
 """

@@ -1,7 +1,7 @@
-"""Whose array is it? Any array in -> a view of it, in host memory or on a device.
+"""Make a view of any array, in host memory or on a device.
 
-Owns: which library looks after an object, by the module of its type, so that none is imported before an array
-of its own has come in. Host arrays are the business of :mod:`pyhvd.arrays`.
+Owns the choice of the library for an array, by the module of its type. So no library is imported before an
+array of its own is submitted. :mod:`pyhvd.arrays` handles host arrays.
 """
 
 from __future__ import annotations
@@ -21,99 +21,92 @@ _DLPACK_CUDA = frozenset((2, 13))  # kDLCUDA, kDLCUDAManaged
 
 
 class Adopter(ArrayLibrary, Protocol):
-    """A library that can look at its own arrays."""
+    """A library that makes views of its own arrays."""
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether an object is an array on a device."""
+        """Return whether an object is an array of this library, on a device."""
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return a contiguous array's view, without a copy; of any other one a copy's.
+        """Return the view of a contiguous array, or of a contiguous copy of any other array.
 
         Raises
         ------
         UnsupportedDtypeError
-            The dtype cannot travel.
+            The dtype is not supported.
         TypeError
-            It is to be written, and cannot be.
+            ``writing`` is true, and the array cannot be changed.
         """
 
 
-# By the first part of the name of the module that defines an array's type.
+# By the top-level module of an array's type.
 _MODULES = {
     "cupy": "pyhvd.devices.cupy_arrays",
     "torch": "pyhvd.devices.torch_arrays",
     "jaxlib": "pyhvd.devices.dlpack_arrays",
     "jax": "pyhvd.devices.dlpack_arrays",
 }
-_ANYBODY = "pyhvd.devices.dlpack_arrays"
-_NOBODY = frozenset(("builtins", "numpy", "ml_dtypes"))
+_ANY_OTHER = "pyhvd.devices.dlpack_arrays"
+_HOST_ONLY = frozenset(("builtins", "numpy", "ml_dtypes"))
 _libraries: dict[str, Adopter] = {}
 
 
 def register(root: str, library: Adopter) -> None:
-    """Let a library look after the arrays whose types are defined under a module."""
+    """Register the library of all arrays whose types come from a top-level module."""
     _libraries[root] = library
 
 
 def adopt(tensor: Any) -> View:
-    """Normalise an input array, of whatever library.
+    """Return the view of an input array, of any library.
 
     Parameters
     ----------
     tensor : array
-        What :func:`pyhvd.arrays.view` takes; or an array on a GPU, of CuPy, torch, JAX, or any library that
-        speaks ``__cuda_array_interface__`` or DLPack.
+        An array that :func:`pyhvd.arrays.view` accepts; or an array on a GPU, of CuPy, torch, JAX, or any
+        library with ``__cuda_array_interface__`` or DLPack.
 
     Raises
     ------
     TypeError
-        Not an array.
+        The object is no array.
     UnsupportedDtypeError
-        The dtype cannot travel.
+        The dtype is not supported.
     ImportError
-        It is on a GPU, and CuPy is not installed.
+        The array is on a GPU, and CuPy is not installed.
     """
     library = _library_of(tensor)
     return view(tensor) if library is None else library.adopt(tensor, writing=False)
 
 
 def adopt_for_writing(tensor: Any) -> View:
-    """Normalise the target of an in-place operation; see :func:`adopt`.
+    """Return the view of an in-place operation's array; see :func:`adopt`.
 
     Raises
     ------
     ValueError
         The array is read-only.
     TypeError
-        It is no array, or one that cannot be changed.
+        The object is no array, or cannot be changed.
     """
     library = _library_of(tensor)
     return view_for_writing(tensor) if library is None else library.adopt(tensor, writing=True)
 
 
-def target_like(source: View, shape: tuple[int, ...]) -> View:
-    """Return new memory for a result of the source's dtype, in the source's library."""
-    if isinstance(source, DeviceView):
-        return source.library.empty_like(source, shape)
-    return TensorView(np.empty(shape, source.array.dtype), source.info)
-
-
 @functools.cache
 def _root_of(module: str) -> str:
-    """Return the first part of a module's name; programs have arrays of few modules."""
+    """Return the top-level module's name; programs use few, so all are cached."""
     return module.partition(".")[0]
 
 
 def _library_of(tensor: Any) -> Adopter | None:
-    """Return who looks after an array on a device; None for everything else."""
+    """Return the library of an array on a device; None for any other object."""
     if type(tensor) is np.ndarray:
         return None
     root = _root_of(type(tensor).__module__)
-    if root in _NOBODY:
+    if root in _HOST_ONLY:
         return None
     library = _libraries.get(root)
     if library is None:
-        # torch's tensors that need gradients raise where they are asked for the interface.
+        # A torch tensor that requires gradients raises an error for its interface attribute.
         on_gpu = getattr(tensor, "is_cuda", False) if root == "torch" else _is_on_cuda(tensor)
         if root != "cupy" and not on_gpu:
             return None
@@ -122,7 +115,7 @@ def _library_of(tensor: Any) -> Adopter | None:
 
 
 def _is_on_cuda(tensor: Any) -> bool:
-    """Return whether an object says that it is on a GPU."""
+    """Return whether an object's protocols place it on a GPU."""
     if hasattr(tensor, "__array_interface__"):
         return False
     if hasattr(tensor, "__cuda_array_interface__"):
@@ -133,11 +126,11 @@ def _is_on_cuda(tensor: Any) -> bool:
 
 def _load(root: str, tensor: Any) -> Adopter:
     try:
-        module = importlib.import_module(_MODULES.get(root, _ANYBODY))
+        module = importlib.import_module(_MODULES.get(root, _ANY_OTHER))
     except ImportError as exc:
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise ImportError(
-            f"{kind} lives on a GPU, and pyhvd reaches GPUs by CuPy, which cannot be imported ({exc}):"
+            f"{kind} is on a GPU, and pyhvd uses GPUs through CuPy, which cannot be imported ({exc}):"
             ' install it with pip install "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
         ) from exc
     library: Adopter = module.library

@@ -1,18 +1,17 @@
-"""What pyhvd asks of a GPU and of the library that drives it, and what a device backend must do.
+"""The interfaces of devices, array libraries and device backends.
 
-Owns: the protocols :class:`Device` and :class:`Packer`, which exist for CUDA and, on host memory, in the
-tests; :class:`ArrayLibrary`, whose arrays they are; :class:`DeviceView`, an array on a device as the data
-path sees it; :class:`DeviceBackend`. Knows nothing of ranks' agreement.
+Owns the protocols :class:`Device` and :class:`Packer`, which CUDA implements and, on host memory, the tests;
+:class:`ArrayLibrary`; :class:`DeviceView`, an array on a device; and :class:`DeviceBackend`. Knows nothing of
+negotiation.
 
-The rules of time, on which all that is asynchronous here rests:
+All asynchronous work follows these rules:
 
-- Whatever a :class:`Device` is told to do with a stream is put into that stream's queue; the call returns at
-  once. The work of one stream runs in its order; that of two streams in any order, unless one of them waits
-  for an event of the other.
-- :meth:`Device.synchronize` alone blocks the calling thread, until one event has passed. Nothing waits for a
-  whole device or a whole stream.
-- Memory that queued work uses must stay alive, and must not be given to anybody else, until an event that was
-  recorded behind that work has passed.
+1. A :class:`Device` queues work on a stream and returns at once. The work of one stream runs in order. The
+   work of two streams runs in any order, unless one waits for an event of the other.
+2. Only :meth:`Device.synchronize` blocks the calling thread, until one event has passed. No thread waits for
+   a whole device or stream.
+3. Memory that queued work uses must stay allocated, and unused by others, until an event recorded after that
+   work has passed.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import msgspec
 
 from pyhvd.arrays import Bytes
 from pyhvd.devices.pack_plan import Words
-from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import Code, DtypeInfo, ReduceOp, ReduceSpec
 
 Stream = int
-"""The library's handle of a stream (CUDA: the address of a ``cudaStream_t``; 0 is the default stream)."""
+"""The handle of a stream (CUDA: the address of a ``cudaStream_t``; 0 is the default stream)."""
 
 Event = Any
-"""The library's own object for a moment in a stream."""
+"""The library's object for a point in a stream's work."""
 
 
 class Memory(Protocol):
-    """Memory on a device; given back when nothing refers to it."""
+    """Memory on a device; freed when nothing refers to it."""
 
     @property
     def ptr(self) -> int:
@@ -47,53 +46,53 @@ class Memory(Protocol):
 
 
 class Span(NamedTuple):
-    """Contiguous bytes on a device; whoever makes one keeps the memory alive."""
+    """Contiguous bytes on a device; does not keep the memory alive."""
 
     ptr: int
     nbytes: int
 
     def part(self, first: int, nbytes: int) -> Span:
-        """Return ``nbytes`` bytes of it, from byte ``first`` on."""
+        """Return ``nbytes`` bytes from byte ``first`` on."""
         return Span(self.ptr + first, nbytes)
 
 
 class Device(Protocol):
-    """One GPU of this process. Every method but :meth:`synchronize` only queues work, and returns at once.
+    """One GPU of this process. Only :meth:`synchronize` blocks; other methods queue work and return.
 
     Attributes
     ----------
     index : int
         Its number in this process.
     name : str
-        As ranks are told of it: ``"cuda:0"``.
+        The name in messages between ranks: ``"cuda:0"``.
     """
 
     index: int
     name: str
 
     def identity(self) -> str:
-        """Return what is the same for two processes if, and only if, they use the same physical device."""
+        """Return a text that is equal in two processes if, and only if, they use the same physical device."""
 
     def acting(self) -> AbstractContextManager[None]:
-        """While entered, what the calling thread does is done to this device."""
+        """Make this the calling thread's current device inside the context."""
 
     def make_stream(self) -> Stream:
-        """Return a new stream, which lives as long as this object; it does not wait for the default one."""
+        """Return a new stream, which lives as long as this object; it ignores the default stream."""
 
     def current_stream(self) -> Stream:
         """Return the stream on which the calling thread's work on CuPy arrays is queued."""
 
     def make_event(self) -> Event:
-        """Return a new event; one that has not been recorded has passed."""
+        """Return a new event; an event that is not recorded counts as passed."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Let the event be the moment at which all that is in the stream's queue by now is done."""
+        """Record the event: it passes when all work queued on the stream so far is done."""
 
     def mark(self, stream: Stream) -> Event:
-        """Return a new event, recorded behind all that is in the stream's queue by now."""
+        """Return a new event, recorded on the stream."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let what comes into the stream's queue from now on wait for the event as it was last recorded."""
+        """Make the stream's later work wait for the event's last recording."""
 
     def has_passed(self, event: Event) -> bool:
         """Return whether an event has passed."""
@@ -102,32 +101,32 @@ class Device(Protocol):
         """Block the calling thread, without the GIL, until an event has passed."""
 
     def allocate(self, nbytes: int, stream: Stream) -> Memory:
-        """Return memory for work of one stream, aligned to 256 bytes.
+        """Return memory for one stream's work, aligned to 256 bytes.
 
         Raises
         ------
         MemoryError
-            There is not so much left.
+            The device has too little free memory.
         """
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory, which copies reach without a detour.
+        """Return page-locked host memory.
 
         Raises
         ------
         MemoryError
-            There is not so much to be had.
+            The host has too little page-locked memory.
         """
 
     def packer(self) -> Packer | None:
-        """Return what moves many tensors by one kernel; None where there is nothing of the kind."""
+        """Return the device's packer; None if it has none."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
         """Queue a copy between two addresses, each on this device or in page-locked host memory."""
 
 
 class Packer(Protocol):
-    """Moves many tensors by one kernel; its calls only queue work, as a :class:`Device`'s do."""
+    """Moves many tensors by one kernel; calls queue work and return."""
 
     def pack(
         self,
@@ -141,27 +140,27 @@ class Packer(Protocol):
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that gathers tensors in a buffer, and scales and casts them on the way.
+        """Queue one kernel that copies tensors into a buffer, scaled and cast.
 
         Parameters
         ----------
         buffer : int
             Address, aligned to 16 bytes.
         offsets : numpy.ndarray of int64
-            Element of the buffer at which each tensor begins; see :func:`pyhvd.devices.pack_plan.lay_out`.
+            First element of each tensor in the buffer; see :func:`pyhvd.devices.pack_plan.lay_out`.
         sources : numpy.ndarray of int64
-            Address of each tensor, aligned to its element; 0 stands for one that is not there, in whose place
-            goes the neutral element of ``op``.
+            Address of each tensor, aligned to its element. 0 is a missing tensor; the kernel writes the
+            identity element of ``op``.
         counts : numpy.ndarray of int64
             Elements of each.
         code, wire : Code
             Element type of the tensors, and in the buffer.
         op : ReduceOp
-            Says what is neutral.
+            Defines the identity element.
         factor : float
-            Multiplied onto each element, as the host kernels do it, before it is cast; 1.0 leaves its bits.
+            Multiplies each element before the cast, like the host kernels; 1.0 keeps its bits.
         stream : Stream
-            Where it is queued.
+            The kernel's stream.
         """
 
     def unpack(
@@ -175,34 +174,31 @@ class Packer(Protocol):
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that does the reverse of :meth:`pack`; a target of 0 is left out."""
+        """Queue one kernel that does the reverse of :meth:`pack`; skip targets of address 0."""
 
 
 class ArrayLibrary(Protocol):
-    """Whose arrays are taken, and handed back."""
+    """Makes results in the caller's library."""
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return new memory for a result, allocated for the stream ``view.stream``; from any thread."""
+        """Return a new array's view, allocated for the stream ``view.stream``; any thread may call it."""
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Let what the calling thread queues from now on wait until a view's contents have arrived.
-
-        The stream on which such work is queued waits; the thread does not.
-        """
+        """Make the calling thread's current stream, not the thread, wait for a view's contents."""
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
         """Return a result as an array of the library, after :meth:`follow`.
 
-        Where that stream is another one than ``view.stream``, the memory stays the array's until that stream
-        has done what it has in its queue when the array is let go of.
+        If the current stream is not ``view.stream``, the memory outlives the array: the pool gets it back
+        after the work that the current stream has queued when the array is dropped.
         """
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
-        """Queue the copy from a contiguous array back into the caller's own (``view.home``)."""
+        """Queue the copy from a contiguous array back into the caller's array (``view.home``)."""
 
 
 class DeviceView(msgspec.Struct, eq=False):
-    """A contiguous array on a device, as the data path sees it.
+    """A contiguous array on a device.
 
     Attributes
     ----------
@@ -211,22 +207,22 @@ class DeviceView(msgspec.Struct, eq=False):
     shape : tuple of int
         Its shape.
     info : DtypeInfo
-        Its row of the dtype table.
+        Its dtype's row in the table.
     on : Device
-        Where it is.
+        Its device.
     library : ArrayLibrary
-        Whose array it is.
+        Its library.
     stream : Stream
-        The caller's: what was queued there before the submission has to be done first.
+        The caller's stream: work queued there before the submission must be done first.
     owner : object
         The array in the caller's library; keeps the memory alive.
     ready : Event or None
-        Passes when the contents may be read, and the memory written; see
+        Passes when the contents may be read and the memory may be written; see
         :func:`pyhvd.devices.streams.mark_ready`.
     home : object or None
-        The caller's own array where ``owner`` is a contiguous copy of it.
+        The caller's array if ``owner`` is a contiguous copy of it.
     origin : object or None
-        The library's own object for ``stream``, where that must be kept for the stream to live.
+        The library's object for ``stream``, if the stream lives only as long as that object.
     """
 
     ptr: int
@@ -274,75 +270,82 @@ DeviceViews = Sequence[DeviceView | None]
 class DeviceBackend(Protocol):
     """Runs agreed collectives on device memory, for one process set.
 
-    Ranks are set ranks. Every method queues its work on ``stream``, behind what is there, and returns when
-    the host's part is done; the caller sees to it that the stream has waited for the inputs, and records an
-    event behind. Methods are called in the same order on every rank. None stands for a rank that has joined;
-    where memory is given as a span, such a rank has some too. Adasum is not among them: it goes by the host.
+    1. Ranks are set ranks, and call methods in the same order. Counts are bytes where not said otherwise.
+    2. A method queues its work on ``stream``, and returns when the host's part is done. The caller makes the
+       stream wait for the inputs, and records an event after the work.
+    3. A view of None stands for a rank that has joined; such a rank has memory for every span.
+    4. There is no Adasum, which runs on the host.
 
     Attributes
     ----------
-    carrier : str
-        Is in the names of its phases (``NCCL_BCAST``).
-    reducer : str
-        The same for reductions, which may go another way (``STAGED_ALLREDUCE``).
+    name : str
+        Prefix of its phases' names (``NCCL_BCAST``).
     stream : Stream
         The communication stream.
     """
 
     rank: int
     size: int
-    carrier: str
-    reducer: str
+    name: str
     stream: Stream
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        """Reduce tensors that ride together."""
+        """Reduce fused tensors; ``counts`` are elements."""
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce, and leave each rank its own rows of dimension 0."""
+        """Reduce; each rank gets its own rows of dimension 0."""
 
     def allgather(
         self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
     ) -> None:
-        """Concatenate; ``counts[i][r]`` is the number of bytes that rank r gives to tensor i."""
+        """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes."""
 
     def broadcast(self, buffer: Span, root: int) -> None:
-        """Copy the root's bytes to every rank."""
+        """Copy the root's bytes to all ranks."""
 
     def alltoall(
         self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
     ) -> None:
-        """Exchange blocks of uneven size, which lie one behind the other; counts in bytes."""
+        """Send the r-th block of ``send`` to rank r; blocks are contiguous."""
 
     def check(self) -> None:
-        """Look whether anything that is queued has failed; not collective.
+        """Raise an error if queued work has failed; not collective.
 
         Raises
         ------
         TransportError
-            It has. What is queued has been ended, so that its events pass.
+            Queued work has failed; all of it has ended, so its events pass.
         """
 
     def abort(self, why: str) -> None:
-        """End what is queued, so that its events pass; what comes fails. Not collective; from any thread."""
+        """End the queued work, so its events pass, and make later calls fail; not collective.
+
+        Any thread may call it.
+        """
 
     def close(self) -> None:
-        """Give up what the backend holds; collective. What was queued has passed."""
+        """Free the backend's resources; collective. Queued work must be done."""
+
+
+def refuse_overlap(shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Raise an error if elements of an array that is to be written share memory.
+
+    Parameters
+    ----------
+    shape, strides : sequence of int
+        The array's; strides in any unit.
+
+    Raises
+    ------
+    ValueError
+        A dimension of more than one element has a stride of 0.
+    """
+    if any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
+        raise ValueError(
+            "an in-place operation cannot write to an array whose elements share memory, such as a"
+            " broadcast view: pass a copy"
+        )

@@ -1,4 +1,4 @@
-"""CuPy's arrays."""
+"""Take and return CuPy's arrays. The first CuPy array imports this module."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ from typing import Any
 
 import cupy
 
-from pyhvd.devices.base import DeviceView, Event, Stream
+from pyhvd.devices.base import DeviceView, Event, Stream, refuse_overlap
 from pyhvd.devices.cupy_device import CupyDevice, cuda_device
-from pyhvd.devices.pack_plan import refuse_overlap
 from pyhvd.devices.streams import Lease
 from pyhvd.dtypes import lookup
 
 
 class CupyLibrary:
-    """Takes and gives ``cupy.ndarray``; see :class:`pyhvd.devices.array_libraries.Adopter`.
+    """Takes and returns ``cupy.ndarray``; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
-    The caller's stream is CuPy's current one of the calling thread, on the array's device.
+    The caller's stream is the calling thread's current CuPy stream on the array's device.
     """
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether it is an array, as everything else of CuPy's is not."""
+        """Return whether an object is a CuPy array."""
         return isinstance(tensor, cupy.ndarray)
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return a view."""
+        """Return the array's view."""
         if writing:
             refuse_overlap_of(tensor)
         device = cuda_device(tensor.data.device_id)
         return self._seen(tensor, device, *device.current())
 
     def _seen(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
-        """Return the view of an array whose contents are there when a stream has come to it."""
+        """Return the view of an array whose contents come from a stream's queued work."""
         info = lookup(tensor.dtype)
         owner, home = tensor, None
         if not tensor.flags.c_contiguous:
@@ -41,7 +40,7 @@ class CupyLibrary:
         return DeviceView(ptr, owner.shape, info, device, self, stream, owner, None, home, origin)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return new memory of CuPy's pool."""
+        """Return a new array of CuPy's pool."""
         device = cuda_device(view.on.index)
         with device.working_on(view.stream):
             owner = cupy.empty(shape, view.owner.dtype)
@@ -49,11 +48,11 @@ class CupyLibrary:
         return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Let CuPy's current stream wait."""
+        """Make CuPy's current stream wait."""
         view.on.wait(view.on.current_stream(), arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Let CuPy's current stream wait, and return the array; on another stream, one that has a lease."""
+        """Make CuPy's current stream wait; return the array, with a lease if the stream is another one."""
         stream, origin = cuda_device(view.on.index).current()
         view.on.wait(stream, arrived)
         if stream == view.stream or not view.nbytes:
@@ -69,13 +68,13 @@ class CupyLibrary:
 
 
 def leased(view: DeviceView, lease: Lease) -> Any:
-    """Return an array of a view's memory that keeps a lease."""
+    """Return an array of a view's memory that holds a lease."""
     memory = cupy.cuda.UnownedMemory(view.ptr, view.nbytes, lease, view.on.index)
     return cupy.ndarray(view.shape, view.owner.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def refuse_overlap_of(array: Any) -> None:
-    """Refuse an array to write to whose elements share memory, with a ValueError."""
+    """Raise ValueError if elements of an array that is to be written share memory."""
     if not array.flags.c_contiguous:
         refuse_overlap(array.shape, array.strides)
 

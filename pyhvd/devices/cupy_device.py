@@ -1,4 +1,4 @@
-"""CUDA devices, driven by CuPy. Imported when the first array on a GPU comes in."""
+"""CUDA devices through CuPy. The first array on a GPU imports this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyhvd.devices.cupy_kernels import compile_kernels
 from pyhvd.devices.packing import KernelPacker
 from pyhvd.devices.streams import stream_of
 
-_NO_MEMORY = 2  # cudaErrorMemoryAllocation; of a device's memory CuPy makes a MemoryError by itself
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation; for device memory CuPy itself raises MemoryError
 _NOT_READY = 600  # cudaErrorNotReady
 
 
@@ -44,21 +44,21 @@ class CupyDevice:
         self._streams: list[Any] = []
 
     def identity(self) -> str:
-        """Return the PCI bus id: instances of a partitioned GPU count as the same device."""
+        """Return the PCI bus id; instances of a partitioned GPU have the same."""
         return str(runtime.deviceGetPCIBusId(self.index))
 
     def acting(self) -> AbstractContextManager[None]:
-        """Make this the thread's current device, for a while, unless it is."""
+        """Make this the thread's current device inside the context."""
         if runtime.getDevice() == self.index:
-            return _NOTHING
+            return _NO_CHANGE
         here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
         return here
 
     def working_on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make this and one of its streams the thread's current ones, for a while, unless they are."""
+        """Make this device and a stream the thread's current ones inside the context."""
         if runtime.getDevice() == self.index:
             here = int(cupy.cuda.get_current_stream(self.index).ptr)
-            return _NOTHING if here == stream else _on_stream(stream, self.index)
+            return _NO_CHANGE if here == stream else _on_stream(stream, self.index)
         return self._elsewhere(stream)
 
     @contextmanager
@@ -74,39 +74,39 @@ class CupyDevice:
         return int(stream.ptr)
 
     def current_stream(self) -> Stream:
-        """Return CuPy's current stream of the calling thread.
+        """Return the calling thread's current CuPy stream.
 
         Raises
         ------
         ValueError
-            It is another one on each thread.
+            It is CUDA's per-thread default stream.
         """
         return self.current()[0]
 
     def current(self) -> tuple[Stream, Any]:
-        """Return that stream, and CuPy's object, which keeps it alive."""
+        """Return the current stream, and CuPy's object, which keeps it alive."""
         origin = cupy.cuda.get_current_stream(self.index)
         return stream_of(int(origin.ptr), "CuPy's current stream"), origin
 
     def make_event(self) -> Event:
-        """Return a new event; a thread that waits for it sleeps."""
+        """Return a new event; a waiting thread sleeps."""
         with self.acting():
             return cupy.cuda.Event(block=True, disable_timing=True)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record an event."""
-        with self.acting():  # stream 0 is the current device's
+        with self.acting():  # stream 0 belongs to the current device
             runtime.eventRecord(event.ptr, stream)
 
     def mark(self, stream: Stream) -> Event:
-        """Return a new event, recorded."""
+        """Return a new, recorded event."""
         with self.acting():
             event = cupy.cuda.Event(block=True, disable_timing=True)
             runtime.eventRecord(event.ptr, stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let a stream wait for an event."""
+        """Make a stream wait for an event."""
         with self.acting():
             runtime.streamWaitEvent(stream, event.ptr)
 
@@ -118,7 +118,7 @@ class CupyDevice:
         return bool(status == 0)
 
     def synchronize(self, event: Event) -> None:
-        """Wait for an event."""
+        """Block the thread until an event has passed."""
         runtime.eventSynchronize(event.ptr)
 
     def allocate(self, nbytes: int, stream: Stream) -> Memory:
@@ -138,7 +138,7 @@ class CupyDevice:
             raise MemoryError(f"{nbytes} bytes of page-locked memory: {exc}") from exc
 
     def packer(self) -> Packer | None:
-        """Return what packs by pyhvd's own kernels; None where NVRTC, which compiles them, is not found."""
+        """Return a packer by pyhvd's kernels; None without NVRTC, which compiles them."""
         try:
             cupy.cuda.nvrtc.getVersion()
         except (ImportError, RuntimeError):
@@ -146,13 +146,13 @@ class CupyDevice:
         return KernelPacker(self, compile_kernels)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Queue a copy; where the two addresses are, CUDA knows."""
+        """Queue a copy; CUDA finds the kind of memory by the addresses."""
         if nbytes:
             with self.acting():
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_CHANGE: AbstractContextManager[None] = nullcontext()
 
 
 def _on_stream(stream: Stream, index: int) -> AbstractContextManager[Any]:
@@ -167,7 +167,7 @@ _lock = threading.Lock()
 
 
 def cuda_device(index: int) -> CupyDevice:
-    """Return the object for a CUDA device: the same one for every array on it."""
+    """Return the one object for a CUDA device."""
     known = _devices.get(index)
     if known is not None:
         return known
@@ -178,7 +178,7 @@ def cuda_device(index: int) -> CupyDevice:
 
 
 def count_devices() -> int:
-    """Return how many CUDA devices this process sees; 0 if there is no driver."""
+    """Return the number of CUDA devices that this process sees; 0 without a driver."""
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError:

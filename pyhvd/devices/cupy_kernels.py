@@ -1,7 +1,6 @@
-"""The kernels of ``pack_kernels.cu``, compiled by CuPy when they are first needed.
+"""Compile the kernels of ``pack_kernels.cu`` by CuPy, when they are first needed.
 
-It takes NVRTC about half a second for a pair of types; CuPy keeps the outcome in its cache, for other
-processes too.
+NVRTC needs about 0.5 s for a pair of types. CuPy caches the result for all processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Arrays on CUDA devices of any other library: by DLPack, or by ``__cuda_array_interface__``.
+"""Take and return arrays of other libraries on CUDA devices: by DLPack, or ``__cuda_array_interface__``.
 
-JAX's arrays are handed back as JAX's, and those of libraries with an array API namespace as theirs; what has
-neither gets CuPy's, which speak both protocols.
+Results are arrays of the same library if it is JAX or has an array API namespace; else CuPy arrays, which
+have both protocols.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pyhvd.devices.streams import Lease, stream_of
 
 
 class ForeignLibrary(CupyLibrary):
-    """See the module's docstring; what is taken is seen through CuPy.
+    """Takes arrays through CuPy; see the module's docstring.
 
-    DLPack has the producer make a stream of ours wait for its work: the *intake*, one for each device.
+    By DLPack the producer makes a stream of the consumer wait for its work. That stream is the *intake*, one
+    per device.
     """
 
     def __init__(self) -> None:
@@ -29,13 +30,13 @@ class ForeignLibrary(CupyLibrary):
         self._lock = threading.Lock()
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether it says that it is on a GPU."""
+        """Return whether an object's protocols place it on a GPU."""
         if hasattr(tensor, "__dlpack_device__"):
             return int(tensor.__dlpack_device__()[0]) in (2, 13)
         return hasattr(tensor, "__cuda_array_interface__")
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return a view."""
+        """Return the array's view."""
         if writing and _is_immutable(tensor):
             raise TypeError(
                 f"an in-place operation cannot change a {type(tensor).__module__.partition('.')[0]} array:"
@@ -43,7 +44,7 @@ class ForeignLibrary(CupyLibrary):
             )
         if hasattr(tensor, "__dlpack__"):
             device = cuda_device(int(tensor.__dlpack_device__()[1]))
-            device.current_stream()  # refuses here what could not wait for the result either
+            device.current_stream()  # raises for a stream that cannot wait for the result
             stream = self._intake(device)
             with device.working_on(stream):
                 array = cupy.from_dlpack(tensor)
@@ -52,13 +53,13 @@ class ForeignLibrary(CupyLibrary):
                 seen = self._seen(array, device, stream)
         else:
             seen = self._adopt_interface(tensor, writing)
-        seen.library = _Namesake(self, tensor)
+        seen.library = _SameLibrary(self, tensor)
         return seen
 
     def _adopt_interface(self, tensor: Any, writing: bool) -> DeviceView:
         interface = tensor.__cuda_array_interface__
         if interface.get("mask") is not None:
-            raise TypeError("a masked array would lose its mask")
+            raise TypeError("cannot take a masked array, as its mask would be lost: pass its data")
         ptr, read_only = interface["data"]
         if writing and read_only:
             raise ValueError("an in-place operation needs a writable array, and this one is read-only")
@@ -66,10 +67,10 @@ class ForeignLibrary(CupyLibrary):
         strides = interface.get("strides")
         index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
         device = cuda_device(index)
-        # Version 3; None: there is nothing to wait for. 0 is not allowed, but can only mean one.
+        # Version 3 of the protocol: None means nothing to wait for; 0 is not allowed, but unambiguous.
         if interface.get("stream") is None:
             stream, origin = device.current()
-        else:  # the array keeps its stream alive, or nobody does
+        else:  # only the array can keep its stream alive
             stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), tensor
         nbytes = _extent(shape, strides, dtype.itemsize)
         memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
@@ -85,8 +86,8 @@ class ForeignLibrary(CupyLibrary):
             return self._intakes[device.index]
 
 
-class _Namesake:
-    """What hands results back in the library of one array."""
+class _SameLibrary:
+    """Returns results in the library of one array."""
 
     def __init__(self, foreign: ForeignLibrary, tensor: Any) -> None:
         self._foreign = foreign
@@ -94,26 +95,26 @@ class _Namesake:
         self._namespace = namespace() if namespace is not None else None
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return new memory of CuPy's pool."""
+        """Return a new array of CuPy's pool."""
         made = self._foreign.empty_like(view, shape)
         made.library = self
         return made
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Let CuPy's current stream wait, and the array's: its library's, or the one that it names."""
+        """Make CuPy's current stream and the array's stream (its library's, or the named one) wait."""
         view.on.wait(view.stream, arrived)
         if self._namespace is not None:
             with cuda_device(view.on.index).working_on(view.stream):
-                self._namespace.from_dlpack(view.owner)  # has the library's own stream wait for this one
+                self._namespace.from_dlpack(view.owner)  # makes the library's stream wait for this one
         if view.on.current_stream() != view.stream:
             self._foreign.follow(view, arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Let the intake, or CuPy's current stream, wait; and return an array of the library."""
+        """Make the intake, or CuPy's current stream, wait; return an array of the library."""
         if self._namespace is None:
             return self._foreign.receive(view, arrived)
         view.on.wait(view.stream, arrived)
-        # CuPy has the consumer's stream wait for its own current one.
+        # CuPy makes the consumer's stream wait for CuPy's current stream.
         with cuda_device(view.on.index).working_on(view.stream):
             return self._namespace.from_dlpack(_Export(view))
 
@@ -123,7 +124,7 @@ class _Namesake:
 
 
 class _Export:
-    """A result on its way to another library by DLPack, which says on which stream it will use it."""
+    """A result that another library imports by DLPack; it names the stream that will use the result."""
 
     def __init__(self, view: DeviceView) -> None:
         self._lease = Lease(view)
@@ -133,13 +134,13 @@ class _Export:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        """Export; None is the device's default stream, and so is, for the lease, -1: nobody is to wait."""
+        """Export the array; for the lease, None and -1 (no waiting) mean the default stream."""
         self._lease.use_on(stream_of(max(stream or 0, 0), "the stream that the result is asked for"))
         return self._array.__dlpack__(stream=stream, **options)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> int:
-    """Return how many bytes an array reaches over."""
+    """Return the bytes from an array's first to its last element."""
     if 0 in shape:
         return 0
     if strides is None:

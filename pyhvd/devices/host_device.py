@@ -1,4 +1,4 @@
-"""Host memory that plays a device, for a rank that has joined and has none: it gives nothing of its own."""
+"""A device of host memory, for a rank that has joined and has no GPU: it contributes no data."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _HostMemory:
 
 
 class HostDevice:
-    """Implements :class:`pyhvd.devices.base.Device`; everything is done at once, and nothing waits."""
+    """Does all work at once; see :class:`pyhvd.devices.base.Device`."""
 
     index = -1
     name = "cpu"
 
     def identity(self) -> str:
-        """Return nothing: it is no device."""
+        """Return an empty text: this is no physical device."""
         return ""
 
     def acting(self) -> AbstractContextManager[None]:
@@ -33,22 +33,22 @@ class HostDevice:
         return nullcontext()
 
     def make_stream(self) -> Stream:
-        """Return the one stream."""
+        """Return the only stream."""
         return 0
 
     def current_stream(self) -> Stream:
-        """Return the one stream."""
+        """Return the only stream."""
         return 0
 
     def make_event(self) -> Event:
-        """Return a moment that has passed."""
+        """Return an event that has passed."""
         return None
 
     def record(self, event: Event, stream: Stream) -> None:
         """Do nothing."""
 
     def mark(self, stream: Stream) -> Event:  # noqa: ARG002 - the protocol's
-        """Return a moment that has passed."""
+        """Return an event that has passed."""
         return None
 
     def wait(self, stream: Stream, event: Event) -> None:

@@ -1,7 +1,8 @@
-"""How the kernels of ``pack_kernels.cu`` find their work: the table that the host makes for one launch. Pure.
+"""Plan the work of ``pack_kernels.cu``: where tensors lie in a buffer, and which block copies them.
 
-The buffer is cut into *vectors* of 16 bytes and these into *tiles*, one for each block of threads. For every
-tile the table says with which tensor it begins; a thread has to search only where a tile holds several.
+The plan is pure. The buffer is cut into *vectors* of 16 bytes, and these into *tiles*, one per block of
+threads. The host makes a table for each launch; it names the first tensor of every tile. A thread searches
+the table only if its tile contains several tensors.
 """
 
 from __future__ import annotations
@@ -12,16 +13,47 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+ALIGNMENT = 16
+"""Bytes; every tensor starts at a multiple, so the kernels move 16 bytes at a time."""
+
 THREADS = 256
-"""Threads per block; as in ``pack_kernels.cu``."""
+"""Threads per block; ``pack_kernels.cu`` has the same number."""
 
 EACH = {"small": 1, "large": 4}
 """Vectors per thread, by the suffix of the kernels' names."""
 
 LARGE = 1 << 18
-"""Vectors (4 MiB) from which on each thread moves several: there are blocks enough for any GPU then."""
+"""Vectors (4 MiB) from which the large kernels run: there are enough blocks for any GPU then."""
+
+Words = npt.NDArray[np.int64]
 
 _ENTRY = np.dtype([("address", "<u8"), ("first", "<i8"), ("count", "<i8")])
+
+
+def lay_out(counts: Sequence[int], itemsize: int) -> tuple[Words, int]:
+    """Return the first element of each tensor in a buffer, and the buffer's length in elements.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Elements of each tensor. They are equal on all ranks, so the result is too.
+    itemsize : int
+        Bytes per element in the buffer; divides :data:`ALIGNMENT`.
+
+    Returns
+    -------
+    offsets : numpy.ndarray of int64
+        First element of each tensor; ``offsets * itemsize`` is a multiple of :data:`ALIGNMENT`.
+    total : int
+        Elements in the buffer, including the gaps between tensors.
+    """
+    step = max(ALIGNMENT // itemsize, 1)
+    offsets = np.zeros(len(counts), np.int64)
+    total = 0
+    for i, count in enumerate(counts):
+        offsets[i] = total
+        total += -(-count // step) * step
+    return offsets, total
 
 
 class Tiles(NamedTuple):
@@ -30,18 +62,18 @@ class Tiles(NamedTuple):
     Attributes
     ----------
     suffix : str
-        Of the kernel's name.
+        Suffix of the kernel's name.
     skipped : int
         Bytes of the buffer before the first tensor.
     vectors : int
-        Vectors of the buffer, counted from there.
+        Vectors of the buffer from there on.
     blocks : int
         Blocks of threads; 0 if there is nothing to do.
     tensors : int
         Entries of the table.
     table : numpy.ndarray of uint8
-        The entries, and behind them for each tile, as an int32, the entry in which it begins; at the end the
-        last entry.
+        The entries; then for each tile the index of its first entry, as an int32; then the last entry's
+        index.
     """
 
     suffix: str
@@ -53,7 +85,7 @@ class Tiles(NamedTuple):
 
     @property
     def firsts(self) -> int:
-        """Where in the table the tiles' first entries begin (bytes)."""
+        """Byte of the table at which the tiles' indices start."""
         return self.tensors * _ENTRY.itemsize
 
 
@@ -63,12 +95,11 @@ def make_tiles(offsets: Words, addresses: Words, counts: Words, itemsize: int) -
     Parameters
     ----------
     offsets : numpy.ndarray of int64
-        Element of the buffer at which each tensor begins; ascending, each at a multiple of 16 bytes, and no
-        tensor reaches into the next one's vectors.
+        First element of each tensor in the buffer: ascending multiples of 16 bytes; tensors share no vector.
     addresses : numpy.ndarray of int64
-        Of each tensor; 0 where there is none.
+        Address of each tensor; 0 for a missing tensor.
     counts : numpy.ndarray of int64
-        Elements of each.
+        Elements of each tensor.
     itemsize : int
         Bytes per element in the buffer.
     """
@@ -87,56 +118,3 @@ def make_tiles(offsets: Words, addresses: Words, counts: Words, itemsize: int) -
     firsts[:-1] = np.searchsorted(entries["first"], starts, side="right") - 1
     table = np.concatenate([entries.view(np.uint8), firsts.view(np.uint8)])
     return Tiles(suffix, skipped * ALIGNMENT, vectors, len(starts), len(held), table)
-
-
-ALIGNMENT = 16
-"""Bytes: every tensor begins on such a boundary, so that the kernels may move 16 bytes at a time."""
-
-
-Words = npt.NDArray[np.int64]
-
-
-def lay_out(counts: Sequence[int], itemsize: int) -> tuple[Words, int]:
-    """Return at which element of the buffer each tensor begins, and the buffer's length in elements.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements of each tensor; the same on every rank, and so the result is.
-    itemsize : int
-        Bytes per element in the buffer; divides :data:`ALIGNMENT`.
-
-    Returns
-    -------
-    offsets : numpy.ndarray of int64
-        First element of each tensor; ``offsets * itemsize`` is a multiple of :data:`ALIGNMENT`.
-    total : int
-        Elements in the buffer, the gaps between tensors included.
-    """
-    step = max(ALIGNMENT // itemsize, 1)
-    offsets = np.zeros(len(counts), np.int64)
-    total = 0
-    for i, count in enumerate(counts):
-        offsets[i] = total
-        total += -(-count // step) * step
-    return offsets, total
-
-
-def refuse_overlap(shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Refuse an array to write to, some of whose elements are the same memory.
-
-    Parameters
-    ----------
-    shape, strides : sequence of int
-        Of the array; strides in any unit.
-
-    Raises
-    ------
-    ValueError
-        A dimension of more than one element has a stride of 0.
-    """
-    if any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
-        raise ValueError(
-            "an in-place operation cannot write to an array whose elements share memory, as that of a"
-            " broadcast view: pass a copy"
-        )

@@ -1,7 +1,7 @@
-"""One kernel launch that packs many tensors, one that unpacks them: what goes to the device, and when.
+"""Pack many tensors by one kernel launch, and unpack them by another.
 
-Owns: the choice of the kernel, and the memory by which its table reaches the device. Knows the device only by
-its protocol, and kernels only as something that can be launched, so that all of it runs without a GPU.
+Owns the choice of the kernel, and the memory in which its table reaches the device. Knows the device by its
+protocol only, and a kernel as a function that launches it; so it runs without a GPU.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 
 Argument = np.uint64 | np.int64 | np.float64
 Launch = Callable[[str, int, tuple[Argument, ...], Stream], None]
-"""``launch(name, blocks, arguments, stream)`` queues a kernel, in blocks of :data:`tiles.THREADS` threads."""
+"""``launch(name, blocks, arguments, stream)`` queues a kernel, with :data:`pack_plan.THREADS` per block."""
 
 Compile = Callable[[str, str], Launch]
-"""``compile(tensor, wire)`` returns the kernels for one pair of types, named as in ``pack_kernels.cu``."""
+"""``compile(tensor, wire)`` returns the kernels of a pair of types, with the names of ``pack_kernels.cu``."""
 
 _FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
 _REAL = {Code.COMPLEX64: Code.FLOAT32, Code.COMPLEX128: Code.FLOAT64}
 _WORDS = {1: "UINT8", 2: "UINT16", 4: "UINT32", 8: "UINT64"}
 
 SMALLEST_TABLE = 64 * 1024
-"""Bytes; tables of a few hundred tensors need less."""
+"""Bytes; enough for a few hundred tensors."""
 
 KEPT_TABLES = 32
-"""Tables that are kept for later launches; there are more while more kernels are under way."""
+"""Most tables that are kept for later launches; more exist while more kernels are queued."""
 
 
 @dataclass(slots=True)
 class _Table:
-    """Memory for a table, on both sides; ``done`` passes when the kernel has read it."""
+    """A table's memory on host and device; ``done`` passes when the kernel has read it."""
 
     pinned: Bytes
-    there: Memory
+    on_device: Memory
     done: Event
 
 
 class KernelPacker:
-    """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. For one thread at a time.
+    """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. Not thread-safe.
 
     Parameters
     ----------
     device : Device
-        Where it all is.
+        The device of buffers and tensors.
     compiler : callable
-        Makes the kernels for a pair of types, when they are first needed; called with the device acting.
+        Makes the kernels of a pair of types when they are first needed; this is the current device then.
     """
 
     def __init__(self, device: Device, compiler: Compile) -> None:
@@ -73,12 +73,12 @@ class KernelPacker:
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that gathers tensors; see :meth:`pyhvd.devices.base.Packer.pack`.
+        """Queue one kernel that packs tensors; see :meth:`pyhvd.devices.base.Packer.pack`.
 
-        The product with the factor is rounded once, to ``wire``. What lies behind a tensor up to the next
-        multiple of 16 bytes becomes zero.
+        The product with the factor is rounded once, to ``wire``. The kernel writes zeros from the end of a
+        tensor to the next multiple of 16 bytes.
         """
-        low, high = _neutral(wire, op) if not sources.all() else (np.uint64(0), np.uint64(0))
+        low, high = _identity(wire, op) if not sources.all() else (np.uint64(0), np.uint64(0))
         arguments = (low, high, np.float64(factor))
         self._launch("pack", buffer, offsets, sources, counts, (code, wire), factor, arguments, stream)
 
@@ -93,7 +93,7 @@ class KernelPacker:
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that does the reverse; see :meth:`pyhvd.devices.base.Packer.unpack`."""
+        """Queue one kernel that unpacks tensors; see :meth:`pyhvd.devices.base.Packer.unpack`."""
         arguments = (np.float64(factor),)
         self._launch("unpack", buffer, offsets, targets, counts, (code, wire), factor, arguments, stream)
 
@@ -120,19 +120,19 @@ class KernelPacker:
             launch = self._compile(*names)
             table = self._table(len(tiles.table), stream)
             table.pinned[: len(tiles.table)] = tiles.table
-            device.copy(table.there.ptr, address(table.pinned), len(tiles.table), stream)
-            where = buffer + tiles.skipped, table.there.ptr, table.there.ptr + tiles.firsts
+            device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
+            where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
             pointers = tuple(np.uint64(place) for place in where)
             every = (*pointers, np.int64(tiles.vectors), *arguments)
             launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, every, stream)
             device.record(table.done, stream)
 
     def _table(self, nbytes: int, stream: Stream) -> _Table:
-        """Return memory that no queued kernel reads any more; of two, that which was used longer ago."""
+        """Return memory that no queued kernel reads; the longest unused comes first."""
         tables = self._tables.setdefault(stream, [])
         for i, table in enumerate(tables):
             if not self._device.has_passed(table.done):
-                break  # those behind it were used later
+                break  # later ones were used later
             if len(table.pinned) >= nbytes:
                 tables.append(tables.pop(i))
                 if len(tables) > KEPT_TABLES and self._device.has_passed(tables[0].done):
@@ -145,27 +145,27 @@ class KernelPacker:
 
 
 def kernel_types(code: Code, wire: Code, factor: float) -> tuple[str, str]:
-    """Return the types of a kernel, by their names in ``pack_kernels.cu``: of the tensors, and of the buffer.
+    """Return the types of tensors and buffer by their names in ``pack_kernels.cu``.
 
     Raises
     ------
     ValueError
-        There is no such conversion, or nothing to multiply.
+        No kernel casts or scales these types.
     """
     info = BY_CODE[code]
-    if code == wire and factor == 1.0:  # bits are moved, whatever they mean
+    if code == wire and factor == 1.0:  # bits move unchanged
         word = _WORDS[info.itemsize // (2 if code in _REAL else 1)]
         return word, word
     if code != wire and not (code in _FLOATS and wire in _FLOATS):
-        raise ValueError(f"no kernel casts {info.name} to {BY_CODE[wire].name}: floats alone are cast")
+        raise ValueError(f"no kernel casts {info.name} to {BY_CODE[wire].name}: only floats are cast")
     if not info.scalable:
         raise ValueError(f"{info.name} cannot be multiplied by {factor}")
     return _REAL.get(code, code).name, _REAL.get(wire, wire).name
 
 
 @functools.cache
-def _neutral(code: Code, op: ReduceOp) -> tuple[np.uint64, np.uint64]:
-    """Return the two halves of a vector of neutral elements."""
+def _identity(code: Code, op: ReduceOp) -> tuple[np.uint64, np.uint64]:
+    """Return the two halves of a vector of identity elements."""
     vector = np.zeros(2, np.uint64)
     _fusion.fill(address(vector), ALIGNMENT // BY_CODE[code].itemsize, code, op)
     return vector[0], vector[1]

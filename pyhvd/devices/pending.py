@@ -1,4 +1,4 @@
-"""Results on a device that may still be under way, and what must be kept until they have arrived."""
+"""Results whose device work may still run, and the objects that queued work needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyhvd.devices.base import Device, DeviceView, Event
 
 
 class PendingArray:
-    """A result that is there when an event has passed.
+    """A result that is valid when an event has passed.
 
     Parameters
     ----------
     view : DeviceView
-        Where it is.
+        The result's memory.
     event : Event
-        Passes when it is there.
+        Passes when the result is valid.
     """
 
     __slots__ = ("_event", "_view")
@@ -27,16 +27,16 @@ class PendingArray:
         self._view, self._event = view, event
 
     def follow(self) -> None:
-        """Let what the calling thread queues from now on wait for it; the thread does not."""
+        """Make the calling thread's current stream, not the thread, wait for the result."""
         self._view.library.follow(self._view, self._event)
 
     def take(self) -> Any:
-        """Return the array, after :meth:`follow`."""
+        """Return the array in the caller's library, after :meth:`follow`."""
         return self._view.library.receive(self._view, self._event)
 
 
 def taken(result: Any) -> Any:
-    """Return what a caller gets for a tensor's result: of a pair, the first may be on a device."""
+    """Return a result as the caller gets it; a pair's first item may be pending."""
     if isinstance(result, PendingArray):
         return result.take()
     if isinstance(result, tuple) and isinstance(result[0], PendingArray):
@@ -44,31 +44,31 @@ def taken(result: Any) -> Any:
     return result
 
 
-_LOOK_S = 1e-3
+_POLL_S = 1e-3
 
 
 class KeepAlive:
-    """Keeps alive what queued work uses, until an event behind it has passed.
+    """Keeps objects alive until an event after the work that uses them has passed.
 
-    Memory pools give memory to the next one of the stream that it was allocated for, as soon as nothing
-    refers to it; the communication stream is another one, and they know nothing of it.
+    A memory pool reuses memory for the stream that allocated it as soon as nothing refers to the memory. It
+    does not know of work on the communication stream.
     """
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Device, Event, object]] = deque()
 
-    def keep(self, device: Device, event: Event, things: object) -> None:
-        """Keep things until an event of the communication stream has passed."""
-        self._kept.append((device, event, things))
+    def keep(self, device: Device, event: Event, objects: object) -> None:
+        """Keep objects until an event of the communication stream has passed."""
+        self._kept.append((device, event, objects))
 
     def sweep(self) -> bool:
-        """Let go of what is used no longer; return whether anything is left."""
+        """Drop the objects that are no longer used; return whether any are left."""
         while self._kept and self._kept[0][0].has_passed(self._kept[0][1]):
             self._kept.popleft()
         return bool(self._kept)
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait for the device, and let go of everything; ``check`` raises if that is in vain."""
+        """Wait until all objects can be dropped; ``check`` raises an error if the device has failed."""
         while self.sweep():
             check()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
-"""The way through the host: device memory, page-locked memory, some work there, and back, a piece at a time.
+"""Stage device memory through page-locked host memory: copy down, work on the host, copy up, in pieces.
 
-Two slots of page-locked memory lie on each way. While the host works on one piece, the next one comes down
-and the last one goes up, each way on a stream of its own, as GPUs have a copy engine for each.
+Each direction has two slots of page-locked memory and a stream, as GPUs have a copy engine per direction.
+While the host works on one piece, the next one is copied down and the last one up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOTS = 2
 
 
 class Move(NamedTuple):
-    """A copy between a slot, from byte ``first`` on, and an address on the device."""
+    """A copy between byte ``first`` of a slot and an address on the device."""
 
     first: int
     ptr: int
@@ -32,11 +32,11 @@ class Step:
     Attributes
     ----------
     work : callable
-        ``work(down, up)``: what the host does, with what has come down, and with what is to go up.
+        ``work(down, up)`` reads the slot that was copied down, and fills the slot to copy up.
     down_bytes, up_bytes : int
-        Lengths of the two.
+        Bytes of the two slots that are used.
     down, up : list of Move
-        The copies; none for a rank that has joined.
+        The copies; empty if this rank has joined.
     """
 
     work: Callable[[Bytes, Bytes], None]
@@ -46,8 +46,8 @@ class Step:
     up: list[Move] = field(default_factory=list)
 
 
-class Way:
-    """One direction: a stream, and two slots of page-locked memory, each with the event of its last copy."""
+class _Direction:
+    """One direction: a stream, and slots of page-locked memory, each with the event of its last copy."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -56,44 +56,44 @@ class Way:
         self._memory: list[Bytes | None] = [None] * SLOTS
 
     def slot(self, number: int, nbytes: int) -> Bytes:
-        """Return a slot's memory; the last copy has to have passed."""
+        """Return a slot's memory; its last copy must be done."""
         memory = self._memory[number]
         if memory is None or len(memory) < nbytes:
             memory = self._memory[number] = self._device.allocate_pinned(max(nbytes, 4096))
         return memory[:nbytes]
 
     def settle(self, number: int) -> None:
-        """Block the calling thread until the last copy from, or to, a slot has been done."""
+        """Block the calling thread until the last copy of a slot is done."""
         self._device.synchronize(self.events[number])
 
     def queue(self, number: int, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Queue copies (target, source, bytes) of a slot."""
+        """Queue copies of a slot: (target, source, bytes)."""
         for target, source, nbytes in moves:
             self._device.copy(target, source, nbytes, self.stream)
         self._device.record(self.events[number], self.stream)
 
 
 class Pipeline:
-    """See the module's docstring.
+    """Runs the steps of a transfer; see the module's docstring.
 
     Parameters
     ----------
     device : Device
-        Whose memory it is.
+        The device to transfer from and to.
     stream : Stream
-        What is transferred is there when this stream has come to it; and it waits for what goes up.
+        Its queued work precedes a transfer; its later work waits for the transfer.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
         self._stream = stream
-        self._down = Way(device)
-        self._up = Way(device)
+        self._down = _Direction(device)
+        self._up = _Direction(device)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Carry out a transfer; when this returns, its work on the host is done, and its copies are queued.
+        """Run a transfer: its work on the host is done at the return, and all copies are queued.
 
-        The steps' places on the device are apart from each other, or a step reads what it writes itself.
+        Steps must not overlap on the device, except that a step may write what it reads.
         """
         with self._between():
             ahead = iter(steps)
@@ -110,10 +110,10 @@ class Pipeline:
 
     @contextmanager
     def _between(self) -> Iterator[None]:
-        """Behind what the communication stream has to do before, and before what it has to do next."""
+        """Order the copies after the stream's queued work, and before its later work."""
         device = self._device
         before = device.mark(self._stream)
-        device.wait(self._down.stream, before)  # what goes up comes behind what has come down
+        device.wait(self._down.stream, before)  # copies up follow copies down
         yield
         after = device.mark(self._up.stream)
         device.wait(self._stream, after)

@@ -1,4 +1,4 @@
-"""What keeps the work of several streams in order, and memory theirs for as long as they use it."""
+"""Order the work of several streams, and keep memory from its pool while they use it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LEGACY, _PER_THREAD = 1, 2  # CUDA's names for its two default streams
 
 
 def stream_of(handle: int, whose: str) -> Stream:
-    """Return a stream by the handle that another library has given.
+    """Return the stream of another library's handle.
 
     Parameters
     ----------
     handle : int
-        CUDA's; 1 is its name for the device's default stream.
+        CUDA's handle; 1 is the device's default stream.
     whose : str
-        What works there, for the error.
+        Description of the stream, for the error.
 
     Raises
     ------
     ValueError
-        It means another stream on pyhvd's thread than on the caller's.
+        The handle is a different stream on each thread.
     """
     if handle == _PER_THREAD:
         raise ValueError(
@@ -35,10 +35,10 @@ def stream_of(handle: int, whose: str) -> Stream:
 
 
 def mark_ready(views: Iterable[DeviceView]) -> None:
-    """Record, once for each stream, the events behind which views may be used.
+    """Set the views' ``ready`` events, one per stream.
 
-    Called when the last of them has its memory: what a stream has to do with memory that its pool had given
-    to somebody before is in its queue by then.
+    Call it after the last view is allocated: a pool may hand out memory that its stream still uses, and that
+    work is queued by then.
     """
     events: dict[Stream, Event] = {}
     for view in views:
@@ -50,16 +50,15 @@ def mark_ready(views: Iterable[DeviceView]) -> None:
 
 
 class Lease:
-    """Memory of one stream's pool, while other streams use it.
+    """Keeps memory of one stream's pool while other streams use it.
 
-    Pools give memory to the next one of the stream that it was allocated for as soon as nothing refers to it,
-    and know nothing of others. When nothing refers to the lease, that stream first waits for what the others
-    have in their queues by then; only after that does the pool get the memory back.
+    A pool reuses memory for the stream that allocated it as soon as nothing refers to the memory. A dropped
+    lease first makes that stream wait for the other streams' queued work; then the pool gets the memory back.
 
     Parameters
     ----------
     view : DeviceView
-        The memory, and the stream that it was allocated for.
+        The memory, and the stream that allocated it.
     """
 
     __slots__ = ("_device", "_home", "_memory", "_users")
@@ -70,12 +69,12 @@ class Lease:
         self._users: dict[Stream, Any] = {}
 
     def use_on(self, stream: Stream, origin: Any = None) -> None:
-        """Let a stream use the memory; ``origin`` is kept, so that the stream lives as long."""
+        """Allow a stream to use the memory; keep ``origin``, which keeps the stream alive."""
         if stream != self._home[0]:
             self._users[stream] = origin
 
     def __del__(self) -> None:
-        if sys.is_finalizing():  # nobody allocates any longer, and the library may be gone
+        if sys.is_finalizing():  # no more allocations, and the library may be unloaded
             return
         for stream in self._users:
             self._device.wait(self._home[0], self._device.mark(stream))

@@ -1,4 +1,4 @@
-"""torch's tensors on CUDA devices. Imported when the first one comes in."""
+"""Take and return torch's tensors on CUDA devices. The first such tensor imports this module."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import Any
 
 import torch
 
-from pyhvd.devices.base import DeviceView, Event, Stream
+from pyhvd.devices.base import DeviceView, Event, Stream, refuse_overlap
 from pyhvd.devices.cupy_device import cuda_device
-from pyhvd.devices.pack_plan import refuse_overlap
 from pyhvd.devices.streams import stream_of
 from pyhvd.dtypes import DtypeInfo, named
 
 
 class TorchLibrary:
-    """Takes and gives ``torch.Tensor``; see :class:`pyhvd.devices.array_libraries.Adopter`.
+    """Takes and returns ``torch.Tensor``; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
-    The caller's stream is torch's current one of the calling thread. What a result's history was is not kept:
-    a collective is nothing that torch differentiates.
+    The caller's stream is the calling thread's current torch stream. Results have no autograd history: torch
+    does not differentiate a collective.
     """
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether it is a tensor on a CUDA device."""
+        """Return whether an object is a tensor on a CUDA device."""
         return isinstance(tensor, torch.Tensor) and tensor.is_cuda
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return a view."""
+        """Return the tensor's view."""
         if tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()")
         if writing:
@@ -44,7 +43,7 @@ class TorchLibrary:
         return DeviceView(owner.data_ptr(), shape, info, device, self, stream, owner, None, home)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return new memory of torch's pool."""
+        """Return a new tensor of torch's pool."""
         index = view.on.index
         try:
             with _on_stream(view.stream, index):
@@ -54,11 +53,11 @@ class TorchLibrary:
         return self._seen(owner, index, view.info, view.stream)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Let torch's current stream wait."""
+        """Make torch's current stream wait."""
         view.on.wait(_current(view.on.index)[0], arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Let torch's current stream wait, and return the tensor; torch's pool is told of another stream."""
+        """Make torch's current stream wait, and return the tensor; tell torch's pool of the stream."""
         stream, origin = _current(view.on.index)
         view.on.wait(stream, arrived)
         if stream != view.stream:
@@ -72,7 +71,7 @@ class TorchLibrary:
 
 
 def _current(index: int) -> tuple[Stream, Any]:
-    """Return torch's current stream of the calling thread, and torch's object for it."""
+    """Return the calling thread's current torch stream, and torch's object for it."""
     origin = torch.cuda.current_stream(index)
     return stream_of(origin.cuda_stream, "torch's current stream"), origin
 

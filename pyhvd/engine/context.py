@@ -33,7 +33,7 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import LaneBell, open_lane
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.native.shared_memory import LaneSlot, count_players
+from pyhvd.native.shared_memory import FastPathSlot, count_rank_threads
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
@@ -125,7 +125,6 @@ class Context:
         self.hooks = Instruments()
         self.warned_of_memory = False
         self._device: Device | None = None
-        self.repeats: dict[Any, Any] = {}  # of :mod:`pyhvd.api.repeats`
         places = [hello.place for hello in heard]
         self.runtime = self._make_runtime(sets, places, autotune_log)
         self.runtime.start()
@@ -207,6 +206,27 @@ class Context:
         with self._lock:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
             return f"{prefix}.{next(counter)}"
+
+    def members_of(self, process_set: Any) -> tuple[int, Ranks]:
+        """Return the id and the members of a process set that this rank may use.
+
+        Raises
+        ------
+        ValueError
+            The object is not a ProcessSet, the set is not registered, or this rank is not a member.
+        """
+        if not hasattr(process_set, "process_set_id"):
+            raise ValueError(f"process_set takes a ProcessSet, not {process_set!r}")
+        set_id: int | None = process_set.process_set_id
+        ranks = None if set_id is None else self.process_sets.get(set_id)
+        if set_id is None or ranks is None:
+            raise ValueError(
+                f"{process_set} has not been registered, or was removed: pass it to init(process_sets=[...])"
+                " or to add_process_set()"
+            )
+        if self.topology.rank not in ranks:
+            raise ValueError(f"rank {self.topology.rank} is not a member of {process_set}")
+        return set_id, ranks
 
     def settle_on(self, device: Device) -> None:
         """Let this rank's arrays be on a device: the first one that comes in, for as long as pyhvd is up.
@@ -308,7 +328,7 @@ class _ThreadSlot(threading.local):
     rank: Slot | None = None
 
 
-class Slot(LaneSlot):
+class Slot(FastPathSlot):
     """A place for a context: the process's own, or that of a thread that plays a rank.
 
     ``rank`` is known from the moment on in which ``init()`` knows it, for log records. ``lane`` is the
@@ -345,12 +365,12 @@ def playing_rank(slot: Slot) -> Iterator[None]:
     before, _thread.rank = _thread.rank, slot
     own = int(slot is not process_slot)  # as long as no thread has one, nobody need be asked for his
     with _players:
-        count_players(own)
+        count_rank_threads(own)
     try:
         yield
     finally:
         with _players:
-            count_players(-own)
+            count_rank_threads(-own)
         _thread.rank = before
 
 

@@ -33,7 +33,7 @@ from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 
@@ -83,8 +83,6 @@ class DeviceExecutor:
         Carries out a batch whose tensors are in host memory.
     checked : bool
         Whether results are checked, on the host.
-    cuda_aware_mpi : bool
-        Whether MPI may be given addresses on devices.
     """
 
     def __init__(
@@ -97,16 +95,16 @@ class DeviceExecutor:
         on_host: Callable[[list[Response], Entries], None],
         *,
         checked: bool,
-        cuda_aware_mpi: bool,
     ) -> None:
         self._rank, self._places = rank, places
         self._hosts, self._sets = backends, sets
         self._hooks = hooks
         self._on_host = on_host
-        self._checked, self._cuda_aware_mpi = checked, cuda_aware_mpi
-        self._station: DeviceContext | None = None
+        self._checked = checked
+        self._device_context: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
-        self._keeper = KeepAlive()
+        self._keep_alive = KeepAlive()
+        self.busy = False  # whether the device may still use memory that is kept for it
         self._aborted = False
         self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
@@ -117,16 +115,17 @@ class DeviceExecutor:
         }
 
     def run(self, batch: list[Response], entries: Entries) -> None:
-        """Carry out responses that ride together, and complete their entries."""
-        self._keeper.sweep()
-        station = self._settle(entries)
-        with station.device.acting():
-            _await_all(station, _distinct(entries))
+        """Carry out a batch of responses, and complete their entries."""
+        self.busy = True
+        self._keep_alive.sweep()
+        context = self._settle(entries)
+        with context.device.acting():
+            _await_all(context, _distinct(entries))
             carry_out = self._run.get(batch[0].request.type)
             if carry_out is None or self._checked:
-                self._by_host(station, batch, entries)
+                self._by_host(context, batch, entries)
             else:
-                carry_out(self._backend(batch[0].process_set, station), batch, entries)
+                carry_out(self._backend(batch[0].process_set, context), batch, entries)
 
     def look(self, now: float) -> float | None:
         """Let go of memory that the device uses no longer; return when (monotonic s) to look again.
@@ -136,7 +135,8 @@ class DeviceExecutor:
         TransportError
             What is under way has failed.
         """
-        if not self._keeper.sweep():
+        self.busy = self._keep_alive.sweep()
+        if not self.busy:
             return None
         self._check()
         return now + SWEEP_SECONDS
@@ -159,7 +159,7 @@ class DeviceExecutor:
             What is under way has failed; or, after :meth:`abort`, does not end.
         """
         patience = partial(_be_patient, time.monotonic() + ABORT_SECONDS)
-        self._keeper.settle(patience if self._aborted else self._check)
+        self._keep_alive.settle(patience if self._aborted else self._check)
         for set_id in sorted(self._opened):
             self.close_set(set_id)
 
@@ -174,20 +174,20 @@ class DeviceExecutor:
     def _settle(self, entries: Entries) -> DeviceContext:
         """Return this rank's device and stream: that of its arrays, or any if it has joined."""
         device = next((view.on for view in _distinct(entries)), None)
-        if self._station is not None and device in (None, self._station.device):
-            return self._station
-        if self._station is not None and not isinstance(self._station.device, HostDevice):
+        if self._device_context is not None and device in (None, self._device_context.device):
+            return self._device_context
+        if self._device_context is not None and not isinstance(self._device_context.device, HostDevice):
+            before, now = self._device_context.device.name, device.name if device else ""
             raise TransportError(
-                f"rank {self._rank} had joined, and taken part with {self._station.device.name}, before it"
-                f" submitted an array on {device.name if device else ''}: let each rank use the device of its"
-                " local rank, or submit an array before it joins"
+                f"rank {self._rank} had joined, and taken part with {before}, before it submitted an array on"
+                f" {now}: let each rank use the device of its local rank, or submit an array before it joins"
             )
         chosen = device or self._own_device()
-        self._station = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
+        self._device_context = DeviceContext(chosen, chosen.make_stream(), chosen.packer())
         for set_id, backend in list(self._opened.items()):
             if isinstance(backend, StagedBackend):
-                self._opened[set_id] = self._stage(set_id, self._station)
-        return self._station
+                self._opened[set_id] = self._stage(set_id, self._device_context)
+        return self._device_context
 
     def _own_device(self) -> Device:
         """Return the device of this rank's number on its node; host memory where there is none."""
@@ -202,47 +202,34 @@ class DeviceExecutor:
         count = count_devices()
         return cuda_device(neighbours.index(self._rank) % count) if count else HostDevice()
 
-    def _backend(self, set_id: int, station: DeviceContext) -> DeviceBackend:
+    def _backend(self, set_id: int, context: DeviceContext) -> DeviceBackend:
         if set_id not in self._opened:
-            self._opened[set_id] = self._open(set_id, station)
+            self._opened[set_id] = self._open(set_id, context)
         return self._opened[set_id]
 
-    def _open(self, set_id: int, station: DeviceContext) -> DeviceBackend:
+    def _open(self, set_id: int, context: DeviceContext) -> DeviceBackend:
         """Agree on the way that a set's arrays take; collective over the set."""
         return open_backend(
-            self._hosts[set_id],
-            station.device,
-            station.stream,
-            station.packer,
-            self._sets[set_id],
-            cuda_aware_mpi=self._cuda_aware_mpi,
+            self._hosts[set_id], context.device, context.stream, context.packer, self._sets[set_id]
         )
 
-    def _stage(self, set_id: int, station: DeviceContext) -> DeviceBackend:
-        return StagedBackend(self._hosts[set_id], station.device, station.stream, station.packer)
+    def _stage(self, set_id: int, context: DeviceContext) -> DeviceBackend:
+        return StagedBackend(self._hosts[set_id], context.device, context.stream, context.packer)
 
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
+        spec = reduce_spec(batch[0].request, backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
-        info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.reducer}_ALLREDUCE"):
-            backend.allreduce(
-                _sources(entries), _targets(entries), counts, info, op, request.prescale, postscale
-            )
+        with self._hooks.phase(f"{backend.name}_ALLREDUCE"):
+            backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
+        spec = reduce_spec(batch[0].request, backend.size)
         shapes = [r.request.shape for r in batch]
-        info = BY_CODE[request.dtype]
-        with self._hooks.phase(f"{backend.reducer}_REDUCESCATTER"):
-            backend.reducescatter(
-                _sources(entries), _targets(entries), shapes, info, op, request.prescale, postscale
-            )
+        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
+            backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _allgather(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
@@ -253,7 +240,7 @@ class DeviceExecutor:
         item = BY_CODE[batch[0].request.dtype].itemsize
         row_bytes = [math.prod(shape[1:]) * item for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
         self._deliver(backend.stream, entries, outputs)
 
@@ -268,7 +255,7 @@ class DeviceExecutor:
             output = self._here.device.allocate(nbytes, backend.stream)
         if backend.rank == root and source is not None and target is not None and source is not target:
             self._here.device.copy(target.ptr, source.ptr, source.nbytes, backend.stream)
-        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+        with self._hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(_span(output), root)
         self._deliver(backend.stream, [entry], [output])
 
@@ -277,14 +264,14 @@ class DeviceExecutor:
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
-            received = self._hosts[response.process_set].swap_counts(entry.splits)
+        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
+            received = self._hosts[response.process_set].exchange_counts(entry.splits)
         outputs = self._allocate(batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
         few = max(received) <= np.iinfo(np.int32).max
         splits = np.array(received, np.int32 if few else np.int64)
@@ -292,26 +279,26 @@ class DeviceExecutor:
 
     # -- by host memory ------------------------------------------------------------------------------
 
-    def _by_host(self, station: DeviceContext, batch: list[Response], entries: Entries) -> None:
+    def _by_host(self, context: DeviceContext, batch: list[Response], entries: Entries) -> None:
         """Carry a batch out on host arrays, tensor by tensor, and send the results up again."""
-        device, stream = station.device, station.stream
-        mirrored = [self._mirror(station, entry) if entry is not None else None for entry in entries]
+        device, stream = context.device, context.stream
+        mirrored = [self._mirror(context, entry) if entry is not None else None for entry in entries]
         device.synchronize(device.mark(stream))
         self._on_host(batch, mirrored)
 
-    def _mirror(self, station: DeviceContext, entry: TensorEntry) -> TensorEntry:
+    def _mirror(self, context: DeviceContext, entry: TensorEntry) -> TensorEntry:
         """Return an entry of the same tensor in host memory, whose contents are on their way down."""
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
-        given = _host_view(station.device, source)
-        station.device.copy(given.ptr, source.ptr, source.nbytes, station.stream)
-        result = given if target is source else None if target is None else _host_view(station.device, target)
+        given = _host_view(context.device, source)
+        context.device.copy(given.ptr, source.ptr, source.nbytes, context.stream)
+        result = given if target is source else None if target is None else _host_view(context.device, target)
         return msgspec.structs.replace(
-            entry, source=given, target=result, done=partial(self._send_up, station, entry)
+            entry, source=given, target=result, done=partial(self._send_up, context, entry)
         )
 
     def _send_up(
-        self, station: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
+        self, context: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
     ) -> None:
         """Complete an entry with a result that lies in host memory."""
         if error is not None:
@@ -321,14 +308,14 @@ class DeviceExecutor:
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
         target = target if target is not None else source.library.empty_like(source, array.shape)
-        device, stream = station.device, station.stream
+        device, stream = context.device, context.stream
         if target is not entry.target:
             mark_ready([target])
         device.wait(stream, target.ready)
         pinned = device.allocate_pinned(max(array.nbytes, 1))
         pinned[: array.nbytes] = flat_bytes(array)
         device.copy(target.ptr, address(pinned), array.nbytes, stream)
-        self._keeper.keep(device, device.mark(stream), pinned)
+        self._keep_alive.keep(device, device.mark(stream), pinned)
         finish = (lambda arrival: arrival) if splits is None else (lambda arrival: (arrival, splits))
         self._deliver(stream, [entry], [target], finish)
 
@@ -336,14 +323,14 @@ class DeviceExecutor:
 
     @property
     def _here(self) -> DeviceContext:
-        assert self._station is not None
-        return self._station
+        assert self._device_context is not None
+        return self._device_context
 
     def _allocate(
         self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]
     ) -> list[DeviceView | Memory] | None:
         """Allocate outputs in the callers' libraries; a rank that has joined gets memory to throw away."""
-        station = self._here
+        context = self._here
         set_id = batch[0].process_set
 
         def make(response: Response, entry: TensorEntry | None, shape: Shape) -> DeviceView | Memory:
@@ -351,13 +338,13 @@ class DeviceExecutor:
             if source is not None:
                 return source.library.empty_like(source, shape)
             nbytes = math.prod(shape) * BY_CODE[response.request.dtype].itemsize
-            return station.device.allocate(nbytes, station.stream)
+            return context.device.allocate(nbytes, context.stream)
 
         with self._hooks.phase("ALLOCATE_OUTPUT"):
             outputs = allocate(self._hosts[set_id], batch, entries, shapes, make, self._sets[set_id])
         views = [output for output in outputs or () if isinstance(output, DeviceView)]
         mark_ready(views)
-        _await_all(station, views)
+        _await_all(context, views)
         return outputs
 
     def _deliver(
@@ -373,7 +360,7 @@ class DeviceExecutor:
                 output.library.copy_home(output, stream)
         event = self._here.device.mark(stream)
         used = [(entry.source, entry.target) for entry in entries if entry is not None]
-        self._keeper.keep(self._here.device, event, (used, list(outputs)))
+        self._keep_alive.keep(self._here.device, event, (used, list(outputs)))
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView):
                 entry.done(finish(PendingArray(output, event)), None)
@@ -406,10 +393,10 @@ def _distinct(entries: Entries) -> list[DeviceView]:
     return [view for view in found if view is not None]
 
 
-def _await_all(station: DeviceContext, views: Sequence[DeviceView]) -> None:
+def _await_all(context: DeviceContext, views: Sequence[DeviceView]) -> None:
     """Let the communication stream wait until views may be used; those of one call share an event."""
     for event in {id(view.ready): view.ready for view in views}.values():
-        station.device.wait(station.stream, event)
+        context.device.wait(context.stream, event)
 
 
 def _span(memory: DeviceView | Memory) -> Span:

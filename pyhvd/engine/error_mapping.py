@@ -1,9 +1,8 @@
-"""What a rank fails of, as it is said: to its callers, on the wire, and to those who wait for it.
+"""Errors of a rank: as exceptions for its callers, and as messages for the other ranks.
 
-Owns: which exception stands for which :class:`~pyhvd.negotiation.messages.ErrorInfo`, and the reverse; and the *note*
-that a rank leaves where others wait for it (:meth:`pyhvd.backends.base.Backend.abort`): such an ErrorInfo.
-A rank that was ended by a note hands that on as it is, so that all ranks hear of the first failure, however
-they come to hear of it. Pure.
+Owns: which exception an :class:`~pyhvd.negotiation.messages.ErrorInfo` stands for, and the reverse; and the
+*note*, an encoded ErrorInfo for ranks that wait in shared memory (:meth:`pyhvd.backends.base.Backend.abort`).
+A rank that a note has ended passes the same note on, so that all ranks report the first failure. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from pyhvd.errors import (
     TransportError,
 )
 from pyhvd.native.shared_memory import NOTE
-from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response, verb
 from pyhvd.transport.fabric import Aborted
 
 _FRAME = 64

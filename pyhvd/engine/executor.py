@@ -24,13 +24,12 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE, DtypeInfo
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import NoFastPath
 from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
-from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response
-from pyhvd.negotiation.reduction import kernel_terms
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
@@ -58,7 +57,7 @@ class Executor:
         Counts what is carried out.
     places : sequence of Place
         Of every rank.
-    lane : FastLane or None
+    fast_path : NoFastPath
         Told of sets that come and go.
     hooks : Instruments
         Told of batches.
@@ -75,7 +74,7 @@ class Executor:
         make_backend: Callable[[Fabric], Backend],
         meter: Meter,
         places: Sequence[Place],
-        lane: FastLane | None,
+        fast_path: NoFastPath,
         hooks: Instruments,
         config: Config,
     ) -> None:
@@ -88,7 +87,7 @@ class Executor:
         self._sets = sets
         self._make_backend = make_backend
         self._places = places
-        self._lane = lane
+        self._fast_path = fast_path
         self._pieces: Pieces | None = None
         # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
         self.running: Entries = []
@@ -101,11 +100,9 @@ class Executor:
             hooks,
             self._run_on_host,
             checked=self._checker is not None,
-            cuda_aware_mpi=config.cuda_aware_mpi,
         )
-        if lane is not None:
-            for set_id, backend in backends.items():
-                lane.open_set(set_id, backend)
+        for set_id, backend in backends.items():
+            fast_path.open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -167,7 +164,10 @@ class Executor:
 
     def look(self, now: float) -> float | None:
         """Before a sleep: return when (monotonic s) hooks, or what devices have done, are to be looked at."""
-        times = [self._hooks.look(now), self._devices.look(now)]
+        times = [
+            self._hooks.look(now) if self._hooks.active else None,
+            self._devices.look(now) if self._devices.busy else None,
+        ]
         return min((time for time in times if time is not None), default=None)
 
     def resize(self, pieces: Pieces) -> None:
@@ -181,7 +181,7 @@ class Executor:
             return  # this rank has joined: it helps with what the others have submitted
         lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
-        told = [entry.told for entry in entries]
+        told = [entry.announced_ns for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, info: ErrorInfo) -> None:
@@ -217,48 +217,25 @@ class Executor:
 
     @staticmethod
     def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
-        request = batch[0].request
-        op, postscale = kernel_terms(request, backend.size)
-        backend.allreduce(
-            sources,
-            targets,
-            [math.prod(r.request.shape) for r in batch],
-            BY_CODE[request.dtype],
-            op,
-            request.prescale,
-            postscale,
-        )
+        counts = [math.prod(r.request.shape) for r in batch]
+        backend.allreduce(sources, targets, counts, reduce_spec(batch[0].request, backend.size))
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
         backend = self._backends[batch[0].process_set]
+        counts = [math.prod(r.request.shape) for r in batch]
+        spec = reduce_spec(batch[0].request, backend.size)
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.carrier}_ADASUM"):
-            backend.adasum(
-                _sources(entries),
-                _targets(entries),
-                [math.prod(r.request.shape) for r in batch],
-                BY_CODE[request.dtype],
-                request.prescale,
-                request.postscale,
-            )
+        with self._hooks.phase(f"{backend.name}_ADASUM"):
+            backend.adasum(_sources(entries), _targets(entries), counts, spec)
         self._deliver_targets(batch, entries)
 
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
-        request = batch[0].request
         backend = self._backends[batch[0].process_set]
-        op, postscale = kernel_terms(request, backend.size)
+        shapes = [r.request.shape for r in batch]
+        spec = reduce_spec(batch[0].request, backend.size)
         self._look_at_inputs(batch, entries)
-        with self._hooks.phase(f"{backend.carrier}_REDUCESCATTER"):
-            backend.reducescatter(
-                _sources(entries),
-                _targets(entries),
-                [r.request.shape for r in batch],
-                BY_CODE[request.dtype],
-                op,
-                request.prescale,
-                postscale,
-            )
+        with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
+            backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
         whole: list[Bytes | None] | None = None
         if self._checker is not None and self._checker.results:
             firsts = [sum(rows_of(r.request.shape[0], backend.size)[: backend.rank]) for r in batch]
@@ -280,7 +257,7 @@ class Executor:
         info = BY_CODE[batch[0].request.dtype]
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
-        with self._hooks.phase(f"{backend.carrier}_ALLGATHER"):
+        with self._hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
         errors = self._compare(batch, [flat_bytes(out) for out in outputs])
         for entry, output, error in zip(entries, outputs, errors, strict=True):
@@ -293,14 +270,14 @@ class Executor:
         source = _sources(entries)[0]
         if entry is None or source is None:
             raise InternalError(f"alltoall {response.request.name!r} was agreed, but is not in flight here")
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL_COUNTS"):
-            received = backend.swap_counts(entry.splits)
+        with self._hooks.phase(f"{backend.name}_ALLTOALL_COUNTS"):
+            received = backend.exchange_counts(entry.splits)
         outputs = self._allocate(backend, batch, entries, [(sum(received), *source.shape[1:])])
         if outputs is None:
             return
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
-        with self._hooks.phase(f"{backend.carrier}_ALLTOALL"):
+        with self._hooks.phase(f"{backend.name}_ALLTOALL"):
             backend.alltoall(source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
         if self._checker is not None and self._checker.results:
             sent, arrived = _blocks(source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
@@ -335,7 +312,7 @@ class Executor:
             return
         if backend.rank == root and source is not target:
             target.bytes[:] = source.bytes
-        with self._hooks.phase(f"{backend.carrier}_BCAST"):
+        with self._hooks.phase(f"{backend.name}_BCAST"):
             backend.broadcast(target.bytes, root)
         self._deliver_targets(batch, entries)
 
@@ -388,14 +365,12 @@ class Executor:
             self._backends[set_id] = self._make_backend(fabric)
             if self._pieces is not None:
                 self._backends[set_id].resize(self._pieces)
-            if self._lane is not None:
-                self._lane.open_set(set_id, self._backends[set_id])
+            self._fast_path.open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        on_lane = self._lane.close_set(removed) if self._lane is not None else []
-        for entry in [*self._queue.pop_set(removed), *on_lane]:
+        for entry in [*self._queue.pop_set(removed), *self._fast_path.close_set(removed)]:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )

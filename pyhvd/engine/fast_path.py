@@ -1,9 +1,8 @@
-"""The fast lane's Python half: how tensors come onto it, and how they leave it.
+"""The Python half of the fast path: how tensors enter it, and how they leave it.
 
-Owns: opening the lane, installing what response lists say about cache slots, and taking units over that the
-board has refused or that the coordinator has recalled; from then on they are entries of the queue like any
-other. What happens on the lane itself is :mod:`pyhvd.native.shared_memory`'s business. Runs on the runtime's thread, but for
-:func:`open_lane`, which is collective.
+Owns: opening the fast path, installing the meaning of cache slots, and taking back calls that the ready
+table refused or that the coordinator recalled. Such a call becomes entries of the queue. The fast path itself
+is :mod:`pyhvd.native.shared_memory`. The runtime's thread runs all but :func:`open_lane`, a collective.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from pyhvd.backends.base import Backend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
-from pyhvd.dtypes import ReduceOp, lookup
+from pyhvd.dtypes import ReduceSpec, lookup
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import MAX_SLOTS, SETS, Lane, Unit, board_bytes
+from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
     HOST,
     Request,
@@ -39,12 +38,12 @@ from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
-KernelTerms = Callable[[Request, int], tuple[ReduceOp, float]]
+KernelTerms = Callable[[Request, int], ReduceSpec]
 
 
 def open_lane(
     fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
-) -> Lane | None:
+) -> FastPath | None:
     """Return this rank's end of a new lane, or None where there is none to be had. Collective.
 
     Parameters
@@ -61,12 +60,12 @@ def open_lane(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-board_bytes(fabric.size, slots) // fabric.size))
+    opened = open_window(fabric, -(-ready_table_bytes(fabric.size, slots) // fabric.size))
     if not isinstance(opened, Segment):
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
         return None
-    lane = Lane(
+    lane = FastPath(
         opened.areas[0],
         opened.memory,
         fabric.rank,
@@ -90,19 +89,74 @@ def _code_of(dtype: np.dtype[Any]) -> int:
         return -1
 
 
-class FastLane:
+class NoFastPath:
+    """The fast path where it is off: it takes no call, and every call goes by message.
+
+    :class:`FastPathAdapter` overrides each method for a fast path that exists.
+    """
+
+    def open_set(self, set_id: int, backend: Backend) -> None:
+        """Let a process set's allreduces use the fast path, if its ranks share a window."""
+
+    def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
+        """Forget a process set; return its tensors in flight."""
+        return []
+
+    def close(self, stuck: bool = False) -> list[TensorEntry]:  # noqa: ARG002
+        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
+        return []
+
+    def forget(self, keep: bool = False) -> None:
+        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
+
+    def look(self) -> tuple[list[str], bool, int]:
+        """Return the names in flight, whether a batch is running, and the position. From any thread."""
+        return [], False, 0
+
+    def flush(self) -> None:
+        """Mark held calls as ready: a thread waits."""
+
+    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return the requests to send."""
+        return fresh
+
+    def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
+        """Give a response list its place in the ready log; return False if the log is full."""
+        return True
+
+    def enter(self, number: int) -> bool:  # noqa: ARG002
+        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
+        return True
+
+    def leave(self) -> None:
+        """Release the progress lock, if :meth:`enter` took it."""
+
+    def tune(self, threshold: int, cycle: float) -> None:
+        """Use another fusion threshold (bytes) and cycle time (s)."""
+
+    def prepare(self, message: ResponseList) -> None:
+        """Take back the calls that a response list answers."""
+
+    def follow(self, todo: Iterable[Response]) -> None:
+        """Take back the calls whose cache slots a response list reassigns."""
+
+    def install(self, todo: Sequence[Response]) -> None:
+        """Accept the calls that a response list has put into the cache, once it is carried out."""
+
+
+class FastPathAdapter(NoFastPath):
     """See the module's docstring.
 
     Parameters
     ----------
-    lane : Lane
+    lane : FastPath
         The engine.
     worker : Worker
         This rank's machine.
     queue : TensorQueue
         Where tensors wait that do not go this way.
     terms : callable
-        ``terms(request, size)`` returns the kernels' op and the factor behind it.
+        ``terms(request, size)`` returns the reduction's :class:`~pyhvd.dtypes.ReduceSpec`.
     arena : Arena or None
         Where arrays are that need not be moved.
     meter : Meter
@@ -111,14 +165,15 @@ class FastLane:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: FastPath,
         worker: Worker,
         queue: TensorQueue,
         terms: KernelTerms,
         arena: Arena | None,
         meter: Meter,
     ) -> None:
-        self.lane = lane
+        self._lane = lane
+        self._entered = False
         self._arena = arena
         self._worker = worker
         self._queue = queue
@@ -134,25 +189,25 @@ class FastLane:
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts
             ranks = self._worker.sets[set_id]
-            self.lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            self._lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return what was in flight."""
-        if not self.lane.has_set(set_id):
+        if not self._lane.has_set(set_id):
             return []
-        left = [entry for unit in self.lane.in_flight(set_id) for entry in self._entries(unit)[1]]
-        self.lane.close_set(set_id)
+        left = [entry for unit in self._lane.in_flight(set_id) for entry in self._entries(unit)[1]]
+        self._lane.close_set(set_id)
         return left
 
-    def close(self, entered: bool) -> list[TensorEntry]:
-        """Let nothing in any longer; return what was in flight."""
-        self.lane.shut(entered)
-        return [entry for unit in self.lane.in_flight() for entry in self._entries(unit)[1]]
+    def close(self, stuck: bool = False) -> list[TensorEntry]:
+        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
+        self._lane.shut(stuck or self._entered)
+        return [entry for unit in self._lane.in_flight() for entry in self._entries(unit)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
         """Return what is in flight, whether a batch is being carried out, and how far. From any thread."""
-        names = [unit.name for unit in self.lane.in_flight()]
-        return names, self.lane.is_running(), self.lane.position()
+        names = [unit.name for unit in self._lane.in_flight()]
+        return names, self._lane.is_running(), self._lane.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return what is to be sent: behind what this rank has submitted on the lane before.
@@ -161,24 +216,53 @@ class FastLane:
         other ranks have posted is not to meet what this rank submits next under its name.
         """
         if fresh:
-            self.lane.post()
+            self._lane.mark_ready()
         first, self._unsent = self._unsent, []
-        while (unit := self.lane.refused()) is not None:
+        while (unit := self._lane.refused()) is not None:
             _, entries = self._entries(unit)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
         for set_id, request in fresh:
-            if request.error and self.lane.has_set(set_id):
+            if request.error and self._lane.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
-                    if slot < self.lane.slots:
-                        self.lane.freeze(set_id, slot)
+                    if slot < self._lane.slots:
+                        self._lane.freeze(set_id, slot)
         return first + fresh
+
+    def forget(self, keep: bool = False) -> None:
+        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
+        self._lane.forget(keep=keep)
+
+    def flush(self) -> None:
+        """Mark held calls as ready: a thread waits."""
+        self._lane.flush()
+
+    def announce(self, number: int, ranks: Iterable[int]) -> bool:
+        """Give a response list its place in the ready log; return False if the log is full."""
+        return self._lane.announce(number, ranks)
+
+    def enter(self, number: int) -> bool:
+        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
+        self._entered = self._lane.enter(number)
+        return self._entered
+
+    def leave(self) -> None:
+        """Release the progress lock, if :meth:`enter` took it."""
+        if self._entered:
+            self._entered = False
+            self._lane.leave()
+
+    def tune(self, threshold: int, cycle: float) -> None:
+        """Use another fusion threshold (bytes) and cycle time (s)."""
+        self._lane.tune(threshold, cycle)
 
     def prepare(self, message: ResponseList) -> None:
         """Take over what a response list is about to answer, and the board has had to give back."""
         for set_id, data in message.cached.items():
-            if self.lane.has_set(set_id):
-                names = (self._worker.own(set_id, slot).name for slot in iter_bits(bytes_to_bits(data)))
+            if self._lane.has_set(set_id):
+                names = (
+                    self._worker.request_of(set_id, slot).name for slot in iter_bits(bytes_to_bits(data))
+                )
                 self._take_over(set_id, names)
         for response in message.responses:
             if not response.only or self._worker.rank in response.only:
@@ -187,9 +271,9 @@ class FastLane:
     def follow(self, todo: Iterable[Response]) -> None:
         """Some slots mean something else from now on: no unit stays on the lane that knew them as before."""
         for response in todo:
-            if response.slot >= 0 and self.lane.has_set(response.process_set):
-                own = self._worker.own(response.process_set, response.slot)
-                unit = self.lane.retire(response.process_set, response.slot, own)
+            if response.slot >= 0 and self._lane.has_set(response.process_set):
+                own = self._worker.request_of(response.process_set, response.slot)
+                unit = self._lane.retire(response.process_set, response.slot, own)
                 if unit is not None:
                     self._convert(unit)
 
@@ -197,21 +281,23 @@ class FastLane:
         """Let in from now on what a response list, carried out by now, has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
-            if not 0 <= slot < self.lane.slots or not self.lane.has_set(set_id):
+            if not 0 <= slot < self._lane.slots or not self._lane.has_set(set_id):
                 continue
-            own = self._worker.own(set_id, slot)
+            own = self._worker.request_of(set_id, slot)
             # A list may give a small cache's slot away more than once: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
-                op, postscale = self._terms(own, len(self._worker.sets[set_id]))
-                self.lane.install(set_id, slot, own, response.since, op, postscale, response.direct)
+                spec = self._terms(own, len(self._worker.sets[set_id]))
+                self._lane.install(
+                    set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
+                )
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
-            if (unit := self.lane.find(set_id, name)) is not None:
+            if (unit := self._lane.find(set_id, name)) is not None:
                 self._convert(unit)
 
-    def _convert(self, unit: Unit) -> None:
+    def _convert(self, unit: CachedCall) -> None:
         """Let a unit end by message."""
         known, entries = self._entries(unit)
         self._queue.adopt(entries)
@@ -223,7 +309,7 @@ class FastLane:
             else:
                 self._unsent.append((entry.process_set, entry.request))
 
-    def _entries(self, unit: Unit) -> tuple[bool, list[TensorEntry]]:
+    def _entries(self, unit: CachedCall) -> tuple[bool, list[TensorEntry]]:
         """Take a unit; return whether the coordinator may know of it, and its tensors."""
         taken = unit.take()
         if taken is None:
@@ -242,7 +328,7 @@ class FastLane:
                 TensorView(source, lookup(source.dtype)),
                 TensorView(target, lookup(target.dtype)),
                 done,
-                told=posted,
+                announced_ns=posted,
             )
             for request, source, target in tensors
         ]
@@ -256,7 +342,7 @@ class LaneBell:
 
     shortest = 0.0
 
-    def __init__(self, lane: Lane, rank: int) -> None:
+    def __init__(self, lane: FastPath, rank: int) -> None:
         self._lane = lane
         self._rank = rank
 

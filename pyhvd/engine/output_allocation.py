@@ -8,8 +8,7 @@ from typing import TypeVar
 from pyhvd.backends.base import Backend
 from pyhvd.common.text import describe_ranks
 from pyhvd.errors import RankFailedError
-from pyhvd.negotiation.messages import Response
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import Response, verb
 from pyhvd.queue import TensorEntry
 
 T = TypeVar("T")

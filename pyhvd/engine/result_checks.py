@@ -27,8 +27,7 @@ from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.errors import CorruptionError
 from pyhvd.negotiation.fusion import response_bytes
-from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import RequestType, Response, verb
 from pyhvd.transport.fabric import Fabric
 
 _log = logging.getLogger("pyhvd")
@@ -191,7 +190,7 @@ class Checker:
         members: Sequence[int],
     ) -> CorruptionError | None:
         """Compare what each rank has received in an alltoall with what was sent to it."""
-        told = backend.swap_counts([_checksum(block) for block in sent])
+        told = backend.exchange_counts([_checksum(block) for block in sent])
         wrong = [rank for rank, block in enumerate(received) if _checksum(block) != told[rank]]
         firsts = _exchange(backend.fabric, np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0, 0]
         hurt = {members[rank]: members[int(sender)] for rank, sender in enumerate(firsts) if sender >= 0}

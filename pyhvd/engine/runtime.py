@@ -29,12 +29,12 @@ from pyhvd.controller import Coordinator, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import FastPathAdapter, NoFastPath
 from pyhvd.engine.response_queue import ResponseQueue
 from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
 from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
-from pyhvd.native.shared_memory import Lane
+from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +50,7 @@ from pyhvd.negotiation.messages import (
     encode,
     is_out_of_band,
 )
-from pyhvd.negotiation.reduction import kernel_terms
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
@@ -78,7 +78,7 @@ class RuntimeParts:
         Told of what happens.
     recorder : Recorder
         Begins and ends timelines.
-    lane : Lane or None
+    lane : FastPath or None
         The fast lane, which the thread drives where nobody waits, and sleeps on.
     arena : Arena or None
         Where arrays are that the fast lane need not move.
@@ -91,7 +91,7 @@ class RuntimeParts:
     where: RankLocations
     hooks: Instruments
     recorder: Recorder
-    lane: Lane | None = None
+    lane: FastPath | None = None
     arena: Arena | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
@@ -112,8 +112,8 @@ class Runtime:
         This rank's configuration, with the shared knobs agreed.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
-    fittings : RuntimeParts
-        The rest.
+    parts : RuntimeParts
+        All other objects that the runtime works with.
     """
 
     def __init__(
@@ -123,24 +123,24 @@ class Runtime:
         sets: Sequence[tuple[int, ...]],
         config: Config,
         make_backend: Callable[[Fabric], Backend],
-        fittings: RuntimeParts,
+        parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
-        lane = fittings.lane
-        self._fit(fittings)
+        lane = parts.lane
+        self._fit(parts)
         self.tuning = tuning_of(config)
         self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
         )
-        lateness = self._coordinator.lateness if self._coordinator is not None else None
+        lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
-        self._lane = (
-            FastLane(lane, self._worker, self._queue, kernel_terms, fittings.arena, self.meter)
-            if lane is not None
-            else None
-        )
+        self._fast_path = NoFastPath()
+        if lane is not None:
+            self._fast_path = FastPathAdapter(
+                lane, self._worker, self._queue, reduce_spec, parts.arena, self.meter
+            )
         self._hangs = make_reporter(
             config, self._where, control.send, self._coordinator, lane is not None, self.meter
         )
@@ -152,32 +152,32 @@ class Runtime:
             make_backend,
             self.meter,
             self._where.places,
-            self._lane,
+            self._fast_path,
             self._hooks,
             config,
         )
         self._recorder.members = self._worker.sets
-        self._farewell = ShutdownBarrier(control)
+        self._shutdown_barrier = ShutdownBarrier(control)
         self._outgoing: ResponseList | None = None
         self._lists = ResponseQueue(control)
-        self._entered = self._abandoned = self.broken = False
+        self._abandoned = self.broken = False
         # Written by any thread before wake(), read by the runtime's thread after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
         # As _stop, but from the watch: why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._onlooker = ProgressProbe(self._where, self._queue, self._executor, self._lane, self._recorder)
-        self._watch = make_watch(config, control.rank, self._onlooker, self._give_up)
+        self._probe = ProgressProbe(self._where, self._queue, self._executor, self._fast_path, self._recorder)
+        self._watch = make_watch(config, control.rank, self._probe, self._give_up)
         self.ended: HorovodInternalError | None = None
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
 
-    def _fit(self, fittings: RuntimeParts) -> None:
-        self._tuner, self._where = fittings.tuner, fittings.where
-        self._hooks, self._recorder = fittings.hooks, fittings.recorder
-        self._surroundings = fittings.surroundings
-        if fittings.tuner is not None and fittings.lane is not None:
-            fittings.lane.measure(fittings.tuner.sampler)
+    def _fit(self, parts: RuntimeParts) -> None:
+        self._tuner, self._where = parts.tuner, parts.where
+        self._hooks, self._recorder = parts.hooks, parts.recorder
+        self._surroundings = parts.surroundings
+        if parts.tuner is not None and parts.lane is not None:
+            parts.lane.measure(parts.tuner.sampler)
 
     # -- for any thread ------------------------------------------------------------------------------
 
@@ -218,8 +218,7 @@ class Runtime:
         if self._where.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self._queue.flush()
-        if self._lane is not None:
-            self._lane.lane.flush()
+        self._fast_path.flush()
 
     def is_here(self) -> bool:
         """Return whether this is one of the runtime's own threads, which cannot wait for its end."""
@@ -239,7 +238,7 @@ class Runtime:
             return
         limit = give_up_time(self._config)
         if not self._over.wait(limit or None):
-            _log.error("%s", self._onlooker.late_end(limit))
+            _log.error("%s", self._probe.late_end(limit))
             self.broken = True
         elif not self._abandoned:
             self._thread.join()
@@ -256,7 +255,7 @@ class Runtime:
         try:
             stop = self._loop()
             self._end(exception_of(stop))
-            self._farewell.say()
+            self._shutdown_barrier.say()
             # A rank whose engine has broken does not come to measure its clock.
             self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
             self._executor.close(stop)
@@ -276,7 +275,7 @@ class Runtime:
                 self._carry_out(responses)
                 if responses.stop is not None:
                     return responses.stop
-                self._leave()
+                self._fast_path.leave()
             if not active:
                 self._sleep()
 
@@ -286,7 +285,7 @@ class Runtime:
         for source, payload in self._control.receive():
             active = True
             if not payload:
-                self._farewell.hear(source)
+                self._shutdown_barrier.hear(source)
             elif is_out_of_band(payload):
                 take_aside(decode_out_of_band(payload), source, self._where, self._hangs, self._control.send)
             elif self._coordinator is not None:
@@ -296,7 +295,7 @@ class Runtime:
         if self._coordinator is not None and self._outgoing is None:
             if self._tuner is not None:
                 self._look_at_samples(self._tuner, self._coordinator)
-            if (order := self._recorder.next_order()) is not None:
+            if self._recorder.asked and (order := self._recorder.next_order()) is not None:
                 self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
         return self._publish() or active
@@ -319,8 +318,8 @@ class Runtime:
         if responses is None or self._coordinator is None:
             return False
         audience = self._coordinator.audience(responses)
-        if self._lane is not None and not self._lane.lane.announce(responses.seq, audience):
-            return False  # some rank is far behind: later
+        if not self._fast_path.announce(responses.seq, audience):
+            return False  # a rank is far behind: try again later
         self._outgoing = None
         self._lists.publish(responses, audience)
         return True
@@ -331,28 +330,22 @@ class Runtime:
             raise self._verdict
         if (responses := self._lists.first()) is None:
             return None
-        if self._lane is not None and not self._lane.lane.enter(responses.seq):
-            return None
-        self._entered = self._lane is not None
-        return self._lists.pop()
+        return self._lists.pop() if self._fast_path.enter(responses.seq) else None
 
     def _carry_out(self, responses: ResponseList) -> None:
         if responses.tuning is not None:
             self._tune(responses.tuning)
-        if self._lane is not None:
-            self._lane.prepare(responses)
+        self._fast_path.prepare(responses)
         todo = self._worker.process(responses)
         if self._hooks.active:
             self._hooks.list_taken(responses.seq, todo)
-        if self._lane is not None:
-            self._lane.follow(todo)
+        self._fast_path.follow(todo)
         for batch in plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion):
             self._executor.run(batch)
             if self._tuner is not None:
                 self._tuner.count(batch)
         self._worker.carried_out()
-        if self._lane is not None:
-            self._lane.install(todo)
+        self._fast_path.install(todo)
         if responses.timeline is not None:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
@@ -366,24 +359,16 @@ class Runtime:
         self.tuning = tuning
         self._executor.resize(Pieces(tuning.chunk_size, tuning.staging_size))
         self._queue.gather_for(tuning.cycle_time_ms / 1000)
-        if self._lane is not None:
-            self._lane.lane.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
+        self._fast_path.tune(tuning.fusion_threshold, tuning.cycle_time_ms / 1000)
         if self._tuner is not None:
             self._tuner.applied()
 
-    def _leave(self) -> None:
-        if self._lane is not None and self._entered:
-            self._entered = False
-            self._lane.lane.leave()
-
     def _send_requests(self) -> bool:
         stop = None if self._stop_sent else self._stop
-        fresh = self._queue.take(time.monotonic())
-        if self._lane is not None:
-            fresh = self._lane.before_sending(fresh)
+        fresh = self._fast_path.before_sending(self._queue.take(time.monotonic()))
         for process_set, request in fresh:
             if request.error:
-                self._queue.told(process_set, request.name)
+                self._queue.refusal_sent(process_set, request.name)
         fresh = [each for each in fresh if self._is_known(*each)]
         if not fresh and stop is None:
             return False
@@ -433,7 +418,7 @@ class Runtime:
 
     def _give_up(self, passed: float) -> None:
         """Let the background thread end this rank; if it is inside a collective, do it here."""
-        self._verdict = error = self._onlooker.error(passed)
+        self._verdict = error = self._probe.error(passed)
         self._executor.abort(info_of(error, self._control.rank))
         self._control.wake()
         if self._over.wait(ANSWER_SECONDS) or self.ended is not None:
@@ -442,13 +427,12 @@ class Runtime:
         self.ended = error
         _log.error("rank %d: %s", self._control.rank, error)
         # Whatever the thread may still do with them: the first word counts.
-        on_lane = self._lane.close(entered=True) if self._lane is not None else []
-        for entry in [*self._executor.running, *self._queue.close(error), *on_lane]:
+        left = [*self._executor.running, *self._queue.close(error), *self._fast_path.close(stuck=True)]
+        for entry in left:
             if entry is not None:
                 entry.done(None, error)
         self._recorder.abandon(error)
-        if self._lane is not None:
-            self._lane.lane.forget(keep=True)
+        self._fast_path.forget(keep=True)
         self._over.set()
 
     # -- the end -------------------------------------------------------------------------------------
@@ -458,11 +442,9 @@ class Runtime:
         if self._tuner is not None:
             self._tuner.close()
         self._recorder.close(error)
-        on_lane = self._lane.close(self._entered) if self._lane is not None else []
-        for entry in [*self._queue.close(error), *on_lane]:
+        for entry in [*self._queue.close(error), *self._fast_path.close()]:
             entry.done(None, error)
-        if self._lane is not None:
-            self._lane.lane.forget()
+        self._fast_path.forget()
 
     def _break(self, exc: BaseException) -> None:
         """This thread cannot go on: say so to everybody who can still be reached."""

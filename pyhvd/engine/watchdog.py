@@ -1,13 +1,13 @@
-"""Sees to it that a rank gets its error although its background thread, or rank 0's, cannot give it one.
+"""The watchdog: gives a rank its error when its background thread, or rank 0's, cannot.
 
-Rank 0 ends the job when tensors have waited for too long (:mod:`pyhvd.observe.hang_reporter`). It cannot where it is itself
-stopped or dead, nor where its background thread is inside a collective that a rank has entered and does not
-finish. So each rank also looks by itself, every now and then, and later than rank 0 would: has anything ended
-here since I last looked?
+Rank 0 ends the job when tensors have waited for too long (:mod:`pyhvd.observe.hang_reporter`). Rank 0 cannot
+do so if it is stopped or dead, or if its background thread is inside a collective that another rank does not
+finish. So each rank also checks by itself, later than rank 0 would, whether anything has ended since the last
+check.
 
-Owns: the thread that looks, and :class:`ProgressTimer`, which is pure. The thread touches nothing of the
-runtime's but what any thread may read; what is to be done it is given as functions. There is none where no
-shutdown time is set, except on rank 0, which warns.
+Owns: the thread that checks, and :class:`ProgressTimer`, which is pure. The thread reads only what any thread
+may read, and acts through the functions that it is given. It runs only if a shutdown time is set, and on rank
+0, which warns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import NoFastPath
 from pyhvd.errors import HorovodInternalError
 from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_standing, error_of_standing
 from pyhvd.observe.hang_reporter import RankLocations
@@ -145,7 +145,7 @@ class ProgressProbe:
         What goes by message.
     executor : Executor
         What is carried out.
-    lane : FastLane or None
+    fast_path : NoFastPath
         What goes past both.
     recorder : Recorder
         Begins and ends timelines, which all ranks do together.
@@ -156,19 +156,19 @@ class ProgressProbe:
         where: RankLocations,
         queue: TensorQueue,
         executor: Executor,
-        lane: FastLane | None,
+        fast_path: NoFastPath,
         recorder: Recorder,
     ) -> None:
         self._where = where
         self._queue = queue
         self._executor = executor
-        self._lane = lane
+        self._fast_path = fast_path
         self._recorder = recorder
 
     def look(self) -> tuple[bool, Hashable]:
         """Return whether something is in flight here, and what changes as things end."""
         names, joins = self._queue.names()
-        on_lane, _, position = self._lane.look() if self._lane is not None else ([], False, 0)
+        on_lane, _, position = self._fast_path.look()
         # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
         waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
         waiting = waiting or (joins and self._where.states([0])[0].is_lost)
@@ -192,7 +192,7 @@ class ProgressProbe:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
         under_way += ["timeline"] * self._recorder.busy
-        on_lane, running, _ = self._lane.look() if self._lane is not None else ([], False, 0)
+        on_lane, running, _ = self._fast_path.look()
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])
         others = [rank for rank in range(len(self._where.places)) if rank != self._where.rank]
@@ -206,7 +206,7 @@ def give_up_time(config: Config) -> float:
 
 
 def make_watch(
-    config: Config, rank: int, onlooker: ProgressProbe, give_up: Callable[[float], None]
+    config: Config, rank: int, probe: ProgressProbe, give_up: Callable[[float], None]
 ) -> Watch | None:
     """Return a rank's watch, if it needs one; ``give_up(passed)`` ends the rank."""
     if config.stall_check_disable or not config.stall_check_time_seconds:
@@ -215,4 +215,4 @@ def make_watch(
     end = give_up_time(config)
     if not (warn or end):
         return None
-    return Watch(rank, warn, end, onlooker.look, onlooker.warn, give_up)
+    return Watch(rank, warn, end, probe.look, probe.warn, give_up)

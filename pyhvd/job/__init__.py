@@ -1,1 +1,1 @@
-"""One job's processes: starting, wiring, watching, ending and printing them."""
+"""The processes of one job: how they start, find each other, are watched, end, and print."""

@@ -1,7 +1,7 @@
-"""One Spark task: registers with the driver, starts its rank, and supervises it to its end.
+"""One task of a job: it registers with the driver, starts its rank, and supervises it to its end.
 
-It runs in Spark's Python worker, which is used again for other tasks: nothing of the user runs here, no MPI
-is loaded, and nothing is left behind. The result goes back as the task's own, through Spark's collect.
+It runs in Spark's Python worker, which later runs other tasks. So it runs no code of the user, loads no MPI,
+and leaves nothing behind. Spark's collect carries the result, as the task's own.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from pyhvd.transport.tcp.connection import Address, Connection, connect
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
-# A driver whose machine is gone says nothing any more. One that was suspended should find its ranks again.
+# A lost driver is silent. This is long enough for a suspended driver to find its ranks again.
 _DRIVER_SILENT_S = 20.0
-# The driver answers a failure by ending the job.
-_VERDICT_S = 5.0
+# How long to wait for the driver to end the job after a failure, or to receive the last messages.
+_DRIVER_ANSWER_S = 5.0
 
 
 class TaskStoppedError(RuntimeError):
-    """Why a task of the job has ended without a result; what the driver raises says more."""
+    """A task of the job ended without a result; the driver's error says more."""
 
 
 class _Dismissed(Exception):
@@ -62,13 +62,13 @@ class _Dismissed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a task gives its rank, beside what the driver does.
+class RankInputs:
+    """What a task gives its rank, in addition to what the driver sends.
 
     Attributes
     ----------
     files : mapping of str to int
-        Descriptors that the rank inherits; it finds their numbers in variables of these names.
+        Descriptors that the rank inherits; variables of these names hold their numbers.
     env : mapping of str to str
         Variables.
     """
@@ -82,9 +82,9 @@ def run_task(
     secret: Secret,
     index: int,
     attempt: int,
-    given: Given | None = None,
+    inputs: RankInputs | None = None,
 ) -> tuple[int, bytes] | None:
-    """Be task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+    """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
 
     Parameters
     ----------
@@ -93,21 +93,21 @@ def run_task(
     secret : Secret
         The job's key.
     index, attempt : int
-        Which task this is, and which attempt at it: a later one has a larger number.
-    given : Given, optional
+        The task, and this attempt at it; a later attempt has a larger number.
+    inputs : RankInputs, optional
         What this task gives its rank.
 
     Raises
     ------
     TaskStoppedError
-        The rank failed, or the driver is gone, or has no use for this attempt.
+        The rank failed, the driver is gone, or the driver refused this attempt.
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()), addresses, secret, given or Given())
-    place = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
+    task = _Task(connect(addresses, secret.reveal()), addresses, secret, inputs or RankInputs())
+    host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
-        return task.run(Register(index, attempt, place, socket.gethostname(), os.getpid()))
+        return task.run(Register(index, attempt, host, socket.gethostname(), os.getpid()))
     except _Dismissed:
         return None
     finally:
@@ -116,72 +116,72 @@ def run_task(
 
 class _Task:
     def __init__(
-        self, connection: Connection, addresses: Sequence[Address], secret: Secret, given: Given
+        self, connection: Connection, addresses: Sequence[Address], secret: Secret, inputs: RankInputs
     ) -> None:
         self._driver = connection
         self._addresses = addresses
         self._secret = secret
-        self._given = given
+        self._inputs = inputs
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
-        self._child: RankProcess | None = None
+        self._process: RankProcess | None = None
         self._daemon: Daemon | None = None
         self._rank = -1
-        self._said_end = False
-        self._unshown = 0  # bytes of the rank's output
+        self._told_end = False
+        self._unacknowledged = 0  # bytes of the rank's output
         self._failed_at = 0.0
         self._next_beat = 0.0
-        self._patience = time.monotonic()  # the driver's silence counts from here at the earliest
+        self._silent_since = time.monotonic()  # the driver does not count as silent from an earlier time
 
     def run(self, registration: Register) -> tuple[int, bytes]:
-        self._say(registration)
-        self._selector.register(self._driver, selectors.EVENT_READ, self._hear)
+        self._send(registration)
+        self._selector.register(self._driver, selectors.EVENT_READ, self._receive)
         while True:
             self._turn()
-            child = self._child
-            if child is not None and child.failure is not None:
-                self._fail(child.failure)
-            elif child is not None and child.ended and child.result is not None:
-                if not self._said_end:
-                    self._said_end = True
-                    self._say(Ended())
-                if self._daemon is None or self._daemon.ended:  # it serves other ranks too
-                    self._driver.finish(_VERDICT_S)
-                    return self._rank, child.result
-            if self._failed_at and time.monotonic() > self._failed_at + _VERDICT_S:
+            process = self._process
+            if process is not None and process.failure is not None:
+                self._fail(process.failure)
+            elif process is not None and process.ended and process.result is not None:
+                if not self._told_end:
+                    self._told_end = True
+                    self._send(Ended())
+                if self._daemon is None or self._daemon.ended:  # the daemon serves other ranks too
+                    self._driver.finish(_DRIVER_ANSWER_S)
+                    return self._rank, process.result
+            if self._failed_at and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
                 raise TaskStoppedError(f"rank {self._rank} failed")
 
     def close(self) -> None:
-        """Leave nothing behind, whatever goes wrong with one of them."""
+        """Close everything, even if one part raises."""
         with ExitStack() as stack:
             stack.callback(self._driver.close)
             stack.callback(self._selector.close)
             if self._daemon is not None:
                 stack.callback(self._daemon.close)
-            if self._child is not None:
-                stack.callback(self._child.close)
+            if self._process is not None:
+                stack.callback(self._process.close)
 
     def _turn(self) -> None:
-        """Wait for something, for half a beat at most, and handle it."""
+        """Wait for events, at most half a beat, and handle them."""
         before = time.monotonic()
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._driver.wants_write else 0)
-        self._selector.modify(self._driver, wanted, self._hear)
-        if self._child is not None:  # a rank that prints faster than its output is shown has to wait
-            self._child.hold_output(self._unshown >= OUTPUT_CREDIT or self._driver.full)
+        self._selector.modify(self._driver, wanted, self._receive)
+        if self._process is not None:
+            self._process.hold_output(self._unacknowledged >= OUTPUT_CREDIT or self._driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self._driver.full)
         for key, _ in self._selector.select(BEAT_S / 2):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
-            self._patience = now  # it was this process that stood still
+            self._silent_since = now  # this process was stopped: the driver may have been speaking
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._say(Beat())
-        if now > max(self._driver.heard, self._patience) + _DRIVER_SILENT_S:
-            raise TaskStoppedError(f"the driver has said nothing for {_DRIVER_SILENT_S:g} s")
+            self._send(Beat())
+        if now > max(self._driver.heard, self._silent_since) + _DRIVER_SILENT_S:
+            raise TaskStoppedError(f"the driver has been silent for {_DRIVER_SILENT_S:g} s")
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         self._driver.pump_out()
         for record in self._driver.pump_in():
             message = decode_from_driver(record)
@@ -191,39 +191,39 @@ class _Task:
                 raise TaskStoppedError(f"the driver has ended this task: {message.reason}")
             if isinstance(message, Code):
                 self._code.append(message.part)
-            elif isinstance(message, Pmi) and self._child is not None:
-                self._child.answer_pmi(message.line)
+            elif isinstance(message, Pmi) and self._process is not None:
+                self._process.answer_pmi(message.line)
             elif isinstance(message, OutputAck):
-                self._unshown -= message.count
+                self._unacknowledged -= message.count
             elif isinstance(message, Start):
-                self._begin(message)
+                self._start_rank(message)
             elif isinstance(message, StartDaemon):
                 self._start_daemon(message)
             elif isinstance(message, EndDaemon) and self._daemon is not None:
-                self._daemon.let_go()
+                self._daemon.end()
         if not self._driver.open:
             raise TaskStoppedError("the driver is gone")
 
-    def _begin(self, start: Start) -> None:
-        if self._child is not None:
+    def _start_rank(self, start: Start) -> None:
+        if self._process is not None:
             raise ChannelError("the driver started this task's rank twice")
         self._rank = start.rank
-        start = msgspec.structs.replace(start, env={**start.env, **self._given.env})
+        start = msgspec.structs.replace(start, env={**start.env, **self._inputs.env})
         code = b"".join(self._code)
         self._code.clear()
         try:
-            self._child = RankProcess(
+            self._process = RankProcess(
                 start,
                 code,
-                on_pmi=lambda line: self._say(Pmi(line)),
-                on_enter=lambda: self._say(EnteringInit()),
-                on_output=self._pass_on,
-                files=self._given.files,
+                on_pmi=lambda line: self._send(Pmi(line)),
+                on_enter=lambda: self._send(EnteringInit()),
+                on_output=self._send_output,
+                files=self._inputs.files,
             )
         except (OSError, ValueError) as exc:
             self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
         else:
-            self._child.register(self._selector)
+            self._process.register(self._selector)
 
     def _start_daemon(self, wanted: StartDaemon) -> None:
         if self._daemon is not None:
@@ -233,26 +233,26 @@ class _Task:
                 wanted,
                 self._addresses,
                 self._secret,
-                lambda data: self._say(DaemonOutput(data)),
-                lambda code: self._say(DaemonEnded(code)),
+                lambda data: self._send(DaemonOutput(data)),
+                lambda code: self._send(DaemonEnded(code)),
             )
         except (DaemonError, OSError, ValueError) as exc:
-            self._say(DaemonOutput(f"{exc}\n".encode()))
-            self._say(DaemonEnded(127))
+            self._send(DaemonOutput(f"{exc}\n".encode()))
+            self._send(DaemonEnded(127))
         else:
             self._daemon.register(self._selector)
 
     def _fail(self, failure: Failed) -> None:
-        """Tell the driver, once; its answer is the end of the job."""
+        """Report the failure to the driver, once; the driver then ends the job."""
         if not self._failed_at:
             self._failed_at = time.monotonic()
-            self._say(failure)
+            self._send(failure)
 
-    def _pass_on(self, stream: int, data: bytes) -> None:
-        self._unshown += len(data)
+    def _send_output(self, stream: int, data: bytes) -> None:
+        self._unacknowledged += len(data)
         for begin in range(0, len(data), PART):
-            self._say(Output(stream, data[begin : begin + PART]))
+            self._send(Output(stream, data[begin : begin + PART]))
 
-    def _say(self, message: FromTask) -> None:
+    def _send(self, message: FromTask) -> None:
         if self._driver.open:
             self._driver.send(encode(message))

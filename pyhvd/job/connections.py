@@ -1,7 +1,7 @@
-"""The driver's connections: who may speak, what they say, who is silent, and feeding them.
+"""The driver's connections: authenticating peers, receiving from them, feeding them, noticing silence.
 
-Owns: the listening sockets and the connections. Nothing that comes in is looked at before its sender has
-proved that it holds the job's key. What is said, and what it means that somebody is gone, is not known here.
+Owns the listening sockets and the connections. It decodes nothing until the sender has proved that it holds
+the job's key. It does not know what a message means, nor what follows when a peer is lost.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 _BEAT_S = 1.0
-# A task that has missed as many beats is frozen, cut off, or without power.
+# A task that misses this many beats is frozen, cut off, or without power.
 SILENT_S = 5.0
-# One that has missed as many will hardly answer.
+# After this long, a peer is unlikely to answer.
 _LATE_S = 2.5
 _TICK_S = 0.25
-# So many that have not shown who they are may hang on beside the job's own tasks.
+# How many unauthenticated connections may be open beside those of the job's own tasks.
 _STRANGERS = 64
 
 
@@ -36,20 +36,20 @@ class _Readable(Protocol):
 
 @dataclass(eq=False)
 class Peer:
-    """Who has connected; a task once it has registered, a rank once it has started.
+    """A connected process: a task after it has registered, a rank's task after the ranks have started.
 
     Attributes
     ----------
     connection : Connection
         To it.
     task : Task or None
-        What it said it is.
+        As it registered.
     rank : int
         -1 before the start.
     ended : bool
-        Whether its rank has ended well.
+        Whether its rank ended without error.
     feed : iterator
-        Messages that are sent as fast as the peer takes them.
+        Messages to send as fast as the peer receives them.
     """
 
     connection: Connection
@@ -60,7 +60,7 @@ class Peer:
     events: int = selectors.EVENT_READ
 
     def send(self, message: FromDriver) -> None:
-        """Send a message now; nothing to who is gone."""
+        """Send a message now; do nothing if the connection is closed."""
         if self.connection.open:
             self.connection.send(encode(message))
 
@@ -75,11 +75,11 @@ class ConnectionServer:
     hosts : sequence of str
         Addresses to listen on.
     size : int
-        How many tasks will come.
+        How many tasks will connect.
     on_message : callable
-        Called with a peer and each message of it.
+        Called with a peer and each of its messages.
     on_lost : callable
-        Called with a peer, why it is gone, and whether that took SILENT_S to see, before it is hung up on.
+        Called before a task is disconnected: with the peer, the reason, and whether it took SILENT_S to see.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ConnectionServer:
         self._on_lost = on_lost
         self._selector = selectors.DefaultSelector()
         self._next_beat = 0.0
-        self._patience = time.monotonic()  # silence counts from here at the earliest
+        self._silent_since = time.monotonic()  # no peer counts as silent from an earlier time
         self._listeners: list[socket.socket] = []
         for host in hosts:
             self._listen(host)
@@ -109,20 +109,20 @@ class ConnectionServer:
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """Whatever is registered here is called in each turn: the key's data, with nothing."""
+        """Each turn calls the data of its ready keys, without arguments."""
         return self._selector
 
     def wake_for(self, source: _Readable) -> None:
-        """Have turns end when something is readable that is no connection."""
+        """End turns as soon as a source is readable that is no connection."""
         self._selector.register(source, selectors.EVENT_READ, lambda: None)
 
     def forget(self, source: _Readable) -> None:
-        """Take back :meth:`wake_for`, if it has not been taken back before."""
+        """Undo :meth:`wake_for`; may be called again."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(source)
 
     def turn(self) -> None:
-        """Wait for something, for a tick at most, and handle it."""
+        """Wait for events, at most one tick, and handle them."""
         before = time.monotonic()
         for peer in self.peers:
             self._pump(peer)
@@ -130,7 +130,7 @@ class ConnectionServer:
             key.data()
         now = time.monotonic()
         if now > before + 4 * _TICK_S:
-            self._patience = now  # it was this process that stood still
+            self._silent_since = now  # this process was stopped: the peers may have been speaking
         beat = now >= self._next_beat
         if beat:
             self._next_beat = now + _BEAT_S
@@ -140,11 +140,11 @@ class ConnectionServer:
             self._check(peer, now)
 
     def hears(self, peer: Peer) -> bool:
-        """Whether a peer has spoken of late; the tasks of a host that is gone fall silent together."""
-        return time.monotonic() <= max(peer.connection.heard, self._patience) + _LATE_S
+        """Return whether a peer spoke recently; the tasks of a lost host fall silent together."""
+        return time.monotonic() <= max(peer.connection.heard, self._silent_since) + _LATE_S
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections and sockets."""
         for peer in self.peers:
             peer.connection.close()
         for listener in self._listeners:
@@ -179,13 +179,13 @@ class ConnectionServer:
 
     def _hear(self, peer: Peer) -> None:
         if peer not in self.peers:
-            return  # dropped by what came before it in this turn
+            return  # an earlier event of this turn dropped it
         peer.connection.pump_out()
         try:
             for record in peer.connection.pump_in():
                 self._on_message(peer, decode_from_task(record))
         except ChannelError as exc:
-            self._drop(peer, f"broke off: {exc}")
+            self._drop(peer, f"broke the connection: {exc}")
             return
         if not peer.connection.open:
             self._drop(peer, "is lost: its Spark task is gone (Python worker, executor or host)")
@@ -193,13 +193,13 @@ class ConnectionServer:
     def _check(self, peer: Peer, now: float) -> None:
         if not peer.connection.authenticated:
             if now > peer.connection.began + HANDSHAKE_S:
-                self._drop(peer, "did not show who it is")
-        elif peer.task is not None and now > max(peer.connection.heard, self._patience) + SILENT_S:
+                self._drop(peer, "did not authenticate itself")
+        elif peer.task is not None and now > max(peer.connection.heard, self._silent_since) + SILENT_S:
             why = "its host is frozen, cut off or without power"
             self._drop(peer, f"has been silent for {SILENT_S:g} s: {why}", waited=True)
 
     def _drop(self, peer: Peer, why: str, waited: bool = False) -> None:
-        if peer.task is not None:  # what becomes of a stranger is nobody's business
+        if peer.task is not None:
             self._on_lost(peer, why, waited)
         self._selector.unregister(peer.connection)
         peer.connection.close()

@@ -1,8 +1,11 @@
 """The driver's side of a job: tasks register, become ranks, and are watched until the job is over.
 
-The thread that calls :meth:`DriverService.run` does it all; it waits for the results anyway. Who is connected
-is :mod:`pyhvd.job.connections`'s business, which rank a task becomes :mod:`pyhvd.job.placement`'s, how
-ranks find each other :mod:`pyhvd.job.rendezvous`'s, what caused a failure :mod:`pyhvd.job.failure`'s.
+The thread that calls :meth:`DriverService.run` does all the work, as it waits for the results anyway.
+
+1. :mod:`pyhvd.job.connections` knows who is connected.
+2. :mod:`pyhvd.job.placement` decides which rank a task becomes.
+3. :mod:`pyhvd.job.rendezvous` makes the ranks one MPI world.
+4. :mod:`pyhvd.job.failure` finds the cause of a failure.
 """
 
 from __future__ import annotations
@@ -38,36 +41,37 @@ from pyhvd.job.messages import (
     Stop,
     parts,
 )
-from pyhvd.job.placement import Registry, Seat, Task
+from pyhvd.job.placement import RankPlacement, Registry, Task
 from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport
 from pyhvd.job.rendezvous import PmiRendezvous, Rendezvous
 
-# When the Spark job has failed, its ranks have so long to say why.
-_LAST_WORDS_S = 1.0
+# After the Spark job has failed, its ranks have this long to report the cause.
+_LAST_REPORTS_S = 1.0
+_NEWER_ATTEMPT = "a newer attempt of this task has registered"
 
 
 class SparkJob(Protocol):
     """The job in Spark, as the service sees it."""
 
     def fileno(self) -> int:
-        """Readable when the job is over."""
+        """Return a descriptor that is readable when the job is over."""
 
     @property
     def done(self) -> bool:
         """Whether the job is over."""
 
     def results(self) -> list[tuple[int, bytes]]:
-        """Return each rank and its pickled result, or raise what Spark says."""
+        """Return each rank and its pickled result, or raise Spark's error."""
 
 
 class Display(Protocol):
-    """Where the ranks' output goes, as the service sees it."""
+    """The destination of the ranks' output, as the service sees it."""
 
     def fileno(self) -> int:
-        """Readable when more has been shown."""
+        """Return a descriptor that is readable when more has been shown."""
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Have shown what a rank has written to its descriptor 1 or 2, without waiting for it."""
+        """Show what a rank wrote to its descriptor 1 or 2, without blocking."""
 
     def take_shown(self) -> Mapping[int, int]:
         """Return how many bytes of each rank have been shown since the last call."""
@@ -75,7 +79,7 @@ class Display(Protocol):
 
 @dataclass
 class JobSpec:
-    """What the ranks of a job are to do.
+    """What the ranks of a job run.
 
     Attributes
     ----------
@@ -84,11 +88,11 @@ class JobSpec:
     code : bytes
         The pickled function, args and kwargs.
     env : mapping of str to str
-        Beside each task's own environment.
+        Variables in addition to each task's own environment.
     executable : str or None
         The ranks' Python; each task's own by default.
     start_timeout : float
-        Seconds until all tasks must have come.
+        Seconds until all tasks must have registered.
     """
 
     size: int
@@ -110,9 +114,9 @@ class DriverService:
     hosts : sequence of str
         Addresses to listen on.
     display : Display
-        Shows what the ranks write.
-    wiring : Rendezvous, optional
-        How the ranks find each other; by PMI-1, of which the driver is the server.
+        Shows the ranks' output.
+    rendezvous : Rendezvous, optional
+        How the ranks find each other; by default PMI-1, which the driver serves.
     """
 
     def __init__(
@@ -121,29 +125,29 @@ class DriverService:
         secret: Secret,
         hosts: Sequence[str],
         display: Display,
-        wiring: Rendezvous | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self._spec = spec
         self._display = display
         self._registry = Registry(spec.size)
-        self._verdict = FailureAnalysis()
-        self._wiring: Rendezvous = wiring or PmiRendezvous()
-        self._wired = False
+        self._failures = FailureAnalysis()
+        self._rendezvous: Rendezvous = rendezvous or PmiRendezvous()
+        self._all_registered = False
         self._by_rank: dict[int, Peer] = {}
-        self.seats: list[Seat] = []
-        self._over: str | None = None
-        self._board = ConnectionServer(secret, hosts, spec.size, self._handle, self._lose)
-        self._board.selector.register(display, selectors.EVENT_READ, self._tell_shown)
+        self.placements: list[RankPlacement] = []
+        self._stop_reason: str | None = None
+        self._connections = ConnectionServer(secret, hosts, spec.size, self._handle, self._lose)
+        self._connections.selector.register(display, selectors.EVENT_READ, self._acknowledge_output)
 
     @property
     def ports(self) -> list[int]:
         """The port of each address."""
-        return self._board.ports
+        return self._connections.ports
 
     @property
     def selector(self) -> selectors.BaseSelector:
         """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
-        return self._board.selector
+        return self._connections.selector
 
     def run(self, job: SparkJob) -> list[bytes]:
         """Return the pickled results in rank order.
@@ -151,193 +155,186 @@ class DriverService:
         Raises
         ------
         RankFailedError
-            A rank raised, ended, was killed, or its host is gone.
+            A rank raised, ended, was killed, or its host is lost.
         StartTimeoutError
-            Not all tasks came in time.
+            Some tasks did not register in time.
         LaunchError
-            Spark ended the job, for its own reasons.
+            Spark ended the job for a reason of its own.
         """
-        self._board.wake_for(job)
+        self._connections.wake_for(job)
         try:
             return self._serve(job)
         finally:
-            self._board.forget(job)  # over, it stays readable: no turn would wait for anything
+            self._connections.forget(job)  # it stays readable once over: turns would no longer wait
 
     def _serve(self, job: SparkJob) -> list[bytes]:
         until = time.monotonic() + self._spec.start_timeout
         job_ended = math.inf
         while True:
-            self._board.turn()
+            self._connections.turn()
             now = time.monotonic()
-            self._wiring.check(now)
-            if now >= self._verdict.settled_at:
-                raise self._verdict.error(self.seats)
-            if not self.seats:
+            self._rendezvous.check(now)
+            if now >= self._failures.settled_at:
+                raise self._failures.error(self.placements)
+            if not self.placements:
                 self._start_or_time_out(now, until)
             if not job.done:
                 continue
-            self._board.forget(job)
+            self._connections.forget(job)
             try:
-                results = self._sort(job.results())
+                by_rank = dict(job.results())
             except LaunchError:
                 job_ended = min(job_ended, now)
-                if now > job_ended + _LAST_WORDS_S and self._verdict.settled_at == math.inf:
+                if now > job_ended + _LAST_REPORTS_S and self._failures.settled_at == math.inf:
                     raise
             else:
-                self._hear_the_rest()
-                return results
+                self._receive_the_rest()
+                return [by_rank[rank] for rank in range(self._spec.size)]
 
-    def _hear_the_rest(self) -> None:
-        """Take what tasks that have ended well have sent before, until they have hung up or fall silent."""
-        while any(peer.rank >= 0 and self._board.hears(peer) for peer in self._board.peers):
-            self._board.turn()
+    def _receive_the_rest(self) -> None:
+        """Receive what the ranks' tasks sent before they ended, until they disconnect or fall silent."""
+        while any(peer.rank >= 0 and self._connections.hears(peer) for peer in self._connections.peers):
+            self._connections.turn()
 
     def stop(self, reason: str, timeout: float) -> None:
-        """Have all tasks kill their ranks; return when all that speak have, `timeout` s at most."""
-        self._over = reason
-        for peer in self._board.peers:
+        """Make all tasks kill their ranks; wait until those that answer have, at most `timeout` seconds."""
+        self._stop_reason = reason
+        for peer in self._connections.peers:
             peer.feed = iter(())
             if peer.connection.authenticated and peer.connection.open:
                 peer.send(Stop(reason, quietly=True))
-        self._wiring.stop()
+        self._rendezvous.stop()
         until = time.monotonic() + timeout
-        while any(map(self._board.hears, self._board.peers)) and time.monotonic() < until:
-            self._board.turn()
+        while any(map(self._connections.hears, self._connections.peers)) and time.monotonic() < until:
+            self._connections.turn()
 
     def close(self) -> None:
-        """Hang up on everybody, and leave nothing running here."""
+        """Close all connections, and end what runs here."""
         try:
-            self._wiring.close()
+            self._rendezvous.close()
         finally:
-            self._board.close()
-
-    def _sort(self, results: list[tuple[int, bytes]]) -> list[bytes]:
-        by_rank = dict(results)
-        return [by_rank[rank] for rank in range(self._spec.size)]
+            self._connections.close()
 
     def _start_or_time_out(self, now: float, until: float) -> None:
         missing = self._registry.missing
-        if not missing and not self._wired:
-            self._wired = True
-            self._wiring.begin(self, self._registry.groups())
-        if self._wired and (seats := self._wiring.seats()):
-            self._start(seats)
-        elif now > until and self._wired:
+        if not missing and not self._all_registered:
+            self._all_registered = True
+            self._rendezvous.begin(self, self._registry.groups())
+        if self._all_registered and (placements := self._rendezvous.placements()):
+            self._start(placements)
+        elif now > until and self._all_registered:
             raise StartTimeoutError(
                 f"all {self._spec.size} Spark tasks have started, but not all ranks within"
-                f" {self._spec.start_timeout:g} s: {self._wiring.waits_for()}"
+                f" {self._spec.start_timeout:g} s: {self._rendezvous.waits_for()}"
             )
         elif now > until:
             size, indices = self._spec.size, ", ".join(map(str, missing))
             raise StartTimeoutError(
                 f"{len(missing)} of {size} Spark tasks have not started within"
                 f" {self._spec.start_timeout:g} s: index {indices}. Does the cluster have {size} free slots?"
-                " Ask for fewer ranks with num_proc, stop what holds the slots, or give it more time with"
+                " Ask for fewer ranks with num_proc, stop what uses the slots, or wait longer with"
                 " start_timeout or PYHVD_SPARK_START_TIMEOUT",
                 missing,
             )
 
-    def _start(self, seats: list[Seat]) -> None:
-        self.seats = seats
+    def _start(self, placements: list[RankPlacement]) -> None:
+        self.placements = placements
         code = parts(self._spec.code)
-        by_index = {seat.index: seat for seat in seats}
-        for peer in self._board.peers:
+        by_index = {placement.index: placement for placement in placements}
+        for peer in self._connections.peers:
             if peer.task is None:
                 continue
-            seat = by_index[peer.task.index]
-            peer.rank = seat.rank
-            self._by_rank[seat.rank] = peer
-            peer.feed = self._opening(seat, code)
+            placement = by_index[peer.task.index]
+            peer.rank = placement.rank
+            self._by_rank[placement.rank] = peer
+            peer.feed = self._start_messages(placement, code)
 
-    def _opening(self, seat: Seat, code: list[bytes]) -> Iterator[FromDriver]:
+    def _start_messages(self, placement: RankPlacement, code: list[bytes]) -> Iterator[FromDriver]:
         for part in code:
             yield Code(part)
         yield Start(
-            rank=seat.rank,
+            rank=placement.rank,
             size=self._spec.size,
-            local_rank=seat.local_rank,
-            local_size=seat.local_size,
-            cross_rank=seat.cross_rank,
-            cross_size=seat.cross_size,
-            env={**self._spec.env, **self._wiring.variables(seat.rank)},
+            local_rank=placement.local_rank,
+            local_size=placement.local_size,
+            cross_rank=placement.cross_rank,
+            cross_size=placement.cross_size,
+            env={**self._spec.env, **self._rendezvous.variables(placement.rank)},
             executable=self._spec.executable,
-            pmi=self._wiring.speaks_pmi(seat.rank),
+            pmi=self._rendezvous.speaks_pmi,
         )
 
     def _handle(self, peer: Peer, message: FromTask) -> None:
         if isinstance(message, Register):
             self._register(peer, message)
-        elif isinstance(message, Launch | RankProxy | DaemonOutput | DaemonEnded) or peer.task is None:
-            if self._over is None:
-                self._wiring.hear(peer, message)
+        elif isinstance(message, Launch | RankProxy | DaemonOutput | DaemonEnded):
+            if self._stop_reason is None:
+                self._rendezvous.hear(peer, message)
         elif peer.rank < 0 or isinstance(message, Beat):
             return
         elif isinstance(message, Output):
             self._display.write(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
-            self._wiring.hear_pmi(peer.rank, message.line)
+            self._rendezvous.hear(peer, message)
         elif isinstance(message, EnteringInit):
-            self._wiring.enter(peer.rank)
+            self._rendezvous.enter(peer.rank)
         elif isinstance(message, Failed):
             self._note_failure(peer.rank, message)
         elif isinstance(message, Ended):
             peer.ended = True
-            self._wiring.leave(peer.rank)
+            self._rendezvous.leave(peer.rank)
 
-    def _tell_shown(self) -> None:
+    def _acknowledge_output(self) -> None:
         for rank, count in self._display.take_shown().items():
             self.tell_rank(rank, OutputAck(count))
 
     def _note_failure(self, rank: int, failed: Failed) -> None:
-        if failed.silent and self._wiring.ends_ranks:
-            # By the driver's own clock, as with tasks that are lost: what came first explains the others.
-            self.blame(rank, _phrase(failed), failed.code, LOST)
+        text = f"failed: {failed.cause}" if failed.traceback else failed.cause
+        if failed.silent and self._rendezvous.ends_ranks:
+            # By the driver's clock, as for lost tasks: the earliest of them explains the others.
+            self.blame(rank, text, failed.code, LOST)
             return
-        record = ExitReport(rank, failed.kind, failed.code, _phrase(failed), failed.when)
-        self._verdict.add(record, time.monotonic(), failed.traceback)
+        report = ExitReport(rank, failed.kind, failed.code, text, failed.when)
+        self._failures.add(report, time.monotonic(), failed.traceback)
 
-    def _register(self, peer: Peer, said: Register) -> None:
-        task = Task(said.index, said.attempt, said.host_hash, said.host, said.pid)
-        if self._over is not None:  # Spark has filled a slot that the end of the job had made free
-            peer.send(Stop(self._over, quietly=True))
+    def _register(self, peer: Peer, message: Register) -> None:
+        task = Task(message.index, message.attempt, message.host_hash, message.host, message.pid)
+        if self._stop_reason is not None:  # Spark has filled a slot that the end of the job made free
+            peer.send(Stop(self._stop_reason, quietly=True))
             return
-        if self._wired:
+        if self._all_registered:
             peer.send(Stop("its ranks have started; none can be replaced"))
             return
         if not self._registry.add(task):
-            peer.send(Stop("a newer attempt of this task has come"))
+            peer.send(Stop(_NEWER_ATTEMPT))
             return
-        for other in self._board.peers:
+        for other in self._connections.peers:
             if other.task is not None and other.task.index == task.index:
                 other.task = None
-                other.send(Stop("a newer attempt of this task has come"))
+                other.send(Stop(_NEWER_ATTEMPT))
         peer.task = task
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
         """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
-        if rank in self._by_rank:  # else its task was lost before the ranks have started
+        if rank in self._by_rank:  # else its task was lost before the ranks started
             self._by_rank[rank].send(message)
 
     def tell_task(self, index: int, message: FromDriver) -> None:
         """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
-        for peer in self._board.peers:
+        for peer in self._connections.peers:
             if peer.task is not None and peer.task.index == index:
                 peer.send(message)
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
         """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
-        self._verdict.add(ExitReport(rank, kind, code, text), time.monotonic())
+        self._failures.add(ExitReport(rank, kind, code, text), time.monotonic())
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
-        """A task is gone that had more to say, perhaps."""
+        """Note that a task is gone; this is a failure unless its rank had ended without error."""
         assert peer.task is not None
-        if peer.rank < 0 and self._wired:
+        if peer.rank < 0 and self._all_registered:
             self.blame(-1, f"Spark task {peer.task.index} on host {peer.task.host} {why}", 1, LOST)
         elif peer.rank < 0:
             self._registry.remove(peer.task)
-        elif not peer.ended and not self._verdict.has(peer.rank):
-            self._verdict.add(ExitReport(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)
-
-
-def _phrase(failed: Failed) -> str:
-    return f"failed: {failed.cause}" if failed.traceback else failed.cause
+        elif not peer.ended and not self._failures.has(peer.rank):
+            self._failures.add(ExitReport(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)

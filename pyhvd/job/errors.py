@@ -1,4 +1,4 @@
-"""Errors of starting and running a job; whoever starts jobs for users derives its own from them."""
+"""Errors of starting and running a job. A launcher that users call derives its own errors from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyhvd.errors import HorovodInternalError
 
 
 class LaunchError(HorovodInternalError):
-    """The job cannot be started, or has failed without the fault of one rank; the text names the remedy."""
+    """The job cannot start, or failed through no fault of one rank; the text names the remedy."""
 
 
 class StartTimeoutError(LaunchError):
@@ -26,4 +26,4 @@ class StartTimeoutError(LaunchError):
 
 
 class UnsupportedLauncherError(ValueError):
-    """No such way to start ranks exists; the text names those that do."""
+    """The chosen launcher cannot start the ranks; the text names one that can."""

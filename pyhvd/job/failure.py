@@ -1,8 +1,8 @@
-"""What goes wrong in a job, and which of it is the cause. Pure: times are told to it.
+"""The failures of a job, and which of them is the cause. Pure: the caller passes the time.
 
-A rank's own error, exit or death explains all the rest, and settles the matter at once. What may follow from
-another failure (an error that names another rank, a task that is gone, a crash, as MPI itself crashes at
-times when it loses a host) waits a moment for a better reason.
+A rank's own error, exit or death is the cause at once. Other failures may follow from an earlier one: an
+error that names another rank, a lost task, or a crash, as MPI sometimes crashes when it loses a host. They
+wait up to 1 s for a better cause.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.placement import Seat
+from pyhvd.job.placement import RankPlacement
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, SECONDARY, SIGNAL, ExitReport, root_cause
 
-# So long is waited for a better reason than that a task is gone, or that a rank complains of another one.
-_BETTER_S = 1.0
+# How long a failure that may follow from another one waits for that one to be reported.
+_BETTER_CAUSE_S = 1.0
 _CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)}
 
 
 @dataclass(frozen=True)
-class _Case:
-    record: ExitReport
+class _Failure:
+    report: ExitReport
     traceback: str
 
 
@@ -32,70 +32,72 @@ class FailureAnalysis:
     """The failures of one job."""
 
     def __init__(self) -> None:
-        self._cases: list[_Case] = []
+        self._failures: list[_Failure] = []
         self._settled_at = math.inf
 
-    def add(self, record: ExitReport, now: float, traceback: str = "", waited: bool = False) -> None:
+    def add(self, report: ExitReport, now: float, traceback: str = "", waited: bool = False) -> None:
         """Note that a rank has failed.
 
         Parameters
         ----------
-        record : ExitReport
-            Its text is the cause in one line, as after "rank 1 ".
+        report : ExitReport
+            Its text is the cause in one line, as it follows "rank 1 ".
         now : float
             The time, in seconds.
         traceback : str
             The rank's own.
         waited : bool
-            Whether there was time enough already for a better reason.
+            Whether the wait for a better cause is over already.
         """
-        self._cases.append(_Case(record, traceback))
-        may_follow = record.kind in (SECONDARY, LOST, INTERRUPT) or _is_crash(record)
-        patience = _BETTER_S if may_follow and not waited else 0.0
-        self._settled_at = min(self._settled_at, now + patience)
+        self._failures.append(_Failure(report, traceback))
+        may_follow = report.kind in (SECONDARY, LOST, INTERRUPT) or _is_crash(report)
+        self._settled_at = min(
+            self._settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0)
+        )
 
     def has(self, rank: int) -> bool:
-        """Whether this rank has failed."""
-        return any(case.record.rank == rank for case in self._cases)
+        """Return whether this rank has failed."""
+        return any(failure.report.rank == rank for failure in self._failures)
 
     @property
     def settled_at(self) -> float:
-        """When the cause can be told; infinity while nothing has failed."""
+        """When the cause is final; infinity while nothing has failed."""
         return self._settled_at
 
-    def error(self, seats: Iterable[Seat]) -> HorovodInternalError:
+    def error(self, placements: Iterable[RankPlacement]) -> HorovodInternalError:
         """Return the one error of the job."""
-        places = {seat.rank: seat for seat in seats}
-        cause = self._cause(places)
-        case = next(case for case in self._cases if case.record is cause)
-        seat = places.get(cause.rank)
-        if seat is None:
+        by_rank = {placement.rank: placement for placement in placements}
+        cause = self._cause(by_rank)
+        traceback = next(failure.traceback for failure in self._failures if failure.report is cause)
+        placement = by_rank.get(cause.rank)
+        if placement is None:
             return LaunchError(cause.text)
         error = RankFailedError(
-            f"rank {cause.rank} of {len(places)} on host {seat.host} (Spark task {seat.index}) {cause.text}",
+            f"rank {cause.rank} of {len(by_rank)} on host {placement.host} (Spark task {placement.index})"
+            f" {cause.text}",
             cause.rank,
         )
-        if case.traceback:
-            error.__cause__ = RemoteError(cause.rank, case.traceback)
+        if traceback:
+            error.__cause__ = RemoteError(cause.rank, traceback)
         return error
 
-    def _cause(self, places: Mapping[int, Seat]) -> ExitReport:
-        records = [case.record for case in self._cases]
-        cause = root_cause(records)
+    def _cause(self, by_rank: Mapping[int, RankPlacement]) -> ExitReport:
+        reports = [failure.report for failure in self._failures]
+        cause = root_cause(reports)
         assert cause is not None
         if cause.kind == SECONDARY or _is_crash(cause):
-            # On the same host it may be the other way round: that the crash has taken the task along.
-            here = _host(places, cause.rank)
-            lost = (record for record in records if record.kind == LOST)
-            cause = root_cause(each for each in lost if _host(places, each.rank) != here) or cause
+            # On the same host the crash itself may have ended the task: there a lost task explains nothing.
+            here = _first_rank_of_host(by_rank, cause.rank)
+            lost = (report for report in reports if report.kind == LOST)
+            elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
+            cause = root_cause(elsewhere) or cause
         return cause
 
 
-def _is_crash(record: ExitReport) -> bool:
-    return record.kind == SIGNAL and record.code in _CRASHES
+def _is_crash(report: ExitReport) -> bool:
+    return report.kind == SIGNAL and report.code in _CRASHES
 
 
-def _host(places: Mapping[int, Seat], rank: int) -> int:
-    """The first rank of a rank's host."""
-    seat = places.get(rank)
-    return -1 if seat is None else seat.rank - seat.local_rank
+def _first_rank_of_host(by_rank: Mapping[int, RankPlacement], rank: int) -> int:
+    placement = by_rank.get(rank)
+    return -1 if placement is None else placement.rank - placement.local_rank

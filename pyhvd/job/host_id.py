@@ -1,7 +1,7 @@
-"""Which tasks can share memory: a hash that two processes have in common if, and only if, they can.
+"""Which tasks can share memory: they have the same host hash if, and only if, they can.
 
-Spark's own address of an executor says nothing: two containers of one machine have one, and two hosts behind
-one address translation may too. What counts for MPI is /dev/shm, and that processes see each other.
+Spark's address of an executor does not tell: two containers of one machine may have the same, and so may two
+hosts behind one address translation. MPI needs a common /dev/shm, and processes that see each other.
 """
 
 from __future__ import annotations
@@ -17,29 +17,24 @@ from pyhvd.common.processes import boot_id
 def host_hash(salt: str = "") -> str:
     """Return this process's host hash, 16 hexadecimal digits.
 
-    It is made of the host's name, the kernel's boot id, the ipc and pid namespaces and the device of
-    /dev/shm, as far as there are such.
+    It hashes the host's name and, on Linux, the kernel's boot id, the ipc and pid namespaces and the device
+    of /dev/shm.
 
     Parameters
     ----------
     salt : str
-        Processes of different salts do not share a host.
+        Processes with different salts get different hashes.
     """
     parts = [salt, socket.gethostname()]
     if sys.platform.startswith("linux"):
-        parts += [boot_id(), _inode("/proc/self/ns/ipc"), _inode("/proc/self/ns/pid"), _device("/dev/shm")]
+        parts += [boot_id(), *map(_identity, ("/proc/self/ns/ipc", "/proc/self/ns/pid", "/dev/shm"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _inode(path: str) -> str:
+def _identity(path: str) -> str:
+    """Return what identifies a namespace by its file, or a file system by its root; empty if unknown."""
     try:
-        return str(os.stat(path).st_ino)
+        status = os.stat(path)
     except OSError:
         return ""
-
-
-def _device(path: str) -> str:
-    try:
-        return str(os.stat(path).st_dev)
-    except OSError:
-        return ""
+    return f"{status.st_dev} {status.st_ino}"

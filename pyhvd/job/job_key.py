@@ -1,4 +1,7 @@
-"""The key of one job: travels to the tasks inside the closure that Spark sends them, and is shown nowhere."""
+"""The key of one job, and how the driver's address and the key reach a process in its environment.
+
+The key travels to the tasks inside the closure that Spark sends them. Nothing prints it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ import msgspec
 from pyhvd.transport.tcp.connection import Address, Connection, connect, new_key
 from pyhvd.transport.tcp.session import ChannelError
 
+_ADDRESSES = "_PYHVD_JOB_DRIVER"
+_KEY = "_PYHVD_JOB_KEY"
+VARIABLES = frozenset({_ADDRESSES, _KEY})
+"""The names of the variables of :func:`to_environment`."""
+
 
 class Secret:
-    """A key that neither repr, str, nor an error's text shows.
+    """A key that neither repr, nor str, nor an error's text shows.
 
     Parameters
     ----------
     key : bytes, optional
-        A fresh one by default.
+        A new key by default.
     """
 
     __slots__ = ("_key",)
@@ -36,32 +44,22 @@ class Secret:
         return Secret, (self._key,)
 
 
-_ADDRESSES = "_PYHVD_SPARK_DRIVER"
-
-
-_KEY = "_PYHVD_SPARK_KEY"
-
-
-VARIABLES = frozenset({_ADDRESSES, _KEY})
-"""Their names: for whoever passes an environment on."""
-
-
 def to_environment(addresses: Sequence[Address], secret: Secret) -> Mapping[str, str]:
-    """Return the variables by which :func:`call_driver` finds the driver."""
+    """Return the variables with which :func:`call_driver` finds the driver."""
     return {_ADDRESSES: msgspec.json.encode(addresses).decode(), _KEY: secret.reveal().hex()}
 
 
 def call_driver(environ: MutableMapping[str, str] = os.environ) -> Connection:
-    """Connect to the driver; the variables are gone then.
+    """Connect to the driver, and remove its variables from the environment.
 
     Raises
     ------
     ChannelError
-        It cannot be reached, or there are no such variables.
+        The driver cannot be reached, or the variables are not set.
     """
     try:
         addresses = msgspec.json.decode(environ.pop(_ADDRESSES), type=list[Address])
         key = bytes.fromhex(environ.pop(_KEY))
     except (KeyError, ValueError):
-        raise ChannelError("this program is started by pyhvd.spark.run, not by hand") from None
+        raise ChannelError("pyhvd.spark.run starts this program; do not start it by hand") from None
     return connect(addresses, key)

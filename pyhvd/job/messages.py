@@ -1,8 +1,7 @@
-"""What the driver and the tasks say to each other, once each has proved to the other who it is.
+"""The messages between the driver and the tasks, after each has authenticated the other.
 
-A message is one record of the channel in MessagePack, by msgspec, which checks types as it decodes: data
-only, never code. Functions and results pass through the tasks as bytes that only the ranks and the driver
-unpickle.
+A message is one record of the channel, in MessagePack. msgspec checks types as it decodes: a message holds
+data, never code. The tasks pass functions and results on as bytes; only ranks and the driver unpickle them.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import msgspec
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
-"""Most bytes of a part of something long."""
+"""Most bytes of data in one message; longer data travel in parts."""
 OUTPUT_CREDIT = 1 << 18
-"""A rank has to wait with more output when so many bytes of it have not been shown yet."""
+"""A rank's writes block when this many bytes of its output have not been shown yet."""
 
 
 class Register(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver, first: here I am."""
+    """Task to driver, first: this task has started."""
 
     index: int
     attempt: int
@@ -28,12 +27,12 @@ class Register(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: become this rank. The parts of the code come before it.
+    """Driver to task: start this rank. The parts of its code were sent before.
 
     Attributes
     ----------
     pmi : bool
-        Whether the rank speaks PMI-1, to its task.
+        Whether the rank speaks PMI-1 with its task.
     """
 
     rank: int
@@ -54,26 +53,26 @@ class Code(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pmi(msgspec.Struct, frozen=True, tag=True):
-    """A line of PMI-1, from the task's rank or to it; with a stand-in, from mpiexec's daemon or to it."""
+    """A line of PMI-1 from the task's rank or to it."""
 
     line: str
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: what the rank wrote to its descriptor 1 or 2."""
+    """Task to driver: bytes that the rank wrote to its descriptor 1 or 2."""
 
     stream: int
     data: bytes
 
 
 class OutputAck(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: so many more bytes of the rank's output have been shown."""
+    """Driver to task: `count` more bytes of the rank's output have been shown."""
 
     count: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank did not end well.
+    """Task to driver: the rank failed.
 
     Attributes
     ----------
@@ -82,13 +81,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     cause : str
         One line.
     traceback : str
-        The rank's own, when it raised.
+        The rank's own, if it raised.
     when : float
         time.time() of the failure.
     code : int
         The rank's exit code.
     silent : bool
-        Whether the rank said nothing: its MPI may have ended it for what has become of another rank.
+        Whether the rank reported nothing: its MPI may have ended it because another rank failed.
     """
 
     kind: str
@@ -100,19 +99,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank has ended well, and the result goes through Spark."""
+    """Task to driver: the rank ended without error, and its result travels through Spark."""
 
 
 class EnteringInit(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank is about to call MPI_Init, and to wait for the others there."""
+    """Task to driver: the rank is about to call MPI_Init, where it waits for the other ranks."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Either way: I am alive. Said each second."""
+    """Either way, each second: the sender is alive."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: kill the rank, if there is one, and end.
+    """Driver to task: kill the rank, if it runs, and end.
 
     Attributes
     ----------
@@ -127,14 +126,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Launch agent to driver, first: mpiexec wants this shell command on this host.
+    """Launch agent to driver, first: mpiexec wants to run a command on a host.
 
     Attributes
     ----------
     host : str
-        As mpiexec knows it.
+        The host's name in mpiexec's host list.
     command : str
-        mpiexec's daemon and its arguments.
+        mpiexec's daemon and its arguments, for the shell.
     """
 
     host: str
@@ -142,29 +141,26 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankProxy(msgspec.Struct, frozen=True, tag=True):
-    """Stand-in to driver, first: mpiexec's daemon has started me as this rank.
+    """Rank proxy to driver, first: mpiexec's daemon has started this proxy as a rank.
 
     Attributes
     ----------
     host : str
-        As mpiexec knows it.
+        The host's name in mpiexec's host list.
     rank, local_rank : int
         As mpiexec numbers them.
     env : mapping of str to str
-        What mpiexec wants to have in the rank's environment.
-    pmi : bool
-        Whether the rank will speak PMI-1.
+        Variables that mpiexec sets for the rank.
     """
 
     host: str
     rank: int
     local_rank: int
     env: dict[str, str]
-    pmi: bool
 
 
 class Exit(msgspec.Struct, frozen=True, tag=True):
-    """Driver to launch agent or stand-in: what you stand for has ended, with this code; so should you."""
+    """Driver to launch agent or rank proxy: exit with this code, as the process it represents did."""
 
     code: int
 
@@ -175,13 +171,13 @@ class StartDaemon(msgspec.Struct, frozen=True, tag=True):
     Attributes
     ----------
     host : str
-        As mpiexec knows it.
+        The host's name in mpiexec's host list.
     command : str
         For the shell.
     prefix : str
-        Where the driver's MPI is installed, whose paths are in the command.
+        Where the driver's MPI is installed; paths in the command begin with it.
     executable : str or None
-        The ranks' Python, beside which this host's MPI may be.
+        The ranks' Python; this host's MPI may be installed beside it.
     """
 
     host: str
@@ -191,17 +187,17 @@ class StartDaemon(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndDaemon(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: all ranks have ended, but not mpiexec's daemon, which should have by itself."""
+    """Driver to task: end mpiexec's daemon, which still runs although all ranks have ended."""
 
 
 class DaemonOutput(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: what mpiexec's daemon wrote."""
+    """Task to driver: bytes that mpiexec's daemon wrote."""
 
     data: bytes
 
 
 class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: mpiexec's daemon has ended, with this code; negative for a signal."""
+    """Task to driver: mpiexec's daemon ended with this code; negative for a signal."""
 
     code: int
 
@@ -232,23 +228,23 @@ def encode(message: FromTask | FromDriver) -> bytes:
 
 
 def decode_from_task(record: bytes) -> FromTask:
-    """Return what a task said; ChannelError if it is none of the messages."""
+    """Return the message that a task sent; raise ChannelError if the record is not one."""
     try:
         message: FromTask = _from_task.decode(record)
     except msgspec.MsgspecError as exc:
-        raise ChannelError(f"a task sent what is no message: {exc}") from None
+        raise ChannelError(f"a task sent an invalid message: {exc}") from None
     return message
 
 
 def decode_from_driver(record: bytes) -> FromDriver:
-    """Return what the driver said; ChannelError if it is none of the messages."""
+    """Return the message that the driver sent; raise ChannelError if the record is not one."""
     try:
         message: FromDriver = _from_driver.decode(record)
     except msgspec.MsgspecError as exc:
-        raise ChannelError(f"the driver sent what is no message: {exc}") from None
+        raise ChannelError(f"the driver sent an invalid message: {exc}") from None
     return message
 
 
 def parts(data: bytes) -> list[bytes]:
-    """Cut something long."""
+    """Cut data into parts that fit in one message each."""
     return [data[start : start + PART] for start in range(0, len(data), PART)]

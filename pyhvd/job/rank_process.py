@@ -1,6 +1,6 @@
-"""The rank as its task sees it: a kept process, the lines to it, and how it ended.
+"""A rank's process as its task sees it: the lines to it, and how it ended.
 
-Owns: the rank's control socket and its line to PMI-1. Knows nothing of Spark, nor of the driver.
+Owns the rank's control socket and its line to PMI-1. Knows neither Spark nor the driver.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from collections.abc import Callable, Mapping
 
 from pyhvd.job.messages import Failed, Start, decode_from_task
 from pyhvd.job.mpi.pmi import MAX_LINE
+from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL
-from pyhvd.job.process.signals import describe_signal
+from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rank import ENTERS, FAILURE, LENGTH, RESULT
+from pyhvd.job.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
 _CHUNK = 1 << 16
+# Variables of the job that the executor itself belongs to. Open MPI's other parameters (OMPI_MCA_, PRTE_MCA_)
+# stay: users set them by spark.executorEnv.
+_OF_THE_EXECUTOR = ("SLURM_", "HYDRA_", "OMPI_MCA_orte_", "OMPI_MCA_ess_")
 
 
 def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
-    """Return the environment of a rank: the task's, the job's, and with PMI-1 its place, as Hydra has it."""
-    env = own_environment(without_foreign(environ)) | start.env
+    """Return the environment of a rank: the task's, the job's, and with PMI-1 the variables of Hydra."""
+    env = own_environment(environ) | start.env
     if start.pmi:
         env |= {
             "PMI_RANK": str(start.rank),
@@ -38,31 +42,16 @@ def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]
     return env
 
 
-# The executor's environment may speak of a job that the executor itself is part of, which is not this job.
-_FOREIGN = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_LOCAL", "SLURM_", "HYDRA_", "HYDI_")
-# The user sets parameters by spark.executorEnv; with orte and ess Open MPI 4 speaks of its own job.
-_PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
-_OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
-
-
-def without_foreign(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of another MPI job; the parameters of Open MPI stay."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(_FOREIGN) or (name.startswith(_PARAMETERS) and not name.startswith(_OF_A_JOB))
-    }
-
-
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which Python finds what this one finds, files that Spark has distributed too.
+    """Return an environment in which Python finds this task's modules, without another launcher's variables.
 
-    What belongs to this Python itself is not in it: a process of another Python may be started.
+    Its PYTHONPATH includes files that Spark has distributed. It lacks the directories of this Python itself,
+    as another Python may be started.
     """
     wanted = set(environ.get("PYTHONPATH", "").split(os.pathsep))
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
     paths = [path for path in sys.path if path and (path in wanted or not path.startswith(installed))]
-    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return without(environ, *OF_RANKS, *_OF_THE_EXECUTOR) | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class RankProcess:
@@ -75,18 +64,18 @@ class RankProcess:
     code : bytes
         The pickled function, args and kwargs.
     on_pmi : callable
-        Called with each line that the rank says to its PMI server.
+        Called with each line that the rank sends to its PMI server.
     on_enter : callable
         Called when the rank is about to call MPI_Init.
     on_output : callable
         Called with 1 or 2 and what the rank has written there.
     files : mapping of str to int
-        Descriptors that the rank inherits; variables of these names tell it their numbers.
+        Descriptors that the rank inherits; variables of these names hold their numbers.
 
     Attributes
     ----------
     failure : Failed or None
-        What the rank has said of its failure, or what is known of its end; None while it is well.
+        How the rank failed, by its own report or by its exit code.
     result : bytes or None
         The pickled result.
     """
@@ -115,7 +104,7 @@ class RankProcess:
         env |= {name: str(number) for name, number in files.items()}
         try:
             self._process = SupervisedProcess(
-                "pyhvd.job.process.rank_main",
+                "pyhvd.job.process.guardian",
                 [str(control.fileno())],
                 env,
                 on_output,
@@ -123,7 +112,7 @@ class RankProcess:
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
             )
-        except (OSError, ValueError):  # ValueError: a name or value that no environment can have
+        except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
             self._control.close()
             self._pmi.close()
             raise
@@ -135,11 +124,11 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._process.ended
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have a selector call this object's methods: its keys' data."""
+        """Register this object's callbacks, as the data of the selector's keys."""
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector = selector
         selector.register(self._control, both, lambda: self._talk())
@@ -147,16 +136,16 @@ class RankProcess:
         self._process.register(selector)
 
     def hold_output(self, held: bool) -> None:
-        """Have the rank wait when it writes to its stdout or stderr, or no longer."""
+        """See :meth:`SupervisedProcess.hold_output`."""
         self._process.hold_output(held)
 
     def answer_pmi(self, line: str) -> None:
-        """Pass on what the PMI server says; lines are short, and the rank waits for each."""
+        """Pass on the PMI server's answer; lines are short, and the rank waits for each."""
         with contextlib.suppress(OSError):
             self._pmi.sendall(line.encode())
 
     def close(self) -> None:
-        """Kill the rank and all that it has started, and close every descriptor."""
+        """End the rank and all that it started, and close every descriptor."""
         self._process.close()
         self._control.close()
         self._pmi.close()
@@ -166,34 +155,29 @@ class RankProcess:
             self._selector.unregister(source)
 
     def _talk(self) -> None:
-        """Give the rank its code, as fast as it takes it, and hear its answer."""
+        """Send the rank its code, as fast as it receives it, and receive its answer."""
         if self._to_rank:
-            self._give()
-        self._hear()
+            self._send_code()
+        self._receive()
 
-    def _give(self) -> None:
+    def _send_code(self) -> None:
         try:
             sent = self._control.send(self._to_rank[:_CHUNK])
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            sent = len(self._to_rank)  # the rank takes no more; what it has said is still to be heard
+            sent = len(self._to_rank)  # the rank receives no more, but its answer may wait
         self._to_rank = self._to_rank[sent:]
         if not self._to_rank:
             self._selector.modify(self._control, selectors.EVENT_READ, lambda: self._talk())
 
-    def _hear(self) -> None:
-        try:
-            data = self._control.recv(_CHUNK)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        if not data:
+    def _receive(self) -> None:
+        data = _read(self._control)
+        if data == b"":
             self._forget(self._control)
-            return
-        self._answer += data
-        self._take_answer()
+        elif data is not None:
+            self._answer += data
+            self._take_answer()
 
     def _take_answer(self) -> None:
         head = 1 + LENGTH.size
@@ -205,7 +189,7 @@ class RankProcess:
             return
         payload = bytes(self._answer[head : head + length])
         del self._answer[: head + length]
-        if kind == ENTERS:
+        if kind == ENTERING_INIT:
             self._on_enter()
             self._take_answer()
         elif kind == RESULT:
@@ -213,16 +197,13 @@ class RankProcess:
         elif kind == FAILURE:
             failed = decode_from_task(payload)
             if not isinstance(failed, Failed):
-                raise ChannelError("the rank sent what is no failure")
+                raise ChannelError("the rank sent an invalid failure")
             self.failure = failed
 
     def _read_pmi(self) -> None:
-        try:
-            data = self._pmi.recv(_CHUNK)
-        except (BlockingIOError, InterruptedError):
+        data = _read(self._pmi)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._forget(self._pmi)
             return
@@ -235,9 +216,9 @@ class RankProcess:
 
     def _note_end(self) -> None:
         while self._control.fileno() >= 0 and self._has_more():
-            self._hear()
+            self._receive()
         if self.failure is None:
-            self.failure = self._judge()
+            self.failure = self._failure_by_exit()
 
     def _has_more(self) -> bool:
         try:
@@ -245,24 +226,34 @@ class RankProcess:
         except OSError:
             return False
 
-    def _judge(self) -> Failed | None:
+    def _failure_by_exit(self) -> Failed | None:
+        """Return how a rank failed that reported no failure; None if it did not fail."""
         now = time.time()
         code = self._process.code
-        keeper = self._process.keeper_code
-        if code is None and keeper is not None and keeper > 0:
+        guardian = self._process.guardian_code
+        if code is None and guardian is not None and guardian > 0:
+            how = describe_exit(guardian)
             if self._process.began:
-                return Failed(LOST, f"was killed, as its keeper ended with exit code {keeper}", "", now)
-            text = f"could not be started: its Python ended with exit code {keeper}, and says why on stderr"
-            return Failed(EXIT, text, "", now, keeper)
+                return Failed(LOST, f"was killed, as its guardian {how}", "", now)
+            text = f"could not be started: its Python {how}, and says why on stderr"
+            return Failed(EXIT, text, "", now, guardian)
         if code is None:
-            return Failed(LOST, "and its keeper were killed", "", now)
+            return Failed(LOST, "and its guardian were killed", "", now)
         if code < 0:
-            return Failed(SIGNAL, describe_signal(-code), "", now, 128 - code)
-        if code and self.result is None:
-            text = f"ended with exit code {code} before the function returned"
-            return Failed(EXIT, text, "", now, code, silent=True)
-        if code:
-            return Failed(EXIT, f"ended with exit code {code} after the function returned", "", now, code)
+            return Failed(SIGNAL, describe_exit(code), "", now, shell_code(code))
         if self.result is None:
-            return Failed(EXIT, "ended with exit code 0 before the function returned", "", now, 1)
+            text = f"{describe_exit(code)} before the function returned"
+            return Failed(EXIT, text, "", now, code or 1, silent=code != 0)
+        if code:
+            return Failed(EXIT, f"{describe_exit(code)} after the function returned", "", now, code)
         return None
+
+
+def _read(source: socket.socket) -> bytes | None:
+    """Return what has arrived; None if nothing has, and empty at the end."""
+    try:
+        return source.recv(_CHUNK)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""

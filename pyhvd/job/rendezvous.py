@@ -1,157 +1,130 @@
-"""How the ranks become one MPI world: what the driver's service needs of it; and the way by PMI-1."""
+"""How the ranks become one MPI world: what the driver's service asks of it, and the way by PMI-1.
+
+The other way is :mod:`pyhvd.job.mpi.openmpi.rendezvous`.
+"""
 
 from __future__ import annotations
 
 import selectors
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.messages import FromDriver, FromTask, Pmi
 from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer
-from pyhvd.job.placement import Seat, Task, assign
+from pyhvd.job.placement import RankPlacement, Task, assign
 from pyhvd.job.process.exit_report import EXIT
 
 
 class RendezvousHost(Protocol):
-    """What a wiring may ask of the driver's service."""
+    """The driver's service, as a rendezvous sees it."""
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """Calls its keys' data in each turn of the service."""
+        """The service calls the data of its ready keys in each turn."""
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
-        """Send something to a rank's task."""
+        """Send a message to a rank's task."""
 
     def tell_task(self, index: int, message: FromDriver) -> None:
-        """Send something to a task."""
+        """Send a message to a task."""
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
-        """Note a failure; rank -1 if it is none of a rank."""
+        """Note a failure of a rank; rank -1 is none."""
 
 
-class Rendezvous(Protocol):
-    """A way in which ranks find each other.
+class Rendezvous:
+    """A way for the ranks to find each other; this base class needs and starts nothing.
 
     Attributes
     ----------
+    speaks_pmi : bool
+        Whether a rank speaks PMI-1 with its task.
     ends_ranks : bool
-        Whether MPI ends ranks without a word when it has lost others.
+        Whether MPI silently ends ranks that have lost others.
     """
 
-    @property
-    def ends_ranks(self) -> bool:
-        """See above."""
+    speaks_pmi = True
+    ends_ranks = False
 
-    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
-        """All tasks have come: those of each host, in the order of :meth:`Registry.groups`.
+    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+        """Begin, with the tasks of each host in the order of :meth:`Registry.groups`.
 
         Raises
         ------
         LaunchError
-            They cannot be wired so.
+            These tasks cannot become one world.
         """
+        raise NotImplementedError
 
-    def seats(self) -> list[Seat]:
-        """Return where each rank stands, in rank order; empty until that is known."""
-
-    def waits_for(self) -> str:
-        """Return what is still missing, for an error's text."""
-
-    def variables(self, rank: int) -> Mapping[str, str]:
-        """Return what must be in the rank's environment."""
-
-    def speaks_pmi(self, rank: int) -> bool:
-        """Whether the rank gets a line on which to speak PMI-1."""
-
-    def hear_pmi(self, rank: int, line: str) -> None:
-        """A rank has said a line of PMI-1."""
-
-    def enter(self, rank: int) -> None:
-        """A rank is about to call MPI_Init."""
+    def placements(self) -> list[RankPlacement]:
+        """Return the placements in rank order; empty until they are known."""
+        raise NotImplementedError
 
     def hear(self, peer: Peer, message: FromTask) -> None:
-        """Somebody has said what is about the wiring alone."""
+        """Handle a message about the rendezvous."""
+        raise NotImplementedError
 
     def leave(self, rank: int) -> None:
-        """A rank has ended well."""
+        """Note that a rank ended without error."""
+        raise NotImplementedError
+
+    def waits_for(self) -> str:
+        """Return what is missing, for an error's text."""
+        return ""
+
+    def variables(self, rank: int) -> Mapping[str, str]:  # noqa: ARG002
+        """Return the variables that MPI needs in the rank's environment."""
+        return {}
+
+    def enter(self, rank: int) -> None:
+        """Note that a rank is about to call MPI_Init."""
 
     def check(self, now: float) -> None:
-        """Time passes."""
+        """Do what is due at this time; the service calls it in each turn."""
 
     def stop(self) -> None:
-        """The job is over: end what runs here, without waiting for it."""
+        """End what the rendezvous started, without waiting: the job is over."""
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """End what still runs, and wait for it."""
 
 
-class PmiRendezvous:
-    """The driver itself is the server of PMI-1; nothing is started anywhere but the ranks."""
+class PmiRendezvous(Rendezvous):
+    """The driver serves PMI-1 itself, and starts no further process."""
 
-    ends_ranks = False
-
-    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """See :class:`Rendezvous`."""
-        self._office = office
+        self._driver = driver
         try:
             self._server = PmiServer([len(group) for group in groups])
         except PmiError as exc:
             raise LaunchError(str(exc)) from exc
-        self._seats = assign(groups)
+        self._placements = assign(chain.from_iterable(groups))
 
-    def seats(self) -> list[Seat]:
+    def placements(self) -> list[RankPlacement]:
         """See :class:`Rendezvous`."""
-        return self._seats
-
-    def waits_for(self) -> str:
-        """See :class:`Rendezvous`."""
-        return ""
-
-    def variables(self, rank: int) -> Mapping[str, str]:  # noqa: ARG002
-        """See :class:`Rendezvous`."""
-        return {}
-
-    def speaks_pmi(self, rank: int) -> bool:  # noqa: ARG002
-        """See :class:`Rendezvous`."""
-        return True
-
-    def hear_pmi(self, rank: int, line: str) -> None:
-        """See :class:`Rendezvous`."""
-        try:
-            answers: Iterable[tuple[int, str]] = self._server.handle(rank, line)
-        except Abort as abort:
-            blame_abort(self._office, abort)
-        except PmiError as exc:
-            self._office.blame(rank, f"cannot go on: {exc}", 1)
-        else:
-            for who, answer in answers:
-                self._office.tell_rank(who, Pmi(answer))
-
-    def enter(self, rank: int) -> None:
-        """See :class:`Rendezvous`; its lines of PMI-1 say it too."""
+        return self._placements
 
     def hear(self, peer: Peer, message: FromTask) -> None:
-        """See :class:`Rendezvous`; there is nothing more."""
+        """Answer a rank's line of PMI-1."""
+        if not isinstance(message, Pmi):
+            return
+        try:
+            answers = self._server.handle(peer.rank, message.line)
+        except Abort as abort:
+            self._driver.blame(abort.rank, f"called MPI_Abort with code {abort.code}", abort.code)
+        except PmiError as exc:
+            self._driver.blame(peer.rank, f"cannot continue: {exc}", 1)
+        else:
+            for rank, answer in answers:
+                self._driver.tell_rank(rank, Pmi(answer))
 
     def leave(self, rank: int) -> None:
         """See :class:`Rendezvous`."""
         try:
             self._server.leave(rank)
         except PmiError as exc:
-            self._office.blame(rank, f"left the others alone: {exc}", 1)
-
-    def check(self, now: float) -> None:
-        """See :class:`Rendezvous`; nothing runs."""
-
-    def stop(self) -> None:
-        """See :class:`Rendezvous`; nothing runs."""
-
-    def close(self) -> None:
-        """See :class:`Rendezvous`; nothing runs."""
-
-
-def blame_abort(office: RendezvousHost, abort: Abort) -> None:
-    """A rank has called MPI_Abort."""
-    office.blame(abort.rank, f"called MPI_Abort with code {abort.code}", abort.code)
+            self._driver.blame(rank, f"ended too early: {exc}", 1)

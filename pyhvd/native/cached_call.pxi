@@ -1,61 +1,79 @@
-# Units: calls that the cache remembers; a part of shared_memory.pyx.
+# CachedCall and CachedTensor: the allreduces that the ranks remember; a part of shared_memory.pyx.
 
-cdef struct Form:
-    # What the cache remembers of an array, side by side for the tensors of a unit: a thousand objects are
-    # seldom in the cache. The pointers are to what the tensor's Part keeps alive.
+cdef struct ArrayLayout:
+    # The array that suits a cached tensor. A call's layouts lie side by side in memory, as a thousand objects
+    # are rarely in the cache. The pointers lead into the CachedTensor, which keeps their targets alive.
     void* dtype
-    cnp.npy_intp first  # the first of dims
+    cnp.npy_intp length  # the first of dims
     cnp.npy_intp* dims
-    uint32_t at  # its place among the unit's slots
+    uint32_t index  # of the tensor among the call's slots
     int ndim
-    bint window  # whether it must be in the arena
+    bint in_arena  # whether the array must lie in the arena
     bint unscaled  # whether it may be reduced there
 
 
-cdef class Part:
-    """One tensor of a unit, as it was cached."""
+cdef class CachedTensor:
+    """One tensor of a cached call, as it was cached."""
 
     cdef readonly object request
     cdef readonly uint32_t slot
-    cdef readonly uint64_t since
-    cdef readonly Unit unit
+    cdef readonly uint64_t version
+    cdef readonly CachedCall call
     cdef object dtype
     cdef double prescale
     cdef double postscale
     cdef int op
     cdef int code
     cdef int ndim
-    cdef bint window
+    cdef bint in_arena
     cdef cnp.npy_intp dims[32]
 
-    cdef void describe(self, Form* form) noexcept:
-        """Say what an array must look like to be this tensor; the form points into this object."""
-        form.dtype = <void*>self.dtype
-        form.first = self.dims[0]
-        form.dims = self.dims
-        form.ndim = self.ndim
-        form.window = self.window
-        form.unscaled = self.prescale == 1.0
+    @staticmethod
+    cdef CachedTensor of(object request, uint32_t slot, uint64_t version):
+        cdef CachedTensor tensor = CachedTensor.__new__(CachedTensor)
+        cdef Py_ssize_t d
+        tensor.request = request
+        tensor.slot = slot
+        tensor.version = version
+        tensor.op = request.op
+        tensor.prescale = request.prescale
+        tensor.postscale = request.postscale
+        tensor.code = request.dtype
+        tensor.ndim = len(request.shape)
+        tensor.in_arena = request.window
+        for d, length in enumerate(request.shape):
+            tensor.dims[d] = length
+        return tensor
 
-    cdef void renew(self, uint64_t since) noexcept:
-        """Post it from now on under the number of another response list, which changed another rank's part.
+    cdef void describe(self, ArrayLayout* layout) noexcept:
+        """Fill in the layout of an array that suits; it points into this object."""
+        layout.dtype = <void*>self.dtype
+        layout.length = self.dims[0]
+        layout.dims = self.dims
+        layout.ndim = self.ndim
+        layout.in_arena = self.in_arena
+        layout.unscaled = self.prescale == 1.0
 
-        What has not been posted yet is as it was: this rank's own request is the same. What was posted before
-        that list has been answered by it, and what comes behind it under the old number is refused, and goes
-        by message.
+    cdef void renew(self, uint64_t version) noexcept:
+        """Mark it under another version from now on: another rank's request has changed, this rank's has not.
+
+        Marks made before that version were answered by its response list. Marks made later under the old
+        version are refused, and their calls go by message.
         """
-        cdef Unit unit = self.unit
-        if since == self.since:
+        cdef CachedCall call = self.call
+        if version == self.version:
             return
-        self.since = since
-        if unit is None:  # its group is not complete
+        self.version = version
+        if call is None:  # its group is not complete
             return
-        pthread_mutex_lock(&unit.lane.c.mutex)
-        pyhvd_posting_renew(&unit.c.post, unit.lane.c.sets[unit.set_id].records[self.slot].at, since)
-        pthread_mutex_unlock(&unit.lane.c.mutex)
+        pthread_mutex_lock(&call.path.c.submissions.mutex)
+        pyhvd_slot_list_renew(
+            &call.c.slots, call.path.c.setup.sets[call.set_id].tensors[self.slot].index, version
+        )
+        pthread_mutex_unlock(&call.path.c.submissions.mutex)
 
     cdef bint same_terms(self, object op, object prescale, object postscale) except -1:
-        """Return whether a call is made as the cached one was."""
+        """Return whether a call has the op and the factors of the cached one."""
         if type(prescale) is not float or type(postscale) is not float:
             return False
         if op is None:
@@ -64,198 +82,209 @@ cdef class Part:
             return False
         return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
 
-    cdef bint learn(self, Form* form, object dtype) except -1:
-        """Return whether another dtype object means the same, and remember it, in the form too, if so."""
-        cdef Lane lane = self.unit.lane
+    cdef bint learn(self, ArrayLayout* layout, object dtype) except -1:
+        """Return whether another dtype object means the same dtype; if so, remember it, in the layout too."""
+        cdef FastPath path = self.call.path
         cdef object before
-        if lane.code_of(dtype) != self.code:
+        if path.code_of(dtype) != self.code:
             return False
-        pthread_mutex_lock(&lane.c.mutex)
-        before = self.dtype  # let go of outside the mutex, when the form no longer points to it
-        form.dtype = <void*>dtype
+        pthread_mutex_lock(&path.c.submissions.mutex)
+        before = self.dtype  # released outside the mutex, when the layout no longer points to it
+        layout.dtype = <void*>dtype
         self.dtype = dtype
-        pthread_mutex_unlock(&lane.c.mutex)
+        pthread_mutex_unlock(&path.c.submissions.mutex)
         return True
 
     cdef object empty(self):
-        Py_INCREF(self.dtype)  # stolen
+        Py_INCREF(self.dtype)  # PyArray_Empty steals a reference
         return PyArray_Empty(self.ndim, self.dims, <void*>self.dtype, 0)
 
 
 @cython.final
-cdef class Unit:
-    """What is submitted together: one tensor, or a grouped call."""
+cdef class CachedCall:
+    """A call that the ranks remember: one tensor, or a grouped call.
 
-    cdef pyhvd_unit c
-    cdef Form* forms
-    cdef Lane lane
+    ``progress.h`` has its states. The engine reads and writes the C half, :attr:`c`.
+    """
+
+    cdef pyhvd_call c
+    cdef ArrayLayout* layouts
+    cdef FastPath path
     cdef readonly str name
     cdef readonly int set_id
     cdef readonly bint grouped
-    cdef readonly list parts
-    cdef Part first
+    cdef readonly list tensors
+    cdef CachedTensor first
     cdef tuple key
     cdef object handle
     cdef bint retired
 
-    def __cinit__(self, Lane lane, int set_id, str name, bint grouped, list parts):
-        cdef Py_ssize_t n = len(parts)
-        cdef Py_ssize_t at
-        cdef pyhvd_record* record
-        cdef Part part
-        self.c.post.slots = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
-        self.c.post.since = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
-        self.forms = <Form*>PyMem_Calloc(n, sizeof(Form))
+    def __cinit__(self, FastPath path, int set_id, str name, bint grouped, list tensors):
+        cdef Py_ssize_t n = len(tensors)
+        self.path = path
+        self.set_id = set_id
+        self.name = name
         self.grouped = grouped
-        self.c.srcs = self.c.own
+        self.tensors = tensors
+        self.first = tensors[0]
+        self.key = (set_id, name)
+        self.c.set = <uint32_t>set_id
+        self.c.grouped = grouped
+        self.c.owner = <void*>self
+        self.c.slots.n = <uint32_t>n
+        self.c.slots.ids = <uint32_t*>PyMem_Calloc(n, sizeof(uint32_t))
+        self.c.slots.versions = <uint64_t*>PyMem_Calloc(n, sizeof(uint64_t))
+        self.layouts = <ArrayLayout*>PyMem_Calloc(n, sizeof(ArrayLayout))
+        self.c.srcs = self.c.single_addresses
         if grouped:
             self.c.srcs = <int64_t*>PyMem_Calloc(2 * n, sizeof(int64_t))
             self.c.starts = <int64_t*>PyMem_Calloc(n + 1, sizeof(int64_t))
         if (
-            self.c.post.slots == NULL or self.c.post.since == NULL or self.forms == NULL
+            self.c.slots.ids == NULL or self.c.slots.versions == NULL or self.layouts == NULL
             or self.c.srcs == NULL or (grouped and self.c.starts == NULL)
         ):
             raise MemoryError
         self.c.dsts = self.c.srcs + n
-        self.lane = lane
-        self.set_id = set_id
-        self.name = name
-        self.parts = parts
-        self.first = parts[0]
-        self.key = (set_id, name)
-        self.c.set = <uint32_t>set_id
-        self.c.post.n = <uint32_t>n
-        self.c.grouped = grouped
-        self.c.owner = <void*>self
-        for at, k in enumerate(sorted(range(n), key=[(<Part>each).slot for each in parts].__getitem__)):
-            part = <Part>parts[k]
-            part.unit = self
-            part.describe(&self.forms[k])
-            self.forms[k].at = <uint32_t>at
-            self.c.post.slots[at] = part.slot
-            self.c.post.since[at] = part.since
-            record = &lane.c.sets[set_id].records[part.slot]
-            record.unit = &self.c
-            record.at = <uint32_t>at
-            if grouped:
-                self.c.starts[at + 1] = self.c.starts[at] + record.count
+        self._connect()
+
+    cdef int _connect(self) except -1:
+        """Enter its tensors, in the order of their slots."""
+        cdef Py_ssize_t index
+        cdef CachedTensor tensor
+        cdef pyhvd_cached_tensor* cached
+        slots = [(<CachedTensor>each).slot for each in self.tensors]
+        for index, k in enumerate(sorted(range(len(slots)), key=slots.__getitem__)):
+            tensor = <CachedTensor>self.tensors[k]
+            tensor.call = self
+            tensor.describe(&self.layouts[k])
+            self.layouts[k].index = <uint32_t>index
+            self.c.slots.ids[index] = tensor.slot
+            self.c.slots.versions[index] = tensor.version
+            cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]
+            cached.call = &self.c
+            cached.index = <uint32_t>index
+            if self.grouped:
+                self.c.starts[index + 1] = self.c.starts[index] + cached.count
+        return 0
 
     def __dealloc__(self):
-        PyMem_Free(self.c.post.slots)
-        PyMem_Free(self.c.post.since)
-        PyMem_Free(self.forms)
+        PyMem_Free(self.c.slots.ids)
+        PyMem_Free(self.c.slots.versions)
+        PyMem_Free(self.layouts)
         if self.grouped:
             PyMem_Free(self.c.srcs)
             PyMem_Free(self.c.starts)
 
     cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace) except -1:
-        """Return whether an object is an array as the cache remembers it for the k-th tensor."""
-        cdef Form* form = &self.forms[k]
+        """Return whether an object is an array like the cached one of the k-th tensor."""
+        cdef ArrayLayout* layout = &self.layouts[k]
         cdef PyArray* array = <PyArray*>tensor
         cdef int64_t address
         cdef int d
         if not PyArray_CheckExact(tensor):
             return False
-        if PyArray_DESCR(array) != form.dtype:
-            if not (<Part>self.parts[k]).learn(form, <object>PyArray_DESCR(array)):
+        if PyArray_DESCR(array) != layout.dtype:
+            if not (<CachedTensor>self.tensors[k]).learn(layout, <object>PyArray_DESCR(array)):
                 return False
-        if PyArray_NDIM(array) != form.ndim or not PyArray_IS_C_CONTIGUOUS(array):
+        if PyArray_NDIM(array) != layout.ndim or not PyArray_IS_C_CONTIGUOUS(array):
             return False
         if inplace and not PyArray_ISWRITEABLE(array):
             return False
-        if form.ndim and PyArray_DIMS(array)[0] != form.first:
+        if layout.ndim and PyArray_DIMS(array)[0] != layout.length:
             return False
-        for d in range(1, form.ndim):
-            if PyArray_DIMS(array)[d] != form.dims[d]:
+        for d in range(1, layout.ndim):
+            if PyArray_DIMS(array)[d] != layout.dims[d]:
                 return False
         address = <int64_t>PyArray_DATA(array)
-        return form.window == (
-            inplace and form.unscaled and self.lane.arena_from <= address < self.lane.arena_to
+        return layout.in_arena == (
+            inplace and layout.unscaled and self.path.arena_from <= address < self.path.arena_to
         )
 
     def in_flight(self):
-        """Return whether it has been submitted and has not ended."""
+        """Return whether it was submitted and has not ended."""
         cdef uint64_t started
-        pthread_mutex_lock(&self.lane.c.mutex)
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
         started = self.c.started
-        pthread_mutex_unlock(&self.lane.c.mutex)
-        return not pyhvd_unit_finished(&self.c, started)
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
+        return not pyhvd_call_finished(&self.c, started)
 
     def take(self):
-        """Take it out of the engine's hands: Python alone ends it from now on.
+        """Take it off the fast path: from now on Python alone ends it.
 
         Returns
         -------
         (int, list of (request, source, target)), or None
-            When (monotonic ns) the board got it, 0 if it did not, and its tensors; None if it is not in
-            flight, or taken already.
+            When (monotonic ns) the ready table got its marks, 0 if it did not; and its tensors. None if it is
+            not in flight, or was taken before.
         """
         cdef Handle handle = None
         cdef int was
         if not self.in_flight():
             return None
-        pthread_mutex_lock(&self.lane.c.mutex)
-        was = pyhvd_lane_take(&self.lane.c, &self.c)
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
+        was = pyhvd_fast_path_take(&self.path.c, &self.c)
         handle = self.handle
-        pthread_mutex_unlock(&self.lane.c.mutex)
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
         if was == PYHVD_TAKEN:
             return None
         sources = handle.source if self.grouped else [handle.source]
         targets = handle.target if self.grouped else [handle.target]
-        requests = [part.request for part in self.parts]
-        return self.c.posted if was == PYHVD_POSTED else 0, list(zip(requests, sources, targets, strict=True))
+        requests = [tensor.request for tensor in self.tensors]
+        marked_ns = self.c.marked_ns if was == PYHVD_MARKED else 0
+        return marked_ns, list(zip(requests, sources, targets, strict=True))
 
     def settle(self, error):
-        """One tensor of a unit that was taken has ended."""
+        """End one tensor of the call, which was taken."""
         cdef Handle handle = self.handle
         if error is not None and handle is not None and handle.error is None:
             handle.error = error
         with nogil:
-            pyhvd_lane_settle(&self.lane.c, &self.c)
+            pyhvd_fast_path_settle(&self.path.c, &self.c)
         if self.retired:
             self.retire()
 
     cdef int retire(self) except -1:
-        """Let it be submitted no more. Once it has ended, nobody but who has its handle keeps its arrays.
+        """Let it be submitted no more. Once it has ended, drop its handle.
 
-        Nobody would ever let go of them otherwise: the two refer to each other.
+        The call and its handle refer to each other: without this, neither would be freed.
         """
         cdef object handle = None
-        pthread_mutex_lock(&self.lane.c.mutex)
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
         self.retired = True
-        if pyhvd_unit_finished(&self.c, self.c.started):
-            handle, self.handle = self.handle, None  # let go of outside the mutex
-        pthread_mutex_unlock(&self.lane.c.mutex)
+        if pyhvd_call_finished(&self.c, self.c.started):
+            handle, self.handle = self.handle, None  # released outside the mutex
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
         return 0
 
     cdef Handle hold(self, object source, object target, const int64_t* addresses, bint ring):
-        """Submit it: n addresses to read from, n to write to, by slot. None if it is in flight."""
-        cdef Lane lane = self.lane
+        """Submit it, with n addresses to read from and n to write to, by slot; None: it is in flight."""
+        cdef FastPath path = self.path
         cdef Handle handle = Handle.__new__(Handle)
         cdef Handle before = None
         cdef int held = 0
-        cdef uint32_t n = self.c.post.n
-        handle.unit = self
+        cdef uint32_t n = self.c.slots.n
+        handle.call = self
         handle.source = source
         handle.target = target
-        pthread_mutex_lock(&lane.c.mutex)
-        if pyhvd_unit_finished(&self.c, self.c.started) and not self.retired and not lane.closed:
+        pthread_mutex_lock(&path.c.submissions.mutex)
+        if pyhvd_call_finished(&self.c, self.c.started) and not self.retired and not path.closed:
             memcpy(self.c.srcs, addresses, n * sizeof(int64_t))
             memcpy(self.c.dsts, addresses + n, n * sizeof(int64_t))
-            before = self.handle  # let go of outside the mutex
+            before = self.handle  # released outside the mutex
             self.handle = handle
-            held = pyhvd_lane_hold(&lane.c, &self.c)
+            held = pyhvd_fast_path_hold(&path.c, &self.c)
             handle.turn = self.c.started
-        pthread_mutex_unlock(&lane.c.mutex)
-        # The queue puts its names there before it looks here: if both have come at once, one of us sees it. A
-        # join is told to the others once the lane has been paused, and then what was held has been posted.
-        if held and (lane.paused or not lane.is_free(self)):
-            pthread_mutex_lock(&lane.c.mutex)
-            held = not pyhvd_lane_withdraw(&lane.c, &self.c)
-            pthread_mutex_unlock(&lane.c.mutex)
+        pthread_mutex_unlock(&path.c.submissions.mutex)
+        # The queue enters its names, then looks for calls in flight; here it is the other way round. So if
+        # both come at once, one sees the other. A join pauses the path, marks all held calls, then tells the
+        # ranks.
+        if held and (path.paused or ((path.entries or path.refusals) and not path.is_free(self))):
+            pthread_mutex_lock(&path.c.submissions.mutex)
+            held = not pyhvd_fast_path_withdraw(&path.c, &self.c)
+            pthread_mutex_unlock(&path.c.submissions.mutex)
         if not held:
             handle.ended = True
             return None
         if ring:
-            pyhvd_lane_ring(&lane.c)
+            pyhvd_fast_path_ring(&path.c)
         return handle

@@ -1,7 +1,7 @@
 # Handle: the promise of a result; a part of shared_memory.pyx.
 
 @cython.freelist(256)
-@cython.no_gc  # it holds nothing that leads back to it once it has ended; see Lane.forget
+@cython.no_gc  # once it has ended, nothing in it refers back to it; see FastPath.forget
 cdef class Handle:
     """The promise of the result of one collective, or of one grouped collective.
 
@@ -10,7 +10,7 @@ cdef class Handle:
     """
 
     cdef object __weakref__
-    cdef Unit unit
+    cdef CachedCall call
     cdef uint64_t turn
     cdef bint ended
     cdef bint seen
@@ -19,15 +19,15 @@ cdef class Handle:
     cdef object error
 
     def __init__(self):
-        raise TypeError("a Handle is what pyhvd's *_async functions return, and is not made by hand")
+        raise TypeError("cannot create a Handle: call one of pyhvd's *_async functions")
 
     @property
     def name(self):
         """Name of the tensor, or of the grouped call."""
-        return self.unit.name
+        return self.call.name
 
     def done(self):
-        """Return whether the collective has ended, well or not. Never blocks."""
+        """Return whether the collective has ended, with a result or an error. Never blocks."""
         return self.ended or self._look()
 
     def wait(self, timeout=None):
@@ -36,12 +36,12 @@ cdef class Handle:
         Parameters
         ----------
         timeout : float, optional
-            Seconds; None waits as long as it takes.
+            Seconds; None: no limit.
 
         Returns
         -------
         bool
-            False if it timed out; the collective goes on.
+            False if it timed out; the collective continues.
         """
         if self.ended or self._look():
             return True
@@ -53,7 +53,7 @@ cdef class Handle:
         Raises
         ------
         TimeoutError
-            It did not end within ``timeout`` seconds; it goes on.
+            It did not end within ``timeout`` seconds; it continues.
         HorovodInternalError
             The collective failed; its subclass says how.
         """
@@ -72,22 +72,23 @@ cdef class Handle:
         return self.error
 
     def add_done_callback(self, callback):
-        """Call ``callback(handle)`` once it has ended, from the thread that ends it, or now if it has.
+        """Call ``callback(handle)`` at the end: on the background thread, or now if it has ended.
 
-        A callback may submit; it must not wait for another handle: nothing would end it.
+        A callback may submit. It must not wait for another handle: it runs on the thread that would end
+        that one.
         """
-        cdef Lane lane
+        cdef FastPath path
         if self.done():
             callback(self)
             return
-        lane = self.unit.lane
-        with lane.watching:
-            lane.watched.append((self, callback))
-        if pyhvd_unit_notify(&self.unit.c, self.turn):
-            if lane.over:
-                lane._run_callbacks()
+        path = self.call.path
+        with path.callbacks_lock:
+            path.callbacks.append((self, callback))
+        if pyhvd_call_notify(&self.call.c, self.turn):
+            if path.has_ended:
+                path._run_callbacks()
             else:
-                lane.call(lane.c.board.rank, PYHVD_CALL_DONE)
+                path.call(path.c.setup.table.rank, PYHVD_WAKE_DONE)
 
     def __await__(self):
         import asyncio
@@ -101,7 +102,7 @@ cdef class Handle:
                 ended.set_result(None)
 
         def tell(handle):
-            # Where the loop has been closed, nobody awaits any more.
+            # A closed loop raises RuntimeError: no coroutine awaits any longer.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(end)
 
@@ -111,8 +112,8 @@ cdef class Handle:
         return self.result()
 
     def flush(self):
-        """Send what has gathered: somebody waits."""
-        self.unit.lane.flush()
+        """Send all submissions that are on hold: a thread is about to wait."""
+        self.call.path.flush()
 
     def __repr__(self):
         state = "pending" if not self.done() else "failed" if self.exception(0) is not None else "done"
@@ -120,53 +121,55 @@ cdef class Handle:
 
     def __del__(self):
         if self.error is not None and not self.seen:
-            _log.warning("nobody looked at the error of %r: %s", self.unit.name, self.error)
+            _log.warning("nobody looked at the error of %r: %s", self.call.name, self.error)
 
     cdef bint _look(self) except -1:
-        if not pyhvd_unit_finished(&self.unit.c, self.turn):
+        if not pyhvd_call_finished(&self.call.c, self.turn):
             return False
         self._end()
         return True
 
     cdef int _end(self) except -1:
-        """It has ended, and its owner knows: nothing need be kept alive any longer."""
-        cdef Unit unit = self.unit
+        """Drop all references that only a call in flight needs."""
+        cdef CachedCall call = self.call
         cdef object source = None
         cdef object handle = None
         if self.ended:
             return 0
         self.ended = True
-        pthread_mutex_lock(&unit.lane.c.mutex)
-        # Both are let go of outside the mutex: what they hold may have a finalizer.
+        pthread_mutex_lock(&call.path.c.submissions.mutex)
+        # Both are released outside the mutex: their objects may have finalizers.
         source, self.source = self.source, None
-        if unit.handle is self:
-            handle, unit.handle = unit.handle, None
-        pthread_mutex_unlock(&unit.lane.c.mutex)
+        if call.handle is self:
+            handle, call.handle = call.handle, None
+        pthread_mutex_unlock(&call.path.c.submissions.mutex)
         return 0
 
     cdef bint _wait(self, double seconds) except -1:
-        cdef Lane lane = self.unit.lane
+        cdef FastPath path = self.call.path
         cdef int64_t left = -1 if seconds < 0 or seconds > 1e9 else <int64_t>(seconds * 1e9)
         cdef int64_t slice
         cdef int64_t began = pyhvd_now()
         cdef int64_t now = began
         cdef int64_t until = began + left
         cdef int status
-        lane.check_thread()
+        cdef bint on_background = PyThread_get_thread_ident() == path.background_thread
+        if on_background or path.entries or path.generation != _generation:
+            path.prepare_wait()
         while True:
             slice = PYHVD_NAP if left < 0 or left > PYHVD_NAP else left
             with nogil:
-                status = pyhvd_lane_wait(&lane.c, &self.unit.c, self.turn, now, slice)
+                status = pyhvd_fast_path_wait(&path.c, &self.call.c, self.turn, now, slice)
             if status == PYHVD_DONE:
-                pyhvd_lane_waited(&lane.c, began)
+                pyhvd_fast_path_waited(&path.c, began)
                 self._end()
                 return True
             PyErr_CheckSignals()
             if left >= 0:
-                left = until - pyhvd_now()  # an engine that has given up returns at once
+                left = until - pyhvd_now()  # a closed path returns at once
                 if left <= 0:
-                    pyhvd_lane_waited(&lane.c, began)
+                    pyhvd_fast_path_waited(&path.c, began)
                     return False
             if status == PYHVD_CLOSED:
-                time.sleep(1e-3)  # the background thread is about to fail this one
+                time.sleep(1e-3)  # the background thread is about to end this call with an error
             now = pyhvd_now()

@@ -1,10 +1,9 @@
-# What is looked at of lists and arrays by borrowed pointers; a part of shared_memory.pyx.
+# Reads lists and arrays through borrowed pointers; a part of shared_memory.pyx.
 #
-# A thousand objects are seldom in the cache: they are fetched before they are looked at, and no more of them
-# than there must be.
+# A thousand objects are rarely in the cache. So they are prefetched, and only the necessary fields are read.
 
 cdef enum:
-    AHEAD = 8  # arrays whose shape is fetched before it is looked at
+    AHEAD = 8  # by how many arrays their shapes are prefetched
 
 
 cdef extern from "numpy/arrayobject.h":
@@ -34,12 +33,12 @@ cdef extern from *:
     #define PYHVD_GIL 1
     #endif
     """
-    bint PYHVD_GIL  # whether a list that others know of stays as it is while we look at it
+    bint PYHVD_GIL  # whether no other thread can change a list while it is read
 
 
-cdef inline void fetch_all(PyObject* tensors) noexcept:
-    """Fetch the objects of a list or tuple."""
+cdef inline void prefetch_all(PyObject* tensors) noexcept:
+    """Prefetch the objects of a list or tuple."""
     cdef Py_ssize_t k
     if PYHVD_GIL:
         for k in range(PySequence_Fast_GET_SIZE(tensors)):
-            fetch(PySequence_Fast_ITEMS(tensors)[k])
+            prefetch(PySequence_Fast_ITEMS(tensors)[k])

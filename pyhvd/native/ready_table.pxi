@@ -1,146 +1,148 @@
-# One rank's end of the board, and what the coordinator does with it; a part of shared_memory.pyx.
+# ReadyTableEnd: one rank's end of the ready table; a part of shared_memory.pyx.
 
 cdef tuple read_histogram(const pyhvd_histogram* histogram):
-    # The words are atomic in C, and so is each access here.
+    # The words are atomic in C, so each access here is atomic.
     return [histogram.buckets[k] for k in range(PYHVD_BUCKETS)], histogram.sum
 
 
-cdef class BoardEnd:
-    """One rank's end of the board, and what of its engine concerns no tensor."""
+cdef class ReadyTableEnd:
+    """One rank's end of the ready table, and what its fast path does without tensors."""
 
-    cdef pyhvd_lane c
+    cdef pyhvd_fast_path c
     cdef Sampler sampler
     cdef object memory
     cdef Trace trace
 
     def record_in(self, Trace trace):
-        """Say where this rank records what happens on the lane; before anybody submits."""
+        """Record what happens on the fast path in a trace; call it before any submission."""
         self.trace = trace
-        self.c.trace = trace.ring
+        self.c.setup.trace = trace.ring
 
     @property
     def slots(self):
-        """Cache slots per process set that can be lent."""
-        return self.c.board.slots
+        """Cache slots per process set that the table has."""
+        return self.c.setup.table.slots
 
     def serves(self, int set_id):
-        """Return whether there is room for a process set of this id."""
-        return set_id < PYHVD_BOARD_SETS
+        """Return whether the table has room for a process set of this id."""
+        return set_id < PYHVD_MAX_SETS
 
     def seize(self):
-        """Take the board's lock for good, as a rank does that is stopped at the wrong moment. For tests."""
+        """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""
         with nogil:
-            pyhvd_board_lock(&self.c.board, 1_000_000_000)
+            pyhvd_ready_table_lock(&self.c.setup.table, 1_000_000_000)
 
     def clear(self):
-        """Zero the board; on one rank, before any uses it."""
-        pyhvd_board_clear(&self.c.board)
+        """Zero the table; on one rank, before any rank uses it."""
+        pyhvd_ready_table_clear(&self.c.setup.table)
 
-    def open_board(self, int set_id, ranks):
-        """Let the members of a process set agree here."""
+    def open_ready_set(self, int set_id, ranks):
+        """Let the members of a process set agree in the table."""
         cdef uint32_t members[256]
         for k, rank in enumerate(ranks):
             members[k] = rank
         cdef uint32_t count = <uint32_t>len(ranks)
         with nogil:
-            pyhvd_board_open(&self.c.board, <uint32_t>set_id, members, count)
+            pyhvd_ready_table_open_set(&self.c.setup.table, <uint32_t>set_id, members, count)
 
-    def lend(self, int set_id, uint32_t slot, uint64_t since):
-        """Let ranks post a slot that means to them what response list ``since`` said."""
+    def delegate(self, int set_id, uint32_t slot, uint64_t version):
+        """Let ranks mark a slot that they have cached under this version."""
         with nogil:
-            pyhvd_board_lend(&self.c.board, <uint32_t>set_id, slot, since)
+            pyhvd_ready_table_delegate(&self.c.setup.table, <uint32_t>set_id, slot, version)
 
     def recall(self, int set_id, bits):
-        """Take slots (a bit vector) back; return, by rank, which of them were posted."""
-        cdef bytes wanted = bits.to_bytes(self.c.board.words * 8, "little")
-        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
+        """Take slots (a bit vector) back; return, by rank, which of them were marked."""
+        cdef bytes wanted = bits.to_bytes(self.c.setup.table.words * 8, "little")
+        cdef bytearray marked = bytearray(self.c.setup.table.words * 8 * self.c.setup.table.size)
         cdef const char* which = wanted
-        cdef char* raw = posted
+        cdef char* raw = marked
         with nogil:
-            pyhvd_board_recall(&self.c.board, <uint32_t>set_id, <const uint64_t*>which, <uint64_t*>raw)
-        return self._by_rank(posted)
+            pyhvd_ready_table_recall(
+                &self.c.setup.table, <uint32_t>set_id, <const uint64_t*>which, <uint64_t*>raw
+            )
+        return self._by_rank(marked)
 
     def look(self, int set_id):
-        """Return, by rank, what is posted; and the slots that were used since the last look."""
-        cdef bytearray posted = bytearray(self.c.board.words * 8 * self.c.board.size)
-        cdef bytearray used = bytearray(self.c.board.words * 8)
-        cdef char* raw = posted
+        """Return all marks, by rank, and the slots that were used since the last look."""
+        cdef bytearray marked = bytearray(self.c.setup.table.words * 8 * self.c.setup.table.size)
+        cdef bytearray used = bytearray(self.c.setup.table.words * 8)
+        cdef char* raw = marked
         cdef char* raw_used = used
         with nogil:
-            pyhvd_board_look(&self.c.board, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
-        return self._by_rank(posted), int.from_bytes(used, "little")
+            pyhvd_ready_table_read(&self.c.setup.table, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
+        return self._by_rank(marked), int.from_bytes(used, "little")
 
     def announce(self, uint64_t number, ranks):
-        """Put a response list into the log; False if that cannot be done just now."""
+        """Append a response list to the ready log; return False if that is not possible now."""
         cdef pyhvd_ranks audience
         audience.ranks[:] = [0, 0, 0, 0]
         for rank in ranks:
             audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
         cdef int written
         with nogil:
-            written = pyhvd_lane_announce(&self.c, number, &audience)
+            written = pyhvd_fast_path_announce(&self.c, number, &audience)
         return written != 0
 
     def position(self):
-        """Return how far this rank has come in what the ranks agree on here. From any thread."""
-        return pyhvd_board_position(&self.c.board)
+        """Return this rank's position in the ready log. From any thread."""
+        return pyhvd_ready_table_position(&self.c.setup.table)
 
     def freeze(self, int set_id, uint32_t slot):
-        """Let nobody post a slot, until the coordinator has heard what this rank has to say of it."""
+        """Let no rank mark a slot until the coordinator has recalled it."""
         with nogil:
-            pyhvd_board_freeze(&self.c.board, <uint32_t>set_id, slot)
+            pyhvd_ready_table_freeze(&self.c.setup.table, <uint32_t>set_id, slot)
 
-    # -- what has been counted -----------------------------------------------------------------------
+    # -- counters --------------------------------------------------------------------------------------
 
     @property
     def timed(self):
-        """Whether negotiation, execution and waits are timed; may be changed at any time."""
-        return self.c.tally.timed != 0
+        """Whether negotiation, execution and waits are timed; may change at any time."""
+        return self.c.counters.timed != 0
 
     @timed.setter
     def timed(self, bint value):
-        self.c.tally.timed = value
+        self.c.counters.timed = value
 
     def counts(self):
-        """Return this rank's histograms by name: the counts of the buckets, and the sum of the values."""
+        """Return this rank's histograms by name: the buckets' counts, and the sum of the values."""
         return {
-            "response_tensors": read_histogram(&self.c.tally.tensors),
-            "response_bytes": read_histogram(&self.c.tally.bytes),
-            "negotiation": read_histogram(&self.c.tally.negotiation),
-            "execution": read_histogram(&self.c.tally.execution),
-            "wait": read_histogram(&self.c.tally.waits),
+            "response_tensors": read_histogram(&self.c.counters.tensors),
+            "response_bytes": read_histogram(&self.c.counters.bytes),
+            "negotiation": read_histogram(&self.c.counters.negotiation),
+            "execution": read_histogram(&self.c.counters.execution),
+            "wait": read_histogram(&self.c.counters.waits),
         }
 
     def lateness(self):
-        """Return, for each rank, tensors that it was the last to post, and the ns that others had waited."""
+        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
         return [
-            (self.c.board.seats[rank].late, self.c.board.seats[rank].awaited)
-            for rank in range(self.c.board.size)
+            (self.c.setup.table.rank_states[rank].late, self.c.setup.table.rank_states[rank].awaited)
+            for rank in range(self.c.setup.table.size)
         ]
 
-    def _by_rank(self, bytearray posted):
-        step = self.c.board.words * 8
+    def _by_rank(self, bytearray marked):
+        step = self.c.setup.table.words * 8
         by_rank = {}
-        for rank in range(self.c.board.size):
-            bits = int.from_bytes(posted[rank * step : (rank + 1) * step], "little")
+        for rank in range(self.c.setup.table.size):
+            bits = int.from_bytes(marked[rank * step : (rank + 1) * step], "little")
             if bits:
                 by_rank[rank] = bits
         return by_rank
 
     def tune(self, size_t threshold, double cycle):
-        """Change what rides together (bytes), and how long submissions gather (s); while entered."""
-        self.c.threshold = threshold
-        self.c.cycle = <int64_t>(min(cycle, 1e9) * 1e9)
+        """Set the most bytes of a batch and the longest hold (s); while entered, or before any use."""
+        self.c.progress.threshold = threshold
+        self.c.background.cycle_ns = <int64_t>(min(cycle, 1e9) * 1e9)
 
     def measure(self, Sampler sampler):
-        """Let a sampler count what the engine carries out. Before anything is submitted."""
+        """Let a sampler count the batches; call it before any submission."""
         self.sampler = sampler
-        self.c.sampler = &sampler.c
+        self.c.setup.sampler = &sampler.c
 
-    def call(self, int rank, uint32_t reasons=PYHVD_CALL_WORK):
-        """Let a rank's background thread come to Python. From any thread."""
-        pyhvd_board_call(&self.c.board, rank, reasons)
+    def call(self, int rank, uint32_t reasons=PYHVD_WAKE_WORK):
+        """Wake a rank's background thread, for work in Python. From any thread."""
+        pyhvd_ready_table_wake(&self.c.setup.table, rank, reasons)
 
     def is_running(self):
         """Return whether a batch is being carried out. From any thread."""
-        return pyhvd_lane_is_running(&self.c) != 0
+        return pyhvd_fast_path_is_running(&self.c) != 0

@@ -1,17 +1,17 @@
-# What the autotuner measures with; a part of shared_memory.pyx.
+# Sampler: how the autotuner measures; a part of shared_memory.pyx.
 
 
 cdef class Sampler:
-    """Counts bytes and time, batch by batch; see ``sampler.h``.
+    """Count bytes and time, batch by batch; see ``sampler.h``.
 
-    :meth:`start` and :meth:`read` are for the thread that wants to know, :meth:`count` for the one that
-    carries out batches, unless that is the engine of a lane, which counts for itself.
+    The autotuner's thread calls :meth:`start` and :meth:`read`; the one that carries out batches calls
+    :meth:`count`. The fast path counts its batches by itself.
     """
 
     cdef pyhvd_sampler c
 
     def start(self, uint32_t steps, uint64_t limit, double least):
-        """Begin a sample: so many steps and seconds at least, or ``limit`` batches if nothing repeats."""
+        """Begin a sample of ``steps`` steps and ``least`` s or more; ``limit`` batches if none repeats."""
         pyhvd_sampler_start(&self.c, steps, limit, <int64_t>(least * 1e9))
 
     def counts(self):
@@ -19,12 +19,12 @@ cdef class Sampler:
         return pyhvd_sampler_counts(&self.c)
 
     def count(self, uint64_t nbytes, uint32_t seen):
-        """Count a batch of so many bytes, whose most frequent tensor comes for the ``seen``-th time."""
+        """Count a batch of ``nbytes``, whose most frequent tensor comes for the ``seen``-th time."""
         if pyhvd_sampler_counts(&self.c):
             pyhvd_sampler_count(&self.c, nbytes, seen)
 
     def read(self):
-        """Return bytes and seconds of the sample if it has ended, else None."""
+        """Return the bytes and seconds of the sample if it has ended, else None."""
         if not pyhvd_sampler_has_ended(&self.c):
             return None
         return self.c.bytes, (self.c.ended - self.c.began) / 1e9

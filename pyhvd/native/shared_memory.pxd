@@ -6,7 +6,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 cdef extern from "common/trace_ring.h" nogil:
     enum:
         PYHVD_SUBMITTED
-        PYHVD_PUT_UP
+        PYHVD_MARKED_READY
         PYHVD_READY
         PYHVD_CARRIED
         PYHVD_PACKING
@@ -47,9 +47,9 @@ cdef extern from "window/window.h" nogil:
         size_t shift
         uint64_t chunks
         uint64_t flats
-        int64_t parted
-        int patience
-        int brief
+        int64_t left_core_ns
+        int spin_budget
+        int interruptible
         pyhvd_trace* trace
         uint8_t* area[256]
         uint8_t* arena[256]
@@ -75,7 +75,7 @@ cdef extern from "window/window.h" nogil:
         pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
         uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
     )
-    int pyhvd_window_swap(
+    int pyhvd_window_exchange(
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
         int64_t recv_count
     )
@@ -103,35 +103,61 @@ cdef extern from "common/sampler.h" nogil:
     bint pyhvd_sampler_has_ended(const pyhvd_sampler* m)
 
 
-cdef extern from "fast_path/progress.h" nogil:
+cdef extern from "fast_path/ready_table.h" nogil:
     enum:
-        PYHVD_BOARD_SETS
-        PYHVD_BOARD_SLOTS
-        PYHVD_NAP
-        PYHVD_BUCKETS
-        PYHVD_POSTED
-        PYHVD_TAKEN
-        PYHVD_UNKNOWN
-        PYHVD_DONE
-        PYHVD_CLOSED
-        PYHVD_CALL_WORK
-        PYHVD_CALL_DONE
+        PYHVD_MAX_SETS
+        PYHVD_MAX_SLOTS
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]
 
-    ctypedef struct pyhvd_board:
+    ctypedef struct pyhvd_rank_state:
+        uint64_t late
+        uint64_t awaited
+
+    ctypedef struct pyhvd_ready_table:
         int rank
         int size
         uint32_t slots
         uint32_t words
-        pyhvd_seat* seats
+        pyhvd_rank_state* rank_states
+
+    ctypedef struct pyhvd_slot_list:
+        uint32_t n
+        uint32_t* ids
+        uint64_t* versions
+
+    size_t pyhvd_ready_table_bytes(int size, uint32_t slots)
+    void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
+    void pyhvd_ready_table_attach(pyhvd_ready_table* t, void* base, int rank, int size, uint32_t slots)
+    void pyhvd_ready_table_clear(pyhvd_ready_table* t)
+    void pyhvd_ready_table_open_set(pyhvd_ready_table* t, uint32_t set, const uint32_t* ranks, uint32_t count)
+    void pyhvd_ready_table_delegate(pyhvd_ready_table* t, uint32_t set, uint32_t slot, uint64_t version)
+    void pyhvd_ready_table_freeze(pyhvd_ready_table* t, uint32_t set, uint32_t slot)
+    int pyhvd_ready_table_lock(pyhvd_ready_table* t, int64_t ns)
+    void pyhvd_ready_table_recall(pyhvd_ready_table* t, uint32_t set, const uint64_t* bits, uint64_t* marked)
+    void pyhvd_ready_table_read(pyhvd_ready_table* t, uint32_t set, uint64_t* marked, uint64_t* used)
+    void pyhvd_ready_table_wake(pyhvd_ready_table* t, int rank, uint32_t reasons)
+    uint64_t pyhvd_ready_table_position(const pyhvd_ready_table* t)
+
+
+cdef extern from "fast_path/progress.h" nogil:
+    enum:
+        PYHVD_NAP
+        PYHVD_BUCKETS
+        PYHVD_MARKED
+        PYHVD_TAKEN
+        PYHVD_UNKNOWN
+        PYHVD_DONE
+        PYHVD_CLOSED
+        PYHVD_WAKE_WORK
+        PYHVD_WAKE_DONE
 
     ctypedef struct pyhvd_histogram:
         uint64_t buckets[48]
         uint64_t sum
 
-    ctypedef struct pyhvd_tally:
+    ctypedef struct pyhvd_counters:
         uint32_t timed
         pyhvd_histogram tensors
         pyhvd_histogram bytes
@@ -139,32 +165,22 @@ cdef extern from "fast_path/progress.h" nogil:
         pyhvd_histogram execution
         pyhvd_histogram waits
 
-    ctypedef struct pyhvd_seat:
-        uint64_t late
-        uint64_t awaited
-
-    ctypedef struct pyhvd_posting:
-        uint32_t n
-        uint32_t* slots
-        uint64_t* since
-
-    ctypedef struct pyhvd_unit:
+    ctypedef struct pyhvd_call:
         uint64_t started
-        int state
         uint32_t set
         int grouped
-        pyhvd_posting post
+        pyhvd_slot_list slots
         int64_t* srcs
         int64_t* dsts
-        int64_t own[2]
+        int64_t single_addresses[2]
         int64_t* starts
         int alike
-        int64_t posted
+        int64_t marked_ns
         void* owner
 
-    ctypedef struct pyhvd_record:
-        pyhvd_unit* unit
-        uint32_t at
+    ctypedef struct pyhvd_cached_tensor:
+        pyhvd_call* call
+        uint32_t index
         int64_t count
         double prescale
         double postscale
@@ -172,59 +188,57 @@ cdef extern from "fast_path/progress.h" nogil:
         int op
         int direct
 
-    ctypedef struct pyhvd_lane_set:
-        pyhvd_window* window
-        pyhvd_record* records
+    ctypedef struct pyhvd_path_set:
+        pyhvd_cached_tensor* tensors
 
-    ctypedef struct pyhvd_lane:
-        pyhvd_board board
+    ctypedef struct pyhvd_path_setup:
+        pyhvd_ready_table table
         pyhvd_trace* trace
-        size_t threshold
-        int groups_alone
-        int64_t cycle
         pyhvd_sampler* sampler
-        pthread_mutex_t mutex
-        pyhvd_unit** refused
-        uint32_t refusals
-        pyhvd_lane_set sets[16]
-        pyhvd_tally tally
+        int groups_alone
+        pyhvd_path_set sets[16]
 
-    size_t pyhvd_board_bytes(int size, uint32_t slots)
-    void pyhvd_posting_renew(pyhvd_posting* p, uint32_t k, uint64_t since)
-    void pyhvd_board_attach(pyhvd_board* b, void* base, int rank, int size, uint32_t slots)
-    void pyhvd_board_clear(pyhvd_board* b)
-    void pyhvd_board_open(pyhvd_board* b, uint32_t set, const uint32_t* ranks, uint32_t count)
-    void pyhvd_board_lend(pyhvd_board* b, uint32_t set, uint32_t slot, uint64_t since)
-    void pyhvd_board_freeze(pyhvd_board* b, uint32_t set, uint32_t slot)
-    int pyhvd_board_lock(pyhvd_board* b, int64_t ns)
-    void pyhvd_board_recall(pyhvd_board* b, uint32_t set, const uint64_t* bits, uint64_t* posted)
-    void pyhvd_board_look(pyhvd_board* b, uint32_t set, uint64_t* posted, uint64_t* used)
-    void pyhvd_board_call(pyhvd_board* b, int rank, uint32_t reasons)
-    uint64_t pyhvd_board_position(const pyhvd_board* b)
-    int pyhvd_lane_init(pyhvd_lane* lane)
-    void pyhvd_lane_free(pyhvd_lane* lane)
-    int pyhvd_lane_open(pyhvd_lane* lane, uint32_t set, pyhvd_window* window)
-    void pyhvd_lane_close_set(pyhvd_lane* lane, uint32_t set)
-    int pyhvd_lane_hold(pyhvd_lane* lane, pyhvd_unit* unit)
-    void pyhvd_lane_ring(pyhvd_lane* lane)
-    int pyhvd_lane_flush(pyhvd_lane* lane, bint whole, int64_t now)
-    int pyhvd_lane_take(pyhvd_lane* lane, pyhvd_unit* unit)
-    int pyhvd_lane_withdraw(pyhvd_lane* lane, pyhvd_unit* unit)
-    void pyhvd_lane_settle(pyhvd_lane* lane, pyhvd_unit* unit)
-    int pyhvd_lane_wait(pyhvd_lane* lane, pyhvd_unit* unit, uint64_t turn, int64_t now, int64_t ns)
-    void pyhvd_lane_waited(pyhvd_lane* lane, int64_t began)
+    ctypedef struct pyhvd_submissions:
+        pthread_mutex_t mutex
+        pyhvd_call** refused
+        uint32_t refused_count
+
+    ctypedef struct pyhvd_progress:
+        size_t threshold
+
+    ctypedef struct pyhvd_background:
+        int64_t cycle_ns
+
+    ctypedef struct pyhvd_fast_path:
+        pyhvd_path_setup setup
+        pyhvd_submissions submissions
+        pyhvd_progress progress
+        pyhvd_background background
+        pyhvd_counters counters
+
     int64_t pyhvd_now()
-    uint32_t pyhvd_lane_doze(pyhvd_lane* lane, int64_t ns)
-    int pyhvd_lane_announce(pyhvd_lane* lane, uint64_t number, const pyhvd_ranks* audience)
-    int pyhvd_lane_enter(pyhvd_lane* lane, uint64_t number)
-    void pyhvd_lane_leave(pyhvd_lane* lane)
-    int pyhvd_lane_is_running(pyhvd_lane* lane)
-    uint32_t pyhvd_lane_aborted(pyhvd_lane* lane)
-    void pyhvd_lane_shut(pyhvd_lane* lane)
-    void pyhvd_lane_seize(pyhvd_lane* lane)
-    bint pyhvd_unit_finished(const pyhvd_unit* unit, uint64_t turn)
-    bint pyhvd_unit_notify(pyhvd_unit* unit, uint64_t turn)
-    void fetch "pyhvd_fetch"(const void* object)
+    void prefetch "pyhvd_prefetch"(const void* object)
+    int pyhvd_fast_path_init(pyhvd_fast_path* path)
+    void pyhvd_fast_path_free(pyhvd_fast_path* path)
+    int pyhvd_fast_path_open(pyhvd_fast_path* path, uint32_t set, pyhvd_window* window)
+    int pyhvd_fast_path_hold(pyhvd_fast_path* path, pyhvd_call* call)
+    int pyhvd_fast_path_withdraw(pyhvd_fast_path* path, pyhvd_call* call)
+    int pyhvd_fast_path_take(pyhvd_fast_path* path, pyhvd_call* call)
+    void pyhvd_fast_path_settle(pyhvd_fast_path* path, pyhvd_call* call)
+    void pyhvd_fast_path_ring(pyhvd_fast_path* path)
+    int pyhvd_fast_path_flush(pyhvd_fast_path* path, bint all, int64_t now)
+    int pyhvd_fast_path_wait(pyhvd_fast_path* path, pyhvd_call* call, uint64_t turn, int64_t now, int64_t ns)
+    void pyhvd_fast_path_waited(pyhvd_fast_path* path, int64_t began)
+    bint pyhvd_call_finished(const pyhvd_call* call, uint64_t turn)
+    bint pyhvd_call_notify(pyhvd_call* call, uint64_t turn)
+    uint32_t pyhvd_fast_path_doze(pyhvd_fast_path* path, int64_t ns)
+    int pyhvd_fast_path_announce(pyhvd_fast_path* path, uint64_t number, const pyhvd_ranks* audience)
+    int pyhvd_fast_path_enter(pyhvd_fast_path* path, uint64_t number)
+    void pyhvd_fast_path_leave(pyhvd_fast_path* path)
+    void pyhvd_fast_path_shut(pyhvd_fast_path* path)
+    void pyhvd_fast_path_seize(pyhvd_fast_path* path)
+    int pyhvd_fast_path_is_running(pyhvd_fast_path* path)
+    uint32_t pyhvd_fast_path_aborted(pyhvd_fast_path* path)
 
 
 cdef class Trace:

@@ -1,12 +1,14 @@
 """The shared-memory path of one node: windows, and the fast lane over them, without the GIL.
 
-Owns: :class:`Window`, a rank's view of memory that the ranks of a node share; :class:`Lane`, a rank's end of
-the fast lane (``fast_path/progress.h``) and of the board (``fast_path/ready_table.h``); the calls that it
-remembers, and :class:`Handle`, the promise that a caller gets. Knows addresses, slots and codes; not MPI.
+Owns: :class:`Window`, a rank's view of memory that the ranks of a node share; :class:`FastPath`, a rank's
+end of the fast lane (``fast_path/progress.h``) and of the ready table (``fast_path/ready_table.h``); the
+calls that it remembers; and :class:`Handle`, the promise that a caller gets. Knows addresses, slots and
+codes, but not MPI.
 
-Every method of a window is collective: the ranks of the window call the same ones in the same order. One
-thread at a time may use a window. Without the GIL (free-threaded Python) the lane's mutex orders what threads
-do to units; it is held for a few instructions, and nothing of Python runs under it.
+1. Every method of a window is collective: the window's ranks call the same methods in the same order.
+2. One thread at a time may use a window.
+3. The fast path's mutex guards its calls, with or without the GIL. It is held for a few instructions,
+   and no Python code runs under it.
 """
 
 import logging

@@ -1,73 +1,158 @@
-# The way in: from a verb to the lane of the rank that calls it; a part of shared_memory.pyx.
+# From a verb to a handle: how a remembered call gets onto the fast path; a part of shared_memory.pyx.
 
-cdef class LaneSlot:
-    """Where :func:`start` finds the lane of a rank; None: everything goes by message."""
+cdef class FastPathSlot:
+    """Where :func:`start` finds the fast path of a rank; None: all calls go by message."""
 
-    cdef Lane _lane
+    cdef FastPath _lane
 
     @property
     def lane(self):
-        """The rank's lane, or None."""
+        """The rank's fast path, or None."""
         return self.get()
 
     @lane.setter
-    def lane(self, Lane lane):
+    def lane(self, FastPath lane):
         with cython.critical_section(self):
             self._lane = lane
 
-    cdef Lane get(self):
-        with cython.critical_section(self):  # without the GIL, another thread may let go of it meanwhile
+    cdef FastPath get(self):
+        with cython.critical_section(self):  # without the GIL, another thread may replace it meanwhile
             return self._lane
 
 
 cdef object _current_slot = None
-cdef LaneSlot _process_slot = None
+cdef FastPathSlot _process_slot = None
 cdef object _set_class = None
 cdef object _global_set = None
-cdef int _players = 0
+cdef object _by_message = None
+cdef int _rank_threads = 0
+
+cdef enum:
+    _GROUPED = 1
+    _IN_PLACE = 2
+    _WAITS = 4
+
+GROUPED, IN_PLACE, WAITS = _GROUPED, _IN_PLACE, _WAITS
 
 
-def meet(current_slot, LaneSlot process_slot, set_class, global_set):
-    """Tell :func:`start` how to find the caller's lane, and what process sets are."""
-    global _current_slot, _process_slot, _set_class, _global_set
+def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, by_message):
+    """Tell :func:`start` how to find the caller's fast path and process sets, and who takes other calls."""
+    global _current_slot, _process_slot, _set_class, _global_set, _by_message
     _current_slot, _process_slot = current_slot, process_slot
     _set_class, _global_set = set_class, global_set
+    _by_message = by_message
 
 
-def count_players(int change):
-    """One more thread, or one less, plays a rank of its own; under a lock of the caller's."""
-    global _players
-    _players += change
+def count_rank_threads(int change):
+    """Change the number of threads that are a rank of their own; the caller holds a lock."""
+    global _rank_threads
+    _rank_threads += change
 
 
-def start(
-    bint grouped, bint inplace, bint waits, tensors, average, name, op, prescale, postscale, process_set
-):
-    """Submit an allreduce to the fast lane, if it is one that the ranks remember.
+def start(int form, tensors, average, name, op, prescale, postscale, process_set):
+    """Submit an allreduce: to the fast path if the ranks remember the call, else by message.
 
     Parameters
     ----------
-    grouped, inplace : bool
-        Whether ``tensors`` is a list, and whether the results go into them.
-    waits : bool
-        Whether the caller is about to wait: then nobody else need be rung.
+    form : int
+        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into them, and WAITS if the caller
+        waits at once, so that no other thread need be woken.
     tensors, average, name, op, prescale, postscale, process_set
-        As the user gave them.
+        The user's arguments.
 
     Returns
     -------
-    Handle or None
-        None: it has to go by message.
+    Handle
+        The promise of the result.
     """
-    cdef LaneSlot slot = _process_slot if _players == 0 else _current_slot()
-    cdef Lane lane = slot.get()
+    cdef object handle = _submit_cached(form, tensors, average, name, op, prescale, postscale, process_set)
+    if handle is None:
+        return _by_message(form, tensors, average, name, op, prescale, postscale, process_set)
+    return handle
+
+
+cdef object _submit_cached(
+    int form, object tensors, object average, object name, object op, object prescale, object postscale,
+    object process_set
+):
+    """Submit a call that the ranks remember; return None for any other call."""
+    cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
+    cdef FastPath path = slot.get()
     cdef object set_id = 0
-    if lane is None or average is not None:
+    cdef bint grouped = form & _GROUPED
+    cdef bint inplace = form & _IN_PLACE
+    cdef bint ring = not form & _WAITS
+    cdef CachedCall call
+    if path is None or average is not None:
         return None
     if process_set is not _global_set:
         if not isinstance(process_set, _set_class):
             return None
         set_id = process_set.process_set_id
+    if path.paused or path.closed or path.generation != _generation:
+        return None
+    if type(name) is not str or type(set_id) is not int:
+        return None
+    if not 0 <= set_id < PYHVD_MAX_SETS or path.names[set_id] is None:
+        return None
+    if not grouped:
+        call = <CachedCall>(<dict>path.names[set_id]).get(name)
+        if call is None or call.grouped:
+            return None
+    else:
+        if not isinstance(tensors, (list, tuple)):
+            return None
+        call = <CachedCall>(<dict>path.groups[set_id]).get((name, len(tensors)))
+        if call is None:
+            return None
+    if (path.entries or path.refusals) and not path.is_free(call):
+        return None
+    if not call.first.same_terms(op, prescale, postscale):
+        return None
     if grouped:
-        return lane.submit_group(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
-    return lane.submit(set_id, name, tensors, op, prescale, postscale, inplace, not waits)
+        return submit_group(call, tensors, inplace, ring)
+    return submit_one(call, tensors, inplace, ring)
+
+
+cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):
+    cdef object target
+    cdef int64_t[2] addresses
+    if not call.suits(0, <PyObject*>tensor, inplace):
+        return None
+    target = tensor if inplace else call.first.empty()
+    addresses[0] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+    addresses[1] = <int64_t>PyArray_DATA(<PyArray*>target)
+    return call.hold(tensor, target, addresses, ring)
+
+
+cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint ring):
+    prefetch_all(<PyObject*>tensors)
+    cdef list source = list(tensors)
+    cdef list target = source if inplace else []
+    cdef Py_ssize_t n = len(source)
+    cdef Py_ssize_t k
+    cdef Py_ssize_t index
+    cdef PyObject* tensor
+    cdef int64_t* addresses
+    if n != call.c.slots.n:  # another thread may have changed the list
+        return None
+    addresses = <int64_t*>PyMem_Malloc(2 * n * sizeof(int64_t))
+    if addresses == NULL:
+        raise MemoryError
+    try:
+        for k in range(n):
+            if k + AHEAD < n:
+                tensor = PyList_GET_ITEM(<PyObject*>source, k + AHEAD)
+                if PyArray_CheckExact(tensor):
+                    prefetch(PyArray_DIMS(<PyArray*>tensor))
+            tensor = PyList_GET_ITEM(<PyObject*>source, k)
+            if not call.suits(k, tensor, inplace):
+                return None
+            index = call.layouts[k].index
+            addresses[n + index] = addresses[index] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+            if not inplace:
+                target.append((<CachedTensor>call.tensors[k]).empty())
+                addresses[n + index] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
+        return call.hold(source, target, addresses, ring)
+    finally:
+        PyMem_Free(addresses)

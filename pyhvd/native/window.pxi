@@ -1,4 +1,4 @@
-# Mapping, Trace and Window: a rank's end of a shared window; a part of shared_memory.pyx.
+# Mapping, Trace and Window: what ranks of a node share; a part of shared_memory.pyx.
 
 cdef extern from "stdlib.h" nogil:
     void* aligned_alloc(size_t alignment, size_t size)
@@ -18,25 +18,23 @@ HUGE = PYHVD_HUGE
 MAX_LOCAL = PYHVD_MAX_LOCAL
 FLAT = PYHVD_FLAT
 NOTE = PYHVD_NOTE
-
-
 CHUNK_UNIT = 128
 
 
 def area_bytes(Py_ssize_t capacity):
-    """Return the bytes of one rank's area in a window whose chunks have at most ``capacity`` bytes."""
+    """Return the bytes of one rank's area in a window with slots of ``capacity`` bytes."""
     return pyhvd_window_area(<size_t>capacity)
 
 
 cdef class Mapping:
-    """A file that processes share, in this one's memory as long as the object lives.
+    """Map a file that processes share, for as long as the object lives.
 
     Parameters
     ----------
     fd : int
-        The file, which may be closed then.
+        The file; it may be closed afterwards.
     nbytes : int
-        Its length, whole pages.
+        The length, a multiple of the page size.
 
     Attributes
     ----------
@@ -46,7 +44,7 @@ cdef class Mapping:
     Raises
     ------
     OSError
-        It cannot be mapped.
+        The file cannot be mapped.
     """
 
     cdef void* memory
@@ -67,14 +65,14 @@ cdef class Mapping:
         return <uintptr_t>self.memory
 
     def enlarge(self, size_t offset, size_t nbytes):
-        """Put huge pages behind memory that is there already; return whether the kernel did."""
+        """Turn existing memory into huge pages; return whether the kernel did."""
         cdef int done
         with nogil:
             done = pyhvd_enlarge(<uint8_t*>self.memory + offset, nbytes)
         return done != 0
 
     def drop(self, size_t offset, size_t nbytes):
-        """Give memory back, for everybody who has the file mapped; return whether that is possible."""
+        """Free memory in all processes that map the file; return whether the system can."""
         cdef int done
         with nogil:
             done = pyhvd_drop(<uint8_t*>self.memory + offset, nbytes)
@@ -82,7 +80,7 @@ cdef class Mapping:
 
 
 SUBMITTED = PYHVD_SUBMITTED
-PUT_UP = PYHVD_PUT_UP
+MARKED_READY = PYHVD_MARKED_READY
 READY = PYHVD_READY
 CARRIED = PYHVD_CARRIED
 PACKING = PYHVD_PACKING
@@ -92,13 +90,13 @@ AWAITING = PYHVD_AWAITING
 
 
 cdef class Trace:
-    """Where one rank's C code records what it does, while somebody wants it; see ``trace_ring.h``.
+    """Records of what one rank's C code does, while recording is on; see ``trace_ring.h``.
 
     One thread at a time may call :meth:`start`, :meth:`stop` and :meth:`take`.
     """
 
     def __cinit__(self):
-        # Its lines must be its own, and Python's memory is not aligned to them.
+        # It must begin at a cache line, and Python's memory is not aligned to those.
         self.ring = <pyhvd_trace*>aligned_alloc(128, (sizeof(pyhvd_trace) + 127) // 128 * 128)
         if self.ring == NULL:
             raise MemoryError
@@ -110,18 +108,18 @@ cdef class Trace:
             free(self.ring)
 
     def start(self, uint64_t cells):
-        """Begin to record, ``cells`` records (a power of two) ahead of the reader; the first call decides."""
+        """Start recording into a ring of ``cells`` records (a power of two); the first call sets the size."""
         if not cells or cells & (cells - 1):
             raise ValueError(f"the number of cells must be a power of two, not {cells}")
         if not pyhvd_trace_start(self.ring, cells):
             raise MemoryError
 
     def stop(self):
-        """Record no longer; what was recorded can still be taken."""
+        """Stop recording; earlier records can still be taken."""
         pyhvd_trace_stop(self.ring)
 
     def take(self, Py_ssize_t limit):
-        """Return the oldest records, at most so many, as (kind, begin, end, number, set, slot, rank).
+        """Return the oldest records, at most ``limit``, as (kind, begin, end, number, set, slot, rank).
 
         Times are ns of CLOCK_MONOTONIC; kinds are this module's constants, explained in ``trace_ring.h``.
         """
@@ -134,7 +132,7 @@ cdef class Trace:
 
     @property
     def dropped(self):
-        """Records that found the ring full, so far."""
+        """How many records were dropped because the ring was full."""
         return pyhvd_trace_dropped(self.ring)
 
 
@@ -150,12 +148,12 @@ cdef class Window:
     chunk : int
         Bytes of a chunk; a multiple of 128.
     capacity : int, optional
-        Bytes of a slot: the largest chunk that :meth:`resize` may ask for. ``chunk`` if not given.
+        Bytes of a slot: the largest chunk that :meth:`resize` may set. Default: ``chunk``.
 
     Raises
     ------
     ValueError
-        More than MAX_LOCAL ranks, a chunk of the wrong size, or an unaligned area.
+        Too many ranks, a wrong chunk size, or an unaligned area.
     """
 
     def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
@@ -174,7 +172,7 @@ cdef class Window:
             self.window.area[<int>q] = <uint8_t*><uintptr_t>address
 
     def resize(self, Py_ssize_t chunk):
-        """Cut what comes next into chunks of so many bytes; between the same two operations on every rank."""
+        """Set the bytes of a chunk; between the same two operations on every rank."""
         if chunk < PYHVD_FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
             raise ValueError(
                 f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {PYHVD_FLAT} at least,"
@@ -183,12 +181,12 @@ cdef class Window:
         self.window.chunk = <size_t>chunk
 
     def attach(self, Trace trace):
-        """Say where this rank records its stages; before anybody else uses the window."""
+        """Record this rank's stages in a trace; call it before the window is used."""
         self.trace = trace
         self.window.trace = trace.ring
 
     def clear(self):
-        """Zero this rank's area, touching its pages; before any rank uses the window."""
+        """Zero this rank's area, which allocates its pages; before any rank uses the window."""
         with nogil:
             pyhvd_window_clear(&self.window)
 
@@ -196,12 +194,12 @@ cdef class Window:
         self, const int64_t[::1] srcs, const int64_t[::1] dsts, const int64_t[::1] starts, int dtype, int op,
         double prescale, double postscale
     ):
-        """Reduce tensors, one behind the other, in rank order; every rank gets the result.
+        """Reduce tensors in rank order; every rank gets the result.
 
         Parameters
         ----------
         srcs, dsts : int64 arrays of n addresses
-            0 as a source brings the neutral element, 0 as a target drops the result. May be equal.
+            A source of 0 contributes the neutral element; a target of 0 drops the result. May be equal.
         starts : int64 array of n + 1
             Prefix sums of the element counts; the same on every rank.
         dtype, op : int
@@ -217,7 +215,7 @@ cdef class Window:
         cdef pyhvd_job job
         cdef int status
         if srcs.shape[0] != dsts.shape[0] or starts.shape[0] != srcs.shape[0] + 1:
-            raise ValueError("srcs, dsts and starts do not belong together")
+            raise ValueError("the lengths of srcs, dsts and starts must be n, n and n + 1")
         if not srcs.shape[0] or starts[srcs.shape[0]] == 0:
             return True
         job.srcs = &srcs[0]
@@ -234,10 +232,10 @@ cdef class Window:
         return status == 0
 
     def gather(self, uintptr_t send, uintptr_t recv, const int64_t[::1] counts, const int64_t[::1] starts):
-        """Gather blocks: rank q's ``counts[q]`` bytes at ``send`` come to ``recv + starts[q]`` everywhere."""
+        """Gather blocks: every rank gets rank q's ``counts[q]`` bytes at ``recv + starts[q]``."""
         cdef int status
         if counts.shape[0] != self.window.size or starts.shape[0] < self.window.size:
-            raise ValueError("one count and one start per rank")
+            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
         with nogil:
             status = pyhvd_window_gather(
                 &self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0], &starts[0]
@@ -252,7 +250,7 @@ cdef class Window:
         cdef int status
         cdef Py_ssize_t size = self.window.size
         if min(send_counts.shape[0], send_starts.shape[0], recv_counts.shape[0], recv_starts.shape[0]) < size:
-            raise ValueError("one count and one start per rank")
+            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
         with nogil:
             status = pyhvd_window_alltoall(
                 &self.window, <const uint8_t*>send, &send_counts[0], &send_starts[0], <uint8_t*>recv,
@@ -260,13 +258,15 @@ cdef class Window:
             )
         return status == 0
 
-    def swap(self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count):
-        """Give a partner some bytes, and take as many as it gives; the ranks do so in pairs."""
+    def pairwise_exchange(
+        self, int partner, uintptr_t send, int64_t send_count, uintptr_t recv, int64_t recv_count
+    ):
+        """Exchange bytes with a partner; all ranks call it, in pairs."""
         cdef int status
         if not 0 <= partner < self.window.size or partner == self.window.rank:
             raise ValueError(f"{partner} is no partner of rank {self.window.rank} of {self.window.size}")
         with nogil:
-            status = pyhvd_window_swap(
+            status = pyhvd_window_exchange(
                 &self.window, partner, <const uint8_t*>send, send_count, <uint8_t*>recv, recv_count
             )
         return status == 0
@@ -284,14 +284,14 @@ cdef class Window:
         Parameters
         ----------
         note : bytes
-            What the others can read then, NOTE bytes at most; the first one of a rank's counts.
+            The other ranks can read it; NOTE bytes at most. Only the first note of a rank is kept.
         """
         if len(note) > PYHVD_NOTE:
             raise ValueError(f"a note has {PYHVD_NOTE} bytes at most, not {len(note)}")
         pyhvd_window_abort(&self.window, <const uint8_t*><const char*>note, <size_t>len(note))
 
     def note(self):
-        """Return the note of the rank that has aborted the window, or None if none has."""
+        """Return the note of the rank that aborted the window, or None."""
         cdef size_t length = 0
         cdef const uint8_t* start = pyhvd_window_note(&self.window, &length)
         return None if start == NULL else (<const char*>start)[:length]

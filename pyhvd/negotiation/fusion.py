@@ -1,10 +1,9 @@
-"""Pure planner: which responses ride together.
+"""The fusion plan: which responses run in one batch. Pure.
 
-Every rank plans for itself. It sees the responses of its own process sets only, and only the errors meant
-for it; what rides together within a set therefore depends on nothing but that set's other responses, so that
-all its members come to the same plan. The batches of all sets run in the order of their first responses.
-What rides together never changes a tensor's bits: the data path reduces each element in rank order, wherever
-in the buffer it lies, and Adasum takes each tensor by itself.
+Every rank plans for itself, and sees only the responses of its own process sets and its own errors. So the
+batches of a set depend only on that set's responses without errors, and all its members make the same plan.
+The batches of all sets run in the order of their first responses. Fusion never changes a tensor's bits: the
+data path reduces each element in rank order, wherever it lies, and Adasum combines each tensor alone.
 
 Source of the rules: Horovod's FuseResponses (equal type, dtype, device, scales and op; look-ahead over
 responses that do not match, bounded by the threshold).
@@ -25,7 +24,7 @@ _TENSORS = FUSABLE | {RequestType.BROADCAST, RequestType.ALLTOALL}
 
 
 def response_bytes(response: Response) -> int:
-    """Return the size (bytes) that a response takes in a fusion buffer; an allgather counts its output."""
+    """Return the bytes of a response in a fusion buffer; an allgather counts its output."""
     request = response.request
     if request.dtype not in BY_CODE:
         return 0
@@ -38,17 +37,17 @@ def response_bytes(response: Response) -> int:
 
 
 def plan(responses: Sequence[Response], threshold: int, groups_alone: bool = False) -> list[list[Response]]:
-    """Return the responses in batches, in the order in which every rank runs them.
+    """Return the batches of responses, in the order in which every rank runs them.
 
     Parameters
     ----------
     responses : sequence of Response
-        In the coordinator's order. Within a set nothing moves across a join, a barrier or a change of the
-        process sets. An error moves nothing and holds up nothing, as only some ranks hear of it.
+        In the coordinator's order. Within a set no tensor moves across a join, a barrier or a change of the
+        process sets. Errors do not affect the plan, as only some ranks get them.
     threshold : int
         Most bytes in a batch of several; 0 turns fusion off.
     groups_alone : bool
-        Whether a grouped call's tensors ride only with each other.
+        Whether a grouped call's tensors are fused only with each other.
     """
     batches: list[tuple[int, list[Response]]] = []
     stretches: dict[int, list[tuple[int, Response]]] = {}

@@ -1,21 +1,51 @@
-"""The coordinator's state of one process set: who has submitted what, and what is ready everywhere.
+"""The coordinator's state of one process set: which rank has submitted which tensor, and what is ready.
 
-Owns: the message table, the bits of cached tensors, groups, joined ranks, and refusals (a rank could not
-submit what the others wait for). Pure: no I/O, no clock of its own, no threads. Works in global ranks.
+Owns: the message table, pending cache hits, groups, joined ranks, who was last (:class:`StragglerStats`) and
+which line submitted what (:class:`CallSites`). Pure: no I/O, no clock, no threads. Ranks are global.
 
-Two ways to readiness. A tensor that every rank submits exactly as the cache remembers it is one bit per
-rank; the AND over the ranks decides. Anything else is a full request in the table. The two never hold the
-same tensor: as soon as one rank sends a full request for a cached tensor (or for a member of its group),
-the bits of the other ranks are turned back into the requests that they stand for.
+A tensor is in one of these states; the label of an arrow is the function that makes the transition:
+
+      _hold_hits                _spill_slot                   _settle
+    +------------> PENDING HIT ------------> +-> IN TABLE -------------> READY IN ITS GROUP
+    |                |  ^                    |      | | ^                     |        |
+    |      take_hits |  | _recall       _add |      | | | _withdraw           |        |
+    |                v  |                    |      | +-+ (one rank's)        |        |
+  IDLE <-------------+  +-- DELEGATED        |      |                         |        |
+    | |  ^                     ^             |      | _answer                 |_answer |
+    | |  +---------------------|-------------|------+-------------------------+        |
+    | +---- delegate ----------+             |      | _fail_with_group                 |
+    +----------------------------------------+      v                                  |
+                                                  FAILED <-----------------------------+
+
+- PENDING HIT: some ranks have sent the tensor's cache bit. The AND over the ranks decides.
+- IN TABLE: some ranks have sent full requests.
+- READY IN ITS GROUP: all ranks have sent full requests; other tensors of the group are not ready.
+- DELEGATED: the ranks of a node agree on the tensor in shared memory, without the coordinator.
+- FAILED: some rank has not submitted the tensor yet; it gets the error when it does (:class:`FailedCalls`).
+
+Invariants between two events (:meth:`MessageTable.validate` checks them):
+
+1. A tensor with a pending hit is not in the table, and no call of its group's name is.
+2. No slot is both delegated and a pending hit, and no delegated tensor is in the table.
+3. While a rank has joined, there are no pending hits and nothing is delegated.
+4. Each entry has a request. A rank with a deferred request has a request in the same entry.
+5. ``_groups`` lists, by group, the tensors of the table with a request of that group; no list is empty.
+6. ``_group_ready`` is the part of ``_groups`` that every live rank has submitted; it is never a whole group.
+7. Each other tensor in the table lacks the request of a live rank.
+8. ``joined`` holds no rank twice, and never all ranks.
+9. Each failed call waits for some rank, and is found by each of its tensors and by its group.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pyhvd.negotiation.call_sites import CallSites
-from pyhvd.negotiation.delegation import Board, Delegation
+from msgspec.structs import replace
+
+from pyhvd.common.text import describe_values
+from pyhvd.negotiation.delegation import Delegation, ReadyTable
 from pyhvd.negotiation.failed_calls import FailedCall, FailedCalls
 from pyhvd.negotiation.messages import (
     JOIN_NAME,
@@ -26,41 +56,110 @@ from pyhvd.negotiation.messages import (
     RequestType,
     Response,
     iter_bits,
+    verb,
 )
-from pyhvd.negotiation.response_cache import Group, PendingHits, Slot, SlotTable, group_of
-from pyhvd.negotiation.stragglers import StragglerStats
-from pyhvd.negotiation.validation import check, sizes_differ, verb
+from pyhvd.negotiation.response_cache import Group, PendingHits, SlotTable, group_of
+from pyhvd.negotiation.validation import check, sizes_differ
 
-_CACHED = frozenset(
-    (
-        RequestType.ALLREDUCE,
-        RequestType.ADASUM,
-        RequestType.ALLGATHER,
-        RequestType.ALLTOALL,
-        RequestType.BROADCAST,
-        RequestType.REDUCESCATTER,
-    )
+_NEVER_CACHED = (
+    RequestType.JOIN,
+    RequestType.BARRIER,
+    RequestType.ADD_PROCESS_SET,
+    RequestType.REMOVE_PROCESS_SET,
 )
 
-
-def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> None:
-    if group in groups:
-        groups[group].discard(name)
-        if not groups[group]:
-            del groups[group]
+MAX_SITES = 4096
+"""Tensors of a process set whose lines are kept; the oldest are dropped first."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One tensor of the message table."""
+    """One tensor of the message table.
+
+    Attributes
+    ----------
+    since : float
+        When (s) a rank first submitted the tensor.
+    requests : dict of int to Request
+        By rank.
+    deferred : list of (int, Request)
+        Further requests of ranks that are in ``requests``, oldest first.
+    """
 
     since: float
     requests: dict[int, Request] = field(default_factory=dict)
     deferred: list[tuple[int, Request]] = field(default_factory=list)
 
+    @property
+    def first(self) -> Request:
+        """The request of the lowest rank."""
+        return self.requests[min(self.requests)]
+
+
+class StragglerStats:
+    """Count, by rank, how often and for how long the other ranks waited for it.
+
+    Covers what is agreed by message; ``charge()`` in ``ready_table.c`` covers the shared-memory path.
+    Overlapping waits of one process set count once.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._tensors = [0] * size
+        self._seconds = [0.0] * size
+        self._counted_until: dict[int, float] = {}
+
+    def count(self, process_set: int, rank: int, since: float, now: float, tensors: int = 1) -> None:
+        """Count a rank as the last one to submit tensors that others have waited for since then (s)."""
+        since = max(since, self._counted_until.get(process_set, since))
+        self._tensors[rank] += tensors
+        if now > since:
+            self._seconds[rank] += now - since
+            self._counted_until[process_set] = now
+
+    def totals(self) -> list[tuple[int, float]]:
+        """Return, for each rank, the tensors that it submitted last, and the seconds that others waited."""
+        return list(zip(self._tensors, self._seconds, strict=True))
+
+
+class CallSites:
+    """Remember at which line each rank submitted a tensor, for the text of a mismatch.
+
+    A line travels with a full request only. A cached tensor keeps the line of its first full request.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[str, dict[int, str]] = {}
+
+    def note(self, name: str, rank: int, site: str) -> None:
+        """Remember a line; an empty ``site`` is unknown."""
+        if not site:
+            return
+        if name not in self._lines and len(self._lines) >= MAX_SITES:
+            del self._lines[next(iter(self._lines))]
+        self._lines.setdefault(name, {})[rank] = sys.intern(site)
+
+    def forget(self, name: str) -> None:
+        """Drop the lines of an answered tensor that is not cached."""
+        self._lines.pop(name, None)
+
+    def add_to(self, error: ErrorInfo, *names: str) -> ErrorInfo:
+        """Return a mismatch with the lines that submitted these tensors."""
+        known: dict[int, str] = {}
+        for name in names:
+            known.update(self._lines.get(name, {}))
+        sites = {rank: known[rank] for rank in sorted(error.per_rank) if rank in known}
+        if not sites:
+            return error
+        return replace(error, message=f"{error.message} Submitted at: {describe_values(sites)}.", sites=sites)
+
 
 class MessageTable:
-    """What the coordinator knows of one process set.
+    """Decide what one process set does next. See the module's docstring for states and invariants.
 
     Parameters
     ----------
@@ -70,12 +169,21 @@ class MessageTable:
         Its members, as sorted global ranks.
     capacity : int
         Slots of its response cache.
-    since : int
+    version : int
         Number of the response list that announces the set; 0 for sets that exist from the start.
-    board : Board, optional
-        Where ranks agree on cached tensors by themselves.
-    lateness : StragglerStats, optional
-        Told who submits a tensor last.
+    ready_table : ReadyTable, optional
+        Where the ranks of a node agree on cached tensors without messages.
+    stragglers : StragglerStats, optional
+        Counts who submits a tensor last.
+
+    Attributes
+    ----------
+    cache : SlotTable
+        What each cache slot means.
+    joined : list of int
+        Ranks that have joined, in order.
+    last_submission : float
+        When (s) a rank last submitted anything, a join included.
     """
 
     def __init__(
@@ -83,78 +191,65 @@ class MessageTable:
         set_id: int,
         ranks: tuple[int, ...],
         capacity: int,
-        since: int = 0,
-        board: Board | None = None,
-        lateness: StragglerStats | None = None,
+        version: int = 0,
+        ready_table: ReadyTable | None = None,
+        stragglers: StragglerStats | None = None,
     ) -> None:
         self.set_id = set_id
         self.ranks = ranks
-        self.since = since
+        self.version = version
         self.cache = SlotTable(capacity)
-        self._loans = Delegation(set_id, ranks, self.cache, board)
-        self._lateness = lateness if len(ranks) > 1 else None
         self.sites = CallSites()
         self.joined: list[int] = []
-        self.responses: list[Response] = []
-        self._members = frozenset(ranks)
-        self._table: dict[str, Entry] = {}
-        self._group_ready: dict[Group, set[str]] = {}
+        self.last_submission = 0.0
+        self._hits = PendingHits(ranks)
+        self._entries: dict[str, Entry] = {}
         self._groups: dict[Group, set[str]] = {}
-        self._refusals = FailedCalls()
-        self._bits = PendingHits(ranks)
-        self._seq = 0
-        self.last_submission = 0.0  # s; a join counts too
+        self._group_ready: dict[Group, set[str]] = {}
+        self._failed = FailedCalls()
+        self._delegation: Delegation | None = None
+        if ready_table is not None and ready_table.serves(set_id):
+            self._delegation = Delegation(set_id, ranks, self.cache, ready_table)
+        self._stragglers = stragglers if len(ranks) > 1 else None
+        self._responses: list[Response] = []
+        self._answered_slots = 0
+        self._list_number = 0
 
-    # -- what a rank says ----------------------------------------------------------------------------
+    # -- events: what a rank sends -------------------------------------------------------------------
 
-    def submit(self, rank: int, request: Request, seq: int, now: float) -> None:
-        """Take one full request of a rank; ``seq`` is the number of the list being built."""
-        self._seq, self.last_submission = seq, now
+    def submit(self, rank: int, request: Request, list_number: int, now: float) -> None:
+        """Take one full request of a rank while the response list ``list_number`` is built."""
+        self._list_number, self.last_submission = list_number, now
         self._take(rank, request, now)
-        self._refusals.excuse(self.joined)
+        if self._failed.by_key:
+            self._failed.excuse(self.joined)
 
-    def _take(self, rank: int, request: Request, now: float) -> None:
-        self._recall_for(request)
-        if request.type == RequestType.JOIN:
-            # A join that was refused is none, and can be called again.
-            if not request.error:
-                self._join(rank, now)
-            return
-        self._spill(request, now)
-        if self._told_of_refusal(rank, request):
-            return
-        if request.group and not request.error and self._check_group_size(rank, request, now):
-            self._told_of_refusal(rank, request)
-            return
-        if request.error:
-            self._refuse(rank, request)
-        else:
-            self._add(rank, request, now)
-
-    def submit_bits(self, rank: int, bits: int, seen: int, seq: int, now: float) -> None:
-        """Take the cached tensors that a rank submits again; ``seen`` says what its bits mean."""
-        self._seq, self.last_submission = seq, now
-        self._recall(bits | (rivals := self.cache.rivals(bits)))
-        clash = bool(rivals & self._bits.anyone())  # who is ready with another size must be heard of
-        if seen >= self.cache.last_change and not (clash or self._table or self._refusals or self.joined):
-            self._hold_bits(rank, bits, now)
+    def submit_hits(self, rank: int, bits: int, seen: int, list_number: int, now: float) -> None:
+        """Take the cached tensors that a rank submits again; it has processed response list ``seen``."""
+        self._list_number, self.last_submission = list_number, now
+        rivals = self.cache.rivals(bits)
+        self._recall(bits | rivals)
+        # A pending call of the same group name and another size is a mismatch: only full requests find it.
+        clash = bool(rivals & self._hits.anyone())
+        only_hits = not (clash or self._entries or self._failed.by_key or self.joined)
+        if only_hits and seen >= self.cache.last_change:
+            self._hold_hits(rank, bits, now)
             return
         for slot in iter_bits(bits):
             meant = self.cache.meaning(slot, seen)
-            assert meant is not None, f"rank {rank} sent slot {slot}, which held nothing as of list {seen}"
+            assert meant is not None, f"rank {rank} sent slot {slot}, which was empty in list {seen}"
             request = meant.requests[self.ranks.index(rank)]
             current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
-            refused = self._refusals.touch(request)
-            if clash or not current or self.joined or refused or self._is_tabled(request):
-                self.submit(rank, request, seq, now)
+            if current and not clash and self._is_untouched(request):
+                self._hold_hits(rank, 1 << slot, now)
             else:
-                self._hold_bits(rank, 1 << slot, now)
+                self.submit(rank, request, list_number, now)
 
-    # -- what is ready -------------------------------------------------------------------------------
+    # -- events: answers to the ranks -------------------------------------------------------------
 
-    def take_bits(self) -> int:
-        """Return, and forget, the cached tensors that every rank has submitted; groups only as a whole."""
-        ready = self._bits.everyone()
+    def take_hits(self) -> int:
+        """Remove and return the slots that every rank has submitted; a group only as a whole."""
+        ready = self._hits.everyone()
         if not ready:
             return 0
         for slot in iter_bits(ready):
@@ -164,61 +259,59 @@ class MessageTable:
                 # The cache may have lost a member, or hold one of an earlier call of this name.
                 if members.bit_count() != group[1]:
                     ready &= ~members
-        self._bits.drop(ready)
+        self._hits.drop(ready)
         self.cache.touch(iter_bits(ready))
-        self._loans.answered(ready)
+        self._answered_slots |= ready
         return ready
 
     def take_responses(self) -> list[Response]:
-        """Return, and forget, the responses that have become due, in the order that binds every rank."""
-        responses, self.responses = self.responses, []
+        """Remove and return the responses that are due, in the order that binds every rank."""
+        responses, self._responses = self._responses, []
         return responses
 
-    def lend(self) -> None:
-        """The response list is complete: let the ranks agree by themselves on what it has answered.
+    def delegate(self) -> None:
+        """Let the ranks agree by themselves on the slots that the finished response list has answered.
 
-        Of grouped calls of one name only one size is lent: who submits another must be heard of here.
+        Of the calls of one group name only those of one size are delegated, so that a mismatch is found here.
         """
-        for name in self._loans.answered_groups():
-            self._recall(self.cache.group_bits((name, 0)))
-        held = self._bits.anyone()
-
-        def is_free(meant: Slot, slot: int) -> bool:
-            request = meant.requests[0]
-            refused = self._refusals.touch(request)
-            return not (held >> slot & 1 or refused or self.joined or self._is_tabled(request))
-
-        self._loans.lend(is_free)
-
-    # -- ends ----------------------------------------------------------------------------------------
+        answered, self._answered_slots = self._answered_slots, 0
+        if self._delegation is None or not answered:
+            return
+        self._recall(self.cache.rivals(answered & ~self._delegation.delegated))
+        for slot in iter_bits(answered & ~self._delegation.delegated & ~self._hits.anyone()):
+            if self._is_untouched(self.cache[slot].requests[0]):
+                self._delegation.delegate(slot)
 
     def abort(self, error: ErrorInfo) -> list[Response]:
-        """Fail everything that is pending, for a set that is being removed."""
-        self._hold_recalled(self._loans.recall_all())
-        for slot in iter_bits(self._bits.anyone()):
+        """Fail everything that is pending, for a set that is being removed; return the responses."""
+        self._recall(-1)
+        for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, 0.0)
-        for entry in list(self._table.values()):
+        for entry in self._entries.values():
             self._fail(entry, error)
-        self._table.clear()
+        self._entries.clear()
         return self.take_responses()
 
-    def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
-        """Return (name, first submission, who has submitted, who has not) of what waits, oldest first.
+    # -- reports -------------------------------------------------------------------------------------
 
-        Ranks that have joined are in neither list, unless they submitted before. A post on the board counts
-        from when it was first seen here.
+    def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:
+        """Return (name, first submission, ranks that have submitted, ranks that have not), oldest first.
+
+        A joined rank is in neither list, unless it submitted before. A delegated tensor counts from when its
+        mark was first seen here.
         """
         waiting = [
             (name, entry.since, {r: r in entry.requests for r in self.ranks if self._counts(r, entry)})
-            for name, entry in self._table.items()
+            for name, entry in self._entries.items()
         ]
-        for slot in iter_bits(self._bits.anyone()):
-            has = {r: bool(self._bits.by_rank[r] >> slot & 1) for r in self.ranks}
-            waiting.append((self.cache[slot].name, self._bits.since(slot, 0.0), has))
-        posted = self._loans.look(now)
-        for slot in {slot for bits in posted.values() for slot in iter_bits(bits)}:
-            has = {r: bool(posted.get(r, 0) >> slot & 1) for r in self.ranks}
-            waiting.append((self.cache[slot].name, self._loans.since(slot, now), has))
+        for slot in iter_bits(self._hits.anyone()):
+            has = {r: bool(self._hits.by_rank[r] >> slot & 1) for r in self.ranks}
+            waiting.append((self.cache[slot].name, self._hits.since(slot, 0.0), has))
+        if self._delegation is not None:
+            marked = self._delegation.look(now)
+            for slot in {slot for bits in marked.values() for slot in iter_bits(bits)}:
+                has = {r: bool(marked.get(r, 0) >> slot & 1) for r in self.ranks}
+                waiting.append((self.cache[slot].name, self._delegation.since(slot, now), has))
         listed = [
             (name, since, tuple(r for r in has if has[r]), tuple(r for r in has if not has[r]))
             for name, since, has in waiting
@@ -228,70 +321,95 @@ class MessageTable:
     def _counts(self, rank: int, entry: Entry) -> bool:
         return rank in entry.requests or rank not in self.joined
 
-    # -- the board -----------------------------------------------------------------------------------
+    def _is_untouched(self, request: Request) -> bool:
+        """Return whether no join, no failure and no full request concerns a tensor."""
+        if self.joined or request.name in self._entries:
+            return False
+        if self._failed.by_key and self._failed.touches(request):
+            return False
+        return not (request.group and any(name == request.group for name, _ in self._groups))
 
-    def _recall(self, bits: int) -> None:
-        """Take slots back from the board: a message speaks of their tensors."""
-        self._hold_recalled(self._loans.recall(bits))
+    # -- DELEGATED -> PENDING HIT --------------------------------------------------------------------
+
+    def _recall(self, slots: int) -> None:
+        """Take slots back from the ready table, because a message concerns their tensors; -1: all slots."""
+        if self._delegation is None or not slots & self._delegation.delegated:
+            return
+        for rank, marked in self._delegation.recall(slots).items():
+            for slot in iter_bits(marked):
+                self._hold_hits(rank, 1 << slot, self._delegation.since(slot, self.last_submission))
 
     def _recall_for(self, request: Request) -> None:
         if request.type == RequestType.JOIN:
-            self._hold_recalled(self._loans.recall_all())
+            self._recall(-1)
             return
         slot = self.cache.slot_of(request.name)
-        bits = 1 << slot if slot >= 0 else 0
+        slots = 1 << slot if slot >= 0 else 0
         if request.group:
-            bits |= self.cache.group_bits((request.group, 0))
-        self._recall(bits)
-
-    def _hold_recalled(self, posted: dict[int, int]) -> None:
-        for rank, bits in posted.items():
-            for slot in iter_bits(bits):
-                self._hold_bits(rank, 1 << slot, self._loans.since(slot, self.last_submission))
+            slots |= self.cache.group_bits((request.group, 0))
+        self._recall(slots)
 
     def _make_room(self, name: str) -> None:
-        """See that the slot that a new tensor gets is one that nobody has posted, nor used of late."""
-        if self.cache.victim(name, 0) < 0:
+        """Recall the slot that a new tensor would get, and prefer one that is neither marked nor recent."""
+        if self._delegation is None or self.cache.victim(name, 0) < 0:
             return
-        self._loans.look(self.last_submission)
-        while (slot := self.cache.victim(name, self._bits.anyone())) >= 0 and self._loans.has(slot):
+        self._delegation.look(self.last_submission)
+        while (slot := self.cache.victim(name, self._hits.anyone())) >= 0:
+            if not self._delegation.delegated >> slot & 1:
+                return
             self._recall(1 << slot)
 
-    # -- bits ----------------------------------------------------------------------------------------
+    # -- IDLE -> PENDING HIT -> IN TABLE -------------------------------------------------------------
 
-    def _hold_bits(self, rank: int, bits: int, now: float) -> None:
-        self._bits.hold(rank, bits, now)
-        if self._lateness is not None and (complete := self._bits.everyone(bits)):
-            since = min(self._bits.since(slot, now) for slot in iter_bits(complete))
-            self._lateness.count(self.set_id, rank, since, now, complete.bit_count())
-
-    def _is_tabled(self, request: Request) -> bool:
-        """Return whether a tensor, or a grouped call of its group's name, is in the table."""
-        grouped = bool(request.group) and any(name == request.group for name, _ in self._groups)
-        return grouped or request.name in self._table
+    def _hold_hits(self, rank: int, bits: int, now: float) -> None:
+        self._hits.hold(rank, bits, now)
+        if self._stragglers is not None and (complete := self._hits.everyone(bits)):
+            since = min(self._hits.since(slot, now) for slot in iter_bits(complete))
+            self._stragglers.count(self.set_id, rank, since, now, complete.bit_count())
 
     def _spill(self, request: Request, now: float) -> None:
-        """Turn bits back into requests for a tensor that one rank submits in full, and for its group."""
+        """Turn the hits of a tensor, and of its group, into requests: one rank submits it in full."""
+        pending = self._hits.anyone()
+        if not pending:
+            return
         slot = self.cache.slot_of(request.name)
         slots = self.cache.group_bits(group_of(request))
         if slot >= 0:
             slots |= 1 << slot | self.cache.group_bits(self.cache[slot].group)
-        for each in iter_bits(slots & self._bits.anyone()):
+        for each in iter_bits(slots & pending):
             self._spill_slot(each, now)
 
     def _spill_slot(self, slot: int, now: float) -> None:
         meant = self.cache[slot]
-        since, holders = self._bits.since(slot, now), self._bits.holders(slot)
-        self._bits.drop(1 << slot)
+        since, holders = self._hits.since(slot, now), self._hits.holders(slot)
+        self._hits.drop(1 << slot)
         for rank in holders:
             self._add(rank, meant.requests[self.ranks.index(rank)], since)
 
-    # -- the table -----------------------------------------------------------------------------------
+    # -- IDLE -> IN TABLE ----------------------------------------------------------------------------
+
+    def _take(self, rank: int, request: Request, now: float) -> None:
+        self._recall_for(request)
+        if request.type == RequestType.JOIN:
+            # A refused join does not count; the rank can call it again.
+            if not request.error:
+                self._join(rank, now)
+            return
+        self._spill(request, now)
+        if self._answer_failed(rank, request):
+            return
+        if request.group and not request.error and self._check_group_size(rank, request, now):
+            self._answer_failed(rank, request)
+            return
+        if request.error:
+            self._take_refusal(rank, request)
+        else:
+            self._add(rank, request, now)
 
     def _add(self, rank: int, request: Request, now: float) -> None:
-        entry = self._table.get(request.name)
+        entry = self._entries.get(request.name)
         if entry is None:
-            entry = self._table[request.name] = Entry(now)
+            entry = self._entries[request.name] = Entry(now)
         if rank in entry.requests:
             entry.deferred.append((rank, request))
             return
@@ -299,20 +417,24 @@ class MessageTable:
         if group := group_of(request):
             self._groups.setdefault(group, set()).add(request.name)
         if len(entry.requests) + len(self.joined) >= len(self.ranks):
-            if self._lateness is not None:
-                self._lateness.count(self.set_id, rank, entry.since, now)
+            if self._stragglers is not None:
+                self._stragglers.count(self.set_id, rank, entry.since, now)
             self._settle(request.name, entry)
 
+    # -- IN TABLE -> READY IN ITS GROUP -> IDLE ------------------------------------------------------
+
     def _settle(self, name: str, entry: Entry) -> None:
-        """Respond to a tensor once every rank that has not joined has submitted it."""
-        if not self._members <= (entry.requests.keys() | set(self.joined)):
+        """Answer or fail a tensor if every rank that has not joined has submitted it."""
+        missing = [rank for rank in self.ranks if rank not in entry.requests]
+        if not all(rank in self.joined for rank in missing):
             return
-        joined = [r for r in self.joined if r not in entry.requests]
-        error = check(entry.requests, joined)
-        if error is not None:
-            self._fail_with_group(name, FailedCall(self.sites.add_to(error, name), origin=name))
-            return
-        group = group_of(self._first(entry))
+        first = entry.first
+        if missing or any(request != first for request in entry.requests.values()):
+            error = check(entry.requests, missing)
+            if error is not None:
+                self._fail_with_group(name, FailedCall(self.sites.add_to(error, name), origin=name))
+                return
+        group = group_of(first)
         if group is None:
             self._answer(name)
             self._drop((name,))
@@ -322,38 +444,38 @@ class MessageTable:
         if len(ready) == group[1]:
             del self._group_ready[group]
             # The table keeps the order in which the group was first submitted.
-            members = [n for n in self._table if n in ready]
+            members = [n for n in self._entries if n in ready]
             for member in members:
                 self._answer(member)
             self._drop(members)
 
-    def _first(self, entry: Entry) -> Request:
-        return entry.requests[min(entry.requests)]
-
     def _answer(self, name: str) -> None:
-        entry = self._table[name]
-        first = self._first(entry)
+        entry = self._entries[name]
+        first = entry.first
         joined = tuple(i for i, r in enumerate(self.ranks) if r not in entry.requests)
         dims: tuple[int, ...] = ()
         if first.type in (RequestType.ALLGATHER, RequestType.ALLTOALL):
             dims = tuple(entry.requests[r].shape[0] if r in entry.requests else 0 for r in self.ranks)
-        slot = -1
+        slot, version = -1, 0
         # An unnamed tensor's name never comes again.
-        again = first.type in _CACHED and not name.startswith(f"{UNNAMED}.")
+        again = first.type not in _NEVER_CACHED and not name.startswith(f"{UNNAMED}.")
         if again and not joined and self.cache.capacity:
-            mine = tuple(entry.requests[r] for r in self.ranks)
             self._make_room(name)
-            slot = self.cache.assign(mine, self._bits.anyone(), self._seq)
-            self._loans.answered(1 << slot if slot >= 0 else 0)
-        if slot < 0:
+            requests = tuple(entry.requests[r] for r in self.ranks)
+            slot = self.cache.assign(requests, self._hits.anyone(), self._list_number)
+        if slot >= 0:
+            self._answered_slots |= 1 << slot
+            version = self.cache[slot].version
+        else:
             self.sites.forget(name)
         direct = slot >= 0 and all(request.window for request in entry.requests.values())
-        since = self.cache[slot].since if slot >= 0 else 0
-        self.responses.append(Response(first, self.set_id, slot, dims, joined, direct=direct, since=since))
+        self._responses.append(
+            Response(first, self.set_id, slot, dims, joined, direct=direct, version=version)
+        )
 
     def _drop(self, names: Iterable[str]) -> None:
-        """Take settled tensors out of the table, then let in what came behind them under the same names."""
-        gone = [self._table.pop(name) for name in names]
+        """Take settled tensors out of the table, then take the requests that were deferred behind them."""
+        gone = [self._entries.pop(name) for name in names]
         for entry in gone:
             for request in entry.requests.values():
                 _discard(self._groups, group_of(request), request.name)
@@ -361,56 +483,57 @@ class MessageTable:
             for rank, request in entry.deferred:
                 self._take(rank, request, entry.since)
 
-    # -- errors --------------------------------------------------------------------------------------
+    # -- IN TABLE, READY IN ITS GROUP -> FAILED ------------------------------------------------------
 
     def _fail(self, entry: Entry, error: ErrorInfo) -> None:
-        for_ranks = tuple(sorted(entry.requests))
-        self.responses.append(Response(self._first(entry), self.set_id, error=error, only=for_ranks))
+        ranks = tuple(sorted(entry.requests))
+        self._responses.append(Response(entry.first, self.set_id, error=error, only=ranks))
 
-    def _fail_with_group(self, name: str, refusal: FailedCall) -> None:
-        """Fail a tensor and every tensor of every grouped call that holds it: a group is one unit.
+    def _fail_with_group(self, name: str, failed: FailedCall) -> None:
+        """Fail a tensor, and every tensor of every grouped call that holds it: a group is one unit.
 
-        What the ranks have yet to submit of it fails as it comes.
+        The tensors that ranks have not submitted yet fail when they come.
         """
-        groups = {group for r in self._table[name].requests.values() if (group := group_of(r))}
+        groups = {group for r in self._entries[name].requests.values() if (group := group_of(r))}
         names = {name}.union(*(self._groups.get(group, ()) for group in groups))
-        failed = [n for n in self._table if n in names]
-        for member in failed:
-            entry = self._table[member]
-            self._fail(entry, refusal.error_for(member))
+        members = [n for n in self._entries if n in names]
+        for member in members:
+            entry = self._entries[member]
+            self._fail(entry, failed.error_for(member))
             for rank, request in entry.requests.items():
-                refusal.count(rank, request)
+                failed.count(rank, request)
         for group in groups:
             self._group_ready.pop(group, None)
-        self._refusals.add(refusal)
-        self._drop(failed)
+        self._failed.add(failed)
+        self._drop(members)
 
     def _check_group_size(self, rank: int, request: Request, now: float) -> bool:
-        """Fail grouped calls of one name that are of one size here and of another there; return if any did.
+        """Fail calls of one group name if ranks submit them with different sizes; return whether any failed.
 
-        They have no tensor in common, so each rank would wait for the others' for ever.
+        Such calls have no tensor in common, so each rank would wait for the others for ever.
         """
-        if held := self._bits.anyone():
+        if held := self._hits.anyone():
             others = self.cache.group_bits((request.group, 0)) & ~self.cache.group_bits(group_of(request))
             for slot in iter_bits(others & held):
                 self._spill_slot(slot, now)
         for group in [g for g in self._groups if g[0] == request.group and g[1] != request.group_size]:
             names = self._groups[group]
-            requests = [item for name in names for item in self._table[name].requests.items()]
+            requests = [item for name in names for item in self._entries[name].requests.items()]
             sizes = {r: group[1] for r, each in requests if group_of(each) == group}
             if rank in sizes:
                 continue
             error = sizes_differ(request, {**sizes, rank: request.group_size})
             error = self.sites.add_to(error, *names, request.name)
-            waiting = dict.fromkeys(self._members - sizes.keys() - set(self.joined), -1)
-            self._fail_with_group(min(names), FailedCall(error, waiting, group=request.group))
+            absent = [r for r in self.ranks if r not in sizes and r not in self.joined]
+            failed = FailedCall(error, dict.fromkeys(absent, -1), group=request.group)
+            self._fail_with_group(min(names), failed)
             return True
         return False
 
-    def _refuse(self, rank: int, request: Request) -> None:
-        """A rank refused what the others submit, or will submit, under this name: tell them at once."""
-        names = self._names_of(request)
-        entries = [self._table[n] for n in self._table if n in names]
+    def _take_refusal(self, rank: int, request: Request) -> None:
+        """Fail, on every rank, a tensor or a group that one rank has refused."""
+        names = self._refused_names(request)
+        entries = [entry for name, entry in self._entries.items() if name in names]
         mine = [entry for entry in entries if rank in entry.requests]
         if mine:
             mine[-1].deferred.append((rank, request))
@@ -421,76 +544,115 @@ class MessageTable:
             rank,
             traceback=request.traceback,
         )
-        refusal = FailedCall.by(rank, request, error, self._members - {rank})
+        failed = FailedCall.by(rank, request, error, [r for r in self.ranks if r != rank])
         if entries:
-            self._fail_with_group(self._first(entries[0]).name, refusal)
+            self._fail_with_group(entries[0].first.name, failed)
         else:
-            self._refusals.add(refusal)
+            self._failed.add(failed)
 
-    def _names_of(self, refusal: Request) -> set[str]:
-        """Return the tensors in the table that a refusal is about."""
-        if not refusal.group:
-            return {refusal.name}
+    def _refused_names(self, request: Request) -> set[str]:
+        """Return the tensors in the table that a rank's refusal concerns."""
+        if not request.group:
+            return {request.name}
         for (group, size), names in self._groups.items():
-            if group == refusal.group and refusal.group_size in (0, size):
+            if group == request.group and request.group_size in (0, size):
                 return set(names)
         return set()
 
-    def _told_of_refusal(self, rank: int, request: Request) -> bool:
-        """Answer a rank's request for what has failed before, and what belongs to it in the table."""
-        refusal, news = self._refusals.tell(rank, request)
-        if refusal is not None and not request.error:
-            self._respond_to(rank, request, refusal)
-            if news and (group := group_of(request)):
-                self._withdraw_group(rank, group, refusal)
-        return refusal is not None
+    # -- FAILED -> IDLE ------------------------------------------------------------------------------
 
-    def _withdraw_group(self, rank: int, group: Group, refusal: FailedCall) -> None:
-        """Fail what a rank has in the table of a group that has failed, and what others have of it alone."""
-        pending = [(r, q) for entry in self._table.values() for r, q in entry.requests.items()]
+    def _answer_failed(self, rank: int, request: Request) -> bool:
+        """Return whether a request belongs to a failed call; if so, answer it and the rest of its group."""
+        if not self._failed.by_key:
+            return False
+        failed, is_new = self._failed.answer(rank, request)
+        if failed is not None and not request.error:
+            self._respond_to(rank, request, failed)
+            if is_new and (group := group_of(request)):
+                self._withdraw_group(rank, group, failed)
+        return failed is not None
+
+    def _withdraw_group(self, rank: int, group: Group, failed: FailedCall) -> None:
+        """Fail a rank's requests of a failed group, and other ranks' ungrouped requests for its tensors."""
+        pending = [(r, q) for entry in self._entries.values() for r, q in entry.requests.items()]
         gone = [(r, q) for r, q in pending if r == rank and group_of(q) == group]
         for _, request in gone:
-            refusal.tell(rank, request)
-        # Only now is it known that these names are of the group.
-        gone += [(r, q) for r, q in pending if not q.group and refusal.expects(r, q.name)]
+            failed.answer(rank, request)
+        # The names of the group's tensors are complete only now.
+        gone += [(r, q) for r, q in pending if not q.group and failed.expects(r, q.name)]
         for other, request in gone:
             if not request.group:
-                refusal.tell(other, request)
-        self._refusals.update(refusal)
-        behind = [each for r, request in gone for each in self._withdraw(r, request, refusal)]
+                failed.answer(other, request)
+        self._failed.update(failed)
+        behind = [each for r, request in gone for each in self._withdraw(r, request, failed)]
         for other, request, since in behind:
             self._take(other, request, since)
 
-    def _respond_to(self, rank: int, request: Request, refusal: FailedCall) -> None:
-        error = refusal.error_for(request.name)
-        self.responses.append(Response(request, self.set_id, error=error, only=(rank,)))
-
-    def _withdraw(self, rank: int, request: Request, refusal: FailedCall) -> list[tuple[int, Request, float]]:
-        """Fail one rank's request in the table alone; return what came behind it, and since when it waits."""
-        self._respond_to(rank, request, refusal)
-        entry = self._table[request.name]
+    def _withdraw(self, rank: int, request: Request, failed: FailedCall) -> list[tuple[int, Request, float]]:
+        """Fail one rank's request in the table; return its deferred requests, each with the entry's time."""
+        self._respond_to(rank, request, failed)
+        entry = self._entries[request.name]
         del entry.requests[rank]
         if group := group_of(request):
             _discard(self._group_ready, group, request.name)
             if all(group_of(each) != group for each in entry.requests.values()):
                 _discard(self._groups, group, request.name)
         if not entry.requests:
-            del self._table[request.name]
+            del self._entries[request.name]
         behind = [each for each in entry.deferred if each[0] == rank]
         entry.deferred = [each for each in entry.deferred if each[0] != rank]
         return [(*each, entry.since) for each in behind]
 
+    def _respond_to(self, rank: int, request: Request, failed: FailedCall) -> None:
+        error = failed.error_for(request.name)
+        self._responses.append(Response(request, self.set_id, error=error, only=(rank,)))
+
     # -- join ----------------------------------------------------------------------------------------
 
     def _join(self, rank: int, now: float) -> None:
-        # Before this rank is excused: it may be among those that hold a bit.
-        for slot in iter_bits(self._bits.anyone()):
+        # Before the rank counts as joined: some of the hits may be its own.
+        for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, now)
         self.joined.append(rank)
-        for name, entry in list(self._table.items()):
-            if self._table.get(name) is entry:
+        for name, entry in list(self._entries.items()):
+            if self._entries.get(name) is entry:
                 self._settle(name, entry)
-        self._refusals.excuse(self.joined)
+        self._failed.excuse(self.joined)
         if len(self.joined) == len(self.ranks):
             last, self.joined = self.joined[-1], []
-            self.responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))
+            self._responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))
+
+    # -- for tests -----------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant of the module's docstring does not hold."""
+        hits, live = self._hits.anyone(), [rank for rank in self.ranks if rank not in self.joined]
+        delegated = self._delegation.delegated if self._delegation is not None else 0
+        for slot in iter_bits(hits | delegated):
+            assert self._is_untouched(self.cache[slot].requests[0]), f"1, 2, 3: {self.cache[slot].name}"
+        assert not hits & delegated, "2"
+        listed: dict[Group, set[str]] = {}
+        for name, entry in self._entries.items():
+            assert entry.requests, f"4: {name} has no request"
+            assert {rank for rank, _ in entry.deferred} <= entry.requests.keys(), f"4: {name}"
+            for request in entry.requests.values():
+                if group := group_of(request):
+                    listed.setdefault(group, set()).add(name)
+            is_ready = any(name in names for names in self._group_ready.values())
+            assert is_ready == all(rank in entry.requests for rank in live), f"6, 7: {name}"
+        assert self._groups == listed, "5"
+        for group, ready in self._group_ready.items():
+            assert 0 < len(ready) < group[1], f"6: {group}"
+            assert ready <= listed[group], f"6: {group}"
+        assert len({*self.joined}) == len(self.joined) < len(self.ranks), "8"
+        for calls in self._failed.by_key.values():
+            for failed in calls.values():
+                assert failed.is_open(), "9"
+                assert all(failed.number in self._failed.by_key[key] for key in failed.found_by()), "9"
+
+
+def _discard(groups: dict[Group, set[str]], group: Group | None, name: str) -> None:
+    if group in groups:
+        groups[group].discard(name)
+        if not groups[group]:
+            del groups[group]

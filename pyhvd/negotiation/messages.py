@@ -1,16 +1,17 @@
-"""What ranks tell each other, and its wire form (MessagePack by msgspec, with a protocol version).
+"""The messages between ranks, and their wire form (MessagePack by msgspec, with a protocol version).
 
-Owns: :class:`Request` (a rank has submitted something), :class:`Response` (what every rank is to do),
-their lists; what passes beside them (:class:`StackRequest`, :class:`StackReport`); encode and decode. Knows
-nothing of MPI, arrays or handles.
+Owns: :class:`Request` (a rank submits a tensor), :class:`Response` (the ranks' next step), their lists, the
+out-of-band messages (:class:`StackRequest`, :class:`StackReport`), encode and decode. Knows nothing of MPI,
+arrays or handles.
 
-A slot is a place in the response cache. Slots are numbered by the coordinator alone, so that they mean
-the same on every rank; a rank that submits a tensor exactly as the slot remembers it sends one bit.
+A slot is a place in the response cache. Only the coordinator numbers slots, so that a slot means the same on
+every rank. A rank that submits a tensor exactly as its slot holds it sends one bit.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import TypeVar
 
 import msgspec
 
@@ -21,12 +22,12 @@ PROTOCOL_VERSION = 3
 GLOBAL_SET = 0
 
 UNNAMED = "noname"
-"""Marks the names that pyhvd gives itself; users' names do not have it between their dots."""
+"""Part of every name that pyhvd makes up; a user's name must not have it between its dots."""
 
 JOIN_NAME = f"join.{UNNAMED}"
 
 HOST = "cpu"
-"""The device of what lies in host memory, and of what has no tensor."""
+"""The device of arrays in host memory, and of requests without an array."""
 
 
 class RequestType(enum.IntEnum):
@@ -44,8 +45,13 @@ class RequestType(enum.IntEnum):
     REMOVE_PROCESS_SET = 10
 
 
+def verb(request_type: int) -> str:
+    """Return the public name of an operation."""
+    return RequestType(request_type).name.lower()
+
+
 class ErrorKind(enum.IntEnum):
-    """Which exception an error response becomes."""
+    """The exception that an error response becomes."""
 
     MISMATCH = 0
     RANK_FAILED = 1
@@ -61,7 +67,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     type : int
         A :class:`RequestType`.
     name : str
-        The tensor's name; verbs share names.
+        The tensor's name; all operations share one namespace.
     dtype : int
         Wire code.
     shape : tuple of int
@@ -79,13 +85,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     group_size : int
         Number of tensors in that call.
     ranks : tuple of int
-        Members of a process set that is to be added, or the one id of a set that is to be removed.
+        Members of a process set to add, or the one id of a process set to remove.
     error : str
-        Set when this rank refused the tensor locally: what it raised.
+        The exception with which this rank refused the tensor; empty: it did not.
     traceback : str
-        ... and from where.
+        The traceback of that exception.
     window : bool
-        Whether it is reduced in place, without prescale, in shared memory; ranks may differ.
+        Whether this rank can reduce the tensor in place in shared memory; ranks may differ.
     """
 
     type: int
@@ -117,15 +123,15 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     rank : int
         The global rank that caused it, or -1.
     per_rank : dict of int to str
-        What each rank submitted (MISMATCH).
+        Each rank's value (MISMATCH).
     missing : dict of str to list of int
         For each stalled tensor the ranks that have not submitted it (STALL).
     stacks : dict of int to str
-        Where each missing rank stood, as text (STALL).
+        Each missing rank's stacks, as text (STALL).
     sites : dict of int to str
         The line at which each rank submitted its tensor, where known (MISMATCH).
     traceback : str
-        Of the exception that the rank failed of, where there was one (RANK_FAILED).
+        Traceback of the exception that ended the rank, if there was one (RANK_FAILED).
     """
 
     kind: int
@@ -139,7 +145,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank of a process set does next with one tensor.
+    """The next step of every rank of a process set with one tensor.
 
     Attributes
     ----------
@@ -148,7 +154,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     process_set : int
         Id of the process set.
     slot : int
-        Cache slot in which every rank remembers this response, or -1.
+        Cache slot in which every rank keeps this response, or -1.
     dims : tuple of int
         First dimension on each set rank (allgather, alltoall); 0 for joined ranks.
     joined : tuple of int
@@ -156,13 +162,13 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     error : ErrorInfo, optional
         The tensor fails with this on the global ranks in ``only`` (on all if ``only`` is empty).
     only : tuple of int
-        Addressees of an error.
+        Ranks that get the error.
     value : int
         Last joined rank (JOIN) or the new set's id (ADD_PROCESS_SET).
     direct : bool
         Whether every rank reduces it in place in shared memory.
-    since : int
-        Number of the response list that gave the slot the meaning that it has now, for any of the ranks.
+    version : int
+        Number of the response list that gave the slot its present meaning on any rank.
     """
 
     request: Request
@@ -174,20 +180,20 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     only: tuple[int, ...] = ()
     value: int = -1
     direct: bool = False
-    since: int = 0
+    version: int = 0
 
 
 class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank is to do with its timeline.
+    """An order to every rank to begin or end its timeline.
 
     Attributes
     ----------
     path : str
-        Record there from now on; empty: record no longer.
+        File or directory to record in from now on; empty: stop recording.
     mark_cycles : bool
         Whether to mark cycles.
     job : str
-        Tells this recording's files from others.
+        Identifies the files of this recording.
     """
 
     path: str = ""
@@ -196,20 +202,20 @@ class TimelineOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
-    """Worker to coordinator: all that is new on one rank.
+    """Worker to coordinator: everything new on one rank.
 
     Attributes
     ----------
     seen : int
-        Sequence number of the last response list this rank has processed: it says what the bits mean.
+        Number of the last response list that this rank has processed: it gives the bits their meaning.
     bits : dict of int to bytes
         For each process set the little-endian bit vector of cache slots submitted again unchanged.
     requests : list of (int, Request)
-        Process set id and request of what the cache does not hold.
+        Process set id and request of each tensor that the cache does not hold.
     sites : list of str
-        For each of the requests the line at which it was submitted, or an empty text; or nothing at all.
+        For each request the line that submitted it, empty if unknown; or an empty list.
     stop : ErrorInfo, optional
-        This rank shuts down, and why.
+        Why this rank shuts down.
     """
 
     version: int
@@ -221,18 +227,18 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tuning(msgspec.Struct, frozen=True, array_like=True):
-    """The knobs that may change while a job runs; a place in autotuning's search.
+    """The knobs that may change while a job runs; a point in autotuning's search.
 
     Attributes
     ----------
     fusion_threshold : int
-        Most bytes that ride together.
+        Most bytes in one fused batch.
     cycle_time_ms : float
-        Longest time (ms) that submissions gather while nobody waits.
+        Longest time (ms) that submissions gather while no thread waits.
     chunk_size : int
         Bytes of a chunk in a shared window.
     staging_size : int
-        Bytes of tensors that go in one piece elsewhere.
+        Bytes of a piece in other transports.
     """
 
     fusion_threshold: int
@@ -242,10 +248,12 @@ class Tuning(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Coordinator to every rank: what to do, in this order: cached slots by set and slot, then responses.
+    """Coordinator to every rank: the next steps, in this order.
 
-    ``tuning``, if there is one, holds from this list on, its own responses included.
-    An order to begin or end a timeline comes last.
+    1. ``tuning`` takes effect.
+    2. The ``cached`` slots run, by process set and slot.
+    3. The ``responses`` run, in order.
+    4. ``timeline`` begins or ends a recording.
     """
 
     version: int
@@ -258,14 +266,14 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Rank 0 to a rank that others wait for: say where your threads stand, under this number."""
+    """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
     version: int
     number: int
 
 
 class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """... and its answer."""
+    """The answer to a :class:`StackRequest`."""
 
     version: int
     number: int
@@ -273,13 +281,15 @@ class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 OutOfBand = StackRequest | StackReport
-"""What passes beside the lists, and has no place in their order."""
+"""Messages that pass beside the lists, and have no place in their order."""
 
-# A byte that MessagePack never uses: the lists, which are many, pay nothing for being told from these.
+# MessagePack never uses this byte, so the lists need no mark of their own.
 _OUT_OF_BAND = 0xC1
 
+M = TypeVar("M", StackRequest | StackReport, RequestList, ResponseList)
+
 _encoder = msgspec.msgpack.Encoder()
-_out_of_band_decoder = msgspec.msgpack.Decoder(OutOfBand)
+_out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
 _request_decoder = msgspec.msgpack.Decoder(RequestList)
 _response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
@@ -290,60 +300,50 @@ def encode(message: RequestList | ResponseList) -> bytes:
 
 
 def encode_out_of_band(message: OutOfBand) -> bytes:
-    """Return the wire form of what passes beside the lists."""
+    """Return the wire form of an out-of-band message."""
     return bytes((_OUT_OF_BAND,)) + _encoder.encode(message)
 
 
 def is_out_of_band(data: bytes | bytearray) -> bool:
-    """Return whether a message, which is not empty, is none of the lists."""
+    """Return whether a message, which must not be empty, is an out-of-band one."""
     return data[0] == _OUT_OF_BAND
 
 
 def decode_out_of_band(data: bytes | bytearray) -> OutOfBand:
-    """Read what :func:`encode_out_of_band` wrote; raises InternalError if it is not that."""
-    try:
-        message: OutOfBand = _out_of_band_decoder.decode(memoryview(data)[1:])
-    except msgspec.DecodeError as exc:
-        raise InternalError(f"undecodable message of {len(data)} bytes: {exc}") from exc
-    _check_version(message.version)
-    return message
+    """Read an out-of-band message; raise InternalError if it is none of this protocol version."""
+    return _decode(_out_of_band_decoder, memoryview(data)[1:], "message")
 
 
 def decode_requests(data: bytes | bytearray | memoryview) -> RequestList:
-    """Read a worker's message; raises InternalError if it is not one of this protocol version."""
-    try:
-        message = _request_decoder.decode(data)
-    except msgspec.DecodeError as exc:
-        raise InternalError(f"undecodable request list of {len(data)} bytes: {exc}") from exc
-    _check_version(message.version)
-    return message
+    """Read a worker's message; raise InternalError if it is none of this protocol version."""
+    return _decode(_request_decoder, data, "request list")
 
 
 def decode_responses(data: bytes | bytearray | memoryview) -> ResponseList:
-    """Read the coordinator's message; raises InternalError if it is not one of this protocol version."""
+    """Read the coordinator's message; raise InternalError if it is none of this protocol version."""
+    return _decode(_response_decoder, data, "response list")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | bytearray | memoryview, kind: str) -> M:
     try:
-        message = _response_decoder.decode(data)
+        message = decoder.decode(data)
     except msgspec.DecodeError as exc:
-        raise InternalError(f"undecodable response list of {len(data)} bytes: {exc}") from exc
-    _check_version(message.version)
+        raise InternalError(f"cannot decode a {kind} of {len(data)} bytes: {exc}") from exc
+    if message.version != PROTOCOL_VERSION:
+        raise InternalError(
+            f"another rank uses protocol version {message.version}, this rank {PROTOCOL_VERSION}:"
+            " install the same pyhvd on every rank"
+        )
     return message
 
 
-def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
-        raise InternalError(
-            f"a rank speaks protocol version {version}, this one {PROTOCOL_VERSION}:"
-            " install the same pyhvd on every rank"
-        )
-
-
 def bits_to_bytes(bits: int) -> bytes:
-    """Return a bit vector held in an int as little-endian bytes."""
+    """Return a bit vector as little-endian bytes."""
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
 def bytes_to_bits(data: bytes) -> int:
-    """Return little-endian bytes as a bit vector held in an int."""
+    """Return little-endian bytes as a bit vector."""
     return int.from_bytes(data, "little")
 
 

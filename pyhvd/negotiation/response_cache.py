@@ -1,12 +1,13 @@
 """The response cache: the same slots on every rank by construction.
 
-Owns: :class:`SlotTable`, the coordinator's view (what each slot means, for each rank, and which slot to
-give up), and :class:`WorkerCache`, a rank's own view. Pure: no I/O, no clock, no threads.
+Owns: :class:`SlotTable` (the coordinator's half: the meaning of each slot, and which slot to reuse),
+:class:`WorkerCache` (a rank's half) and :class:`PendingHits` (the cache bits that ranks have sent). Pure: no
+I/O, no clock, no threads.
 
-Only the coordinator chooses slots, and its choice travels in the response, so the ranks cannot differ.
-A bit that a rank sends means "what this slot held when I last heard from you": the message says how many
-response lists the rank had processed, and the coordinator remembers what a slot held before it was
-reassigned until every rank has moved on.
+Only the coordinator chooses slots, and the response carries its choice, so ranks cannot differ. A rank's bit
+stands for the meaning that the slot had when the rank last heard from the coordinator; the message gives the
+last response list that the rank has processed. The coordinator keeps a slot's old meaning until every rank
+has processed the list that changed it.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from dataclasses import dataclass
 from pyhvd.negotiation.messages import Request, Response, iter_bits
 
 Group = tuple[str, int]
+"""A grouped call: its name and its number of tensors."""
 
 
 def group_of(request: Request) -> Group | None:
-    """Return which grouped call a tensor belongs to: calls of one name and different sizes are different."""
+    """Return the grouped call of a tensor, if it has one; calls of different sizes are different."""
     return (request.group, request.group_size) if request.group else None
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a slot means: each set rank's request, and the response list that assigned it.
+    """The meaning of a slot: each set rank's request, and the response list that assigned it.
 
-    Invariant: ``since`` names the whole meaning. It is another one as soon as any rank's request is, and the
-    ranks have it from the response, as they cannot see each other's requests. So a rank that has processed
-    the last answer about a slot knows it by the same number as the coordinator; one that has not knows it
-    by an older one, and what it posts under that is refused.
+    Invariant: ``version`` stands for the whole meaning. It changes whenever any rank's request does, and the
+    response carries it, because ranks cannot see each other's requests. A rank that has processed the last
+    answer about a slot has the coordinator's version. The mark of a rank with an older version is refused.
     """
 
     name: str
     group: Group | None
     requests: tuple[Request, ...]
-    since: int
+    version: int
 
 
 class SlotTable:
@@ -56,7 +57,7 @@ class SlotTable:
         self._slots: dict[int, Slot] = {}
         self._by_name: dict[str, int] = {}
         self._by_group: dict[Group, int] = {}
-        self._contested: int | None = None  # slots of groups whose name has several sizes; None: look again
+        self._contested: int | None = None  # slots of group names with several sizes; None: not known
         self._recency: OrderedDict[int, None] = OrderedDict()
         self._retired: dict[int, list[tuple[int, Slot]]] = {}
 
@@ -71,18 +72,18 @@ class SlotTable:
         return self._by_name.get(name, -1)
 
     def group_bits(self, group: Group | None) -> int:
-        """Return the slots that hold members of a grouped call, as a bit vector; size 0 is any size."""
+        """Return the slots of a grouped call's tensors, as a bit vector; size 0 stands for any size."""
         if group is None:
             return 0
         if group[1]:
             return self._by_group.get(group, 0)
-        anyone = 0
-        for (name, _), slots in self._by_group.items():
-            anyone |= slots if name == group[0] else 0
-        return anyone
+        slots = 0
+        for (name, _), bits in self._by_group.items():
+            slots |= bits if name == group[0] else 0
+        return slots
 
     def rivals(self, bits: int) -> int:
-        """Return the slots of grouped calls that have the name of one in ``bits``, and another size."""
+        """Return the slots of grouped calls with the name of one in ``bits``, and another size."""
         if self._contested is None:
             sizes = Counter(name for name, _ in self._by_group)
             self._contested = 0
@@ -99,7 +100,7 @@ class SlotTable:
         for slot in slots:
             self._recency.move_to_end(slot)
 
-    def assign(self, requests: tuple[Request, ...], busy: int, seq: int) -> int:
+    def assign(self, requests: tuple[Request, ...], busy: int, list_number: int) -> int:
         """Choose the slot in which every rank will remember a tensor.
 
         Parameters
@@ -107,14 +108,14 @@ class SlotTable:
         requests : tuple of Request
             Each set rank's request.
         busy : int
-            Bit vector of slots that must not be given up: some rank has submitted them.
-        seq : int
+            Bit vector of slots that must keep their meaning: some rank has submitted them.
+        list_number : int
             Number of the response list that will carry the assignment.
 
         Returns
         -------
         int
-            The slot, or -1 where there is none to be had.
+            The slot; -1 if all slots are busy.
         """
         name = requests[0].name
         slot = self._by_name.get(name, -1)
@@ -123,41 +124,37 @@ class SlotTable:
         if slot < 0:
             return -1
         old = self._slots.get(slot)
-        if old is not None and old.requests == requests:
-            self._recency.move_to_end(slot)
-            return slot
-        if old is not None:
-            self._retire(slot, old, seq)
-        self._slots[slot] = new = Slot(name, group_of(requests[0]), requests, seq)
-        self._by_name[name] = slot
-        if new.group is not None:
-            self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
-            self._contested = None
-        self._recency[slot] = None
+        if old is None or old.requests != requests:
+            if old is not None:
+                self._retire(slot, old, list_number)
+            self._slots[slot] = new = Slot(name, group_of(requests[0]), requests, list_number)
+            self._by_name[name] = slot
+            if new.group is not None:
+                self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
+                self._contested = None
+            self._recency[slot] = None
+            self.last_change = list_number
         self._recency.move_to_end(slot)
-        self.last_change = seq
         return slot
 
     def victim(self, name: str, busy: int) -> int:
-        """Return the slot that :meth:`assign` would take away from another tensor, or -1."""
+        """Return the slot that :meth:`assign` would take from another tensor, or -1."""
         if name in self._by_name or len(self._slots) < self.capacity:
             return -1
         return self._free_slot(busy)
 
     def meaning(self, slot: int, seen: int) -> Slot | None:
-        """Return what a slot held for a rank that had processed response lists up to ``seen``."""
+        """Return the meaning of a slot for a rank that has processed response lists up to ``seen``."""
         current = self._slots.get(slot)
-        if current is not None and current.since <= seen:
+        if current is not None and current.version <= seen:
             return current
         for until, old in self._retired.get(slot, ()):
-            if old.since <= seen < until:
+            if old.version <= seen < until:
                 return old
         return None
 
     def forget(self, seen_by_all: int) -> None:
-        """Drop the memory of what slots held before a list that every rank has processed."""
-        if not self._retired:
-            return
+        """Drop the meanings that slots lost in a list that every rank has processed."""
         for slot in list(self._retired):
             kept = [(until, old) for until, old in self._retired[slot] if until > seen_by_all]
             if kept:
@@ -168,21 +165,16 @@ class SlotTable:
     def _free_slot(self, busy: int) -> int:
         if len(self._slots) < self.capacity:
             return len(self._slots)
-        for slot in self._recency:
-            if not busy >> slot & 1:
-                return slot
-        return -1
+        return next((slot for slot in self._recency if not busy >> slot & 1), -1)
 
-    def _retire(self, slot: int, old: Slot, seq: int) -> None:
+    def _retire(self, slot: int, old: Slot, list_number: int) -> None:
         del self._by_name[old.name]
         if old.group is not None:
             self._contested = None
-            left = self._by_group[old.group] & ~(1 << slot)
-            if left:
-                self._by_group[old.group] = left
-            else:
+            self._by_group[old.group] &= ~(1 << slot)
+            if not self._by_group[old.group]:
                 del self._by_group[old.group]
-        self._retired.setdefault(slot, []).append((seq, old))
+        self._retired.setdefault(slot, []).append((list_number, old))
 
 
 class WorkerCache:
@@ -193,27 +185,27 @@ class WorkerCache:
         self._by_name: dict[str, int] = {}
 
     def hit(self, request: Request) -> int:
-        """Return the slot that remembers exactly this request, or -1."""
+        """Return the slot that holds exactly this request, or -1."""
         slot = self._by_name.get(request.name, -1)
         if slot >= 0 and self._slots[slot][1] == request:
             return slot
         return -1
 
-    def put(self, response: Response, own: Request) -> None:
-        """Remember a response in the slot that it names."""
+    def put(self, response: Response, request: Request) -> None:
+        """Remember a response, and this rank's request, in the slot that the response names."""
         old = self._slots.get(response.slot)
         if old is not None:
             del self._by_name[old[1].name]
-        self._slots[response.slot] = (response, own)
-        self._by_name[own.name] = response.slot
+        self._slots[response.slot] = (response, request)
+        self._by_name[request.name] = response.slot
 
     def __getitem__(self, slot: int) -> Request:
-        """Return this rank's own request of a slot."""
+        """Return this rank's request of a slot."""
         return self._slots[slot][1]
 
     def slots_of(self, name: str) -> list[int]:
         """Return the slots of a tensor, or of all grouped calls, of this name."""
-        slots = [slot for slot, (_, own) in self._slots.items() if own.group == name]
+        slots = [slot for slot, (_, request) in self._slots.items() if request.group == name]
         return [self._by_name[name], *slots] if name in self._by_name else slots
 
     def expand(self, bits: int) -> list[Response]:
@@ -222,7 +214,7 @@ class WorkerCache:
 
 
 class PendingHits:
-    """See the module's docstring.
+    """The cache bits that ranks of one process set have sent, and that are not answered.
 
     Parameters
     ----------
@@ -236,32 +228,32 @@ class PendingHits:
 
     def anyone(self) -> int:
         """Return the slots that some rank has submitted, as a bit vector."""
-        bits = 0
-        for held in self.by_rank.values():
-            bits |= held
-        return bits
+        slots = 0
+        for bits in self.by_rank.values():
+            slots |= bits
+        return slots
 
-    def everyone(self, bits: int = -1) -> int:
-        """Return which of some slots every rank has submitted."""
-        for held in self.by_rank.values():
-            bits &= held
-            if not bits:
+    def everyone(self, slots: int = -1) -> int:
+        """Return the slots among these that every rank has submitted."""
+        for bits in self.by_rank.values():
+            slots &= bits
+            if not slots:
                 return 0
-        return bits
+        return slots
 
     def hold(self, rank: int, bits: int, now: float) -> None:
-        """A rank submits these slots."""
+        """Add slots that a rank submits."""
         for slot in iter_bits(bits & ~self.anyone()):
             self._since[slot] = now
         self.by_rank[rank] |= bits
 
     def since(self, slot: int, otherwise: float) -> float:
-        """Return since when (s) some rank waits for a slot."""
+        """Return when (s) a rank first submitted a slot."""
         return self._since.get(slot, otherwise)
 
     def holders(self, slot: int) -> list[int]:
         """Return the ranks that have submitted a slot."""
-        return [rank for rank, held in self.by_rank.items() if held >> slot & 1]
+        return [rank for rank, bits in self.by_rank.items() if bits >> slot & 1]
 
     def drop(self, bits: int) -> None:
         """Forget slots."""

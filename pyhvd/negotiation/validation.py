@@ -1,8 +1,8 @@
-"""Do the ranks mean the same? Compares one tensor's requests and says what differs, rank by rank.
+"""The mismatch check: compare the ranks' requests for one tensor, and say what differs, rank by rank.
 
-Pure functions over :mod:`pyhvd.negotiation.messages`. The order of the checks is Horovod's: dtype, kind of
-operation, shape, scales, reduce op, joined ranks, gathered dims, root, device; then what Horovod does
-not send at all: grouping and process-set members. Only the first fault is reported.
+Pure functions over :mod:`pyhvd.negotiation.messages`. The order of the checks is Horovod's: dtype, operation,
+shape, scales, reduce op, joined ranks, root, device. Grouping and the members of a process set come last, as
+Horovod does not send them. Only the first difference is reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.dtypes import BY_CODE, ReduceOp
-from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, verb
 
 _SAME_SHAPE = frozenset(
     (RequestType.ALLREDUCE, RequestType.ADASUM, RequestType.BROADCAST, RequestType.REDUCESCATTER)
@@ -23,26 +23,12 @@ _NEEDS_ALL = frozenset(
 )
 
 
-def verb(request_type: int) -> str:
-    """Return the public name of an operation."""
-    return RequestType(request_type).name.lower()
-
-
 def _dtype(request: Request) -> str:
     return BY_CODE[request.dtype].name if request.dtype in BY_CODE else "no tensor"
 
 
-def _operation(request: Request) -> str:
-    return verb(request.type)
-
-
 def _op(request: Request) -> str:
     return ReduceOp(request.op).name.capitalize() if request.op >= 0 else "none"
-
-
-def kind_of_device(device: str) -> str:
-    """Return what of a device's name must be the same on every rank: not its number."""
-    return device.partition(":")[0]
 
 
 def _group(request: Request) -> str:
@@ -53,7 +39,7 @@ Check = tuple[str, Callable[[Request], Any], Callable[[Request], str]]
 
 _FIRST: tuple[Check, ...] = (
     ("data types", lambda r: r.dtype, _dtype),
-    ("operations", lambda r: r.type, _operation),
+    ("operations", lambda r: r.type, lambda r: verb(r.type)),
 )
 _SHAPES: Check = ("shapes", lambda r: r.shape, lambda r: str(r.shape))
 _NDIMS: Check = ("numbers of dimensions", lambda r: len(r.shape), lambda r: f"{len(r.shape)} {r.shape}")
@@ -65,14 +51,14 @@ _SCALES: tuple[Check, ...] = (
 )
 _LAST: tuple[Check, ...] = (
     ("root ranks", lambda r: r.root, lambda r: str(r.root)),
-    ("devices", lambda r: kind_of_device(r.device), lambda r: r.device),
+    ("devices", lambda r: r.device.partition(":")[0], lambda r: r.device),
     ("grouping", lambda r: (r.group, r.group_size), _group),
     ("process sets", lambda r: r.ranks, lambda r: str(list(r.ranks))),
 )
 
 
 def check(requests: Mapping[int, Request], joined: Sequence[int]) -> ErrorInfo | None:
-    """Compare what the ranks submitted under one name.
+    """Compare the ranks' requests under one name.
 
     Parameters
     ----------
@@ -84,35 +70,25 @@ def check(requests: Mapping[int, Request], joined: Sequence[int]) -> ErrorInfo |
     Returns
     -------
     ErrorInfo or None
-        The first fault, with every rank's value, or None.
+        The first difference, with every rank's value, or None.
     """
     first = next(iter(requests.values()))
-    same = all(r == first for r in requests.values())
-    if not same:
-        for what in _FIRST:
-            if error := _differs(requests, what):
-                return error
     kind = RequestType(first.type)
-    if not same:
-        shapes = (_SHAPES,) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING) if kind in _ROWS_DIFFER else ()
-        for what in (*shapes, *_SCALES):
-            if error := _differs(requests, what):
-                return error
+    shapes = (_SHAPES,) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING) if kind in _ROWS_DIFFER else ()
+    for what in (*_FIRST, *shapes, *_SCALES):
+        if error := _differs(requests, what):
+            return error
     if joined and (error := _check_joined(first, kind, joined)):
         return error
-    if not same:
-        for what in _LAST:
-            if error := _differs(requests, what):
-                return error
-    return None
+    return next((error for what in _LAST if (error := _differs(requests, what))), None)
 
 
 def sizes_differ(request: Request, sizes: Mapping[int, int]) -> ErrorInfo:
-    """Say that a grouped call has these numbers of tensors on these ranks."""
+    """Return the error of a grouped call with these numbers of tensors on these ranks."""
     per_rank = {rank: f"{size} tensors" for rank, size in sizes.items()}
     return ErrorInfo(
         ErrorKind.MISMATCH,
-        f"Mismatched sizes of the group {request.group!r} ({_operation(request)}):"
+        f"Mismatched sizes of the group {request.group!r} ({verb(request.type)}):"
         f" {describe_values(per_rank)}. Every rank must submit the same under one name.",
         per_rank=per_rank,
     )
@@ -126,7 +102,7 @@ def _differs(requests: Mapping[int, Request], what: Check) -> ErrorInfo | None:
         return None
     request = next(iter(requests.values()))
     per_rank = {rank: show(r) for rank, r in requests.items()}
-    subject = "tensor" if label == "operations" else _operation(request)
+    subject = "tensor" if label == "operations" else verb(request.type)
     return ErrorInfo(
         ErrorKind.MISMATCH,
         f"Mismatched {label} of {subject} {request.name!r}: {describe_values(per_rank)}."

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
-from pyhvd.negotiation.stragglers import StragglerStats
 
 BUCKETS = 48
 """Buckets of a histogram; bucket k counts values above 2**(k-1) and up to 2**k, as in ``counters.h``."""

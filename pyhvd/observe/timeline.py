@@ -32,13 +32,13 @@ from pyhvd.errors import HorovodInternalError, TimelineError
 from pyhvd.native.shared_memory import (
     AWAITING,
     CARRIED,
+    MARKED_READY,
     PACKING,
-    PUT_UP,
     READY,
     REDUCING,
     SUBMITTED,
     UNPACKING,
-    Lane,
+    FastPath,
     Trace,
 )
 from pyhvd.negotiation.messages import Request, RequestType, Response, TimelineOrder
@@ -88,7 +88,7 @@ class Timeline(Instrument):
         Whether to write a CYCLE_START for every response list and every entry of the ready log.
     trace : Trace
         Ring to which the C code writes records.
-    lane : Lane or None
+    lane : FastPath or None
         The fast lane, which knows the tensors of cache slots.
     members : callable
         ``members(id)`` returns the global ranks of a process set.
@@ -102,7 +102,7 @@ class Timeline(Instrument):
         job: str,
         mark_cycles: bool,
         trace: Trace,
-        lane: Lane | None,
+        lane: FastPath | None,
         members: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._writer = writer
@@ -200,7 +200,7 @@ class Timeline(Instrument):
         for kind, begin, end, number, set_id, slot, rank in self._trace.take(CELLS):
             if begin < self._origin:
                 continue  # of an earlier recording
-            if kind in (SUBMITTED, PUT_UP):
+            if kind in (SUBMITTED, MARKED_READY):
                 what = self._rows.queued if kind == SUBMITTED else self._on_post
                 self._append((begin, what, (self._tensors(set_id, slot, alone=False),)))
             elif kind == READY:
@@ -290,7 +290,7 @@ class Recorder:
 
     def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
         self.busy = False
-        self.lane: Lane | None = None
+        self.lane: FastPath | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
         self.trace = Trace()
         self._rank = rank
@@ -300,7 +300,7 @@ class Recorder:
         self._order = TimelineOrder()
         self._active: Timeline | None = None
         self._lock = threading.Lock()
-        self._asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
+        self.asked: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._under_way: deque[tuple[TimelineOrder, Future[None]]] = deque()
         self._over: Future[None] = Future()
         self._last_stops: list[Future[None]] = []
@@ -410,23 +410,23 @@ class Recorder:
                 return self._over
             if self._closed is not None:
                 raise self._closed.with_traceback(None)
-            self._asked.append((order, future))
+            self.asked.append((order, future))
         return future
 
     def next_order(self) -> TimelineOrder | None:
         """Return the next order to send to all ranks, or None."""
-        if not self._asked:
+        if not self.asked:
             return None
         with self._lock:
-            self._under_way.append(self._asked.popleft())
+            self._under_way.append(self.asked.popleft())
         return self._under_way[-1][0]
 
     def close(self, error: HorovodInternalError) -> None:
         """Fail the orders that are left: the runtime ends."""
         with self._lock:
             self._closed = error
-            left = [*self._under_way, *self._asked]
-            self._asked.clear()
+            left = [*self._under_way, *self.asked]
+            self.asked.clear()
             self._under_way.clear()
         for order, future in left:
             if order.path:

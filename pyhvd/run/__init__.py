@@ -1,1 +1,1 @@
-"""Starting ranks: ``python -m pyhvd.run`` runs a script under mpiexec, and launches mpiexec outside it."""
+"""pyhvdrun and ``python -m pyhvd.run``: they start mpiexec, and run a script on each rank under it."""

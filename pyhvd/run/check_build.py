@@ -1,7 +1,7 @@
-"""What pyhvd finds to work with on this host: ``pyhvdrun --check-build``, and the MPI part of the doctor.
+"""What pyhvd can use on this host: ``pyhvdrun --check-build``, and the MPI part of the doctor.
 
-Owns: the questions, asked in processes of their own with a time limit each, and Horovod's form of the answer.
-Horovod prints what was compiled in; pyhvd links nothing, so it says what is there.
+Each check runs in a process of its own, with a time limit. The output has Horovod's form. Horovod prints what
+was compiled in; pyhvd links nothing, so it prints what is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 
 from pyhvd import __version__
 from pyhvd.job.mpi.flavour import INSTALL, judge_library
+from pyhvd.job.mpi.rank_env import OF_RANKS, without
+from pyhvd.job.process.signals import describe_exit
+from pyhvd.run.control_socket import JOB_DIR
 from pyhvd.transport.mpi import probe
 
 FRAMEWORKS = ("numpy", "cupy", "torch")
@@ -32,35 +35,28 @@ _DOING = {
     "init": "MPI_Init_thread",
     "finalize": "MPI_Finalize",
 }
-# What an mpiexec tells its ranks. A process that hears of it would wait for the others of that job.
-_OF_A_JOB = (
-    *("PMI_", "PMIX_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_APP_CTX"),
-    *("OMPI_FIRST_RANKS", "OMPI_NUM_APP_CTX", "OMPI_FILE_LOCATION", "PRTE_LAUNCHED", "PYHVD_JOB_DIR"),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class MpiFacts:
-    """What MPI says of itself.
+    """What a check of MPI found.
 
     Attributes
     ----------
     mpi4py : str
-        Its version; empty where there is none.
+        Its version; empty if it is not installed.
     library : str
-        Name and version, e.g. ``"MPICH 5.0.2"``; empty where none could be loaded.
+        Name and version, e.g. ``"MPICH 5.0.2"``; empty if none could be loaded.
     text : str
-        The first line of what MPI_Get_library_version returns.
+        The first line of MPI_Get_library_version.
     path : str
-        The library's file, where it is known.
+        The library's file; empty if unknown.
     origin : str
-        The wheel that it is from, e.g. ``"wheel mpich 5.0.2"``, or ``"system"``; empty if unknown.
+        The library's wheel, e.g. ``"wheel mpich 5.0.2"``, or ``"system"``; empty if unknown.
     threads : str
-        The level granted when MPI_THREAD_MULTIPLE is asked for; empty if it did not come to that.
-    cuda_aware : bool or None
-        None where the library does not say.
+        The level granted for MPI_THREAD_MULTIPLE; empty if MPI was not initialized.
     error : str
-        What went wrong, and at what; empty if nothing did.
+        What failed, and how; empty without an error.
     """
 
     mpi4py: str = ""
@@ -69,13 +65,12 @@ class MpiFacts:
     path: str = ""
     origin: str = ""
     threads: str = ""
-    cuda_aware: bool | None = None
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Importable:
-    """Whether a package can be imported; ``reason`` is its version, or what the import said."""
+    """Whether a package can be imported; ``reason`` is its version, or the import's error."""
 
     name: str
     works: bool
@@ -83,7 +78,7 @@ class Importable:
 
 
 def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
-    """Ask MPI in a process of its own, which gets ``timeout`` seconds."""
+    """Check MPI in a process of its own, for at most ``timeout`` seconds."""
     out, err, code = _ask([sys.executable, "-P", str(_PROBE)], timeout)
     told = [line for line in out.splitlines() if line.startswith('{"stage"')]
     found: dict[str, Any] = json.loads(told[-1]) if told else {"stage": ""}
@@ -92,8 +87,7 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
     if code is None:
         error = f"{doing} has not ended within {timeout:g} s"
     elif found["stage"] != "done":
-        ended = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-        error = f"{doing} failed ({_last_line(err) or ended})"
+        error = f"{doing} failed ({_last_line(err) or describe_exit(code)})"
         if found["stage"] in ("", "load", "import"):
             error += f"; {INSTALL}"
     path, text = str(found.get("path", "")), str(found.get("library", ""))
@@ -104,29 +98,28 @@ def probe_mpi(timeout: float = _PROBE_S) -> MpiFacts:
         path=path,
         origin=_origin(path),
         threads=found.get("threads", ""),
-        cuda_aware=found.get("cuda_aware"),
         error=error,
     )
 
 
 def try_import(name: str, timeout: float = _IMPORT_S) -> Importable:
-    """Import a package in a process of its own: some take seconds, and a broken one may crash."""
+    """Import a package in a process of its own: an import may take seconds, or crash."""
     code = f"import {name}; print({name}.__version__)"
     out, err, returned = _ask([sys.executable, "-c", code], timeout)
     if returned is None:
         return Importable(name, False, f"its import has not ended within {timeout:g} s")
     if returned != 0:
-        return Importable(name, False, _last_line(err) or f"exit code {returned}")
+        return Importable(name, False, _last_line(err) or describe_exit(returned))
     return Importable(name, True, _last_line(out))
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what an mpiexec says to its ranks, for a process that is none."""
-    return {name: value for name, value in environ.items() if not name.startswith(_OF_A_JOB)}
+    """Return the environment for a process that is not a rank of this process's job."""
+    return without(environ, *OF_RANKS, JOB_DIR)
 
 
 def find_nccl() -> Importable:
-    """Ask CuPy for NCCL, in a process of its own."""
+    """Check whether CuPy finds NCCL, in a process of its own."""
     code = "from pyhvd.api.topology import nccl_built; print(nccl_built())"
     out, err, returned = _ask([sys.executable, "-W", "ignore", "-c", code], _IMPORT_S)
     version = _last_line(out)
@@ -135,18 +128,18 @@ def find_nccl() -> Importable:
 
 
 def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Importable, verbose: bool) -> str:
-    """Return Horovod's three lists, and what MPI says.
+    """Return Horovod's three lists, and what was found of MPI.
 
     Parameters
     ----------
     mpi : MpiFacts
-        What MPI says of itself.
+        The check of MPI.
     frameworks : sequence of Importable
-        Which of the array libraries there are.
+        The checks of array libraries.
     nccl : Importable
-        Whether CuPy finds NCCL.
+        The check of NCCL.
     verbose : bool
-        Also say why.
+        Whether to show the reasons.
     """
     rows = []
     for each in frameworks:
@@ -175,27 +168,26 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Import
             f"    [{'X' if works else ' '}] {name}" + (f"  ({why})" if verbose else "")
             for name, works, why in entries
         ]
-    cuda_aware = {True: "yes", False: "no", None: "unknown"}[mpi.cuda_aware]
     where = f" ({mpi.origin}{', ' + mpi.path if verbose and mpi.path else ''})" if mpi.origin else ""
     lines += [
         "",
         "MPI:",
         f"    mpi4py {mpi.mpi4py or 'not found'}",
         f"    {mpi.library or 'no library'}{where}",
+        f"    thread level: {mpi.threads or 'unknown'}",
     ]
-    lines += [f"    thread level: {mpi.threads or 'unknown'}", f"    CUDA-aware: {cuda_aware}"]
     return "\n".join([*lines, *([f"    error: {mpi.error}"] if mpi.error else [])])
 
 
 def check_build(verbose: bool) -> int:
-    """Print what there is; return 0, as Horovod does."""
+    """Print what pyhvd can use; return 0, as Horovod does."""
     frameworks = [try_import(name) for name in FRAMEWORKS]
     print(describe_build(probe_mpi(), frameworks, find_nccl(), verbose))
     return 0
 
 
 def _ask(command: list[str], timeout: float) -> tuple[str, str, int | None]:
-    """Run a command; return stdout, stderr and the exit code, None where it had to be killed."""
+    """Run a command; return stdout, stderr and the exit code, None if it exceeded the time limit."""
     with subprocess.Popen(
         command,
         env=alone(os.environ),
@@ -220,7 +212,7 @@ def _last_line(text: str) -> str:
 
 
 def _origin(path: str) -> str:
-    """Return which wheel a library is from: those install into this Python's own prefix."""
+    """Return the wheel of a library; wheels install into this Python's prefix."""
     if not path:
         return ""
     if Path(path).is_relative_to(Path(sys.prefix).resolve()) or path.startswith(sys.prefix + os.sep):

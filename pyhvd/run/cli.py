@@ -21,19 +21,24 @@ examples:
   pyhvdrun -n 4 --timeline-filename traces/ train.py
   pyhvdrun -n 2 -c "import pyhvd as hvd; hvd.init(); print(hvd.rank())"
   pyhvdrun -n 4 --stall-check-warning-time-seconds 10 train.py
-  pyhvdrun -n 4 --log-level info train.py       pyhvd says what it does
+  pyhvdrun -n 4 --log-level info train.py       pyhvd logs what it does
   pyhvdrun -n 4 --autotune --autotune-log-file tuned.csv train.py
-  pyhvdrun -n 4 --metrics-port 0 train.py       ... that python -m pyhvd top can watch
-  pyhvdrun --check-build                        what pyhvd finds here
-  mpiexec -n 4 python -m pyhvd.run train.py     the same under an mpiexec of your own
+  pyhvdrun -n 4 --metrics-port 0 train.py       with metrics for python -m pyhvd top
+  pyhvdrun --check-build                        what pyhvd can use on this host
+  mpiexec -n 4 python -m pyhvd.run train.py     the same under your own mpiexec
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for; `program` is script, ``-m module`` or ``-c code``, with arguments.
+    """The parsed command line.
 
-    `settings` are the knobs that it sets, as variables of the ranks; they win over the environment.
+    Attributes
+    ----------
+    program : list of str
+        A script, ``-m module`` or ``-c code``, with its arguments.
+    settings : dict of str to str
+        Variables of the ranks, which override the environment.
     """
 
     program: list[str]
@@ -45,11 +50,10 @@ class Options:
     prefix_output: bool = False
     prefix_timestamp: bool = False
     settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks, which win over what is set already."""
     check_build: bool = False
 
     def rank_arguments(self) -> list[str]:
-        """The options that each rank needs, as its own command line."""
+        """Return the arguments of each rank's own command line."""
         arguments = []
         if self.output_filename is not None:
             arguments += ["--output-filename", os.path.abspath(self.output_filename)]
@@ -61,14 +65,14 @@ class Options:
 
 
 def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
-    """Parse the command line; bad usage ends the process with code 2, as argparse does.
+    """Parse the command line; exit with code 2 on bad usage, as argparse does.
 
     Parameters
     ----------
     arguments : sequence of str
         ``sys.argv[1:]``.
     under_mpiexec : bool
-        Whether this process is a rank already: then ``-n`` is refused, else it is required.
+        Whether this process is a rank: then ``-n`` is refused, otherwise it is required.
     """
     parser = _parser()
     own, program = _split(list(arguments), parser)
@@ -77,9 +81,9 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
         return Options(program=[], verbose=known.verbose, check_build=True)
     _check_program(program, parser)
     if under_mpiexec and known.num_proc is not None:
-        parser.error("mpiexec has started this rank already: give either mpiexec or -n, not both")
+        parser.error("mpiexec has started this rank already: use either mpiexec or -n, not both")
     if not under_mpiexec and known.num_proc is None:
-        parser.error("say how many ranks, e.g. -n 2")
+        parser.error("the number of ranks is missing: give e.g. -n 2")
     try:
         settings = settings_of(known)
     except ConfigFileError as exc:
@@ -102,7 +106,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
 
 
 def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse what can be no program."""
+    """Refuse an invalid program."""
     if not program:
         parser.error("no script: give a script, -m module or -c code")
     if program[0] == "-":
@@ -117,7 +121,7 @@ def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
 
 
 def _joined(own: list[str]) -> list[str]:
-    """Make ``--mpi-args ARGS`` one word: argparse would take ARGS, which begin with a dash, for an option."""
+    """Join ``--mpi-args ARGS`` into one word: argparse would take ARGS with its dash for an option."""
     if "--mpi-args" not in own[:-1]:
         return own
     at = own.index("--mpi-args")
@@ -125,7 +129,7 @@ def _joined(own: list[str]) -> list[str]:
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Cut our options from the program: all that follows the script's name belongs to the script."""
+    """Split off the program: everything after the script's name belongs to the script."""
     takes_value = {
         name for action in parser._actions if action.nargs is None for name in action.option_strings
     }
@@ -157,17 +161,17 @@ def _parser() -> argparse.ArgumentParser:
         "-cb",
         "--check-build",
         action="store_true",
-        help="show the frameworks, controllers and operations that there are, and end; --verbose: why",
+        help="show the available frameworks, controllers and operations, and exit; --verbose: why",
     )
     parser.add_argument("-n", "-np", "--num-proc", type=positive_int, metavar="N", help="number of ranks")
-    parser.add_argument("--verbose", action="store_true", help="show the mpiexec command and what was chosen")
-    parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="further arguments for mpiexec")
+    parser.add_argument("--verbose", action="store_true", help="show the mpiexec command and the settings")
+    parser.add_argument("--mpi-args", default="", metavar='"ARGS"', help="more arguments for mpiexec")
     parser.add_argument(
         "--start-timeout",
         type=positive_float,
         default=30.0,
         metavar="S",
-        help="give up when not all ranks have started after S seconds (default: 30)",
+        help="fail if not all ranks have started after S seconds (default: 30)",
     )
     parser.add_argument(
         "--output-filename",
@@ -178,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-output", action="store_true", help="begin each line with its rank: [1]<stdout>:"
     )
     parser.add_argument(
-        "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day in front"
+        "--prefix-timestamp", action="store_true", help="as --prefix-output, with the time of day first"
     )
     _add_logging(parser)
     add_flags(parser)
@@ -193,7 +197,7 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         choices=LOG_LEVELS,
         metavar="LEVEL",
-        help=f"level of pyhvd's own log: {', '.join(LOG_LEVELS)} (default: PYHVD_LOG_LEVEL, or warning)",
+        help=f"level of pyhvd's log: {', '.join(LOG_LEVELS)} (default: PYHVD_LOG_LEVEL, or warning)",
     )
     group.add_argument(
         "--log-with-timestamp",
@@ -201,7 +205,7 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         dest="PYHVD_LOG_HIDE_TIME",
         action="store_true",
         default=None,
-        help="show the clock in pyhvd's log (the default)",
+        help="show the time in pyhvd's log (the default)",
     )
     group.add_argument(
         "--log-without-timestamp",
@@ -209,12 +213,12 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
         dest="PYHVD_LOG_HIDE_TIME",
         action="store_false",
         default=None,
-        help="show no clock in it",
+        help="do not show the time in pyhvd's log",
     )
 
 
 def positive_int(text: str) -> int:
-    """Return a number of things, for argparse."""
+    """Return a whole number of at least 1, for argparse."""
     try:
         value = int(text)
     except ValueError:

@@ -1,9 +1,11 @@
 """The line between the launcher and the supervisor of each rank: JSON lines over a Unix socket.
 
-The socket lives in the job's private directory (mode 0700). A supervisor says ``hello``, ``record`` and
-``ended``; the launcher answers rank 0's ``hello`` with its own stdin, and says ``signal``. The end of the
-line tells more than any word on it: when the launcher goes away, however it died, supervisors end their
-ranks; when a supervisor goes, its rank is lost.
+The socket is in the job's private directory (mode 0700).
+
+1. A supervisor sends ``hello``, ``report`` and ``ended``.
+2. The launcher answers rank 0's ``hello`` with its own stdin, and sends ``signal``.
+3. When the launcher's end closes, however the launcher died, supervisors end their ranks.
+4. When a supervisor's end closes, its rank is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _SOCKET_NAME = "s"
 
 
 def listen(job_dir: str, backlog: int) -> socket.socket:
-    """The launcher's end, in `job_dir`."""
+    """Return the launcher's listening socket, in `job_dir`."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.path.join(job_dir, _SOCKET_NAME))
     listener.listen(backlog)
@@ -28,21 +30,21 @@ def listen(job_dir: str, backlog: int) -> socket.socket:
 
 
 def connect() -> Line | None:
-    """A supervisor's end; None without a launcher (bare mpiexec), or when it is gone already."""
-    job_dir = os.environ.pop(JOB_DIR, None)  # a job that the script starts is not part of this one
+    """Connect a supervisor to its launcher; return None without one (bare mpiexec), or if it is gone."""
+    job_dir = os.environ.pop(JOB_DIR, None)  # jobs that the script starts are not part of this one
     if job_dir is None:
         return None
     peer = socket.socket(socket.AF_UNIX)
     try:
         peer.connect(os.path.join(job_dir, _SOCKET_NAME))
-    except OSError:  # a job that is over, or another host's directory
+    except OSError:  # the job is over, or the directory is on another host
         peer.close()
         return None
     return Line(peer, job_dir)
 
 
 class Line:
-    """One connected end. Reading never blocks; writing could, but messages are far smaller than buffers."""
+    """One end of a line. Reading never blocks; nor does writing, as messages are smaller than buffers."""
 
     def __init__(self, peer: socket.socket, job_dir: str | None = None) -> None:
         self._peer = peer
@@ -55,12 +57,12 @@ class Line:
         return self._peer.fileno()
 
     def send(self, what: str, value: object = None) -> None:
-        """Send one message; a peer that is gone is noticed when reading, not here."""
+        """Send one message; do nothing if the peer is gone, which :meth:`receive` notices."""
         with contextlib.suppress(OSError):
             self._peer.sendall(json.dumps([what, value]).encode() + b"\n")
 
     def give_stdin(self) -> None:
-        """Send this process's stdin, or /dev/null when it has none, as the first message on the line."""
+        """Send this process's stdin, or /dev/null if it has none, as the first message on the line."""
         try:
             source = os.dup(0)
         except OSError:
@@ -70,7 +72,7 @@ class Line:
         os.close(source)
 
     def take_stdin(self) -> int | None:
-        """Wait for the other side's stdin; None when it hangs up instead."""
+        """Wait for the peer's stdin; return None if the peer closes the line instead."""
         try:
             self._rest, received, _, _ = socket.recv_fds(self._peer, 4096, 1)
         except OSError:
@@ -78,7 +80,7 @@ class Line:
         return received[0] if received else None
 
     def receive(self) -> list[tuple[str, Any]]:
-        """What has arrived; clears `open` at the end of the line."""
+        """Return the messages that have arrived; clear `open` at the end of the line."""
         try:
             chunk = self._peer.recv(65536, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -92,12 +94,12 @@ class Line:
         return [(what, value) for what, value in map(json.loads, lines)]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         self.open = False
         self._peer.close()
 
     def remove_traces(self) -> None:
-        """Remove the job's directory in place of a launcher that was killed; harmless when it was not."""
+        """Remove the job's directory, as a killed launcher cannot; harmless if the launcher lives."""
         if self._job_dir is not None:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._job_dir, _SOCKET_NAME))

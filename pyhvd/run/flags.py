@@ -1,7 +1,7 @@
-"""Flags and config-file entries that stand for an environment variable of the ranks.
+"""Flags and config-file entries, each of which sets an environment variable of the ranks.
 
-Owns: the table of them, as Horovod names them, and the config file (YAML, read with PyYAML). What a value
-means is the business of :mod:`pyhvd.config`, on the ranks; here it is checked for what is plainly wrong.
+Owns their table, with Horovod's names, and the config file (YAML, read with PyYAML). It rejects plainly wrong
+values; on the ranks, :mod:`pyhvd.config` interprets them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ConfigFileError(ValueError):
-    """The config file cannot be read, or says what nobody understands."""
+    """The config file cannot be read, or has an unknown entry or a wrong value."""
 
 
 def _text(value: Any) -> str:
@@ -69,30 +69,33 @@ def _opposite(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable, and how it is said.
+    """One variable, with its flag and its config-file entry.
 
     Attributes
     ----------
     entry : str
-        Section and key in the config file; ``controller`` is in no section.
+        Section and key in the config file; ``controller`` has no section.
     variable : str
-        What the ranks read.
+        The variable of the ranks.
     convert : callable
-        From what the file or the command line says to the variable's text; raises ValueError.
-    flag : str
-        On the command line; empty where the config file alone has it.
+        Converts the value in the file or on the command line to the variable's text; raises ValueError.
     takes : str
-        What the flag takes; empty for a switch, which has a ``--no-`` form.
+        The flag's argument in ``--help``; empty for a switch, which has a ``--no-`` form.
     help : str
-        For ``--help``.
+        The text in ``--help``; empty if there is no flag.
     """
 
     entry: str
     variable: str
     convert: Callable[[Any], str]
-    flag: str = ""
     takes: str = ""
     help: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag on the command line: named as the entry, without ``params`` and ``enabled``."""
+        name = self.entry.removeprefix("params.").removesuffix(".enabled")
+        return "--" + name.replace(".", "-").replace("_", "-")
 
 
 SETTINGS = (
@@ -100,7 +103,6 @@ SETTINGS = (
         "params.fusion_threshold_mb",
         "PYHVD_FUSION_THRESHOLD",
         _megabytes,
-        "--fusion-threshold-mb",
         "MB",
         "fuse tensors up to MB mebibytes; 0: no fusion (default: 128)",
     ),
@@ -108,15 +110,13 @@ SETTINGS = (
         "params.cycle_time_ms",
         "PYHVD_CYCLE_TIME",
         _number,
-        "--cycle-time-ms",
         "MS",
-        "let submissions gather for at most MS milliseconds (default: 1)",
+        "collect submissions for at most MS milliseconds (default: 1)",
     ),
     Setting(
         "params.cache_capacity",
         "PYHVD_CACHE_CAPACITY",
         _whole,
-        "--cache-capacity",
         "N",
         "remember N responses per process set; 0: none (default: 1024)",
     ),
@@ -124,15 +124,13 @@ SETTINGS = (
         "autotune.enabled",
         "PYHVD_AUTOTUNE",
         _switch,
-        "--autotune",
         "",
-        "search for the best fusion threshold, cycle time and chunk size; what is given is held",
+        "search for the best fusion threshold, cycle time and chunk size; given values stay",
     ),
     Setting(
         "autotune.log_file",
         "PYHVD_AUTOTUNE_LOG",
         _text,
-        "--autotune-log-file",
         "FILE",
         "write each sample of the search to FILE, as CSV",
     ),
@@ -140,23 +138,20 @@ SETTINGS = (
         "autotune.warmup_samples",
         "PYHVD_AUTOTUNE_WARMUP_SAMPLES",
         _whole,
-        "--autotune-warmup-samples",
         "N",
-        "throw away N samples before the search (default: 3)",
+        "discard N samples before the search (default: 3)",
     ),
     Setting(
         "autotune.steps_per_sample",
         "PYHVD_AUTOTUNE_STEPS_PER_SAMPLE",
         _whole,
-        "--autotune-steps-per-sample",
         "N",
-        "N steps of the program make a sample (default: 10)",
+        "take a sample over N steps of the program (default: 10)",
     ),
     Setting(
         "autotune.bayes_opt_max_samples",
         "PYHVD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         _whole,
-        "--autotune-bayes-opt-max-samples",
         "N",
         "no effect: the search is not Bayesian",
     ),
@@ -164,7 +159,6 @@ SETTINGS = (
         "autotune.gaussian_process_noise",
         "PYHVD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         _fraction,
-        "--autotune-gaussian-process-noise",
         "X",
         "no effect: the search is not Bayesian",
     ),
@@ -172,7 +166,6 @@ SETTINGS = (
         "metrics.port",
         "PYHVD_METRICS_PORT",
         _port,
-        "--metrics-port",
         "PORT",
         "serve each rank's metrics for Prometheus on PORT + its local rank; 0: on any free port",
     ),
@@ -180,17 +173,8 @@ SETTINGS = (
         "metrics.address",
         "PYHVD_METRICS_ADDRESS",
         _text,
-        "--metrics-address",
         "ADDRESS",
-        "... on this address (default: 127.0.0.1)",
-    ),
-    Setting(
-        "params.cuda_aware_mpi",
-        "PYHVD_CUDA_AWARE_MPI",
-        _switch,
-        "--cuda-aware-mpi",
-        "",
-        "give arrays on GPUs that NCCL does not carry to MPI as they are, if it takes them (default: no)",
+        "serve metrics on this address (default: 127.0.0.1)",
     ),
     Setting("params.hierarchical_allreduce", "PYHVD_HIERARCHICAL_ALLREDUCE", _switch),
     Setting("params.hierarchical_allgather", "PYHVD_HIERARCHICAL_ALLGATHER", _switch),
@@ -199,31 +183,27 @@ SETTINGS = (
         "timeline.filename",
         "PYHVD_TIMELINE",
         _text,
-        "--timeline-filename",
         "PATH",
-        "record what every rank does: rank 0 to PATH, the others beside it (a directory: all into it)",
+        "record each rank's timeline: rank 0 to PATH, the others beside it (a directory: all into it)",
     ),
     Setting(
         "timeline.mark_cycles",
         "PYHVD_TIMELINE_MARK_CYCLES",
         _switch,
-        "--timeline-mark-cycles",
         "",
-        "mark in the timeline when response lists are taken up (default: no)",
+        "mark in the timeline when a response list arrives (default: no)",
     ),
     Setting(
         "stall_check.enabled",
         "PYHVD_STALL_CHECK_DISABLE",
         _opposite,
-        "--stall-check",
         "",
-        "whether to look for stalled tensors at all (default: yes)",
+        "look for stalled tensors (default: yes)",
     ),
     Setting(
         "stall_check.warning_time_seconds",
         "PYHVD_STALL_CHECK_TIME_SECONDS",
         _number,
-        "--stall-check-warning-time-seconds",
         "S",
         "report tensors that some ranks have not submitted after S seconds (default: 60)",
     ),
@@ -231,9 +211,8 @@ SETTINGS = (
         "stall_check.shutdown_time_seconds",
         "PYHVD_STALL_SHUTDOWN_TIME_SECONDS",
         _number,
-        "--stall-check-shutdown-time-seconds",
         "S",
-        "... and end the job with an error after S seconds (default: 0, never)",
+        "end the job with an error if tensors have stalled for S seconds (default: 0, never)",
     ),
     Setting("library_options.mpi_threads_disable", "PYHVD_MPI_THREADS_DISABLE", _switch),
     Setting("library_options.num_nccl_streams", "PYHVD_NUM_NCCL_STREAMS", _whole),
@@ -246,12 +225,12 @@ SETTINGS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take the flags of the table, and ``--config-file``."""
+    """Add the flags of the table, and ``--config-file``, to a parser."""
     parser.add_argument(
-        "--config-file", metavar="FILE", help="read settings from a YAML file; flags win over it"
+        "--config-file", metavar="FILE", help="read settings from a YAML file; flags override it"
     )
     for setting in SETTINGS:
-        if setting.flag and setting.takes:
+        if setting.help and setting.takes:
             parser.add_argument(
                 setting.flag,
                 dest=setting.variable,
@@ -259,14 +238,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 metavar=setting.takes,
                 help=setting.help,
             )
-        elif setting.flag:
+        elif setting.help:
             parser.add_argument(
                 setting.flag, dest=setting.variable, action=argparse.BooleanOptionalAction, help=setting.help
             )
 
 
 def settings_of(known: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that the flags, and the config file, ask for.
+    """Return the variables that the flags and the config file set.
 
     Raises
     ------
@@ -282,7 +261,7 @@ def settings_of(known: argparse.Namespace) -> dict[str, str]:
 
 
 def read_config_file(path: str) -> dict[str, str]:
-    """Return the environment variables that a config file asks for; raises ConfigFileError."""
+    """Return the variables that a config file sets; raise ConfigFileError if it is invalid."""
     try:
         import yaml
     except ImportError:
@@ -296,7 +275,9 @@ def read_config_file(path: str) -> dict[str, str]:
     asked = {}
     for entry, value in _entries(path, sections, table):
         if entry not in table:
-            raise ConfigFileError(f"{path}: {entry} is no setting; there are {', '.join(sorted(table))}")
+            raise ConfigFileError(
+                f"{path}: {entry} is not a setting; the settings are {', '.join(sorted(table))}"
+            )
         try:
             asked[table[entry].variable] = table[entry].convert(value)
         except ValueError as exc:
@@ -305,7 +286,7 @@ def read_config_file(path: str) -> dict[str, str]:
 
 
 def _entries(path: str, sections: Any, known: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config file; a section may be empty."""
+    """Yield the entries of a config file, whose sections may be empty."""
     if not isinstance(sections, dict):
         raise ConfigFileError(f"{path}: expected sections with entries")
     for section, entries in sections.items():

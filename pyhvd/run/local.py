@@ -1,7 +1,7 @@
-"""The parent of mpiexec: ``pyhvdrun -n 4 script.py``.
+"""The launcher, ``pyhvdrun -n 4 script.py``: it runs mpiexec on this host.
 
-It chooses mpiexec and its settings, hears from the supervisor of every rank, passes Ctrl-C and SIGTERM on to
-the ranks, and when all is over, prints the first failure, last.
+It chooses mpiexec and its settings, receives reports from each rank's supervisor, and passes signals on to
+the ranks. At the end it prints the first failure, below all other output.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from types import FrameType
 
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
+from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
 from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, ExitReport, root_cause
-from pyhvd.job.process.signals import ENDING, to_handle
+from pyhvd.job.process.signals import ENDING, shell_code, to_handle
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
 
-# Asked to stop, ranks have this long to clean up. A second signal cuts it short.
+# After a signal, ranks have this long to clean up. A second signal ends them at once.
 _GRACE_S = 5.0
-# A rank that fails ends the job itself; when the job still runs after this long, the launcher ends it.
+# A failed rank ends the job itself; if the job still runs after this long, the launcher ends it.
 _FAILED_S = 1.5
-# mpiexec, asked to end, has this long to tidy up after itself.
+# After SIGTERM, mpiexec has this long to end.
 _MPIEXEC_S = 1.0
-# Ranks that take longer than this to stop are named.
+# Ranks that have not stopped after this long are named.
 _SAY_WAITING_S = 1.0
 
 
@@ -49,8 +50,7 @@ def launch(options: Options) -> int:
     except LaunchError as exc:
         _say(f"pyhvd: {exc}")
         return 1
-    # Short: the socket's path must fit in 108 bytes, and Open MPI puts paths of its own beneath it.
-    job_dir = tempfile.mkdtemp(prefix="pyhvd-", dir=_short_temporary_directory())
+    job_dir = tempfile.mkdtemp(prefix="pyhvd-", dir=short_temporary_directory())
     try:
         settings = {JOB_DIR: job_dir, **options.settings}
         if library.family == OPENMPI:
@@ -65,7 +65,7 @@ def launch(options: Options) -> int:
 
 
 class _Job:
-    """mpiexec, and the lines to the supervisors of the ranks it started."""
+    """mpiexec, and the lines to the supervisors of its ranks."""
 
     def __init__(
         self, command: list[str], environment: dict[str, str], job_dir: str, options: Options
@@ -77,24 +77,24 @@ class _Job:
         self._start_timeout = options.start_timeout
         self._listener = listen(job_dir, self._size)
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[Line, int] = {}  # -1 until the supervisor has said which
+        self._ranks: dict[Line, int] = {}  # -1 until the supervisor has sent its hello
         self._seen: set[int] = set()
         self._ended: set[int] = set()
-        self._records: list[ExitReport] = []
+        self._reports: list[ExitReport] = []
         self._stopped_by = 0
         self._end_at: float | None = None  # when the launcher ends the job itself
-        self._kill_at: float | None = None  # when it kills what is then left
+        self._kill_at: float | None = None  # when the launcher kills what is left
         self._say_waiting_at: float | None = None
         self._start_failed = False
 
     def run(self) -> int:
-        """Start the job, see it through, say what went wrong; return the exit code."""
+        """Run the job to its end, and print its failure; return the exit code."""
         self._prepare()
         mpiexec = subprocess.Popen(
             self._command,
             env=self._environment,
-            stdin=subprocess.DEVNULL,  # rank 0 gets ours by itself
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+            stdin=subprocess.DEVNULL,  # rank 0 gets the launcher's by its line
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
             preexec_fn=_die_with_launcher,  # safe: this process has one thread
         )
         start_by = time.monotonic() + self._start_timeout
@@ -129,12 +129,12 @@ class _Job:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number in ENDING:
-            grace = 0.0 if self._stopped_by else _GRACE_S  # the second one: now
+            grace = 0.0 if self._stopped_by else _GRACE_S  # the second signal ends them now
             self._stopped_by = self._stopped_by or number
             self._end_by(grace)
             self._say_waiting_at = time.monotonic() + _SAY_WAITING_S if grace else None
         for line, rank in self._ranks.items():
-            if rank >= 0:  # the others hear of it in answer to their hello
+            if rank >= 0:  # the answer to a hello tells the others
                 line.send("signal", number)
 
     def _end_by(self, seconds: float) -> None:
@@ -150,10 +150,10 @@ class _Job:
             )
 
     def _end(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """End the job: without a launcher the supervisors kill their ranks, and mpiexec has nothing left."""
+        """End the job: supervisors kill their ranks when their lines close; then mpiexec ends too."""
         self._kill_at = time.monotonic() + _MPIEXEC_S
         for line in list(self._ranks):
-            self._hang_up(line)
+            self._disconnect(line)
         mpiexec.terminate()
 
     def _wait(self, start_by: float) -> None:
@@ -170,9 +170,9 @@ class _Job:
         peer, _ = self._listener.accept()
         line = Line(peer)
         self._ranks[line] = -1
-        self._selector.register(line, selectors.EVENT_READ, lambda: self._hear(line))
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(line))
 
-    def _hear(self, line: Line) -> None:
+    def _receive(self, line: Line) -> None:
         for what, value in line.receive():
             if what == "hello":
                 self._ranks[line] = value
@@ -181,47 +181,46 @@ class _Job:
                     line.give_stdin()
                 if self._stopped_by:
                     line.send("signal", self._stopped_by)
-            elif what == "record":
-                self._records.append(ExitReport.load(value.encode()))
+            elif what == "report":
+                self._reports.append(ExitReport.load(value.encode()))
             elif what == "ended":
                 self._ended.add(self._ranks[line])
                 if value != 0 and not self._stopped_by:
                     self._end_by(_FAILED_S)
         if not line.open:
             rank = self._ranks[line]
-            self._hang_up(line)
+            self._disconnect(line)
             if rank >= 0 and rank not in self._ended and self._kill_at is None:
                 text = f"pyhvd: rank {rank} of {self._size} was lost: the process that watched it was killed"
                 if self._ended:
                     before = ", ".join(map(str, sorted(self._ended)[:20]))
                     text += f" (ended before it: rank {before}; without exit handlers mpiexec then ends all)"
-                self._records.append(ExitReport(rank, LOST, 1, text))
+                self._reports.append(ExitReport(rank, LOST, 1, text))
                 self._end_by(_FAILED_S)
 
-    def _hang_up(self, line: Line) -> None:
+    def _disconnect(self, line: Line) -> None:
         self._selector.unregister(line)
         self._ranks.pop(line, None)
         line.close()
 
     def _drain(self) -> None:
-        """Hear what supervisors had said before they ended."""
+        """Receive what supervisors sent before they ended."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._accept()
         for line in list(self._ranks):
             while line in self._ranks and line.open:
-                before = len(self._records), len(self._ended), len(self._seen)
-                self._hear(line)
-                if before == (len(self._records), len(self._ended), len(self._seen)):
+                before = len(self._reports), len(self._ended), len(self._seen)
+                self._receive(line)
+                if before == (len(self._reports), len(self._ended), len(self._seen)):
                     break
 
     def _conclude(self, returncode: int) -> int:
-        """Print the first failure, which is the last thing printed; return the exit code."""
-        code = returncode if returncode >= 0 else 128 - returncode
-        cause = root_cause(self._records)
+        """Print the first failure; return the exit code."""
+        code = shell_code(returncode)
+        cause = root_cause(self._reports)
         if self._stopped_by:
-            interrupted = [record for record in self._records if record.kind == INTERRUPT]
-            shown = root_cause(interrupted)
+            shown = root_cause(report for report in self._reports if report.kind == INTERRUPT)
             if shown is not None:
                 _say(shown.text)
             _say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
@@ -240,12 +239,12 @@ class _Job:
             command = shlex.join(self._command)
             _say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
         elif code:
-            _say(f"pyhvd: mpiexec ended with code {code}, and no rank said why")
+            _say(f"pyhvd: mpiexec exited with code {code}, and no rank reported a failure")
         return code
 
 
 def _rank_command(options: Options) -> list[str]:
-    """This Python, with the flags it was itself started with, running pyhvd.run."""
+    """Return the command of a rank: this Python with its own flags, and pyhvd.run."""
     flags: list[str] = []
     for word in sys.orig_argv[1:]:
         if word.startswith("-m") or (not word.startswith("-") and flags[-1:] not in (["-X"], ["-W"])):
@@ -255,30 +254,16 @@ def _rank_command(options: Options) -> list[str]:
 
 
 def _openmpi_settings(job_dir: str) -> dict[str, str]:
-    """Defaults as MCA variables in the environment, so that the user's environment and --mpi-args win."""
-    settings = {
-        # A stale directory of an earlier job, or one of another user, makes mpiexec fail to start.
-        "PRTE_MCA_prte_tmpdir_base": job_dir,
-        # Never refuse to start for want of slots: this is one host, and the number is the user's choice.
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        # On one host the ranks meet in shared memory; to look for networks costs 1 s of every start, and
-        # the list of transports counts only with this pml.
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "self,sm,tcp",
-    }
-    if os.getuid() == 0:
-        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {name: value for name, value in settings.items() if name not in os.environ}
-
-
-def _short_temporary_directory() -> str | None:
-    path = tempfile.gettempdir()
-    return path if len(os.fsencode(path)) < 60 else "/tmp"
+    # This is one host, and the user chooses the number of ranks: never refuse for lack of slots.
+    settings = mpiexec_settings(":oversubscribe", os.environ)
+    if "PRTE_MCA_prte_tmpdir_base" not in os.environ:
+        # In the default directory, files of an earlier job or of another user stop mpiexec.
+        settings["PRTE_MCA_prte_tmpdir_base"] = job_dir
+    return settings
 
 
 def _die_with_launcher() -> None:
-    from pyhvd.job.process.parent_death import die_with_parent
+    from pyhvd.job.process.guardian import die_with_parent
 
     die_with_parent(signal.SIGTERM, _LAUNCHER)
 

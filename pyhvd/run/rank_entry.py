@@ -1,4 +1,4 @@
-"""The rank side of ``python -m pyhvd.run``: a supervisor, and the rank proper, forked from it."""
+"""A rank under ``python -m pyhvd.run``: the supervisor, and the script's process, forked from it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,44 @@ import sys
 import time
 
 from pyhvd.job.mpi.abort import claim_first_failure, drain_stderr, end_job
-from pyhvd.job.mpi.rank_env import Place
-from pyhvd.job.process.environment import set_defaults
+from pyhvd.job.mpi.rank_env import RankEnv, set_defaults
 from pyhvd.job.process.exit_report import EXIT, ExitReport
+from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.job.process.output import make_relays
-from pyhvd.job.process.parent_death import die_with_parent
 from pyhvd.job.process.signals import BLOCKED_OVER_FORK
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import Line, connect
 from pyhvd.run.rank_supervisor import FIRST_ENDS_JOB_S, Supervisor
 
 
-def run_rank(options: Options, place: Place) -> int:
-    """Run this rank's script in a child process and watch it; return the exit code to leave with."""
-    # SIGTERM, not SIGKILL: the supervisor takes the rank with it, and what the rank has started.
+def run_rank(options: Options, rank_env: RankEnv) -> int:
+    """Run this rank's script in a child process and watch it; return this process's exit code."""
+    # SIGTERM, not SIGKILL: the supervisor then ends the rank, and what the rank has started.
     die_with_parent(signal.SIGTERM, os.getppid())
     line = connect()
     if line is not None:
-        line.send("hello", place.rank)
-        _take_stdin(line, place)
+        line.send("hello", rank_env.rank)
+        _take_stdin(line, rank_env)
     os.environ.update(options.settings)
-    said = set_defaults(place, os.environ)
-    if said is not None and place.rank == 0:
-        print(said, file=sys.stderr, flush=True)
+    message = set_defaults(rank_env, os.environ)
+    if message is not None and rank_env.rank == 0:
+        print(message, file=sys.stderr, flush=True)
     try:
-        relays = make_relays(place, options.output_filename, options.prefix_output, options.prefix_timestamp)
+        relays = make_relays(
+            rank_env, options.output_filename, options.prefix_output, options.prefix_timestamp
+        )
     except OSError as exc:
-        return _refuse(place, line, f"cannot write the files of --output-filename: {exc}")
+        return _refuse(rank_env, line, f"cannot write the files of --output-filename: {exc}")
     read, write = os.pipe()
     os.set_blocking(read, False)
-    # A signal that comes before the handlers are in place waits for them.
+    # Signals that arrive before the handlers are installed stay pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_OVER_FORK)
     supervisor_pid = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        # A group of its own: signals reach the rank once, through the supervisor, and from nobody else.
+        # A group of its own, so that signals reach the rank once, by the supervisor alone.
         os.setpgid(0, 0)
         die_with_parent(signal.SIGKILL, supervisor_pid)
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background of a shell script
@@ -57,37 +58,37 @@ def run_rank(options: Options, place: Place) -> int:
             line.close()
         from pyhvd.run.user_script import run_script
 
-        return run_script(options.program, place, write)
+        return run_script(options.program, rank_env, write)
     os.close(write)
     for relay in relays:
         relay.detach()
-    return _supervise(Supervisor(place, pid, read, line, relays))
+    return _supervise(Supervisor(rank_env, pid, read, line, relays))
 
 
-def _refuse(place: Place, line: Line | None, why: str) -> int:
-    """End the job before this rank's script has begun; return the exit code to leave with."""
-    record = ExitReport(place.rank, EXIT, 1, f"pyhvd: {place.title} {why}")
+def _refuse(rank_env: RankEnv, line: Line | None, why: str) -> int:
+    """End the job before this rank's script has begun; return this process's exit code."""
+    report = ExitReport(rank_env.rank, EXIT, 1, f"pyhvd: {rank_env.title} {why}")
     if line is not None:
-        line.send("record", record.dump().decode())
-        line.send("ended", record.code)
+        line.send("report", report.dump().decode())
+        line.send("ended", report.code)
     if not claim_first_failure(os.getppid()):
         time.sleep(FIRST_ENDS_JOB_S)
-        return record.code
+        return report.code
     if line is None:
-        os.write(2, f"{record.text}\n".encode())
+        os.write(2, f"{report.text}\n".encode())
         drain_stderr()
-    # Ranks that have not started yet would signal again, of which Open MPI's mpiexec speaks.
-    end_job(place, record.code, signal_mpiexec=False)
-    return record.code
+    # Ranks that have not started yet would signal again, and Open MPI's mpiexec would print a message.
+    end_job(rank_env, report.code, signal_mpiexec=False)
+    return report.code
 
 
-def _take_stdin(line: Line, place: Place) -> None:
-    """Give rank 0 the launcher's own stdin, and the others none.
+def _take_stdin(line: Line, rank_env: RankEnv) -> None:
+    """Give rank 0 the launcher's own stdin, and the other ranks /dev/null.
 
-    mpiexec would pass on what comes from a terminal or a pipe, but Open MPI 5.0 never passes on that it has
-    ended, and Hydra leaves every rank but 0 waiting for input for ever.
+    mpiexec passes on input too. But Open MPI 5.0 never passes on its end, and Hydra makes every rank but 0
+    wait for input forever.
     """
-    source = line.take_stdin() if place.rank == 0 else os.open(os.devnull, os.O_RDONLY)
+    source = line.take_stdin() if rank_env.rank == 0 else os.open(os.devnull, os.O_RDONLY)
     if source is not None:
         os.dup2(source, 0)
         os.close(source)
@@ -95,7 +96,7 @@ def _take_stdin(line: Line, place: Place) -> None:
 
 def _supervise(supervisor: Supervisor) -> int:
     code = supervisor.watch()
-    # Nothing of the script lives in this process: leave without running anything that imports may have left.
+    # The script ran in another process: leave without the exit handlers of imported modules.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Running the script in the rank, and reporting the exception that ends it."""
+"""Runs the script in the rank, and reports the exception that ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpi4py.run import run_command_line, set_abort_status
 from pyhvd.common import launcher_hooks
 from pyhvd.job.mpi.abort import can_end_job, drain_stderr
 from pyhvd.job.mpi.import_check import watch_mpi_import
-from pyhvd.job.mpi.rank_env import Place
+from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process.exit_report import (
     EXCEPTION,
     EXIT,
@@ -30,26 +30,26 @@ from pyhvd.job.process.exit_report import (
 )
 
 
-def run_script(program: list[str], place: Place, report_fd: int) -> int:
-    """Run `program` as ``__main__``; return the exit code, having reported what went wrong.
+def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
+    """Run `program` as ``__main__``; return the exit code. After a failure, report it first.
 
     Parameters
     ----------
     program : list of str
         The script, ``-m module`` or ``-c code``, and its arguments.
-    place : Place
-        Where this rank stands.
+    rank_env : RankEnv
+        This rank's numbers.
     report_fd : int
-        Where the supervisor reads one :class:`ExitReport`.
+        The pipe from which the supervisor reads :class:`ExitReport`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A killed rank must not take its last lines with it; and whole lines only, as ranks share the screen
-        # (with PYTHONUNBUFFERED, print would write a line and its end apart).
+        # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would
+        # write a line and its end apart, while ranks share the screen.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    ending = _Ending(place, report_fd)
+    ending = _Ending(rank_env, report_fd)
     launcher_hooks.supervised = True
     launcher_hooks.tell_up = ending.tell_up
-    watch_mpi_import(place, ending.doubt)
+    watch_mpi_import(rank_env, ending.tell_tentative)
     atexit.register(ending.leave)  # the first registered runs last
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
         name = os.path.basename(sys.executable)
@@ -63,73 +63,75 @@ def run_script(program: list[str], place: Place, report_fd: int) -> int:
         code = exc.code
         if code is None or code == 0:
             return 0
-        if not can_end_job(place):
+        if not can_end_job(rank_env):
             set_abort_status(exc)
         if isinstance(code, int):
             return ending.report(EXIT, code & 0xFF or 1, f"pyhvd: {ending.who} called sys.exit({code})")
         return ending.report(EXIT, 1, f"pyhvd: {ending.who} called sys.exit:\n{code}")
     except BaseException as exc:
         when = time.time()
-        # As the interpreter does it for debuggers; pyhvd's exit handler tells the other ranks what happened.
+        # As the interpreter does, for debuggers and for pyhvd's exit handler, which tells the other ranks.
         sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
-        if not can_end_job(place):
+        if not can_end_job(rank_env):
             set_abort_status(exc)
         return ending.report(*_classify(exc, ending.who), when)
     return 0
 
 
 class _Ending:
-    """How this rank ends when it does not end well."""
+    """How this rank ends after a failure."""
 
-    def __init__(self, place: Place, report_fd: int) -> None:
-        self._place = place
+    def __init__(self, rank_env: RankEnv, report_fd: int) -> None:
+        self._rank_env = rank_env
         self._report_fd = report_fd
         self._pid = os.getpid()
         self._code: int | None = None
         self._text = ""
-        self.who = f"{place.title} (pid {self._pid})"
+        self.who = f"{rank_env.title} (pid {self._pid})"
 
     def report(self, kind: str, code: int, text: str, when: float | None = None) -> int:
-        """Tell the supervisor, which shows it once the exit handlers have run or taken too long."""
+        """Report to the supervisor, which shows the text after the exit handlers, or without them."""
         self._code, self._text = code, text
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        self._send(ExitReport(self._place.rank, kind, code, text, time.time() if when is None else when))
+        _flush()
+        self._send(ExitReport(self._rank_env.rank, kind, code, text, time.time() if when is None else when))
         return code
 
-    def doubt(self, text: str) -> None:
-        """Tell the supervisor what to say should this rank end without another word; "" takes it back."""
-        self._send(ExitReport(self._place.rank, TENTATIVE, 1, text))
+    def tell_tentative(self, text: str) -> None:
+        """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
+        self._send(ExitReport(self._rank_env.rank, TENTATIVE, 1, text))
 
     def tell_up(self, up: bool) -> None:
-        """Tell the supervisor whether pyhvd is up: then even code 0 is no good end for the others."""
-        if os.getpid() == self._pid:  # a process that the rank has forked is not the rank
-            self._send(ExitReport(self._place.rank, UP, int(up), ""))
+        """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""
+        if os.getpid() == self._pid:  # else a child that the rank forked
+            self._send(ExitReport(self._rank_env.rank, UP, int(up), ""))
 
-    def _send(self, record: ExitReport) -> None:
-        line = record.dump()
+    def _send(self, report: ExitReport) -> None:
+        line = report.dump()
         while line:
             line = line[os.write(self._report_fd, line) :]
 
     def leave(self) -> None:
-        """Run as the last exit handler: after a failure, go before MPI_Finalize waits for the other ranks."""
+        """After a failure, exit before MPI_Finalize waits for other ranks; this is the last exit handler."""
         if self._code is None or os.getpid() != self._pid:
             return
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        if can_end_job(self._place):
+        _flush()
+        if can_end_job(self._rank_env):
             os._exit(self._code)
-        # mpi4py now calls MPI_Abort, which may end the supervisor before it can speak. What MPI says about it
-        # would come after the traceback, and add nothing.
+        # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
+        # would follow the traceback and add nothing.
         os.write(2, f"{self._text.rstrip()}\n".encode())
         drain_stderr()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
 def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
-    """The kind, the exit code and the text of an uncaught exception."""
+    """Return the kind, the exit code and the text of an uncaught exception."""
     text = _format(exc)
     if isinstance(exc, KeyboardInterrupt):
         return INTERRUPT, 130, f"{text}pyhvd: {who} was interrupted"
@@ -138,7 +140,7 @@ def _classify(exc: BaseException, who: str) -> tuple[str, int, str]:
 
 
 def _format(exc: BaseException) -> str:
-    """The traceback from the script on, as the user's own sys.excepthook shows it if there is one."""
+    """Return the traceback from the script on, as the user's own sys.excepthook shows it."""
     shown = _own_frames(exc.__traceback__)
     if sys.excepthook is not sys.__excepthook__:
         caught = io.StringIO()
@@ -150,7 +152,7 @@ def _format(exc: BaseException) -> str:
 
 
 def _own_frames(shown: TracebackType | None) -> TracebackType | None:
-    """Skip what ran the script: this module, mpi4py.run and runpy."""
+    """Skip the frames that ran the script: this module's, mpi4py.run's and runpy's."""
     runner = importlib.util.find_spec("mpi4py.run")
     above = {__file__, runner.origin if runner is not None else None}
     while shown is not None:

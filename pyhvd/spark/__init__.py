@@ -1,8 +1,8 @@
-"""Training inside Spark's executors: ``pyhvd.spark.run(train, num_proc=4)``.
+"""pyhvd inside Spark: ``pyhvd.spark.run(train, num_proc=4)``, its data, and an Estimator.
 
-Every rank is a process of its own beside a Spark task; the driver makes them one MPI world. Needs pyspark
-and, on the executors, pyhvd with MPICH: ``pip install "pyhvd[spark,mpich]"``; or, with the launcher
-``"mpiexec"``, Open MPI on all.
+Each rank is a process of its own beside a Spark task; the driver makes them one MPI world. The driver needs
+pyspark, and the executors pyhvd with MPICH: ``pip install "pyhvd[spark,mpich]"``. With
+``launcher="mpiexec"``, driver and executors need Open MPI.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is made of Spark ML's classes when it is asked for: ranks and tasks do without pyspark."""
+    """Import Estimator and Model on first use: they need pyspark, which ranks and tasks do not."""
     if name not in ("Estimator", "Model"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""``run``: train inside Spark's executors."""
+"""``run``: run a function on ranks inside Spark's executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from pyhvd.common.text import describe_exception, sendable
 from pyhvd.errors import ConfigError
-from pyhvd.job.addresses import listening_places
+from pyhvd.job.addresses import interface_addresses
 from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pyhvd")
 
 _START_TIMEOUT_S = 600.0
-# All ranks have been killed, and their tasks have ended, by then; else Spark kills the Python workers.
+# Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
 _JOB_END_S = 15.0
-# Bytes of the ranks' variables, which travel in one message.
+# Most bytes of the ranks' variables: they travel in one message.
 _MOST_ENV = MAX_RECORD // 2
 
 
@@ -61,42 +61,42 @@ def run(
     launcher: str = "pmi",
     df: DataFrame | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on every rank, each a process of its own beside a Spark task.
+    """Run ``fn(*args, **kwargs)`` on every rank; each is a process of its own beside a Spark task.
 
     Parameters
     ----------
     fn : callable
-        Calls :func:`pyhvd.init` itself. It travels by cloudpickle, as do its arguments and what it returns.
+        Calls :func:`pyhvd.init` itself. cloudpickle carries it, its arguments and its result.
     num_proc : int, optional
-        How many ranks; by default as many as there are tasks that the cluster's executors can run at once.
+        How many ranks; by default as many as the cluster's executors can run tasks at once.
     start_timeout : float, optional
         Seconds until all tasks must have started; PYHVD_SPARK_START_TIMEOUT or 600.
     env : mapping of str to str, optional
-        Variables of the ranks, beside those of the Spark executors.
+        Variables of the ranks, in addition to those of the executors.
     stdout, stderr : text file, optional
-        Where the ranks' output is shown on the driver.
+        The driver's files for the ranks' output.
     verbose : int
-        0: stdout is not shown; 2: say where the ranks are.
+        0: do not show stdout; 2: also log where the ranks ran.
     nics : iterable of str, optional
-        The driver's network interfaces for the tasks; the first is MPI's on every host.
+        The driver's network interfaces for the tasks. MPI uses the first on every host.
     executable : str, optional
-        The ranks' Python; that of the Spark executors by default.
+        The ranks' Python; by default that of the executors.
     extra_mpi_args : str, optional
         Arguments for mpiexec, as in a shell: ``"--mca btl_tcp_if_include eth1"``.
     launcher : ``"pmi"`` or ``"mpiexec"``
-        The driver speaks PMI-1 to MPICH's and Intel MPI's ranks, or uses an mpiexec, as Open MPI needs it.
+        ``"pmi"`` for MPICH and Intel MPI: the driver serves PMI-1. ``"mpiexec"`` for Open MPI.
     df : pyspark.sql.DataFrame, optional
-        Its rows are dealt out to the ranks, within `start_timeout`: :func:`pyhvd.spark.partition`.
+        Each rank gets an equal part of its rows: :func:`pyhvd.spark.partition`.
 
     Returns
     -------
     list
-        What ``fn`` returned on each rank, in rank order.
+        The results of ``fn``, in rank order.
 
     Raises
     ------
     RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
-        A rank failed (the ``__cause__``); tasks did not come; Spark ended the job; no rows; a wrong argument.
+        A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; a wrong argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
@@ -129,22 +129,20 @@ def _run(
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     spec = JobSpec(size, code, _rank_env(env, chosen), executable, timeout)
-    host = conf.get("spark.driver.host") or "127.0.0.1"
-    places = listening_places(chosen, host, conf.get("spark.driver.bindAddress") or host)
+    bound, announced = _driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
-    wiring = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
+    rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
     with as_spark_errors(), output:
-        service = DriverService(spec, secret, [bind for bind, _ in places], output, wiring)
-        addresses = [(told, port) for (_, told), port in zip(places, service.ports, strict=True)]
-        if wiring is not None:
-            here = [(bind, port) for (bind, _), port in zip(places, service.ports, strict=True)]
-            wiring.call_at(here, places[0][1])
+        service = DriverService(spec, secret, bound, output, rendezvous)
+        if rendezvous is not None:
+            rendezvous.listen_at(zip(bound, service.ports, strict=True))
+        addresses = list(zip(announced, service.ports, strict=True))
         try:
             results = _drive(context, service, size, addresses, secret, dealt)
         finally:
             service.close()
-            for seat in service.seats if verbose >= 2 else ():
-                _log.warning("rank %d was Spark task %d on %s", seat.rank, seat.index, seat.host)
+            for each in service.placements if verbose >= 2 else ():
+                _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
     return [_unpickle(rank, result) for rank, result in enumerate(results)]
 
 
@@ -154,8 +152,8 @@ def _unpickle(rank: int, result: bytes) -> Any:
     try:
         return cloudpickle.loads(result)
     except Exception as exc:
-        said = describe_exception(exc)
-        raise SparkError(f"what rank {rank} returned cannot be unpickled on the driver: {said}") from exc
+        why = describe_exception(exc)
+        raise SparkError(f"what rank {rank} returned cannot be unpickled on the driver: {why}") from exc
 
 
 def _drive(
@@ -170,7 +168,7 @@ def _drive(
     try:
         return service.run(job)
     except BaseException as exc:  # Ctrl-C too
-        # In this order, as what Spark has to kill it complains of at length.
+        # In this order: Spark logs long complaints about Python workers that it has to kill.
         try:
             service.stop(type(exc).__name__, _STOP_S)
         finally:
@@ -213,16 +211,16 @@ def _expect(right: object, name: str, value: object, expected: str) -> None:
 def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_gloo:
         raise ValueError(
-            "use_gloo=True: pyhvd has no gloo, as it reduces by MPI and shared memory; leave it out"
+            "use_gloo=True: pyhvd has no gloo, it reduces by MPI and shared memory; leave use_gloo out"
         )
     if use_mpi is False:
-        raise ValueError("use_mpi=False: MPI is the only way in which pyhvd's ranks find each other")
+        raise ValueError("use_mpi=False: pyhvd's ranks find each other by MPI alone; leave use_mpi out")
 
 
 def _mpiexec_arguments(
     extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
 ) -> list[str] | None:
-    """Return the user's arguments for mpiexec; None if there is to be none."""
+    """Return the user's arguments for mpiexec; None if the launcher is not mpiexec."""
     _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
@@ -230,8 +228,8 @@ def _mpiexec_arguments(
     _expect(text, "extra_mpi_args", extra_mpi_args, "one string, as in a shell")
     if launcher == "pmi" and extra_mpi_args:
         raise ValueError(
-            "extra_mpi_args are for an mpiexec, and launcher='pmi' needs none: set MPI's variables with env,"
-            " or use launcher='mpiexec'"
+            "extra_mpi_args are for mpiexec, which launcher='pmi' does not run: set MPI's variables with env,"
+            " or use launcher='mpiexec' with Open MPI"
         )
     if launcher == "pmi":
         return None
@@ -245,7 +243,7 @@ def _mpiexec(arguments: list[str], secret: Secret, executable: str | None) -> Mp
     try:
         return MpiexecRendezvous(find(), arguments, secret, executable)
     except LaunchError as exc:
-        raise SparkError(f"launcher='mpiexec' needs one on the driver: {exc}") from None
+        raise SparkError(f"launcher='mpiexec' needs an mpiexec on the driver: {exc}") from None
 
 
 def _active_context() -> Any:
@@ -259,13 +257,20 @@ def _active_context() -> Any:
 
         if is_remote():
             raise SparkError(
-                "pyhvd.spark.run starts tasks that live together, for which Spark Connect has no call: run "
-                "the driver at the cluster, with a session of its own (spark-submit, master() for remote())"
+                "pyhvd.spark.run starts tasks in barrier mode, which Spark Connect cannot: run the driver at"
+                " the cluster, with a session of its own (spark-submit, or master() instead of remote())"
             )
         raise SparkError(
-            "pyhvd.spark.run needs a running Spark session: SparkSession.builder.getOrCreate() first"
+            "pyhvd.spark.run needs a Spark session: call SparkSession.builder.getOrCreate() first"
         )
     return context
+
+
+def _driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
+    """Return the host that Spark's driver listens on, and the name by which its executors know it."""
+    host = conf.get("spark.driver.host") or "127.0.0.1"
+    bind = conf.get("spark.driver.bindAddress") or host
+    return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
 def _positive(num_proc: int) -> int:
@@ -275,7 +280,7 @@ def _positive(num_proc: int) -> int:
 
 
 def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
-    """The argument, else the environment, else the default."""
+    """Return the argument, else the environment's value, else the default."""
     source, value = "start_timeout", cast(Any, given)
     for name in ("PYHVD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
         if value is None and name in environ:
@@ -296,7 +301,7 @@ def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
 
 
 def _interfaces(nics: Iterable[str] | None) -> list[str] | None:
-    """Return each interface once, in the order given; by name if there is none."""
+    """Return each interface once, in the given order; sorted if they are a set."""
     if nics is None:
         return None
     if isinstance(nics, str):
@@ -320,27 +325,27 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
     if size > _MOST_ENV:
         raise ValueError(f"env: {size} bytes in all; {_MOST_ENV} are the most: give the ranks more by args")
     for nic in (nics or [])[:1]:
-        # By these MPICH goes between hosts, as it was built.
+        # MPICH uses one of these between hosts, depending on how it was built.
         chosen.setdefault("UCX_NET_DEVICES", nic)
         chosen.setdefault("FI_TCP_IFACE", nic)
-        # By this Open MPI.
+        # Open MPI uses this.
         chosen.setdefault("OMPI_MCA_btl_tcp_if_include", nic)
     return chosen
 
 
 def _use_barrier(conf: Any) -> bool:
-    """Whether Spark can start all tasks at once or none; it refuses to with dynamic allocation."""
+    """Return whether to use barrier mode, which starts all tasks or none; not with dynamic allocation."""
     if not _is_dynamic(conf):
         return True
     if conf.get("spark.speculation", "false").lower() == "true":
         raise SparkError(
-            "with dynamic allocation and spark.speculation Spark would start ranks twice: set"
+            "with dynamic allocation and spark.speculation, Spark would start some ranks twice: set"
             " spark.speculation to false"
         )
     return False
 
 
 def _is_dynamic(conf: Any) -> bool:
-    """Whether Spark starts executors, and ends them, as its jobs need them."""
+    """Return whether Spark starts and ends executors as its jobs need them."""
     given: str = conf.get("spark.dynamicAllocation.enabled", "false")
     return given.lower() == "true"

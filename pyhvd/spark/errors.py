@@ -1,8 +1,8 @@
-"""What pyhvd.spark.run raises beside :class:`pyhvd.errors.RankFailedError`."""
+"""The errors of pyhvd.spark, beside :class:`pyhvd.errors.RankFailedError`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pyhvd.common.text import exception_text, shorten
@@ -11,22 +11,22 @@ from pyhvd.job.errors import LaunchError
 
 
 class SparkError(LaunchError):
-    """The job could not be run in Spark; the text says why and what to do."""
+    """Spark could not run the job; the text says why and what to do."""
 
 
 class StartTimeoutError(SparkError, errors.StartTimeoutError):
-    """Not all tasks have started in time.
+    """Some tasks did not start in time.
 
     Attributes
     ----------
     missing : list of int
-        The indices of the tasks that never came.
+        The indices of the tasks that did not start.
     """
 
 
 @contextmanager
 def as_spark_errors() -> Iterator[None]:
-    """Raise the errors of the job, which knows no Spark, as those that users of Spark catch."""
+    """Raise errors of pyhvd.job as errors of pyhvd.spark, which users catch."""
     try:
         yield
     except SparkError:
@@ -38,25 +38,31 @@ def as_spark_errors() -> Iterator[None]:
 
 
 class JavaNotFoundError(SparkError):
-    """There is no Java that Spark runs on."""
+    """No Java was found that Spark runs on."""
 
 
 class DataError(ValueError):
-    """Data cannot be used so; the text names the column, file or folder, and the remedy."""
+    """Data cannot be used; the text names the column, file or folder, and the remedy."""
+
+
+def missing_columns(missing: Iterable[str], known: Iterable[str]) -> DataError:
+    """Return the error for columns that do not exist."""
+    names = ", ".join(map(repr, missing))
+    return DataError(f"there is no column {names}; there are {', '.join(known)}")
 
 
 def reason_of(exc: BaseException) -> str:
-    """Return the line of an error of Spark's that says most: the end of a Python traceback, if it has one."""
-    return shorten(_most_telling(exception_text(exc).strip().splitlines()), between=" ")
+    """Return the best line of one of Spark's errors: the end of a Python traceback, if it has one."""
+    return shorten(_best_line(exception_text(exc).strip().splitlines()), between=" ")
 
 
-def _most_telling(said: Sequence[str]) -> str:
+def _best_line(lines: Sequence[str]) -> str:
     begins = [
-        number for number, line in enumerate(said) if line.endswith("Traceback (most recent call last):")
+        number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")
     ]
     if begins:
-        for line in said[begins[-1] + 1 :]:
+        for line in lines[begins[-1] + 1 :]:
             if line.strip() and not line[0].isspace():
                 return line
-    reasons = [line.strip() for line in said if "Error: " in line or "Exception: " in line]
-    return (reasons or said)[-1]
+    reasons = [line.strip() for line in lines if "Error: " in line or "Exception: " in line]
+    return (reasons or lines)[-1]

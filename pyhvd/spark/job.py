@@ -1,4 +1,4 @@
-"""The job in Spark: one task per rank, in a job group of its own, collected by a thread of its own."""
+"""The job in Spark: one task per rank, in its own job group; its own thread collects the results."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _numbers = itertools.count()
 
 
 class CollectJob:
-    """Runs a task body in every partition, from its construction on.
+    """Runs a task body in every partition; starts at once.
 
-    Spark's `collect` cannot be interrupted, and may take for ever; so a thread calls it, and whoever waits
-    for it can poll :meth:`fileno`.
+    Spark's `collect` cannot be interrupted, and may never return. So a thread calls it, and the caller can
+    poll :meth:`fileno`.
 
     Parameters
     ----------
     context : SparkContext
-        Where it runs.
+        Spark's context.
     size : int
         How many tasks.
     body : TaskBody
-        What each of them does.
+        Runs in each of them.
     barrier : bool
         Whether Spark starts either all tasks or none.
     rows : Selection, optional
-        The ranks get its partitions, one each; as many as tasks.
+        Its partitions, one for each task.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CollectJob:
         self._results: list[tuple[int, bytes]] = []
         self._error: BaseException | None = None
         self._over = threading.Event()
-        self._told, self._tell = os.pipe()
-        # It inherits the caller's local properties (scheduler pool and the like); the group is its own.
+        self._wake, self._waker = os.pipe()
+        # It inherits the caller's local properties, e.g. the scheduler pool, but not the job group.
         self._thread = InheritableThread(target=self._collect, name=self.group, daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when the job is over."""
-        return self._told
+        """Return a descriptor that is readable when the job is over."""
+        return self._wake
 
     @property
     def done(self) -> bool:
@@ -76,14 +76,14 @@ class CollectJob:
         return self._over.is_set()
 
     def results(self) -> list[tuple[int, bytes]]:
-        """Return what the tasks returned.
+        """Return the results of the tasks.
 
         Raises
         ------
         DataError
-            There are no rows, and so there was no task.
+            There are no rows, so that Spark started no task.
         SparkError
-            Spark has ended the job; the text has a line of what it says.
+            Spark ended the job; the text has a line of Spark's error.
         """
         if isinstance(self._error, DataError):
             raise self._error
@@ -92,9 +92,9 @@ class CollectJob:
         return self._results
 
     def cancel(self) -> None:
-        """Have Spark end the job; it kills the Python workers that do not end by themselves.
+        """Make Spark end the job; it kills Python workers that do not end by themselves.
 
-        Raises nothing, as there is an error already: Spark may be what has failed.
+        Raise nothing: there is an error already, perhaps of Spark itself.
         """
         if self.done:
             return
@@ -108,15 +108,15 @@ class CollectJob:
         return self._over.wait(timeout)
 
     def close(self) -> None:
-        """Give up the descriptor."""
+        """Close the descriptor."""
         with contextlib.suppress(OSError):
-            os.close(self._told)
+            os.close(self._wake)
 
     def _cancel(self) -> None:
         from py4j.protocol import Py4JError
 
         try:
-            # Of what waits for its slots in barrier mode Spark knows no job yet.
+            # A stage in barrier mode that waits for slots is no job of Spark yet: this call ends it too.
             self._context._jsc.sc().cancelJobGroupAndFutureJobs(self.group)
         except Py4JError:  # Spark 3 has no such method
             self._context.cancelJobGroup(self.group)
@@ -129,15 +129,15 @@ class CollectJob:
             self._error = exc
         finally:
             self._over.set()
-            os.close(self._tell)
+            os.close(self._waker)
 
     def _run_tasks(self) -> list[tuple[int, bytes]]:
         if self._rows is not None:
-            told = collect_beside(self._rows, self._body, self._barrier)
-            if not told:  # Spark starts no task, however many partitions there were, for what it finds empty
+            results = collect_beside(self._rows, self._body, self._barrier)
+            if not results:  # Spark starts no task for a DataFrame that it finds empty
                 raise DataError("the DataFrame has no rows")
-            return told
+            return results
         data = self._context.parallelize(range(self._size), self._size)
         tasks = data.barrier().mapPartitions(self._body) if self._barrier else data.mapPartitions(self._body)
-        results: list[tuple[int, bytes]] = tasks.collect()
-        return results
+        collected: list[tuple[int, bytes]] = tasks.collect()
+        return collected

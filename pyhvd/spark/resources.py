@@ -1,30 +1,30 @@
-"""What Spark has given the task of a rank: the addresses of its devices."""
+"""The devices that Spark has assigned to a rank's task."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
-
-import msgspec
+from collections.abc import Mapping
 
 from pyhvd.errors import ConfigError
-from pyhvd.job.mpi.rank_env import find_place
+from pyhvd.job.mpi.rank_env import read_rank_env
 
-_RESOURCES = "_PYHVD_SPARK_RESOURCES"
+RESOURCES = "_PYHVD_SPARK_RESOURCES"
+"""The variable with the resources of a rank's task: names, and the addresses of each, as JSON."""
 _BY_LOCAL_RANK = ("PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX")
 
 
 def get_available_devices() -> list[str]:
     """Return the GPUs that Spark has assigned to the task of this rank of :func:`pyhvd.spark.run`.
 
-    Spark assigns GPUs where ``spark.task.resource.gpu.amount`` asks for them. No other task has them.
+    Spark assigns GPUs if ``spark.task.resource.gpu.amount`` is set, each to one task.
 
     Returns
     -------
     list of str
-        Their addresses, most often CUDA's device numbers; empty if Spark has assigned none. With
-        PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1 in the ranks' environment it is the rank's local rank, for
-        executors of which each sees only its own GPUs and numbers them from 0.
+        Their addresses, usually CUDA's device numbers; empty if Spark has assigned none. With
+        PYHVD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1 in the ranks' environment it is the local rank, for executors
+        that each number their own GPUs from 0.
 
     Raises
     ------
@@ -34,23 +34,14 @@ def get_available_devices() -> list[str]:
     Examples
     --------
     >>> import pyhvd.spark
-    >>> pyhvd.spark.get_available_devices()  # here is no Spark
+    >>> pyhvd.spark.get_available_devices()  # outside Spark
     []
     """
-    place = find_place()
-    if place is not None and _by_local_rank(os.environ):
-        return [str(place.local_rank)]
-    return decode_resources(os.environ).get("gpu", [])
-
-
-def encode_resources(resources: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the variables by which a rank knows its task's resources: names, and addresses of each."""
-    return {_RESOURCES: msgspec.json.encode(resources).decode()}
-
-
-def decode_resources(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return what :func:`encode_resources` was given; nothing outside of a rank."""
-    return msgspec.json.decode(environ.get(_RESOURCES, "{}"), type=dict[str, list[str]])
+    rank_env = read_rank_env()
+    if rank_env is not None and _by_local_rank(os.environ):
+        return [str(rank_env.local_rank)]
+    resources: dict[str, list[str]] = json.loads(os.environ.get(RESOURCES, "{}"))
+    return resources.get("gpu", [])
 
 
 def _by_local_rank(environ: Mapping[str, str]) -> bool:

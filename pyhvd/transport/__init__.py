@@ -1,1 +1,1 @@
-"""Carriers of messages and bytes between ranks."""
+"""Move messages and bytes between ranks: over MPI, shared memory, TCP, and between threads of one process."""

@@ -1,10 +1,10 @@
-"""Arrays in memory that all ranks of a node reach, so that reducing them in place moves nothing.
+"""Allocate arrays in memory that all ranks of a node map, so that ranks reduce them in place without copies.
 
-Owns: :class:`Arena`, the part of shared memory in which one rank's arrays are allocated, and which the other
-ranks have mapped as well. Knows nothing of contexts, names or MPI. An arena is as large as the file system of
-shared memory, and takes none of it until arrays are allocated; then it takes whole huge pages.
+Owns :class:`Arena`, the shared memory of one rank's arrays; knows nothing of contexts, names or MPI. An arena
+reserves as many addresses as the file system of shared memory has bytes. It takes memory in whole huge pages,
+and only for allocated arrays.
 
-Any thread may allocate; an array's memory is given back when nothing refers to it any longer.
+Any thread may allocate. An array's memory becomes free when nothing refers to the array.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pyhvd.arrays import Array
 from pyhvd.native.shared_memory import HUGE
 
 LINE = 128
-"""Arrays begin at multiples of so many bytes."""
+"""Arrays begin at multiples of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoArena:
-    """Why there is none."""
+    """Why a rank has no arena."""
 
     cause: str
 
 
 @dataclass(slots=True)
 class Arena:
-    """One rank's arena, and where the other ranks' arenas are.
+    """One rank's arena, and the addresses of the other ranks' arenas.
 
     Attributes
     ----------
@@ -46,11 +46,11 @@ class Arena:
     starts : sequence of int
         Address in this process at which each rank's arena begins.
     nbytes : int
-        Length of each, a multiple of HUGE.
+        Length of each arena, a multiple of HUGE.
     claim : callable
-        ``claim(offset, nbytes)`` puts memory behind whole huge pages of the own arena, or raises OSError.
+        ``claim(offset, nbytes)`` allocates whole huge pages of this rank's arena, or raises OSError.
     release : callable
-        ``release(offset, nbytes)`` gives that memory back.
+        ``release(offset, nbytes)`` frees that memory.
     memory : object
         Keeps all arenas mapped.
     """
@@ -72,27 +72,27 @@ class Arena:
 
     @property
     def start(self) -> int:
-        """Address of the own arena."""
+        """Address of this rank's arena."""
         return self.starts[self.rank]
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies in the own arena."""
+        """Return whether an address lies in this rank's arena."""
         return self.start <= address < self.start + self.nbytes
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array, with arbitrary contents, that begins on a line of its own.
+        """Return a new array with arbitrary contents, aligned to :data:`LINE`.
 
         Raises
         ------
         OSError
-            There is not enough shared memory.
+            Shared memory is used up.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         block = _Block(self, max(nbytes, 1))
         return np.asarray(block)[:nbytes].view(dtype).reshape(shape)
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of so many bytes (whole lines) with memory behind them."""
+        """Allocate bytes, a multiple of :data:`LINE`; return their offset."""
         with self._lock:
             self._collect()
             for index, (offset, room) in enumerate(self._free):
@@ -100,12 +100,12 @@ class Arena:
                     self._claim(offset, nbytes)
                     self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
                     return offset
-        raise OSError(errno.ENOSPC, f"all of the {self.nbytes >> 20} MiB are in use")
+        raise OSError(errno.ENOSPC, f"all {self.nbytes >> 20} MiB of the arena are in use")
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Give bytes back; where this process is a fork of the owner, they stay the owner's.
+        """Free bytes; do nothing in a forked child, as the parent owns them.
 
-        Called by finalizers, which may come in the middle of anything: never waits for the lock.
+        Finalizers call this method at any point of any thread, so it never waits for the lock.
         """
         if os.getpid() != self._pid:
             return
@@ -119,16 +119,16 @@ class Arena:
     def _claim(self, offset: int, nbytes: int) -> None:
         pages = range(offset // HUGE, -(-(offset + nbytes) // HUGE))
         missing = [page for page in pages if page not in self._claimed]
-        if missing:  # side by side: only the first and the last of them can have been there
+        if missing:  # contiguous: only the first and the last page can be claimed already
             self.claim(missing[0] * HUGE, len(missing) * HUGE)
             self._claimed.update(missing)
 
     def _collect(self) -> None:
-        """Make what was given back free again, and let go of huge pages that nothing is left on."""
+        """Free the returned bytes, and release huge pages that hold no array."""
         while self._returned:
             offset, nbytes = self._returned.popleft()
             first, room = self._merge(offset, nbytes)
-            # Only pages that the returned bytes lie on can have become empty.
+            # Only pages under the returned bytes can have become empty.
             lowest = max(-(-first // HUGE), offset // HUGE)
             highest = min((first + room) // HUGE, -(-(offset + nbytes) // HUGE))
             for page in range(lowest, highest):
@@ -136,7 +136,7 @@ class Arena:
                 self.release(page * HUGE, HUGE)
 
     def _merge(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Put bytes among the free ones; return the stretch that they are in."""
+        """Add bytes to the free list; return the free range that now contains them."""
         at = bisect.bisect(self._free, (offset, nbytes))
         if at < len(self._free) and offset + nbytes == self._free[at][0]:
             nbytes += self._free.pop(at)[1]
@@ -149,7 +149,7 @@ class Arena:
 
 
 class _Block:
-    """Memory of one array; numpy keeps it alive as the array's base."""
+    """The memory of one array, which refers to it as its base."""
 
     __slots__ = ("__array_interface__", "_arena", "_nbytes", "_offset")
 

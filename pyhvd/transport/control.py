@@ -1,7 +1,7 @@
-"""ControlTransport: how packed messages travel between the coordinator and the workers.
+"""The interface by which coordinator and workers send messages, sleep and wake each other.
 
-Owns: message passing in order between rank 0 and the others, sleeping and waking. Knows nothing of what the
-messages say. :class:`InProcessTransport` serves ranks as threads; processes have
+Knows nothing of the messages' contents. Ranks that are threads use
+:class:`pyhvd.transport.inprocess.InProcessTransport`, processes
 :class:`pyhvd.transport.mpi.control.MpiTransport`.
 """
 
@@ -13,39 +13,39 @@ Message = tuple[int, bytes | bytearray]
 
 
 class Sending(Protocol):
-    """A message on its way."""
+    """A message that is being sent."""
 
     def gone(self) -> bool:
-        """Return whether its receiver can have it without this rank's thread."""
+        """Return whether the message can arrive without further work of this rank."""
 
 
 class ControlTransport(Protocol):
-    """Carries messages; used by one thread, but for :meth:`wake`.
+    """Sends and receives messages. One thread uses it; any thread may call :meth:`wake`.
 
-    Messages between two ranks arrive in the order in which they were sent. Nothing is ever parked inside
-    MPI: sends are non-blocking, and a rank without work sleeps.
+    Messages between two ranks arrive in the order of sending. No call blocks inside MPI: sends are
+    non-blocking, and a rank without work sleeps.
     """
 
     rank: int
     size: int
 
     def send(self, destination: int, payload: bytes) -> Sending:
-        """Send a message to another rank; returns at once."""
+        """Start sending a message to another rank; do not block."""
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, as (source, payload)."""
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep until something may have arrived or gone out, until :meth:`wake`, or for ``timeout`` s."""
+        """Sleep until a message may have arrived or been sent, until :meth:`wake`, or for ``timeout`` s."""
 
     def wake(self) -> None:
-        """End the sleep of the thread in :meth:`wait`; from any thread."""
+        """Wake the thread that sleeps in :meth:`wait`; any thread may call it."""
 
     def drain(self, timeout: float) -> bool:
-        """Wait for at most ``timeout`` s until all that was sent has gone out; return whether it has."""
+        """Wait at most ``timeout`` s until all messages have been sent; return whether they have."""
 
     def close(self) -> None:
-        """Give up what the transport holds; collective."""
+        """Free the transport's resources; collective."""
 
 
 class Bell(Protocol):
@@ -54,10 +54,10 @@ class Bell(Protocol):
     shortest: float
 
     def ring(self, address: Any = None) -> None:
-        """Ring a bell, by default this rank's own; from any thread; never blocks."""
+        """Ring a rank's bell, by default this rank's own; never block. Any thread may call it."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
+        """Sleep until rung, at most ``timeout`` s; return whether the bell was rung."""
 
     def close(self) -> None:
-        """Take the bell down."""
+        """Free the bell's resources."""

@@ -1,13 +1,13 @@
-"""Doorbells: how a sleeping rank is woken, at no cost while nobody rings.
+"""Doorbells wake sleeping ranks of the same host.
 
-A datagram socket per rank, and a pipe for the rank's own threads; a ring is one byte, and says only "look". A
-rank sleeps in ``poll(2)`` on both, so it uses no CPU. Bells reach the ranks of one host and one network
-namespace; where a peer is out of reach the owner must look for itself now and then (see
-:class:`~pyhvd.transport.mpi.control.MpiTransport`).
+Each rank has a datagram socket for other ranks and a pipe for its own threads, and sleeps in ``poll(2)`` on
+both. A ring is one byte without further meaning.
 
-A rank's own ring is never lost: a full pipe rings already. Another rank's can be, when that rank has too many
-rings under way that nobody has heard yet; the sleeper looks for itself every now and then for this reason
-too. A false ring does no harm.
+1. Bells reach the ranks of one host and one network namespace.
+2. A ring of the rank's own threads is never lost: a full pipe wakes the rank as well.
+3. A ring of another rank is lost if the socket's queue is full. So the sleeper also polls now and then (see
+   :class:`~pyhvd.transport.mpi.control.MpiTransport`).
+4. A spurious ring is harmless.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _LONGEST_MS = 2**31 - 1
 
 
 def host_id() -> str:
-    """Return what two ranks have in common if their bells reach each other."""
+    """Return a text that is equal on two ranks if, and only if, their bells reach each other."""
     return node_of("net") or socket.gethostname()
 
 
 class Doorbell:
-    """This rank's bell, and the means to ring others.
+    """This rank's bell, which also rings the bells of other ranks.
 
     Attributes
     ----------
     address : bytes
-        What the others need to ring it.
+        Other ranks ring this address.
     shortest : float
-        Seconds of the shortest wait: poll(2) counts in milliseconds.
+        Shortest wait in seconds: poll(2) counts milliseconds.
     """
 
     shortest = 1e-3
@@ -49,7 +49,7 @@ class Doorbell:
         self._socket.setblocking(False)
         self._folder = ""
         if sys.platform == "linux":
-            self._socket.bind("")  # the kernel picks a free abstract name: no file, nothing to clean up
+            self._socket.bind("")  # the kernel picks a free abstract name, which needs no file
         else:
             self._folder = tempfile.mkdtemp(prefix="pyhvd-")
             self._socket.bind(os.path.join(self._folder, "bell"))
@@ -63,8 +63,8 @@ class Doorbell:
         self._poll.register(self._read, select.POLLIN)
 
     def ring(self, address: bytes | None = None) -> None:
-        """Ring a bell, by default this rank's own; from any thread; never blocks."""
-        # Full: see above. Gone: there is nobody to wake.
+        """Ring a rank's bell, by default this rank's own; never block. Any thread may call it."""
+        # A full queue: see the module's docstring. A missing socket: its rank has ended.
         with contextlib.suppress(OSError):
             if address is None:
                 os.write(self._write, _RING)
@@ -72,7 +72,7 @@ class Doorbell:
                 self._socket.sendto(_RING, address)
 
     def wait(self, timeout: float | None) -> bool:
-        """Sleep until rung, at most ``timeout`` seconds; return whether it was rung."""
+        """Sleep until rung, at most ``timeout`` s; return whether the bell was rung."""
         milliseconds = None if timeout is None else min(max(int(timeout * 1000 + 0.999), 0), _LONGEST_MS)
         rung = bool(self._poll.poll(milliseconds))
         if rung:
@@ -85,7 +85,7 @@ class Doorbell:
         return rung
 
     def close(self) -> None:
-        """Take the bell down."""
+        """Close socket and pipe."""
         self._socket.close()
         os.close(self._read)
         os.close(self._write)

@@ -1,4 +1,4 @@
-"""What moves bytes between the ranks of one process set: the interface that every carrier implements."""
+"""The interface by which the ranks of one process set move bytes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pyhvd.arrays import Bytes
 
 
 class Aborted(Exception):
-    """A rank of the set cannot go on, and has aborted its collectives.
+    """A rank of the set has failed and aborted the set's collectives.
 
     Attributes
     ----------
     note : bytes
-        What it has left for the others. Whoever calls the backend knows what that means.
+        The failed rank's message; its format is the caller's.
     """
 
     def __init__(self, note: bytes) -> None:
@@ -22,80 +22,52 @@ class Aborted(Exception):
         self.note = note
 
 
-Block = tuple[int, Bytes]
-"""A set rank, and bytes for it or from it."""
-
-
 class Fabric(Protocol):
-    """Moves bytes between the ranks of one process set. Every call is collective; all buffers are flat."""
+    """Moves bytes between the ranks of one process set. Calls are collective; buffers are flat.
+
+    Ranks are set ranks, counts are bytes.
+    """
 
     rank: int
     size: int
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
-        """Gather ``send`` of every rank, all of one length, into ``recv`` in rank order."""
+        """Gather every rank's ``send``, all of one length, into ``recv`` in rank order."""
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
-        """Gather in place: rank r's block, ``counts[r]`` bytes, lies in its place in rank r's buffer."""
+        """Gather in place: rank r provides block r, ``counts[r]`` bytes, at its place in the buffer."""
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Send the r-th block of ``send`` to rank r; blocks lie one behind the other, counts in bytes.
+        """Send the r-th block of ``send`` to rank r; blocks are contiguous.
 
-        For windows and counts: no rank sends or receives 2**31 bytes or more.
+        No rank may send or receive 2**31 bytes or more.
         """
 
     def exchange(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Do as ``alltoallv`` does, for blocks of any size."""
+        """Do what ``alltoallv`` does, for blocks of any size."""
 
-    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        """Give each other blocks of any size: all ranks at a time, in pairs."""
+    def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Exchange blocks of any size with a partner; all ranks of the set call it, in pairs."""
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
-
-    def takes_devices(self) -> str:
-        """Return what carries memory on devices in :meth:`trade`: name and version. Not collective.
-
-        Raises
-        ------
-        RuntimeError
-            Nothing does, so that there must be none; the text says why.
-        """
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks, and receive others; of two ranks both name the same ones, in the same order.
-
-        Of the memory nothing is looked at here, so that it may be on a device if :meth:`takes_devices`.
-
-        Parameters
-        ----------
-        send, recv : sequence of (int, numpy.ndarray of uint8)
-            The other rank, and the block; of any size.
-        patience : float, optional
-            Seconds; by default as long as it takes.
-
-        Raises
-        ------
-        TimeoutError
-            It is not over yet. The blocks may be written to for ever, and nothing must be traded any more.
-        """
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
-        """Return the fabric of some of the ranks; called by exactly those. ``tag`` tells sets apart."""
+        """Return the fabric of some of the ranks; exactly those call it. ``tag`` tells sets apart."""
 
     def abort(self, note: bytes) -> None:
-        """Let no rank wait in a call any longer: it raises :class:`Aborted`, where the carrier has a way.
+        """Make waiting ranks raise :class:`Aborted`, if the fabric can interrupt them.
 
-        Not collective; from any thread. The first note that a rank finds is the one that it gets. Nothing
-        but :meth:`close` may follow.
+        Not collective; any thread may call it. Each rank gets the first note that it finds. Only
+        :meth:`close` may follow.
         """
 
     def close(self) -> None:
-        """Give up what the fabric holds; collective."""
+        """Free the fabric's resources; collective."""

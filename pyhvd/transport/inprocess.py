@@ -1,8 +1,8 @@
-"""The fabric of ranks that are threads of one process: for tests, and for trying things out.
+"""Ranks that are threads of one process: their fabric, control transport and world, for tests and trials.
 
-A :class:`Meeting` is where the threads of one process set meet: each lays down what it gives, waits for the
-others, copies what it is due, and waits again before anybody may change what was laid down. The barrier
-orders memory: what a thread wrote before it is visible to all after it.
+Owns everything that such ranks share. A collective is three steps: each thread publishes its buffer, waits,
+and copies its part of the others' buffers; a second wait keeps the buffers unchanged until then. The barrier
+orders memory: all threads see what any thread wrote before it.
 """
 
 from __future__ import annotations
@@ -18,163 +18,158 @@ from pyhvd.arrays import Bytes, address
 from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Message, Sending
-from pyhvd.transport.fabric import Aborted, Block, Fabric
+from pyhvd.transport.fabric import Aborted, Fabric
 from pyhvd.transport.shm import LINE, Segment, aligned
 from pyhvd.transport.world import Topology, World
 
 
-class Meeting:
-    """Shared by the threads of one process set."""
+class ThreadGroup:
+    """The state that the threads of one process set share.
+
+    Parameters
+    ----------
+    size : int
+        Number of threads.
+    timeout : float
+        Longest wait for another thread, in seconds.
+    """
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
-        self.laid: list[Any] = [None] * size
+        self.published: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
         self._note: bytes | None = None
-        self._subsets: dict[tuple[tuple[int, ...], int], list[Meeting]] = {}
-        self._asked: dict[tuple[tuple[int, ...], int, int], int] = {}
+        self._subsets: dict[tuple[tuple[int, ...], int], list[ThreadGroup]] = {}
+        self._calls: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def wait(self) -> None:
-        """Wait for everybody; an error if one does not come in time, or has given up."""
+        """Wait for all threads; raise an error if one is late, or has aborted the group."""
         try:
             self._barrier.wait(self.timeout)
         except threading.BrokenBarrierError as exc:
             self._check()
-            raise TransportError("a rank of this process has left, or has not come in time") from exc
+            raise TransportError(
+                f"a rank of this process has ended, or has not come within {self.timeout:g} s"
+            ) from exc
 
-    def abort(self) -> None:
-        """Let nobody wait any longer."""
+    def interrupt(self) -> None:
+        """Make all waits fail, here and in all subsets."""
         self._barrier.abort()
         with self._lock:
-            subsets = [meeting for meetings in self._subsets.values() for meeting in meetings]
-        for meeting in subsets:
-            meeting.abort()
+            subsets = [group for groups in self._subsets.values() for group in groups]
+        for group in subsets:
+            group.interrupt()
 
-    def leave(self, rank: int, note: bytes) -> None:
-        """Let nobody wait for a rank any longer, here or in a subset that it is a member of."""
+    def abort(self, rank: int, note: bytes) -> None:
+        """Make all waits for a rank fail with its note, here and in its subsets; the first note counts."""
         with self._lock:
             if self._note is None:
                 self._note = note
             subsets = [
-                (ranks.index(rank), meeting)
-                for (ranks, _), meetings in self._subsets.items()
-                for meeting in meetings
+                (ranks.index(rank), group)
+                for (ranks, _), groups in self._subsets.items()
+                for group in groups
                 if rank in ranks
             ]
         self._barrier.abort()
-        for place, meeting in subsets:
-            meeting.leave(place, note)
+        for index, group in subsets:
+            group.abort(index, note)
 
     def _check(self) -> None:
         if self._note is not None:
             raise Aborted(self._note)
 
-    def subset(self, ranks: tuple[int, ...], tag: int, rank: int) -> Meeting:
-        """Return the meeting of some ranks; the n-th call of each of them returns the same one."""
+    def subset(self, ranks: tuple[int, ...], tag: int, rank: int) -> ThreadGroup:
+        """Return the group of some ranks; the n-th call of each of them returns the same group."""
         with self._lock:
             self._check()
-            turn = self._asked.get((ranks, tag, rank), 0)
-            self._asked[ranks, tag, rank] = turn + 1
-            meetings = self._subsets.setdefault((ranks, tag), [])
-            if turn == len(meetings):
-                meetings.append(Meeting(len(ranks), self.timeout))
-            return meetings[turn]
+            number = self._calls.get((ranks, tag, rank), 0)
+            self._calls[ranks, tag, rank] = number + 1
+            groups = self._subsets.setdefault((ranks, tag), [])
+            if number == len(groups):
+                groups.append(ThreadGroup(len(ranks), self.timeout))
+            return groups[number]
 
 
 class ThreadFabric:
-    """One rank's end of a meeting."""
+    """One thread's fabric; see :class:`pyhvd.transport.fabric.Fabric`."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
-        self.size = meeting.size
-        self._meeting = meeting
+        self.size = group.size
+        self._group = group
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
         """Gather blocks of one length."""
-        for r, block in enumerate(self._lay(send)):
+        for r, block in enumerate(self._publish(send)):
             recv[r * len(block) : (r + 1) * len(block)] = block
-        self._meeting.wait()
+        self._group.wait()
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
         """Gather in place."""
         starts = list(itertools.accumulate(counts, initial=0))
-        for r, other in enumerate(self._lay(buffer)):
+        for r, other in enumerate(self._publish(buffer)):
             if r != self.rank:
                 buffer[starts[r] : starts[r + 1]] = other[starts[r] : starts[r + 1]]
-        self._meeting.wait()
+        self._group.wait()
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Send block r to rank r."""
         at = 0
-        for r, (block, counts) in enumerate(self._lay((send, send_counts))):
+        for r, (block, counts) in enumerate(self._publish((send, send_counts))):
             first = sum(counts[: self.rank])
             recv[at : at + recv_counts[r]] = block[first : first + counts[self.rank]]
             at += recv_counts[r]
-        self._meeting.wait()
+        self._group.wait()
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r."""
-        self.alltoallv(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
-    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        """Give each other blocks."""
-        recv[:] = self._lay(send)[partner]
-        self._meeting.wait()
+    def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Exchange blocks with a partner."""
+        recv[:] = self._publish(send)[partner]
+        self._group.wait()
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
-        """Copy the root's buffer."""
-        laid = self._lay(buffer)
+        """Copy the root's buffer to every rank's."""
+        published = self._publish(buffer)
         if self.rank != root:
-            buffer[:] = laid[root]
-        self._meeting.wait()
-
-    def takes_devices(self) -> str:
-        """Refuse: there is nothing here that could."""
-        raise RuntimeError("ranks that are threads of one process have no MPI between them")
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:  # noqa: ARG002 - a meeting has its own
-        """Send blocks, and receive others."""
-        coming = [iter([block for to, block in given if to == self.rank]) for given in self._lay(send)]
-        for rank, block in recv:
-            block[:] = next(coming[rank])
-        self._meeting.wait()
+            buffer[:] = published[root]
+        self._group.wait()
 
     def barrier(self) -> None:
-        """Wait for everybody."""
-        self._meeting.wait()
+        """Wait for all ranks."""
+        self._group.wait()
 
     def exchange_objects(self, mine: Any) -> list[Any]:
-        """Return what every rank gives, in rank order."""
-        laid = self._lay(mine)
-        self._meeting.wait()
-        return laid
+        """Return every rank's object, in rank order."""
+        published = self._publish(mine)
+        self._group.wait()
+        return published
 
     def subset(self, ranks: Sequence[int], tag: int) -> ThreadFabric:
-        """Return the fabric of some ranks."""
-        meeting = self._meeting.subset(tuple(ranks), tag, self.rank)
-        return ThreadFabric(meeting, list(ranks).index(self.rank))
+        """Return the fabric of some of the ranks."""
+        group = self._group.subset(tuple(ranks), tag, self.rank)
+        return ThreadFabric(group, list(ranks).index(self.rank))
 
     def abort(self, note: bytes) -> None:
-        """Let nobody wait for this rank any longer."""
-        self._meeting.leave(self.rank, note)
+        """Make other ranks' waits for this rank fail."""
+        self._group.abort(self.rank, note)
 
     def close(self) -> None:
-        """Nothing to give up: the meeting goes with its threads."""
+        """Do nothing: the group ends with its threads."""
 
-    def _lay(self, mine: Any) -> list[Any]:
-        self._meeting.laid[self.rank] = mine
-        self._meeting.wait()
-        return list(self._meeting.laid)
+    def _publish(self, mine: Any) -> list[Any]:
+        self._group.published[self.rank] = mine
+        self._group.wait()
+        return list(self._group.published)
 
 
 def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
-    """Return memory that the threads of a fabric share, as they share all memory."""
+    """Return memory for a window, which all threads of a fabric share; collective."""
     assert isinstance(fabric, ThreadFabric)
     stride = aligned(nbytes)
     memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
@@ -183,21 +178,21 @@ def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
 
 
 ARENA = 1 << 26
-"""Bytes of the arena of a rank that is a thread; it takes memory as it is written to."""
+"""Bytes of one thread's arena; pages take memory when they are first written."""
 
 
 def open_thread_arena(fabric: Fabric) -> Arena:
-    """Return memory for arrays; threads share all memory, but ranks reduce in place only in an arena."""
+    """Return memory for arrays; collective. Ranks reduce arrays in place only if an arena holds them."""
     opened = open_thread_window(fabric, ARENA)
-    return Arena(fabric.rank, opened.areas, ARENA, _hold_on, _hold_on, opened.memory)
+    return Arena(fabric.rank, opened.areas, ARENA, _do_nothing, _do_nothing, opened.memory)
 
 
-def _hold_on(offset: int, nbytes: int) -> None:
-    """The memory is there, and stays."""
+def _do_nothing(offset: int, nbytes: int) -> None:
+    """Keep the memory as it is: it stays allocated."""
 
 
 class Mailbox:
-    """One in-process rank's inbox."""
+    """One thread's received messages."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -205,7 +200,7 @@ class Mailbox:
         self._rung = False
 
     def put(self, message: Message | None) -> None:
-        """Lay down a message (or just ring), from any thread."""
+        """Add a message, if there is one, and wake the owner; any thread may call it."""
         with self._changed:
             if message is not None:
                 self._messages.append(message)
@@ -213,13 +208,13 @@ class Mailbox:
             self._changed.notify()
 
     def take(self) -> list[Message]:
-        """Return the messages."""
+        """Remove and return the messages."""
         with self._changed:
             messages, self._messages = self._messages, []
             return messages
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep until something was put."""
+        """Sleep until the next :meth:`put`, at most ``timeout`` s."""
         with self._changed:
             if not self._rung:
                 self._changed.wait(timeout and min(timeout, threading.TIMEOUT_MAX))
@@ -227,7 +222,7 @@ class Mailbox:
 
 
 class _Delivered:
-    """What is put has arrived."""
+    """A message that has arrived."""
 
     def gone(self) -> bool:
         """Return True."""
@@ -238,9 +233,9 @@ _DELIVERED = _Delivered()
 
 
 class InProcessTransport:
-    """Messages between ranks that are threads of one process.
+    """The control transport of one thread.
 
-    With a bell, whose addresses are the ranks, the thread sleeps on that; else on its mailbox.
+    The thread sleeps on its bell, whose addresses are the ranks; without a bell, on its mailbox.
     """
 
     def __init__(self, rank: int, boxes: Sequence[Mailbox], bell: Bell | None = None) -> None:
@@ -250,86 +245,86 @@ class InProcessTransport:
         self._bell = bell
 
     def send(self, destination: int, payload: bytes) -> Sending:
-        """Send a message."""
+        """Deliver a message."""
         self._boxes[destination].put((self.rank, payload))
         if self._bell is not None:
             self._bell.ring(destination)
         return _DELIVERED
 
     def receive(self) -> list[Message]:
-        """Return what has arrived."""
+        """Return the messages that have arrived."""
         return self._boxes[self.rank].take()
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep; see :class:`ControlTransport`."""
+        """Sleep; see :class:`pyhvd.transport.control.ControlTransport`."""
         if self._bell is not None:
             self._bell.wait(timeout)
         else:
             self._boxes[self.rank].wait(timeout)
 
     def wake(self) -> None:
-        """End the sleep of the thread in :meth:`wait`."""
+        """Wake the thread that sleeps in :meth:`wait`."""
         if self._bell is not None:
             self._bell.ring()
         else:
             self._boxes[self.rank].put(None)
 
-    def drain(self, timeout: float) -> bool:  # noqa: ARG002 - what is put has arrived
-        """Return True: what is put has arrived."""
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 - messages arrive at once
+        """Return True: messages arrive at once."""
         return True
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing."""
 
 
 class ThreadWorlds:
-    """The shared part of ``size`` ranks that are threads of one process.
+    """Makes the worlds of ``size`` ranks that are threads of one process.
 
     Parameters
     ----------
     size : int
         Number of ranks.
     timeout : float
-        Seconds after which a rank that waits for another one gives up.
+        Longest wait for another rank, in seconds.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
         self._size = size
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._meetings: list[Meeting] = []
+        self._groups: list[ThreadGroup] = []
         self._boxes: list[list[Mailbox]] = []
-        self._turns = [0] * size
+        self._calls = [0] * size
 
     def world(self, rank: int) -> World:
-        """Return one rank's next world: the n-th calls of all ranks belong together."""
+        """Return one rank's next world; the n-th calls of all ranks return the same one."""
         with self._lock:
-            turn = self._turns[rank]
-            self._turns[rank] += 1
-            if turn == len(self._meetings):
-                self._meetings.append(Meeting(self._size, self._timeout))
+            number = self._calls[rank]
+            self._calls[rank] += 1
+            if number == len(self._groups):
+                self._groups.append(ThreadGroup(self._size, self._timeout))
                 self._boxes.append([Mailbox() for _ in range(self._size)])
-            meeting, boxes = self._meetings[turn], self._boxes[turn]
-        fabric = ThreadFabric(meeting, rank)
+            group, boxes = self._groups[number], self._boxes[number]
+        fabric = ThreadFabric(group, rank)
         return World(
             topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
             fabric=fabric,
             exchange=fabric.exchange_objects,
             connect=lambda bell: InProcessTransport(rank, boxes, bell),
             members=_no_communicators,
-            abort=meeting.abort,
+            abort=group.interrupt,
             threads=True,
             open_window=open_thread_window,
             open_arena=open_thread_arena,
         )
 
     def abort(self) -> None:
-        """Let no rank wait for another any longer."""
+        """Make every wait of one rank for another fail, in all worlds."""
         with self._lock:
-            meetings = list(self._meetings)
-        for meeting in meetings:
-            meeting.abort()
+            groups = list(self._groups)
+        for group in groups:
+            group.interrupt()
 
 
 def _no_communicators(comm: object) -> tuple[int, ...]:
-    raise ValueError(f"ranks that are threads have no MPI communicators, so {comm!r} means nothing to them")
+    raise ValueError(f"{comm!r} is no process set here: ranks that are threads have no MPI communicators")

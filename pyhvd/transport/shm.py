@@ -1,4 +1,4 @@
-"""A fabric over memory that the ranks of one node share."""
+"""A fabric over the shared window of the ranks of one node; collectives run in :mod:`pyhvd.native`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy.typing as npt
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Aborted, Block, Fabric
+from pyhvd.transport.fabric import Aborted, Fabric
 
 LINE = 128
 
 
 @dataclass(slots=True)
 class Segment:
-    """Memory that all ranks of a set can reach.
+    """Memory that all ranks of a set map.
 
     Attributes
     ----------
     areas : list of int
-        Address of each rank's part, in this process.
+        Address of each rank's area, in this process.
     memory : object
-        Keeps it alive.
+        Keeps the mapping alive.
     """
 
     areas: list[int]
@@ -35,14 +35,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class NoWindow:
-    """Why a set gets no window; ``expected`` if nothing is amiss."""
+    """Why a set has no window; ``expected`` if the cause is no fault."""
 
     cause: str
     expected: bool = False
 
 
 OpenWindow = Callable[[Fabric, int], Segment | NoWindow]
-"""Makes shared memory of so many bytes per rank; collective, with the same outcome on every rank."""
+"""``open_window(fabric, nbytes)`` shares nbytes per rank; collective, with the same outcome on all ranks."""
 
 
 def area_bytes(largest_chunk: int) -> int:
@@ -51,23 +51,23 @@ def area_bytes(largest_chunk: int) -> int:
 
 
 def aligned(start: int) -> int:
-    """Return the first address on a line of its own."""
+    """Return the first multiple of :data:`LINE` from an address on."""
     return -(-start // LINE) * LINE
 
 
 class ShmFabric:
-    """Moves bytes through the window; a fabric like any other.
+    """Moves bytes through the window; see :class:`pyhvd.transport.fabric.Fabric`.
 
     Parameters
     ----------
     inner : Fabric
-        The set's other fabric: for making subsets, and to meet while windows are opened and closed. Owned.
+        The set's other fabric, by which ranks make subsets, and open and close windows. Owned.
     segment : Segment
         The window's memory; owned.
     chunk_size : int
-        Bytes of a chunk: each rank has three slots, so that packing, reducing and unpacking overlap.
+        Bytes of a chunk. Each rank has three slots, so packing, reducing and unpacking overlap.
     largest_chunk : int
-        Bytes of a slot: chunks may grow to this.
+        Bytes of a slot, the upper limit of ``chunk_size``.
     """
 
     def __init__(self, inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> None:
@@ -75,7 +75,7 @@ class ShmFabric:
         self.size = inner.size
         self.inner = inner
         self._segment = segment
-        self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
+        self._ending = threading.Lock()  # the watchdog's thread may abort while the runtime's thread closes
         self.window = shared_memory.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
         self.window.clear()
         inner.barrier()
@@ -93,20 +93,16 @@ class ShmFabric:
     ) -> None:
         """Send block r to rank r."""
         sizes = [np.array(counts, np.int64) for counts in (send_counts, recv_counts)]
-        starts = [_starts(counts) for counts in (send_counts, recv_counts)]
+        starts = [starts_of(counts) for counts in (send_counts, recv_counts)]
         self.check(
             self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1])
         )
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r."""
-        self.alltoallv(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
-    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        """Give each other blocks; what other pairs do holds up nobody."""
-        self.check(self.window.swap(partner, address(send), len(send), address(recv), len(recv)))
+    def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Exchange blocks with a partner; no pair waits for another."""
+        self.check(self.window.pairwise_exchange(partner, address(send), len(send), address(recv), len(recv)))
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
@@ -115,43 +111,36 @@ class ShmFabric:
         here = address(buffer)
         self.check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
 
-    def takes_devices(self) -> str:
-        """Ask the other fabric: a window is no way for memory on devices."""
-        return self.inner.takes_devices()
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks by the other fabric."""
-        self.inner.trade(send, recv, patience)
-
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.check(self.window.barrier())
 
     def subset(self, ranks: Sequence[int], tag: int) -> Fabric:
-        """Return the other fabric's subset: whether it gets a window is decided anew."""
+        """Return the other fabric's subset, which may get a window of its own."""
         return self.inner.subset(ranks, tag)
 
     def abort(self, note: bytes) -> None:
-        """Let no rank wait any longer, neither in the window nor on the way to another one."""
+        """Interrupt the ranks that wait in the window, or while they open another one."""
         with self._ending:
             if self._segment.memory is not None:
                 self.window.abort(note)
         self.inner.abort(note)
 
     def close(self) -> None:
-        """Give up window and fabric; collective."""
+        """Free window and fabric; collective."""
         with self._ending:
             self._segment.memory = None
         self.inner.close()
 
     def check(self, done: bool) -> None:
-        """Raise :class:`~pyhvd.transport.fabric.Aborted` if something in the window was not done to its end."""
+        """Raise :class:`~pyhvd.transport.fabric.Aborted` if a window operation was interrupted."""
         if not done:
             raise Aborted(self.window.note() or b"")
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
-        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64), _starts(counts)))
+        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64), starts_of(counts)))
 
 
-def _starts(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def starts_of(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where contiguous blocks start, and where the last one ends."""
     return np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(counts) + 1)

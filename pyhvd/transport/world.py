@@ -1,7 +1,7 @@
-"""A world: the ranks that were started together, as pyhvd sees them before it negotiates anything.
+"""A world: the ranks that were started together, and the transport between them.
 
-Owns: the parts that the engine is built on, and how they are made for ranks that are threads of one process
-(for MPI see :mod:`pyhvd.transport.mpi.world`). Every call that builds a world is collective.
+:mod:`pyhvd.transport.mpi.world` makes worlds of processes, :mod:`pyhvd.transport.inprocess` of threads.
+Making a world is collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyhvd.transport.shm import OpenWindow
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this rank stands: in the world, on its node, and among the ranks of its local rank."""
+    """This rank's place in the world, on its node, and among the ranks with the same local rank."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class Topology:
 
 @dataclass(slots=True)
 class World:
-    """What the engine is built on.
+    """The transport of one rank: the engine is built on it.
 
     Attributes
     ----------
@@ -39,20 +39,20 @@ class World:
     fabric : Fabric
         Moves arrays.
     exchange : callable
-        ``exchange(payload)`` returns every rank's payload, in rank order; collective; used while starting.
+        ``exchange(payload)`` returns every rank's payload, in rank order; collective, for the start only.
     connect : callable
-        ``connect(bell)`` returns the control transport; collective. The bell's addresses are the ranks;
-        without one the transport sees to its own.
+        ``connect(bell)`` returns the control transport; collective. The bell's addresses are the ranks.
+        With None the transport makes bells of its own.
     members : callable
         ``members(comm)`` returns the ranks (of this world) of an mpi4py communicator.
     abort : callable
-        ``abort()`` ends the world's other ranks where nothing else can.
+        ``abort()`` ends the world's other ranks by force.
     threads : bool
         Whether MPI_THREAD_MULTIPLE was granted.
     open_window : callable
-        Makes memory that the ranks of a fabric share; see :mod:`pyhvd.backends.shm`.
+        Makes memory that the ranks of a fabric share; see :data:`pyhvd.transport.shm.OpenWindow`.
     open_arena : callable
-        Makes memory for arrays that the ranks of a fabric, all on one node, share; collective.
+        ``open_arena(fabric)`` makes shared memory for the arrays of a node's ranks; collective.
     """
 
     topology: Topology

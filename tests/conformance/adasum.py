@@ -1,4 +1,4 @@
-"""Cases of op=Adasum, held against a reference in float64 that knows nothing but the formula and the tree."""
+"""Cases of op=Adasum, compared with a float64 reference that implements the formula and the tree alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "floa
 
 
 def of_two(a: Array, b: Array) -> Array:
-    """The formula, in float64; a vector of zeros takes nothing away."""
+    """Combine two vectors by the formula, in float64; a zero vector leaves the other unchanged."""
     dot = float(a @ b)
     share_a = dot / float(a @ a) / 2 if a.any() else 0.0
     share_b = dot / float(b @ b) / 2 if b.any() else 0.0
@@ -29,7 +29,7 @@ def of_two(a: Array, b: Array) -> Array:
 
 
 def reference(vectors: Sequence[Array]) -> Array:
-    """Adasum of the ranks' arrays, in float64: of the lower half of the ranks with that of the upper half."""
+    """Return Adasum of the ranks' arrays in float64; it combines the ranks' lower and upper half."""
     if len(vectors) == 1:
         return np.asarray(vectors[0], np.float64).reshape(-1)
     half = len(vectors) // 2
@@ -37,12 +37,12 @@ def reference(vectors: Sequence[Array]) -> Array:
 
 
 def check(got: Any, parts: Sequence[Array], prescale: float = 1.0, postscale: float = 1.0) -> None:
-    """Hold a result against the reference; only the last digits may differ."""
+    """Compare a result with the reference; only the last digits may differ."""
     assert got.dtype == parts[0].dtype
     assert got.shape == parts[0].shape
     with np.errstate(all="ignore"):
         want = postscale * reference([part.astype(np.float64) * prescale for part in parts])
-    # Every level rounds once to float32 or float64, the end to the dtype; relative to the largest element.
+    # Each level rounds once to float32 or float64, and the result once to its dtype, relative to the maximum.
     name = parts[0].dtype.name
     inner = ROUNDING["float64" if name == "float64" else "float32"]
     bound = (ROUNDING[name] + 8 * inner * len(parts)) * float(np.abs(want).max(initial=0.0))
@@ -51,7 +51,7 @@ def check(got: Any, parts: Sequence[Array], prescale: float = 1.0, postscale: fl
 
 
 def vectors(name: str, shape: Sequence[int], seed: int = 0) -> list[Array]:
-    """Every rank's tensor: random, with something in common, so that neither sum nor average is right."""
+    """Return random tensors with a common part, so that neither their sum nor their average is right."""
     rng = np.random.default_rng([seed, *shape])
     common = rng.normal(size=tuple(shape))
     return [
@@ -74,7 +74,7 @@ def adasum_variants(variant: str) -> None:
 
 @CASES.add(*POWERS)
 def adasum_of_orthogonal_vectors_is_their_sum() -> None:
-    """Rows of a Hadamard matrix: small whole numbers, so that the sum is exact."""
+    """Return rows of a Hadamard matrix, whose small integers make the sum exact."""
     size = hvd.size()
     rows = np.array([[1.0]])
     while len(rows) < 16:
@@ -101,7 +101,7 @@ def adasum_of_equal_vectors_is_the_vector() -> None:
 
 @CASES.add(*POWERS)
 def adasum_of_parallel_vectors_is_their_average() -> None:
-    """Whatever their lengths, and where they point against each other."""
+    """Adasum of parallel vectors is right for all lengths, and for opposite directions."""
     lengths = np.array([1.0, -3.0, 0.25, 100.0])[: hvd.size()]
     direction = np.random.default_rng(5).normal(size=1000)
     got = hvd.allreduce(lengths[hvd.rank()] * direction, op=hvd.Adasum)
@@ -110,7 +110,7 @@ def adasum_of_parallel_vectors_is_their_average() -> None:
 
 @CASES.add(*POWERS)
 def adasum_company_does_not_matter() -> None:
-    """Alone, fused, in groups, cached, small and large: the same bits."""
+    """A tensor gets the same bits alone, fused, in a group, cached, small and large."""
     for name in ROUNDING:
         tensors = [vectors(name, (count,), count) for count in (1, 3, 100, 1001, 30_000)]
         mine = [parts[hvd.rank()] for parts in tensors]
@@ -152,7 +152,7 @@ def adasum_scales_go_before_and_after() -> None:
 
 @CASES.add(*POWERS)
 def adasum_rounds_halves_once() -> None:
-    """Sums of orthogonal vectors that would be others if each level rounded, or if it all were float16."""
+    """These sums of orthogonal vectors would differ with a rounding per level, or in float16."""
     size, rank = hvd.size(), hvd.rank()
     signs = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
     for name, big in (("float16", 2048.0), ("bfloat16", 256.0)):
@@ -175,10 +175,10 @@ def adasum_of_zeros_and_of_tiny_vectors() -> None:
             same(hvd.allreduce(zeros, op=hvd.Adasum), zeros, name)
             mine = vectors(name, (count,))[0] if rank == 0 else zeros
             same(hvd.allreduce(mine, op=hvd.Adasum), vectors(name, (count,))[0], f"{name} and zeros")
-    # Too short for a direction: their squares are no normal float64.
+    # The vectors are too short for a direction: their squares are subnormal in float64.
     short = np.full(3, 1e-160)
     same(hvd.allreduce(short, op=hvd.Adasum), np.asarray(sum([short] * size)), "tiny")
-    # A short one beside a long one loses nothing to it, and takes nothing away.
+    # A short and a long vector leave each other unchanged.
     mixed = np.array([1.0, 0.0]) if rank == 0 else np.array([1e-160, 1e-160])
     want = np.array([1.0, 0.0]) if size == 1 else np.array([1.0, 1e-160 * (size - 1)])
     assert np.allclose(hvd.allreduce(mixed, op=hvd.Adasum), want, rtol=1e-15, atol=0)
@@ -186,7 +186,7 @@ def adasum_of_zeros_and_of_tiny_vectors() -> None:
 
 @CASES.add(2, 4)
 def adasum_of_what_is_not_finite() -> None:
-    """The whole tensor is NaN, on every rank; those that ride with it are none the worse."""
+    """The whole tensor is NaN on every rank; the tensors fused with it are right."""
     good = vectors("float32", (9,))
     for bad in (np.nan, np.inf):
         mine = np.ones(9, np.float32)
@@ -199,7 +199,7 @@ def adasum_of_what_is_not_finite() -> None:
 
 @CASES.add(2, 4)
 def adasum_with_joined_ranks() -> None:
-    """A rank that has joined gives zeros, which change nothing."""
+    """A joined rank contributes zeros, the identity element."""
     size, rank = hvd.size(), hvd.rank()
     if is_last():
         while True:
@@ -207,7 +207,7 @@ def adasum_with_joined_ranks() -> None:
             assert isinstance(error, hvd.MismatchError), repr(error)
             if len(error.per_rank) == size - 1:
                 break
-        # Unnamed ones would be counted here alone.
+        # Only this rank would count unnamed calls.
         for name in ROUNDING:
             for count in (5, 40_000):
                 mine = vectors(name, (count,))[rank]
@@ -234,7 +234,7 @@ def adasum_of_two_that_are_left() -> None:
 
 @CASES.add(1, 2, 4)
 def adasum_beside_other_ops_of_one_name() -> None:
-    """A name that the ranks remember for a sum is a name like any other."""
+    """A name cached for a sum also works for Adasum."""
     size, rank = hvd.size(), hvd.rank()
     parts = vectors("float32", (11,))
     for _ in range(3):
@@ -265,7 +265,7 @@ def adasum_with_compression() -> None:
 
 @CASES.add()
 def what_adasum_cannot_do_is_refused() -> None:
-    with pytest.raises(hvd.UnsupportedOpError, match="reducescatter has op=Average and op=Sum, not Adasum"):
+    with pytest.raises(hvd.UnsupportedOpError, match="reducescatter supports op=Average and op=Sum, not Adasum"):
         hvd.reducescatter(np.ones(4), op=hvd.Adasum)
     for name in ("int32", "uint8", "bool", "complex64") if hvd.size() != 3 else ():
         text = f"not defined for {name} .*: Adasum reduces float16, bfloat16, float32 and float64"
@@ -275,7 +275,7 @@ def what_adasum_cannot_do_is_refused() -> None:
 
 @CASES.add(3)
 def adasum_needs_a_power_of_two() -> None:
-    """Every rank raises by itself, before anything is sent; what Horovod's users catch is caught."""
+    """Every rank raises locally, before it sends anything; the error is one that Horovod's users catch."""
     tensor = np.ones(4, np.float32)
     calls: list[Callable[[], Any]] = [
         lambda: hvd.allreduce(tensor, op=hvd.Adasum, name="odd"),
@@ -296,7 +296,7 @@ def adasum_needs_a_power_of_two() -> None:
 
 
 def digests() -> list[bytes]:
-    """Return bits of many kinds; they must be the same under every setting and over every fabric."""
+    """Return digests of results; they must be equal under every setting and over every fabric."""
     result = []
     for name in ROUNDING:
         tensors = [vectors(name, (count,), 3)[hvd.rank()] for count in (1, 2, 37, 5001, 70_000)]

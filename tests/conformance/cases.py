@@ -1,7 +1,7 @@
-"""Conformance cases: plain functions that every rank of an initialised world calls, and the ways to run them.
+"""Conformance cases, which are functions that every rank of an initialised world calls, and their runners.
 
-A case is written once and run on every carrier: on ranks that are threads (:func:`on_threads`), and under
-mpiexec (:func:`run`). After each case one more collective must work, whatever the case provoked.
+Each case runs over every fabric: on ranks that are threads (:func:`on_threads`), and under mpiexec
+(:func:`run`). After each case, one more collective must work, even if the case provoked errors.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pyhvd.testing import run_ranks
 ALL = (1, 2, 3, 4)
 SEVERAL = (2, 3, 4)
 SECONDS = 30.0
-"""No wait in a case lasts longer: a hang is a failure that names the line."""
+"""Limit of every wait in a case, so that a hang is a failure that names its line."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case, and the numbers of ranks that it is for."""
+    """One case, and its numbers of ranks."""
 
     name: str
     body: Callable[[], None]
     sizes: tuple[int, ...]
 
     def __call__(self) -> None:
-        """Run the case on this rank, then see whether the world still works."""
+        """Run the case on this rank, then check that one more collective works."""
         self.body()
         total = hvd.allreduce(np.arange(3), op=hvd.Sum, name=f"after {self.name}")
         assert total.tolist() == [0, hvd.size(), 2 * hvd.size()], f"the collective after {self.name}"
@@ -43,7 +43,7 @@ class Cases(list[Case]):
     """The cases of one subject."""
 
     def add(self, *sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        """Decorate a case; all rank counts where none is given."""
+        """Decorate a case; without arguments it runs on all rank counts."""
 
         def decorate(body: Callable[[], None]) -> Callable[[], None]:
             self.append(Case(body.__name__, body, sizes or ALL))
@@ -54,7 +54,7 @@ class Cases(list[Case]):
     def add_each(
         self, names: Iterable[str], *sizes: int
     ) -> Callable[[Callable[[str], None]], Callable[[str], None]]:
-        """Decorate a case of one parameter: one case for each of its values."""
+        """Decorate a case of one parameter; each value makes one case."""
 
         def decorate(body: Callable[[str], None]) -> Callable[[str], None]:
             for name in names:
@@ -74,33 +74,33 @@ def each(cases: Iterable[Case], *sizes: int, count: str = "size") -> pytest.Mark
 
 
 def on_threads(case: Callable[[], Any], size: int, **knobs: Any) -> list[Any]:
-    """Run a case on ranks that are threads."""
+    """Run a case on ranks that are threads; return the ranks' results."""
     return run_ranks(size, case, timeout=SECONDS, knobs=knobs or None)
 
 
 def run(case: Case) -> None:
-    """Start pyhvd, on a rank under mpiexec, and run a case."""
+    """Start pyhvd on a rank under mpiexec, and run a case."""
     hvd.init()
     case()
 
 
 def last() -> int:
-    """The rank that plays the odd one out."""
+    """Return the last rank, which behaves differently from the others in many cases."""
     return hvd.size() - 1
 
 
 def is_last() -> bool:
-    """Whether this rank is the odd one out."""
+    """Return whether this rank is the last one."""
     return hvd.rank() == last()
 
 
 def raised(handle: hvd.Handle) -> BaseException | None:
-    """Return the error a handle ends with, in bounded time."""
+    """Wait for a handle, in bounded time, and return its error or None."""
     return handle.exception(SECONDS)
 
 
 def outcome(call: Callable[[], Any]) -> BaseException | None:
-    """Call, wait for the handle if there is one, and return the error of either."""
+    """Call, wait for the handle if the call returns one, and return the error of either or None."""
     try:
         got = call()
         if isinstance(got, hvd.Handle):
@@ -111,7 +111,7 @@ def outcome(call: Callable[[], Any]) -> BaseException | None:
 
 
 class Spawned:
-    """A thread that acts for the same rank; its error is raised by :meth:`join`."""
+    """A further thread of the same rank; :meth:`join` raises its error."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         slot = current_slot()
@@ -128,7 +128,7 @@ class Spawned:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
+        """Wait until the thread ends, and raise its error."""
         self._thread.join(SECONDS)
         assert not self._thread.is_alive(), "a thread of this rank has not ended"
         if self._error is not None:

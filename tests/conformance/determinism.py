@@ -1,7 +1,7 @@
-"""Same input, same bits: whatever a tensor rides with, wherever, and whatever the configuration.
+"""Same input, same bits: for every fusion, every fabric and every configuration.
 
-:func:`digests` is run under several configurations, and on threads and processes; what it returns must be
-the same everywhere.
+The tests run :func:`digests` under several configurations, on threads and on processes. Its result must be
+the same in all of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS: dict[str, Callable[[Array], Array]] = {
 
 @CASES.add()
 def company_does_not_matter() -> None:
-    """Floats of three kinds, small enough to be fused and large enough not to be."""
+    """Return floats of three dtypes, in sizes below and above the fusion threshold."""
     for name in ("float32", "float64", "float16", "bfloat16", "complex64"):
         for count in (1, 1000, 40_000):
             parts = _parts(name, count)
@@ -79,7 +79,7 @@ def scattered_like_reduced() -> None:
 
 
 def digests() -> list[str]:
-    """Return a digest for each dtype: over every op, alone and fused, at several sizes."""
+    """Return one digest per dtype, over every op, alone and fused, and over several sizes."""
     result = []
     for name in DTYPES:
         digest = hashlib.sha256()

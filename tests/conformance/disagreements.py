@@ -1,7 +1,9 @@
-"""Cases of table 1.5 of the contract: ranks that submit different things under one name.
+"""Cases of ranks that submit different calls under one name.
 
-Every rank that took part gets a MismatchError with the tensor's name and every rank's value, nobody hangs, no
-input is touched, and the name works at once when it is used rightly.
+1. Every rank that took part gets a MismatchError with the tensor's name and every rank's value.
+2. No rank hangs.
+3. No input changes.
+4. The name works in the next correct call.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ F4, F8 = np.float32, np.float64
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What all but the last rank submit, what the last one does, and the words that must be in the text."""
+    """The calls of the first ranks and of the last rank, and the words that the error must contain."""
 
     most: Callable[[str], hvd.Handle]
     odd: Callable[[str], hvd.Handle]
@@ -192,14 +194,14 @@ def mismatch(kind: str) -> None:
         with pytest.raises(hvd.MismatchError):
             handle.result()
         if again == 0:
-            # Right this time, so that the second mismatch meets a response that is cached.
+            # This call is correct, so that the second mismatch meets a cached response.
             for _ in range(3):
                 assert raised(how.most(name)) is None
 
 
 @CASES.add(*SEVERAL)
 def bystanders_are_not_harmed() -> None:
-    """The wrong tensor rides between good ones."""
+    """The mismatching tensor is between matching ones."""
     for step in range(3):
         extent = 4 if is_last() and step == 1 else 3
         good = [hvd.allreduce_async(np.full(3, i), op=hvd.Sum, name=f"good.{i}") for i in range(5)]
@@ -234,7 +236,7 @@ def a_failing_member_fails_its_group_alone() -> None:
 
 
 def _in_turn(first: bool, submit: Callable[[], T]) -> T:
-    """Submit before, or after, all other ranks have: a rank's messages arrive in their order."""
+    """The last rank submits before or after all other ranks, since a rank's messages arrive in order."""
     if first:
         submitted = submit()
         hvd.barrier()
@@ -244,7 +246,7 @@ def _in_turn(first: bool, submit: Callable[[], T]) -> T:
 
 
 def _check_pair_works(name: str) -> None:
-    """The group can be reduced at once: by messages, and again, as the cache has it."""
+    """The next call of the group succeeds, first by messages, then by the cache."""
     for _ in range(3):
         outs = hvd.grouped_allreduce([_zeros(2) + 1, _zeros(3) + 1], op=hvd.Sum, name=name)
         assert [out.tolist() for out in outs] == [[hvd.size()] * 2, [hvd.size()] * 3]
@@ -252,7 +254,7 @@ def _check_pair_works(name: str) -> None:
 
 @CASES.add_each(["grouped 1", "grouped 2", "alone 1", "alone 2"], *SEVERAL)
 def a_member_by_itself(first: str) -> None:
-    """A group on most ranks; on the last one a tensor that has the name of one of its members."""
+    """Most ranks submit a group; the last rank submits a tensor with a member's name."""
     kind, _, member = first.partition(" ")
     name = f"clash {first}"
     pair = [_zeros(2), _zeros(3)]
@@ -325,7 +327,7 @@ def a_member_refused_by_itself(first: str) -> None:
 
 @CASES.add(*SEVERAL)
 def a_name_may_change_its_use() -> None:
-    """The cache remembers a name as something else: that is no mismatch if all ranks agree."""
+    """A changed call under a cached name is no mismatch if all ranks agree."""
     size, rank = hvd.size(), hvd.rank()
     for _ in range(3):
         for _ in range(2):

@@ -1,6 +1,6 @@
-"""Life cycle: what works before init(), after shutdown(), and after another rank has shut down or failed.
+"""Cases of the life cycle: before init(), after shutdown(), and after another rank's shutdown or failure.
 
-Each function begins and ends with pyhvd down, and is given this rank's number and the number of ranks.
+Each function gets this rank's number and the number of ranks. pyhvd is not initialised before or after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _total() -> float:
 
 
 def not_initialized(rank: int, size: int) -> None:
-    """Every verb says so, before init() and after shutdown()."""
+    """Every verb raises the same error before init() and after shutdown()."""
     x = np.ones(2)
     calls: list[Callable[[], object]] = [
         *(hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size),
@@ -49,7 +49,7 @@ def not_initialized(rank: int, size: int) -> None:
 
 
 def in_a_callback(rank: int, size: int) -> None:
-    """There shutdown() does not wait, nor does init() begin: it would be for the thread that they run on."""
+    """In a callback, shutdown() does not wait and init() fails: each would wait for its own thread."""
     hvd.init()
     seen: list[BaseException | None] = []
     alone = hvd.allreduce_async(np.ones(1), name=f"alone.{rank}")
@@ -67,7 +67,7 @@ def in_a_callback(rank: int, size: int) -> None:
 
 
 def again_and_again(rank: int, size: int) -> None:
-    """Life after shutdown, several times; a second init() or shutdown() does nothing."""
+    """init() works after shutdown(), several times; a second init() or shutdown() has no effect."""
     for turn in range(5):
         hvd.init()
         hvd.init()
@@ -82,7 +82,7 @@ def again_and_again(rank: int, size: int) -> None:
 
 
 def pending_at_shutdown(rank: int, size: int) -> None:
-    """What waits for a rank that shuts down ends in an error that says who it was."""
+    """Calls that wait for a rank that shuts down end in an error that names the rank."""
     hvd.init()
     assert _total() == size
     if rank == size - 1:
@@ -91,13 +91,13 @@ def pending_at_shutdown(rank: int, size: int) -> None:
     else:
         handles = [hvd.allreduce_async(np.ones(2), name=f"pending.{i}") for i in range(3)]
         handles.append(hvd.grouped_allreduce_async([np.ones(2)] * 2, name="pending group"))
-        hvd.barrier()  # so that nobody submits after the shutdown
+        hvd.barrier()  # so that no rank submits after the shutdown
         for handle in handles:
             error = raised(handle)
             assert isinstance(error, hvd.ShutDownError), repr(error)
             assert error.rank == size - 1
             assert f"rank {size - 1}" in str(error)
-        # Still up as far as this rank's own questions go.
+        # This rank's local queries still work.
         assert hvd.is_initialized()
         assert (hvd.rank(), hvd.size()) == (rank, size)
         for call in (
@@ -111,14 +111,14 @@ def pending_at_shutdown(rank: int, size: int) -> None:
             assert error.rank == size - 1
         if rank == 0:
             hvd.shutdown()
-    # Those that have not shut down themselves start anew as well.
+    # Ranks that have not called shutdown() can initialise again too.
     hvd.init()
     assert _total() == size
     hvd.shutdown()
 
 
 def own_pending_at_shutdown(rank: int, size: int) -> None:
-    """A rank's own pending tensors fail too, also those that another thread waits for."""
+    """A rank's own pending tensors fail too, even if another thread waits for them."""
     hvd.init()
     errors: list[BaseException | None] = []
     if rank == 0:
@@ -136,7 +136,7 @@ def own_pending_at_shutdown(rank: int, size: int) -> None:
 
 
 def join_and_shutdown(rank: int, size: int) -> None:
-    """A rank that waits in join() is released by a shutdown, with an error."""
+    """A shutdown ends another rank's join() with an error."""
     hvd.init()
     if rank == size - 1:
         hvd.shutdown()
@@ -150,7 +150,7 @@ def join_and_shutdown(rank: int, size: int) -> None:
 
 
 def wrong_arguments(rank: int, size: int) -> None:
-    """A refused init() leaves pyhvd down, and the next one works."""
+    """A failed init() leaves pyhvd uninitialised, and the next init() works."""
     for sets in ("static", [[0]], [0], 5, [hvd.global_process_set]):
         with pytest.raises((ValueError, TypeError)):
             hvd.init(process_sets=sets)  # type: ignore[arg-type]

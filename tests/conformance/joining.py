@@ -1,4 +1,4 @@
-"""Cases of join: uneven numbers of steps, every op with a joined rank, several rounds."""
+"""Cases of join(): uneven numbers of steps, every op with a joined rank, several rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = Cases()
 
 @CASES.add()
 def uneven_steps() -> None:
-    """Rank r has r + 1 batches; the divisor stays the size of the world."""
+    """Rank r has r + 1 batches; an average still divides by the size of the world."""
     size, rank = hvd.size(), hvd.rank()
     for _ in range(2):
         for step in range(rank + 1):
@@ -39,7 +39,7 @@ def the_last_to_join_is_known_to_all() -> None:
         if hvd.rank() != chosen or hvd.size() == 1:
             assert hvd.join() == chosen
         else:
-            # The others have joined when this cannot run any more.
+            # A barrier fails once the others have joined.
             while True:
                 error = outcome(hvd.barrier)
                 if isinstance(error, hvd.MismatchError) and len(error.per_rank) == hvd.size() - 1:
@@ -58,7 +58,7 @@ def _alone_after_joins() -> None:
 
 @CASES.add(*SEVERAL)
 def every_dtype_and_op_with_joined_ranks() -> None:
-    """Min, Max and Product are not polluted: what the joined ranks give is neutral."""
+    """Min, Max and Product stay right, since joined ranks contribute the identity element."""
     if is_last():
         _alone_after_joins()
         handles = []
@@ -80,14 +80,14 @@ def every_dtype_and_op_with_joined_ranks() -> None:
 
 @CASES.add(3, 4)
 def two_ranks_left() -> None:
-    """Joined and live ranks in one reduction, also the one that coordinates."""
+    """Joined and active ranks share one reduction; the coordinator may be a joined one."""
     size, rank = hvd.size(), hvd.rank()
     live = (1, size - 1)
     if rank in live:
         for name in SUMMABLE:
             parts = inputs(name, (6,), size, seed=2)
             got = hvd.allreduce(parts[rank], name=f"two.{name}")
-            # Until the others have joined this waits for them, so exactly two ranks take part.
+            # This call waits until the others have joined, so exactly two ranks contribute.
             same(got, reduced(hvd.Average, [parts[r] for r in live], size=size), name)
             gathered = hvd.allgather(parts[rank], name=f"two.g.{name}")
             same(gathered, np.concatenate([parts[r] for r in live]), name)
@@ -132,7 +132,7 @@ def what_needs_everybody_fails_with_joined_ranks() -> None:
 
 @CASES.add(*SEVERAL)
 def pending_before_the_join() -> None:
-    """What a rank submitted before it joined is still its contribution."""
+    """A rank's submissions before its join() are still contributed."""
     size, rank = hvd.size(), hvd.rank()
     for _ in range(2):
         handles = [hvd.allreduce_async(np.full(2, rank + i), op=hvd.Sum, name=f"p.{i}") for i in range(5)]
@@ -157,12 +157,12 @@ def three_rounds_with_cached_names() -> None:
 
 @CASES.add(*SEVERAL)
 def a_joined_rank_submits_nothing() -> None:
-    """Another thread of a rank that waits in join() is told so, until the last rank has joined."""
+    """Another thread of a joined rank cannot submit until the last rank has joined."""
     told = _files_of_the_joined("told")
     if not is_last():
         joined = Spawned(lambda: _check_last(hvd.join()))
         error = _refused_when_joined()
-        # What is wrong with it concerns nobody else: the others do not wait for it.
+        # These errors stay local: no other rank waits for the calls.
         wrong = outcome(lambda: hvd.allreduce(np.array(["text"]), name="healthy"))
         empty = outcome(lambda: hvd.grouped_allreduce([], name="empty"))
         told[hvd.rank()].touch()
@@ -173,20 +173,20 @@ def a_joined_rank_submits_nothing() -> None:
     else:
         _until(lambda: all(path.exists() for path in told), "every other rank is refused")
         shutil.rmtree(told[0].parent)
-        _alone_after_joins()  # that they have joined may have been on its way
+        _alone_after_joins()  # the joins may still have been in flight
         assert hvd.allreduce(np.ones(2), op=hvd.Sum, name="healthy").tolist() == [1.0, 1.0]
         assert hvd.join() == last()
 
 
 def _files_of_the_joined(name: str) -> list[Path]:
-    """Return a file for each rank but the last: by a collective a joined rank can tell it nothing."""
+    """Return one file per rank but the last: a joined rank cannot signal by a collective."""
     made = tempfile.mkdtemp(prefix="pyhvd-told-") if is_last() else None
     folder = Path(hvd.broadcast_object(made, root_rank=last(), name=name))
     return [folder / str(rank) for rank in range(last())]
 
 
 def _refused_when_joined() -> hvd.HorovodInternalError:
-    """Submit until that is refused; what goes out before this rank's join does is its contribution."""
+    """Submit until a submission is refused; submissions before this rank's join are contributions."""
     refused: list[hvd.HorovodInternalError] = []
 
     def submit() -> bool:
@@ -202,7 +202,7 @@ def _refused_when_joined() -> hvd.HorovodInternalError:
 
 
 def _until(true: Callable[[], bool], what: str) -> None:
-    """Look every millisecond, in bounded time."""
+    """Poll a condition every millisecond until it is true, in bounded time."""
     until = time.monotonic() + SECONDS / 2
     while not true():
         assert time.monotonic() < until, f"not in {SECONDS / 2} s: {what}"
@@ -211,7 +211,7 @@ def _until(true: Callable[[], bool], what: str) -> None:
 
 @CASES.add(*SEVERAL)
 def a_thread_races_with_join() -> None:
-    """What comes in beside a join is this rank's contribution, or refused: not lost, nor left over."""
+    """A submission concurrent with join() is either contributed or refused: never lost, never left over."""
     told = _files_of_the_joined("refused")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -225,10 +225,10 @@ def a_thread_races_with_join() -> None:
 
 
 def _race(told: list[Path]) -> None:
-    """Each rank adds a digit of its own, so the sum says who has taken part.
+    """Run one race; each rank adds its own decimal digit, so that the sum shows the contributors.
 
-    A rank's file in *told* says that it has refused; before that its thread may be about to submit, and what
-    it submits once the last rank has joined is a contribution like any other.
+    A rank creates its file in *told* after a refusal. Before that, its thread may be about to submit. A
+    submission after the last rank has joined is a normal contribution.
     """
     rank, here = hvd.rank(), set(range(hvd.size()))
     mine = np.array([10.0**rank])
@@ -265,7 +265,7 @@ def _expect_refusal(call: Callable[[], None], told: Path) -> None:
 
 @CASES.add()
 def unnamed_calls_after_uneven_steps() -> None:
-    """Some have called more often than others: from a join on all count alike again."""
+    """Ranks with different numbers of unnamed calls match again after a join()."""
     size, rank = hvd.size(), hvd.rank()
     for _ in range(2):
         for step in range(rank + 1):

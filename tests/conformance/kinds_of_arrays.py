@@ -1,4 +1,4 @@
-"""Cases of what counts as an array: layouts, scalars, subclasses, and what is refused."""
+"""Cases of array-like inputs: layouts, scalars, subclasses, and rejected objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = ("every other", "transposed", "Fortran", "reversed", "column", "flippe
 
 
 def laid_out(layout: str, contiguous: Array) -> Array:
-    """Return an array equal to a 2-d one, in another layout."""
+    """Return an array equal to a 2-d array, in another memory layout."""
     n, m = contiguous.shape
     if layout == "every other":
         out = np.zeros((2 * n, 2 * m), contiguous.dtype)[::2, ::2]
@@ -141,7 +141,7 @@ def no_arrays_at_all() -> None:
 
 
 class Foreign:
-    """What another library's host array looks like to numpy."""
+    """A host array of another library, as numpy sees it."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -153,17 +153,17 @@ class Foreign:
 
 
 class Dlpack:
-    """A host array that speaks DLPack alone."""
+    """A host array that supports DLPack only."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
 
     def __dlpack__(self, **how: Any) -> Any:
-        """The array as a capsule."""
+        """Return the array as a capsule."""
         return self._array.__dlpack__(**how)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The host."""
+        """Return the host device."""
         return self._array.__dlpack_device__()
 
 
@@ -193,7 +193,7 @@ def subclasses_of_ndarray() -> None:
 
 @CASES.add_each(("all", "first", "none", "changing"))
 def shared_memory(whose: str) -> None:
-    """Arrays of ``hvd.empty()`` on some ranks or on all: the same bits, again and again, and in groups."""
+    """Arrays of ``hvd.empty()`` on some or all ranks give the same bits, repeatedly and in groups."""
     size, rank = hvd.size(), hvd.rank()
     for turn in range(5):
         for name, n in (("float32", 200_003), ("float16", 40_001), ("int64", 5), ("complex128", 9_000)):
@@ -221,7 +221,7 @@ def shared_memory(whose: str) -> None:
 
 @CASES.add()
 def shared_memory_with_factors() -> None:
-    """A factor before the reduction needs a copy, one behind it does not."""
+    """A prescale factor needs a copy; a postscale factor does not."""
     for turn in range(3):
         for before, behind in ((1.0, 0.5), (0.25, 1.0), (0.5, 2.0)):
             array = hvd.empty((300, 50), np.float64)
@@ -235,7 +235,7 @@ def shared_memory_with_factors() -> None:
 
 @CASES.add()
 def shared_memory_of_odd_shapes() -> None:
-    """Shapes as numpy takes them; an empty array; bfloat16."""
+    """hvd.empty() accepts numpy's shapes, a size of zero, and bfloat16."""
     assert hvd.empty(3).shape == (3,)
     assert hvd.empty((), np.int8).shape == ()
     assert hvd.empty([2, 0, 3]).size == 0

@@ -1,4 +1,4 @@
-"""Cases of allgather, broadcast, alltoall and barrier against the oracle (N7-N12, N18)."""
+"""Cases of allgather, broadcast, alltoall and barrier, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAILING: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2), (0,))
 
 
 def _extents(kind: str, size: int) -> list[int]:
-    """First dimensions by rank."""
+    """Return the first dimension of each rank's tensor."""
     return {
         "even": [3] * size,
         "uneven": [r + 1 for r in range(size)],
@@ -87,7 +87,7 @@ def content_off_the_root_is_irrelevant() -> None:
 
 
 def _splits(kind: str, size: int) -> list[list[int]]:
-    """Splits by rank."""
+    """Return the splits of each rank."""
     splits: dict[str, list[list[int]]] = {
         "even": [[2] * size for _ in range(size)],
         "uneven": [[(r + 2 * k) % 4 for k in range(size)] for r in range(size)],
@@ -151,7 +151,7 @@ def wrong_splits_are_refused() -> None:
 
 @CASES.add()
 def rank_zero_tensors() -> None:
-    """N10: allreduce and broadcast take 0-d tensors, the others refuse them on every rank."""
+    """allreduce and broadcast accept 0-d tensors; the other verbs refuse them on every rank."""
     scalar = np.array(2.0)
     same(hvd.allreduce(scalar, op=hvd.Sum), np.array(2.0 * hvd.size()))
     same(hvd.broadcast(np.array(hvd.rank()), hvd.size() - 1), np.array(hvd.size() - 1))
@@ -169,7 +169,7 @@ def barrier_waits_for_everybody() -> None:
     entered = np.array([time.monotonic()])
     hvd.barrier()
     left = time.monotonic()
-    # One machine, one clock.
+    # All ranks share one machine, and so one clock.
     assert hvd.allreduce(entered, op=hvd.Max)[0] <= left
 
 

@@ -97,16 +97,16 @@ def fp16_compression() -> None:
 
 
 class ToBfloat16(hvd.Compressor):
-    """A user's compressor: sends everything as bfloat16, and returns float64."""
+    """A user's compressor: it sends bfloat16, and returns float64."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor as bfloat16, and its shape."""
+        """Return the tensor in bfloat16, and its shape."""
         return tensor.astype(BF16).reshape(-1), tensor.shape
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return float64 of the old shape."""
+        """Return the tensor in float64 and in its original shape."""
         assert tensor.dtype == BF16
         return tensor.astype(np.float64).reshape(ctx)
 

@@ -1,8 +1,10 @@
-"""What the collectives must return, computed with numpy alone, bit by bit.
+"""Compute the exact results of the collectives with numpy alone.
 
-Every rank can compute every rank's input, so nothing but the result needs to travel. The order of reduction
-is the ranks' order; float16 and bfloat16 are reduced in float32 and rounded once; integers wrap, and are
-truncated toward zero by factors.
+Every rank can compute every rank's input, so the ranks exchange nothing for the comparison.
+
+1. The order of reduction is the ranks' order.
+2. float16 and bfloat16 are reduced in float32, and rounded once.
+3. Integers wrap; a product with a factor truncates them toward zero.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _HALVES = (Code.FLOAT16, Code.BFLOAT16)
 
 
 def values(name: str, shape: Sequence[int], rank: int, seed: int = 0) -> Array:
-    """Return one rank's input: the whole range of integers, so that sums wrap; floats of many magnitudes."""
+    """Return one rank's input: integers of the whole range, so that sums wrap; floats of many magnitudes."""
     dtype, shape = DTYPES[name], tuple(shape)
     rng = np.random.default_rng([seed, rank, int(INFO[name].code), *shape])
     if dtype.kind == "b":
@@ -56,12 +58,12 @@ def _real(array: Array) -> Array:
 
 
 def scaled(array: Array, factor: float) -> Array:
-    """Apply a factor by the rules of N1."""
+    """Apply a scale factor by the rules of the API."""
     if factor == 1.0:
         return array
     if array.dtype.kind in "iu":
         low, high = int(np.iinfo(array.dtype).min), int(np.iinfo(array.dtype).max)
-        # float64 first, as the rule has it; Python's int() truncates toward zero.
+        # The rule multiplies in float64; Python's int() truncates toward zero.
         products = (array.astype(np.float64) * factor).tolist()
         return np.array([min(max(int(x), low), high) for x in products], array.dtype)
     if INFO[array.dtype.name].code in _HALVES:
@@ -87,7 +89,7 @@ def _combined(op: ReduceOp, x: Array, y: Array) -> Array:
 def reduced(
     op: ReduceOp, parts: Sequence[Array], prescale: float = 1.0, postscale: float = 1.0, size: int = 0
 ) -> Array:
-    """Return what every rank must get; ``size`` is the divisor where some ranks have joined."""
+    """Return the result of an allreduce; ``size`` is the divisor if some ranks have joined."""
     dtype, shape = parts[0].dtype, parts[0].shape
     half = INFO[dtype.name].code in _HALVES
     wide = np.dtype(np.float32) if half else dtype
@@ -99,19 +101,19 @@ def reduced(
         divisor = (size or len(parts)) if op is ReduceOp.AVERAGE else 1
         factor = postscale / divisor
         if dtype.kind in "iu" and abs(Fraction(factor) * divisor) < abs(Fraction(postscale)):
-            factor = float(np.nextafter(factor, np.copysign(np.inf, factor)))  # exact quotients stay whole
+            factor = float(np.nextafter(factor, np.copysign(np.inf, factor)))  # exact quotients stay integers
         return scaled(total, factor).astype(dtype).reshape(shape)
 
 
 def rows(extent: int, size: int, rank: int) -> slice:
-    """Return the rows of dimension 0 that a rank gets of a reducescatter."""
+    """Return a rank's rows of dimension 0 in a reducescatter."""
     counts = [extent // size + (r < extent % size) for r in range(size)]
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
 
 
 def exchanged(parts: Sequence[Array], splits: Sequence[Sequence[int]], rank: int) -> Array:
-    """Return what a rank must get of an alltoall; ``splits[r]`` is what rank r was given."""
+    """Return a rank's result of an alltoall; ``splits[r]`` are the splits that rank r passed."""
     blocks = []
     for part, counts in zip(parts, splits, strict=True):
         starts = list(itertools.accumulate(counts, initial=0))
@@ -120,7 +122,7 @@ def exchanged(parts: Sequence[Array], splits: Sequence[Sequence[int]], rank: int
 
 
 def same(got: Any, want: Array, what: str = "") -> None:
-    """Compare type, dtype, shape and bits."""
+    """Assert that type, dtype, shape and bits are equal."""
     assert isinstance(got, np.ndarray), f"{what}: got a {type(got).__name__}"
     assert got.dtype == want.dtype, f"{what}: got {got.dtype}, want {want.dtype}"
     assert got.shape == want.shape, f"{what}: got shape {got.shape}, want {want.shape}"

@@ -1,4 +1,4 @@
-"""Cases of handles and names: what an asynchronous call returns, and how submissions are matched."""
+"""Cases of handles and names: the result of an asynchronous call, and the matching of submissions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waiting_with_a_limit() -> None:
     if is_last():
         handle = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="late")
     else:
-        # The last rank does not submit it before it has had the go.
+        # The last rank submits it only after this rank's go.
         handle = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="late")
     assert handle.result(SECONDS).tolist() == [hvd.size()] * 2
     if not is_last():
@@ -110,7 +110,7 @@ async def _awaited(handle: hvd.Handle) -> Any:
 
 @CASES.add()
 def names_come_in_any_order() -> None:
-    """Several threads of each rank submit, each in an order of its own; names alone decide."""
+    """Each rank's threads submit in different orders; names alone match the submissions."""
     size, rank = hvd.size(), hvd.rank()
 
     def work(part: int) -> None:
@@ -131,7 +131,7 @@ def names_come_in_any_order() -> None:
 
 @CASES.add()
 def synchronous_threads_in_different_orders() -> None:
-    """Four blocked threads on each rank, started in an order that differs between ranks."""
+    """Four threads of each rank block, started in an order that differs between ranks."""
     size, rank = hvd.size(), hvd.rank()
 
     def work(name: str) -> None:
@@ -155,7 +155,7 @@ def a_name_is_free_once_its_handle_is_done() -> None:
 
 @CASES.add(*SEVERAL)
 def groups_are_one_unit() -> None:
-    """No member runs before the last rank has submitted the group."""
+    """No member completes before the last rank has submitted the group."""
     tensors = [np.full(2, i) for i in range(4)]
     if not is_last():
         handle = hvd.grouped_allreduce_async(tensors, op=hvd.Sum, name="unit of work")

@@ -1,4 +1,4 @@
-"""Cases of allreduce and reducescatter: each variant, dtype and op against the oracle (N1 to N8)."""
+"""Cases of allreduce and reducescatter: each variant, dtype and op, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REDUCESCATTERS: dict[str, Variant] = {
 
 
 def check_allreduce(variant: str, shapes: tuple[tuple[int, ...], ...], name: str, **how: Any) -> None:
-    """Run one variant on one dtype, and hold results and inputs against the oracle."""
+    """Run one variant on one dtype, and compare results and inputs with the oracle."""
     parts = [inputs(name, shape, hvd.size(), seed) for seed, shape in enumerate(shapes)]
     mine = [part[hvd.rank()].copy() for part in parts]
     got = ALLREDUCES[variant](mine, **how)
@@ -119,7 +119,7 @@ def average_of_integers_truncates_toward_zero() -> None:
 
 @CASES.add()
 def integers_are_scaled_at_each_stage() -> None:
-    """3 * 0.5 is 1 on every rank before the sum, and the sum times 0.5 is truncated again."""
+    """Integers truncate twice: 3 * 0.5 is 1 on every rank before the sum, and the sum times 0.5 truncates."""
     got = hvd.allreduce(np.full(2, 3), op=hvd.Sum, prescale_factor=0.5, postscale_factor=0.5)
     assert got.tolist() == [hvd.size() // 2] * 2
 
@@ -143,7 +143,7 @@ def bool_knows_any_and_all() -> None:
 @CASES.add()
 def what_a_dtype_cannot_do_is_refused() -> None:
     for name, info in INFO.items():
-        # Of 3 ranks Adasum is refused before the dtype is looked at.
+        # On 3 ranks, the call refuses Adasum before it checks the dtype.
         for op in set(ReduceOp) - info.ops - ({ReduceOp.ADASUM} if hvd.size() == 3 else set()):
             with pytest.raises(hvd.UnsupportedDtypeError, match=name):
                 hvd.allreduce(np.zeros(2, DTYPES[name]), op=op)
@@ -176,7 +176,7 @@ def default_op_is_average() -> None:
 
 @CASES.add()
 def halves_accumulate_in_float32() -> None:
-    """2048 + 1 is 2048 in float16: a sum that were rounded at each step would lose every one."""
+    """2048 + 1 is 2048 in float16: a sum with a rounding per step would lose every 1."""
     size = hvd.size()
     for name, big in (("float16", 2048.0), ("bfloat16", 256.0)):
         mine = np.array([big if hvd.rank() == 0 else 1.0], DTYPES[name])

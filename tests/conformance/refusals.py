@@ -1,4 +1,4 @@
-"""Cases of a call that one rank refuses: it raises there at once, and on the ranks that wait for it."""
+"""Cases of a call that one rank refuses: it raises there at once, and on the waiting ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _read_only() -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A call that the last rank gets wrong, the same one done right, and what it raises on the wrong rank."""
+    """The last rank's wrong call, the correct call, and the error of the wrong call on its rank."""
 
     wrong: Callable[[str | None], Any]
     right: Callable[[str | None], Any]
@@ -102,7 +102,7 @@ def refusal(kind: str) -> None:
             assert isinstance(error, hvd.RankFailedError), repr(error)
             assert error.rank == last()
             assert f"rank {last()} refused" in str(error)
-        # The same name, used rightly, works; twice, so that it is cached when it is refused next.
+        # The correct call works; it runs twice, so that the next refusal meets a cached name.
         for _ in range(2):
             assert outcome(lambda name=name: how.right(name)) is None  # type: ignore[misc]
 
@@ -129,7 +129,7 @@ def two_ranks_refuse_and_the_first_is_named() -> None:
 
 @CASES.add(*SEVERAL)
 def a_refusal_behind_a_pending_tensor() -> None:
-    """The rank's first tensor is still in flight when it refuses the second one of that name."""
+    """A rank refuses a second tensor while its first tensor of the same name is in flight."""
     if is_last():
         first = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="behind")
         with pytest.raises(hvd.UnsupportedDtypeError):
@@ -145,7 +145,7 @@ def a_refusal_behind_a_pending_tensor() -> None:
 
 @CASES.add(*SEVERAL)
 def duplicate_name_in_flight() -> None:
-    """The second call fails alone; the first ends well, and then the name is free again."""
+    """Only the second call fails; the first succeeds, and then the name is free again."""
     if hvd.rank() == 0:
         assert hvd.allgather(np.array([0]), name="ready").sum() == sum(range(hvd.size()))
         first = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="twice")
@@ -161,7 +161,7 @@ def duplicate_name_in_flight() -> None:
         assert hvd.allgather(np.array([hvd.rank()]), name="ready").sum() == sum(range(hvd.size()))
     assert first.result(30).tolist() == [hvd.size()] * 2
     if hvd.rank() == 0:
-        # What the others refused; each name's calls are matched in order.
+        # The calls that the others refused; a name's calls match in order.
         for _ in range(2):
             second = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="twice")
             error = raised(second)
@@ -172,7 +172,7 @@ def duplicate_name_in_flight() -> None:
 
 @CASES.add()
 def duplicate_name_inside_a_group() -> None:
-    """Nothing of a refused group stays behind: neither names nor members."""
+    """A refused group leaves neither names nor members behind."""
     if hvd.rank() == 0 and hvd.size() > 1:
         hvd.allreduce(np.zeros(1), name="group ready")
         hvd.allreduce(np.ones(1), name="unit_2of3")
@@ -192,7 +192,7 @@ def duplicate_name_inside_a_group() -> None:
 
 @CASES.add(*SEVERAL)
 def a_member_of_no_set() -> None:
-    """Errors that concern this rank alone leave nobody waiting."""
+    """A local error leaves no other rank waiting."""
     nowhere = hvd.ProcessSet([0])
     for process_set in (nowhere, 0, "global", None):
         error = outcome(lambda process_set=process_set: hvd.allreduce(np.ones(1), process_set=process_set))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Cases of process sets; those that add some need the knob ``dynamic_process_sets`` and remove them."""
+"""Cases of process sets; cases that add sets need the knob ``dynamic_process_sets``, and remove the sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DYNAMIC = Cases()
 
 
 def every_verb_in(members: list[int], process_set: hvd.ProcessSet) -> None:
-    """Run each verb among the members; called by members only."""
+    """Run each verb among the members; only members call it."""
     here = members.index(hvd.rank())
     n = len(members)
     assert process_set.included()
@@ -41,7 +41,7 @@ def every_verb_in(members: list[int], process_set: hvd.ProcessSet) -> None:
 
 
 def check_outsider(process_set: hvd.ProcessSet) -> None:
-    """What a rank that is no member may not do; nobody waits for it."""
+    """A non-member's calls raise, and no other rank waits for them."""
     assert not process_set.included()
     with pytest.raises(ValueError, match="not a member"):
         process_set.rank()
@@ -87,7 +87,7 @@ def overlapping_sets_and_reused_ids() -> None:
     assert (low.process_set_id, high.process_set_id) == (1, 2)
     _use(low)
     _use(high)
-    # All at once: one name is legal in each set, and no order of calls can lock up.
+    # All calls run concurrently: each set may use the same name, and no order of calls deadlocks.
     order = (low, high) if hvd.rank() % 2 else (high, low)
     handles = [
         (each, hvd.allreduce_async(np.ones(3), name="x", op=hvd.Sum, process_set=each))
@@ -151,7 +151,7 @@ def removal_ends_what_is_pending() -> None:
 
 @DYNAMIC.add(3, 4)
 def what_is_ready_with_the_removal_is_carried_out() -> None:
-    """Every member has submitted it, and calls remove_process_set() in the same message."""
+    """Every member submits a tensor, and calls remove_process_set() in the same message."""
     for step in range(5):
         added, other = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])
         mine = [each for each in (added, other) if each.included()]
@@ -209,7 +209,7 @@ def a_removal_that_fails_removes_nothing() -> None:
 
 @DYNAMIC.add(3, 4)
 def sets_in_threads_of_their_own() -> None:
-    """Each rank works in its two sets and in the world at once, from three threads."""
+    """Each rank uses its two sets and the world concurrently, from three threads."""
     size = hvd.size()
     sets = [hvd.add_process_set(sorted({r, (r + 1) % size})) for r in range(size)]
 

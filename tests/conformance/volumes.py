@@ -1,4 +1,4 @@
-"""Cases of many names, many shapes and much data: the response cache overflows, and stays right."""
+"""Cases of many names, many shapes and much data: results stay right if the response cache overflows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = Cases()
 
 @CASES.add()
 def three_thousand_names() -> None:
-    """Three times as many as the cache holds, three times over."""
+    """Submit three times as many names as the cache holds, in three rounds."""
     size, rank = hvd.size(), hvd.rank()
     for step in range(3):
         handles = [
@@ -39,7 +39,7 @@ def forty_shapes_under_one_name() -> None:
 
 @CASES.add()
 def repeated_names_over_many_steps() -> None:
-    """A training loop: after the first step every tensor is a cache hit, but for one whose rows vary."""
+    """After the first step of a training loop, every tensor but the one with varying rows is a cache hit."""
     size, rank = hvd.size(), hvd.rank()
     for step in range(60):
         handles = [
@@ -65,7 +65,7 @@ def five_thousand_in_flight() -> None:
 
 @CASES.add(2, 3)
 def tensors_of_several_windows() -> None:
-    """Larger than a window of the data path and than a fusion batch, between small ones."""
+    """A tensor larger than the shared window and than a fusion batch, between small tensors."""
     size, rank = hvd.size(), hvd.rank()
     parts = inputs("float32", (2_300_001,), size)
     small = [hvd.allreduce_async(np.ones(3), op=hvd.Sum, name=f"small.{i}") for i in range(4)]

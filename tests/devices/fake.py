@@ -1,12 +1,11 @@
-"""A device made of host memory, whose streams are as late, and as disorderly, as streams may be.
+"""A device made of host memory, whose streams run as late, and in any order, as streams may.
 
-Work that is queued runs when somebody synchronizes with it, or earlier, by the draw of a seeded generator:
-after every call some of what any stream has queued may run, or nothing. So whoever forgets to wait for an
-event reads what is not there yet, under some seed. Memory is scribbled over, in the order of the stream that
-it was allocated for, as soon as nothing refers to it, as a pool would give it to the next one: whoever lets
-go of memory too early finds that.
+1. Queued work runs at a synchronization, or earlier: after each call, a seeded generator may run some of it.
+   Code that forgets to wait for an event reads stale values under some seed.
+2. Unreferenced memory is overwritten in the order of its stream, as a pool would reuse it. Code that frees
+   memory too early therefore reads wrong values.
 
-The contents of a :class:`FakeArray` are only to be looked at by :meth:`FakeArray.get`, which waits.
+Read the contents of a :class:`FakeArray` only by :meth:`FakeArray.get`, which waits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SCRIBBLE = 0xDB
 
 
 class FakeEvent:
-    """A moment: how often it has been recorded, and up to which recording it has passed."""
+    """An event: its number of recordings, and the last one that has passed."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -43,7 +42,7 @@ class FakeEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """In a stream's queue: what comes behind has to wait for an event's recording."""
+    """An entry of a stream's queue: later entries wait for an event's recording."""
 
     event: FakeEvent
     number: int
@@ -53,7 +52,7 @@ Work = Callable[[], None] | Wait
 
 
 class FakeMemory:
-    """Memory of a device."""
+    """Memory of a fake device."""
 
     def __init__(self, device: FakeDevice, memory: Bytes, nbytes: int, stream: Stream) -> None:
         self._device, self._memory, self._stream = device, memory, stream
@@ -70,11 +69,11 @@ class FakeDevice:
     Parameters
     ----------
     index : int
-        Its number.
+        The device's number.
     seed : int
-        Of what runs when.
+        Seed of the order in which work runs.
     identity : str
-        Ranks whose devices have the same one share it.
+        Ranks share a device if their devices have the same identity.
     """
 
     def __init__(self, index: int = 0, seed: int = 0, identity: str = "") -> None:
@@ -87,7 +86,7 @@ class FakeDevice:
         self._streams: dict[Stream, deque[Work]] = {0: deque()}
         self._lock = threading.RLock()
         self._here = threading.local()
-        self._kept: list[Bytes] = []  # addresses stay good: a fault is a wrong number, and no crash
+        self._kept: list[Bytes] = []  # addresses stay valid: a fault is a wrong number, not a crash
         self.allocated = 0
         self.limit = 1 << 62
         self.packs = True
@@ -104,7 +103,7 @@ class FakeDevice:
 
     def make_stream(self) -> Stream:
         with self._lock:
-            stream = 0x100 * len(self._streams)  # 1 and 2 are CUDA's names for its default streams
+            stream = 0x100 * len(self._streams)  # 1 and 2 are CUDA's handles of its default streams
             self._streams[stream] = deque()
             return stream
 
@@ -136,7 +135,7 @@ class FakeDevice:
         with self._lock:
             self._stir()
             if self._draw.random() < 0.5:
-                self._step()  # however late, a device gets on: who looks again and again sees the end
+                self._step()  # a late device still makes progress: repeated polling sees the end
             return event.passed >= event.recorded
 
     def synchronize(self, event: FakeEvent) -> None:
@@ -223,7 +222,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Let a stream be the calling thread's current one."""
+        """Make a stream the calling thread's current one."""
         before, self._here.stream = self.current_stream(), stream
         try:
             yield
@@ -231,7 +230,7 @@ class FakeDevice:
             self._here.stream = before
 
     def hold_up(self, stream: Stream) -> Callable[[], None]:
-        """Let what comes into a stream's queue from now on wait until the returned function is called."""
+        """Make a stream's later work wait until the returned function is called."""
         gate = FakeEvent()
         gate.recorded = 1
         self.wait(stream, gate)
@@ -243,22 +242,22 @@ class FakeDevice:
         return open_gate
 
     def run_on(self) -> None:
-        """Run all that has not to wait for what is held up."""
+        """Run all work that does not wait for held-up work."""
         with self._lock:
             while self._step():
                 pass
 
     def queued(self) -> int:
-        """Return how much work has not run yet."""
+        """Return the number of queued pieces of work."""
         with self._lock:
             return sum(len(queue) for queue in self._streams.values())
 
     def call(self, work: Callable[[], None], stream: Stream) -> None:
-        """Queue anything."""
+        """Queue a piece of work."""
         self._queue(stream, work)
 
     def reclaim(self, memory: Bytes, stream: Stream) -> None:
-        """Nothing refers to some memory any longer."""
+        """Free memory that nothing refers to."""
         with self._lock:
             self.allocated -= len(memory)
             self._kept.append(memory)
@@ -273,14 +272,14 @@ class FakeDevice:
             self._stir()
 
     def _stir(self) -> None:
-        """Run some of what is queued, or nothing."""
+        """Run some queued work, or none."""
         for _ in range(self._draw.randint(0, self._eagerness)):
             self._step()
 
     def _step(self) -> bool:
-        """Run one piece of work, of a stream that does not have to wait; return whether there was one.
+        """Run one queue entry of a stream that does not wait; return whether there was one.
 
-        Some streams are preferred to others for a while, so that these fall far behind.
+        The generator prefers some streams for a while, so that the others fall far behind.
         """
         ready = [stream for stream, queue in self._streams.items() if self._may_run(queue)]
         if not ready:
@@ -302,7 +301,7 @@ class FakeDevice:
 
 
 def dtype_of(code: Code) -> npt.DTypeLike:
-    """Return numpy's (or ml_dtypes') dtype of a code."""
+    """Return the dtype of a code, of numpy or ml_dtypes."""
     return ml_dtypes.bfloat16 if code == Code.BFLOAT16 else BY_CODE[code].name
 
 
@@ -314,7 +313,7 @@ def elements(ptr: int, count: int, code: Code) -> Array:
 
 
 def scaled(values: Array, factor: float, code: Code) -> Array:
-    """Return values times a factor, by the arithmetic of the host kernels."""
+    """Return values times a factor, with the arithmetic of the host kernels."""
     if factor == 1.0:
         return values
     if code in (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32):
@@ -327,7 +326,7 @@ def scaled(values: Array, factor: float, code: Code) -> Array:
 
 
 def neutral(op: ReduceOp, code: Code) -> Any:
-    """Return the value that changes nothing."""
+    """Return the op's identity element."""
     if op == ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
@@ -341,7 +340,7 @@ def neutral(op: ReduceOp, code: Code) -> Any:
 
 
 class FakeArray:
-    """An array on a :class:`FakeDevice`, as a library's users have it."""
+    """A library's array on a :class:`FakeDevice`."""
 
     def __init__(
         self,
@@ -362,7 +361,7 @@ class FakeArray:
         return np.ndarray(self.shape, self.dtype, raw, first, self.strides)
 
     def set(self, values: Any) -> FakeArray:
-        """Queue the writing of values on the current stream."""
+        """Queue a write of values on the current stream."""
         fixed = np.array(values, self.dtype)
 
         def run() -> None:
@@ -372,7 +371,7 @@ class FakeArray:
         return self
 
     def get(self) -> Array:
-        """Return the contents, once all that the current stream has queued by now is done."""
+        """Wait for the current stream's queued work; return the contents."""
         found: list[Array] = []
         self.device.call(lambda: found.append(self._numpy().copy()), self.device.current_stream())
         event = self.device.make_event()
@@ -381,7 +380,7 @@ class FakeArray:
         return found[0]
 
     def astype(self, dtype: npt.DTypeLike) -> FakeArray:
-        """Return a copy of another dtype."""
+        """Return a copy in another dtype."""
         nbytes = int(np.prod(self.shape)) * np.dtype(dtype).itemsize
         stream = self.device.current_stream()
         result = FakeArray(self.device, self.device.allocate(nbytes, stream), self.shape, dtype)
@@ -400,7 +399,7 @@ class FakeArray:
 
 
 def fake_array(device: FakeDevice, values: Any, dtype: npt.DTypeLike | None = None) -> FakeArray:
-    """Return a new array with the values, which are not there before the current stream comes to it."""
+    """Return a new array; the current stream writes its values later."""
     fixed = np.array(values, dtype)
     memory = device.allocate(fixed.nbytes, device.current_stream())
     return FakeArray(device, memory, fixed.shape, fixed.dtype).set(fixed)
@@ -408,7 +407,7 @@ def fake_array(device: FakeDevice, values: Any, dtype: npt.DTypeLike | None = No
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Memory with a lease."""
+    """Memory that the device reclaims when nothing refers to it."""
 
     memory: Memory
     lease: Lease
@@ -423,7 +422,7 @@ class Leased:
 
 
 class FakeLibrary:
-    """Takes and gives :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
+    """Takes and returns :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
 
     def takes(self, tensor: Any) -> bool:
         return isinstance(tensor, FakeArray)

@@ -1,8 +1,12 @@
-"""NCCL on devices made of host memory: the names of ``cupy.cuda.nccl``, for ranks that are threads.
+"""Fake NCCL on devices in host memory, by the names of ``cupy.cuda.nccl``, for ranks that are threads.
 
-A collective is three pieces of work in a stream's queue: what this rank gives is laid down, the stream waits
-until all have done so, and what this rank gets is taken. Nothing blocks but the device's own synchronization,
-as with the real one.
+A collective queues three entries on a stream:
+
+1. The rank deposits its input.
+2. The stream waits until all ranks have deposited theirs.
+3. The rank takes its output.
+
+As with the real NCCL, only the device's synchronization blocks.
 """
 
 from __future__ import annotations
@@ -37,31 +41,31 @@ _CODES = {
 
 
 class NcclError(RuntimeError):
-    """As the library has it."""
+    """The library's error."""
 
 
 class PeerDevice(FakeDevice):
-    """A device whose streams may wait for other ranks' devices."""
+    """A fake device whose streams may wait for other ranks' devices."""
 
     def __init__(self, index: int = 0, seed: int = 0, identity: str = "") -> None:
         super().__init__(index, seed, identity)
-        # However late, it gets on by itself: the other devices wait for it, whoever looks.
+        # A late device makes progress without a caller, since other devices wait for it.
         self._eagerness = max(self._eagerness, 1)
 
     def synchronize(self, event: FakeEvent) -> None:
-        """Wait, and run what can be run meanwhile."""
+        """Wait, and run other work meanwhile."""
         self.synchronized += 1
         end = time.monotonic() + PATIENCE_S
         while event.passed < event.recorded:
             with self._lock:
                 moved = self._step()
             if not moved:
-                assert time.monotonic() < end, "a deadlock: a stream waits for what no rank does"
+                assert time.monotonic() < end, "a deadlock: a stream waits for a call that no rank makes"
                 time.sleep(1e-4)
 
 
 class Gathering:
-    """Where the ranks of a communicator meet: what each has laid down for a collective, by its number."""
+    """The state that the ranks of a communicator share: their buffers, by number of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -73,15 +77,15 @@ class Gathering:
         self.all_there = threading.Barrier(size)
 
     def event(self, key: Any) -> FakeEvent:
-        """Return what passes when all have laid down."""
+        """Return an event that passes when all ranks have published."""
         with self.lock:
             found = self.complete.setdefault(key, FakeEvent())
             found.recorded = 1
-            found.passed = max(found.passed, int(bool(self.error)))  # of an aborted one nothing waits
+            found.passed = max(found.passed, int(bool(self.error)))  # an abort ends every wait
             return found
 
     def lay(self, key: Any, rank: int, what: Any, expected: int) -> None:
-        """Lay down a rank's part; the last one lets all go on."""
+        """Publish a rank's buffer; the last one wakes all ranks."""
         with self.lock:
             parts = self.laid.setdefault(key, {})
             assert rank not in parts
@@ -90,19 +94,19 @@ class Gathering:
                 self.complete[key].passed = 1
 
     def abort(self) -> None:
-        """Let nobody wait any longer."""
+        """Make all waits end."""
         with self.lock:
             for event in self.complete.values():
                 event.passed = 1
 
 
 class FakeNccl:
-    """The library, of all ranks of a job.
+    """The fake library, shared by all ranks of a job.
 
     Parameters
     ----------
     devices : list of FakeDevice
-        Of each rank.
+        The device of each rank.
     old : bool
         Whether an id is a tuple of numbers, as before CuPy 14.
     """
@@ -129,7 +133,7 @@ class FakeNccl:
         self.aborted: list[int] = []
 
     def rank(self, device: FakeDevice) -> Any:
-        """Return the library as one rank sees it, whose device this is."""
+        """Return the library of the rank with this device."""
         return _Rank(self, device)
 
     def new_id(self) -> Any:
@@ -168,7 +172,7 @@ class _Rank:
         self._depth -= 1
         assert self._depth >= 0
         if not self._depth:
-            # As one: all is laid down before anything is waited for.
+            # A group acts as one call: all deposits come before all waits.
             queued = [start() for start in self._waiting]
             self._waiting = []
             for rest in queued:
@@ -183,7 +187,7 @@ class _Rank:
 
 
 class FakeCommunicator:
-    """One rank's end of a communicator."""
+    """One rank's communicator."""
 
     def __init__(
         self, whole: FakeNccl, library: _Rank, gathering: Gathering, rank: int, device: FakeDevice
@@ -244,7 +248,7 @@ class FakeCommunicator:
             if self._gathering.error:
                 return
             what = self._gathering.laid[key][0]
-            assert len(what) == count, "the two sides of a message are of different lengths"
+            assert len(what) == count, "sender and receiver pass different lengths"
             _put(ptr, what, kind)
 
         def start() -> list[Any]:
@@ -289,7 +293,7 @@ class FakeCommunicator:
                 return
             parts = gathering.laid[key]
             names = {given[0] for given in parts.values()}
-            assert names == {(name, count, kind)}, f"the ranks call different things: {names}"
+            assert names == {(name, count, kind)}, f"the ranks call different collectives: {names}"
             take([parts[r][1] for r in range(gathering.size)])
 
         def start() -> list[Any]:
@@ -326,10 +330,10 @@ def _put(ptr: int, values: Array, kind: int) -> None:
 
 
 def _fold(parts: list[Array], op: int) -> Array:
-    """Reduce from the last rank to the first: not in the order of the host, as NCCL does not either."""
+    """Reduce from the last rank to the first: like NCCL, not in the order of the host."""
     how = (np.add, np.multiply, np.maximum, np.minimum)[op]
     wide = np.float32 if parts[0].dtype in (np.float16, ml_dtypes.bfloat16) else parts[0].dtype
-    with np.errstate(all="ignore"):  # nobody cares what becomes of what lies between tensors
+    with np.errstate(all="ignore"):  # the gaps between tensors may hold any value
         result = parts[-1].astype(wide)
         for part in reversed(parts[:-1]):
             result = how(result, part.astype(wide))

@@ -1,7 +1,7 @@
-"""The CUDA kernels of ``pack_kernels.cu`` on the CPU: the same source, by a C++ compiler, block after block.
+"""Run the CUDA kernels of ``pack_kernels.cu`` on the CPU: a C++ compiler compiles the same source.
 
-What a thread does depends on its number and its block's alone, so that one loop over both does what a GPU
-does.
+A thread's work depends only on its number and its block's number. One loop over both therefore gives the
+GPU's result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.devices.fake import FakeDevice
 SOURCE = Path(__file__).resolve().parents[2] / "pyhvd" / "devices" / "pack_kernels.cu"
 
 needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="no g++, by which the kernels are compiled for the CPU"
+    shutil.which("g++") is None, reason="no g++ to compile the kernels for the CPU"
 )
 
 _SHIM = r"""
@@ -58,7 +58,7 @@ RUN(large)
 extern "C" int threads() { return THREADS; }
 """
 
-# A GPU faults where a word is read at an address that is no multiple of it; here it is a trap.
+# A GPU faults on a misaligned access; here the access is a trap.
 _FLAGS = (
     *("-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"),
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
@@ -66,7 +66,7 @@ _FLAGS = (
 _TYPES: dict[type, Any] = {np.uint64: ctypes.c_uint64, np.int64: ctypes.c_int64, np.float64: ctypes.c_double}
 
 
-_BUILDING = threading.Lock()  # ranks are threads: each kernel is built once, and in one folder
+_BUILDING = threading.Lock()  # ranks are threads, which share one folder and build each kernel once
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def compiler_of(device: FakeDevice) -> Compile:
-    """Return what makes kernels whose launches are queued on a device of host memory."""
+    """Return a compiler of kernels whose launches are queued on a fake device."""
 
     def compile_types(tensor: str, wire: str) -> Launch:
         with _BUILDING:

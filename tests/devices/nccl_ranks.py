@@ -1,4 +1,4 @@
-"""Ranks as threads, each with a device made of host memory, a stream for communication, and its NCCL."""
+"""Ranks as threads, each with a fake device, a communication stream and a fake NCCL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_init import open_nccl
 from pyhvd.devices.base import DeviceView, Stream
 from pyhvd.dtypes import Code
-from pyhvd.transport.inprocess import Meeting, ThreadFabric
+from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 from tests.devices.fake import FakeArray, FakeLibrary, dtype_of
 from tests.devices.fake_nccl import FakeNccl, PeerDevice
 
@@ -22,12 +22,12 @@ LIBRARY = FakeLibrary()
 
 
 class ByHost:
-    """Stands for the way through the host: notes what it is asked for."""
+    """Stands in for staging through the host: records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.rank = self.size = self.stream = 0
-        self.carrier = self.reducer = ""
+        self.name = ""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: self.asked.append(name)
@@ -36,11 +36,11 @@ class ByHost:
 class Rank:
     """One rank: its device, its communication stream, and its backend."""
 
-    def __init__(self, nccl: FakeNccl, meeting: Meeting, rank: int, seed: int, timeout: float) -> None:
-        self.rank, self.size = rank, meeting.size
+    def __init__(self, nccl: FakeNccl, group: ThreadGroup, rank: int, seed: int, timeout: float) -> None:
+        self.rank, self.size = rank, group.size
         self.device = PeerDevice(seed=seed * 10 + rank)
         self.stream: Stream = self.device.make_stream()
-        fabric = ThreadFabric(meeting, rank)
+        fabric = ThreadFabric(group, rank)
         library = nccl.rank(self.device)
         self.by_host = ByHost()
         self.nccl: NcclBackend = open_nccl(
@@ -48,7 +48,7 @@ class Rank:
         )
 
     def array(self, values: Any, shift: int = 0) -> DeviceView:
-        """Put values on the device, ``shift`` elements behind a multiple of 256 bytes."""
+        """Put values on the device, ``shift`` elements after a multiple of 256 bytes."""
         fixed = np.asarray(values)
         with self.device.using(self.stream):
             behind = shift * fixed.dtype.itemsize
@@ -57,7 +57,7 @@ class Rank:
             return LIBRARY.adopt(array, writing=True)
 
     def look(self, view: DeviceView) -> Array:
-        """Return the contents, once the communication stream has come so far."""
+        """Wait for the communication stream's queued work; return the contents."""
         with self.device.using(self.stream):
             owner: FakeArray = view.owner
             return owner.get()
@@ -76,14 +76,14 @@ def on_ranks(
     seed: int = 0,
     timeouts: Sequence[float] | None = None,
 ) -> list[Any]:
-    """Return what each rank's thread returns, or the exception that it raised."""
+    """Run a function on each rank's thread; return the results or exceptions."""
     nccl = nccl or FakeNccl()
-    meeting = Meeting(size, 30.0)
+    group = ThreadGroup(size, 30.0)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Rank(nccl, meeting, rank, seed, timeouts[rank] if timeouts else 30.0))
+            results[rank] = work(Rank(nccl, group, rank, seed, timeouts[rank] if timeouts else 30.0))
         except Exception as exc:
             results[rank] = exc
 
@@ -104,7 +104,7 @@ def good(results: Sequence[Any]) -> Sequence[Any]:
 
 
 def numbers(code: Code, shape: tuple[int, ...], rank: int, seed: int = 0) -> Array:
-    """Small integers, of which every reduction is exact in every dtype."""
+    """Return small integers: their reductions are exact in every dtype."""
     rng = np.random.default_rng([seed, rank, code])
     if code is Code.BOOL:
         return rng.integers(0, 2, shape).astype(bool)

@@ -1,7 +1,7 @@
-"""A module that stands in for CuPy, as far as pyhvd uses it, over the device of :mod:`tests.devices.fake`.
+"""A fake of the parts of CuPy that pyhvd uses, over the device of :mod:`tests.devices.fake`.
 
-It lets :mod:`pyhvd.devices.cupy_device` and the libraries over it run without a GPU. What CuPy itself does is
-not tested by it: its names and signatures were taken from CuPy 14.
+With this fake, :mod:`pyhvd.devices.cupy_device` and its users run without a GPU. Names and signatures are
+those of CuPy 14. The fake does not test CuPy itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.devices.kernels_on_cpu import SOURCE, compiler_of
 
 
 class Pointer:
-    """An address, and what keeps it alive: CuPy's MemoryPointer."""
+    """An address and its memory's owner: CuPy's MemoryPointer."""
 
     def __init__(self, memory: Any, offset: int) -> None:
         self.memory = memory
@@ -32,14 +32,14 @@ class Pointer:
 
 
 class Unowned:
-    """Memory of somebody else's: CuPy's UnownedMemory."""
+    """Memory of another owner: CuPy's UnownedMemory."""
 
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.nbytes, self.owner = ptr, size, owner
 
 
 def make_cupy(device: FakeDevice) -> types.ModuleType:
-    """Return a module ``cupy`` whose one device, of index 0, is the fake one."""
+    """Return a module ``cupy`` whose only device, number 0, is the fake device."""
     cupy: Any = types.ModuleType("cupy")
     array = _ndarray(device)
 
@@ -62,10 +62,10 @@ def make_cupy(device: FakeDevice) -> types.ModuleType:
 
 
 def _ndarray(device: FakeDevice) -> Any:
-    """Return the type of CuPy's arrays."""
+    """Return the array type of CuPy."""
 
     class Ndarray(FakeArray):
-        """An array of CuPy."""
+        """CuPy's array."""
 
         def __init__(
             self,
@@ -112,7 +112,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def _raw_module(device: FakeDevice) -> Any:
-    """Return the type of CuPy's modules of CUDA source; it knows the kernels of ``pack_kernels.cu`` alone."""
+    """Return CuPy's type of a module of CUDA source; it supports only the kernels of ``pack_kernels.cu``."""
 
     class RawModule:
         """CuPy's module of kernels."""
@@ -184,7 +184,7 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
             self.ptr = 0 if null else device.make_stream()
 
         def __enter__(self) -> None:
-            # The default stream is one object for all threads, and each may be in it.
+            # All threads share the default stream, and several may have it as their current stream.
             entered.stack = [*getattr(entered, "stack", ()), device.using(self.ptr)]
             entered.stack[-1].__enter__()
 
@@ -192,7 +192,7 @@ def _streams(device: FakeDevice) -> dict[str, Any]:
             entered.stack.pop().__exit__(*error)
 
     class ExternalStream(Stream):
-        """CuPy's stream of somebody else's."""
+        """CuPy's stream of another owner."""
 
         def __init__(self, ptr: int, device_id: int = -1) -> None:
             assert ptr

@@ -1,6 +1,6 @@
-"""A module that stands in for torch, as far as pyhvd uses it, over the device of :mod:`tests.devices.fake`.
+"""A fake of the parts of torch that pyhvd uses, over the device of :mod:`tests.devices.fake`.
 
-Its names and signatures were taken from torch 2.13. Tensors are contiguous.
+Names and signatures are those of torch 2.13. Tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.devices.fake import FakeArray, FakeDevice
 
 
 class Block:
-    """Memory of torch's pool, which first waits for the streams that it was recorded for."""
+    """Memory of torch's pool; the pool reuses it after the streams of its record_stream() calls."""
 
     def __init__(self, device: FakeDevice, nbytes: int) -> None:
         self.device, self._stream = device, device.current_stream()
@@ -80,7 +80,7 @@ class Tensor:
 
 
 def make_torch(fake: FakeDevice) -> types.ModuleType:
-    """Return a module ``torch`` whose one CUDA device, of index 0, is the fake one."""
+    """Return a module ``torch`` whose only CUDA device, number 0, is the fake device."""
 
     def stream_object(stream: Stream) -> Any:
         return types.SimpleNamespace(cuda_stream=stream)

@@ -1,4 +1,4 @@
-"""The GPU code against the real compiler and the real CuPy, without a GPU (``make test-gpu-build``)."""
+"""Test the GPU code with the real compiler and the real CuPy, without a GPU (``make test-gpu-build``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGE = Path(nccl_bindings.__file__).resolve().parents[2]
 
 
 def missing(module: str) -> bool:
-    """Whether a module of a wheel is not installed."""
+    """Return whether a module of a wheel is missing."""
     try:
         return importlib.util.find_spec(module) is None
     except ModuleNotFoundError:
@@ -34,7 +34,7 @@ def missing(module: str) -> bool:
 
 
 needs_nvrtc = pytest.mark.skipif(
-    missing("nvidia.cuda_nvrtc"), reason="no nvidia-cuda-nvrtc-cu12: make test-gpu-build"
+    missing("nvidia.cuda_nvrtc"), reason="nvidia-cuda-nvrtc-cu12 is not installed: run make test-gpu-build"
 )
 needs_cupy = pytest.mark.skipif(missing("cupy"), reason="no cupy-cuda12x: make test-gpu-build")
 
@@ -60,9 +60,9 @@ def nvrtc() -> ctypes.CDLL:
 
 
 def compile_with(nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int) -> tuple[int, str]:
-    """Return NVRTC's status, and all that it has to say, warnings too."""
+    """Compile by NVRTC; return its status and its messages, with the warnings."""
     defined = [f"-DPYHVD_{side}={name}" for side, name in zip(("TENSOR", "WIRE"), types, strict=True)]
-    # CuPy adds -ftz=true by itself.
+    # CuPy adds -ftz=true itself.
     texts = ["--std=c++14", "-ftz=true", f"--gpu-architecture=sm_{architecture}", *defined]
     options = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
@@ -72,7 +72,7 @@ def compile_with(nvrtc: ctypes.CDLL, types: tuple[str, str], architecture: int) 
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    # It is no warning about the code that a later NVRTC will know sm_70 no more.
+    # This warning concerns the end of NVRTC's support of sm_70, not the code.
     return status, re.sub(
         r"nvrtc: warning: Architectures prior to .* are deprecated.*\n", "", log.value.decode()
     )
@@ -100,7 +100,7 @@ def test_the_source_says_which_types_it_has_no_kernel_for(nvrtc: ctypes.CDLL, co
 
 @pytest.mark.parametrize(("code", "wire"), SMALL_ON_LARGE)
 def test_those_types_are_refused_by_name(code: Code, wire: Code) -> None:
-    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: floats alone are cast"
+    text = f"no kernel casts {code.name.lower()} to {wire.name.lower()}: only floats are cast"
     for factor in (1.0, 2.0):
         with pytest.raises(ValueError, match=f"^{text}$"):
             kernel_types(code, wire, factor)
@@ -110,7 +110,7 @@ def test_those_types_are_refused_by_name(code: Code, wire: Code) -> None:
 
 
 def names_used() -> Iterator[str]:
-    """Yield every dotted name of CuPy that the package's code has."""
+    """Yield every dotted name of CuPy in the package's code."""
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         modules = {"cupy": "cupy"}
@@ -130,7 +130,7 @@ def names_used() -> Iterator[str]:
 
 
 def nccl_names() -> dict[str, set[str]]:
-    """Return what is asked of the nccl module, and of its communicators."""
+    """Return the names that pyhvd uses of the nccl module and of its communicators."""
     sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("nccl*.py")]
     constants = {name for text in sources for name in re.findall(r"NCCL_[A-Z]+\d*\b", text)}
     constants |= {f"NCCL_{code.name}" for code in nccl_bindings._NUMBERS}
@@ -143,11 +143,11 @@ def nccl_names() -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let CuPy's nccl module find a library of empty functions: NCCL's own wheel has 350 MB."""
+    """Make CuPy's nccl module load a library of empty functions, since NCCL's wheel has 350 MB."""
     spec = importlib.util.find_spec("cupy_backends.cuda.libs.nccl")
     compiler, reader = shutil.which("gcc"), shutil.which("nm")
     if spec is None or spec.origin is None or not (compiler and reader):
-        pytest.skip("no nccl module in this CuPy, or no gcc and nm to make its library")
+        pytest.skip("no nccl module in this CuPy, or no gcc and nm to build its library")
     listed = subprocess.run(
         [reader, "-D", "--undefined-only", spec.origin], capture_output=True, text=True, check=True
     )
@@ -158,7 +158,7 @@ def _cupy(tmp_path_factory: pytest.TempPathFactory) -> None:
     library = folder / "libnccl.so.2"
     command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "nccl.c", "-o", str(library)]
     subprocess.run(command, cwd=folder, check=True)
-    ctypes.CDLL(str(library))  # CuPy's module finds it by its name
+    ctypes.CDLL(str(library))  # CuPy's module finds the library by its name
 
 
 @needs_cupy

@@ -1,4 +1,4 @@
-"""The NCCL backend against numpy: ranks as threads, each with a device made of host memory."""
+"""Compare the NCCL backend with numpy; ranks are threads with fake devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from pyhvd.backends.gpu.nccl_bindings import reduction, version_text
 from pyhvd.backends.host import rows_of
 from pyhvd.devices.base import Span
-from pyhvd.dtypes import BY_CODE, Code, ReduceOp
+from pyhvd.dtypes import BY_CODE, Code, ReduceOp, ReduceSpec
 from tests.devices.fake import dtype_of
 from tests.devices.fake_nccl import FakeNccl
 from tests.devices.nccl_ranks import Rank, good, numbers, on_ranks
@@ -52,7 +52,7 @@ def test_allreduce(code: Code, op: ReduceOp, tensors: int) -> None:
     def work(rank: Rank) -> list[Array]:
         sources = [rank.array(numbers(code, (n,), rank.rank, i)) for i, n in enumerate(counts)]
         targets = [rank.array(np.zeros(n, dtype_of(code))) for n in counts]
-        rank.nccl.allreduce(sources, targets, counts, BY_CODE[code], op, 1.0, 1.0)
+        rank.nccl.allreduce(sources, targets, counts, ReduceSpec(BY_CODE[code], op))
         return [rank.look(target) for target in targets]
 
     for found in good(on_ranks(3, work)):
@@ -79,12 +79,13 @@ def test_allreduce_wherever_tensors_lie_and_whoever_has_joined(
     joined: set[int],
 ) -> None:
     prescale, postscale = factors
+    info = BY_CODE[Code.FLOAT32]
+    spec = ReduceSpec(info, ReduceOp.SUM, prescale, postscale)
 
     def work(rank: Rank) -> list[Array]:
-        info = BY_CODE[Code.FLOAT32]
         if rank.rank in joined:
             none = [None] * len(counts)
-            rank.nccl.allreduce(none, none, counts, info, ReduceOp.SUM, prescale, postscale)
+            rank.nccl.allreduce(none, none, counts, spec)
             rank.finish()
             return []
         sources = [
@@ -94,7 +95,7 @@ def test_allreduce_wherever_tensors_lie_and_whoever_has_joined(
         targets = [
             rank.array(np.zeros(n, np.float32), shifts[7 + i - rank.rank]) for i, n in enumerate(counts)
         ]
-        rank.nccl.allreduce(sources, targets, counts, info, ReduceOp.SUM, prescale, postscale)
+        rank.nccl.allreduce(sources, targets, counts, spec)
         return [rank.look(target) for target in targets]
 
     present = [r for r in range(size) if r not in joined]
@@ -109,7 +110,7 @@ def test_one_tensor_alone_is_not_packed() -> None:
     def work(rank: Rank) -> int:
         source = rank.array(np.ones(1000, np.float32))
         before = rank.device.allocated
-        rank.nccl.allreduce([source], [source], [1000], source.info, ReduceOp.SUM, 1.0, 0.5)
+        rank.nccl.allreduce([source], [source], [1000], ReduceSpec(source.info, ReduceOp.SUM, 1.0, 0.5))
         assert (rank.look(source) == 1.0).all()
         return rank.device.allocated - before
 
@@ -125,7 +126,7 @@ def test_the_buffer_is_used_again_and_a_large_one_goes_back(monkeypatch: pytest.
             pair = [rank.array(np.ones(count, np.float32)) for _ in range(2)]
             rank.finish()
             before = rank.device.allocated
-            rank.nccl.allreduce(pair, pair, [count] * 2, pair[0].info, ReduceOp.SUM, 1.0, 1.0)
+            rank.nccl.allreduce(pair, pair, [count] * 2, ReduceSpec(pair[0].info, ReduceOp.SUM))
             assert (rank.look(pair[1]) == 2.0).all()
             kept.append(rank.device.allocated - before)
         return kept
@@ -143,11 +144,11 @@ def test_reducescatter(
     info = BY_CODE[Code.FLOAT32]
 
     def work(rank: Rank) -> list[Array]:
-        behind = shift * (rank.rank % 3)  # another one on each rank
+        behind = shift * (rank.rank % 3)  # a different tensor on each rank
         sources = [rank.array(numbers(info.code, s, rank.rank, i), behind) for i, s in enumerate(shapes)]
         mine = [(rows_of(s[0], size)[rank.rank], *s[1:]) for s in shapes]
         targets = [rank.array(np.zeros(s, np.float32), behind) for s in mine]
-        rank.nccl.reducescatter(sources, targets, shapes, info, ReduceOp.SUM, *factors)
+        rank.nccl.reducescatter(sources, targets, shapes, ReduceSpec(info, ReduceOp.SUM, *factors))
         return [rank.look(target) for target in targets]
 
     results = good(on_ranks(size, work, seed=size))
@@ -163,7 +164,7 @@ def test_reducescatter_of_a_rank_that_has_joined(shape: tuple[int, int], tensors
 
     def work(rank: Rank) -> list[Array]:
         def scatter(sources: list[Any], targets: list[Any]) -> None:
-            rank.nccl.reducescatter(sources, targets, [shape] * tensors, info, ReduceOp.MAX, 1.0, 1.0)
+            rank.nccl.reducescatter(sources, targets, [shape] * tensors, ReduceSpec(info, ReduceOp.MAX))
 
         if rank.rank == 1:
             scatter([None] * tensors, [None] * tensors)
@@ -228,7 +229,7 @@ def test_broadcast(size: int) -> None:
     seed=st.integers(0, 1000),
 )
 def test_alltoall(sizes: list[list[int]], size: int, seed: int) -> None:
-    """``sizes[a][b]``: bytes from rank a to rank b."""
+    """Test an alltoall in which rank a sends ``sizes[a][b]`` bytes to rank b."""
 
     def block(a: int, b: int) -> Array:
         return np.random.default_rng([a, b]).integers(0, 256, sizes[a][b], np.uint8)
@@ -283,8 +284,8 @@ def test_the_names_of_types_are_those_of_the_library() -> None:
 def test_what_nccl_cannot_reduce_goes_by_the_host() -> None:
     def work(rank: Rank) -> list[str]:
         view = rank.array(np.ones((4, 2), np.int16))
-        rank.nccl.allreduce([view], [view], [8], view.info, ReduceOp.SUM, 1.0, 1.0)
-        rank.nccl.reducescatter([view], [view], [(4, 2)], view.info, ReduceOp.SUM, 1.0, 1.0)
+        rank.nccl.allreduce([view], [view], [8], ReduceSpec(view.info, ReduceOp.SUM))
+        rank.nccl.reducescatter([view], [view], [(4, 2)], ReduceSpec(view.info, ReduceOp.SUM))
         rank.nccl.broadcast(view.span, 0)
         rank.finish()
         rank.nccl.close()

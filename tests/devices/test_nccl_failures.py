@@ -1,4 +1,4 @@
-"""NCCL that does not connect the ranks, or fails later: an error on every rank, and no device that waits."""
+"""Failures of NCCL, at the start or later: every rank gets an error, and no device waits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.backends.gpu.device_transport import Refused
-from pyhvd.dtypes import ReduceOp
+from pyhvd.backends.gpu.nccl_init import Refused
+from pyhvd.dtypes import ReduceOp, ReduceSpec
 from pyhvd.errors import TransportError
 from tests.devices.fake_nccl import FakeNccl, NcclError
 from tests.devices.nccl_ranks import Rank, good, on_ranks
@@ -71,7 +71,7 @@ def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() 
         view = rank.array(np.ones(4, np.float32))
 
         def reduce() -> None:
-            rank.nccl.allreduce([view], [view], [4], view.info, ReduceOp.SUM, 1.0, 1.0)
+            rank.nccl.allreduce([view], [view], [4], ReduceSpec(view.info, ReduceOp.SUM))
 
         if rank.rank == 1:
             with pytest.raises(TransportError) as first:
@@ -80,7 +80,7 @@ def test_a_call_that_fails_aborts_the_communicator_and_the_others_learn_of_it() 
                 reduce()
             return str(first.value), str(second.value)
         reduce()
-        rank.finish()  # the device is not left waiting
+        rank.finish()  # the device does not wait any longer
         with pytest.raises(TransportError) as first:
             rank.nccl.check()
         with pytest.raises(TransportError) as second:
@@ -116,7 +116,7 @@ def test_no_memory_on_the_device_is_a_transport_error() -> None:
         pair = [rank.array(np.ones(64, np.float32)) for _ in range(2)]
         rank.device.limit = rank.device.allocated
         with pytest.raises(TransportError, match="NCCL failed on cuda:0: MemoryError: 512 bytes more"):
-            rank.nccl.allreduce(pair, pair, [64, 64], pair[0].info, ReduceOp.SUM, 1.0, 1.0)
+            rank.nccl.allreduce(pair, pair, [64, 64], ReduceSpec(pair[0].info, ReduceOp.SUM))
 
     good(on_ranks(1, work))
 
@@ -125,7 +125,7 @@ def test_abort_ends_what_waits_for_a_rank_that_is_gone() -> None:
     def work(rank: Rank) -> None:
         if rank.rank == 0:
             view = rank.array(np.ones(4, np.float32))
-            rank.nccl.allreduce([view], [view], [4], view.info, ReduceOp.SUM, 1.0, 1.0)
+            rank.nccl.allreduce([view], [view], [4], ReduceSpec(view.info, ReduceOp.SUM))
             rank.nccl.abort("rank 1 has been killed")
             rank.finish()
             with pytest.raises(
@@ -144,7 +144,7 @@ def test_closing_gives_up_communicator_and_buffer() -> None:
     def work(rank: Rank) -> int:
         pair = [rank.array(np.ones(64, np.float32)) for _ in range(2)]
         before = rank.device.allocated
-        rank.nccl.allreduce(pair, pair, [64, 64], pair[0].info, ReduceOp.SUM, 1.0, 1.0)
+        rank.nccl.allreduce(pair, pair, [64, 64], ReduceSpec(pair[0].info, ReduceOp.SUM))
         rank.finish()
         rank.nccl.close()
         rank.nccl.close()

@@ -1,4 +1,4 @@
-"""Packing on a device: the kernels' own source against numpy and the host's kernels, without a GPU."""
+"""Compare the packing kernels, compiled for the CPU, with numpy and the host kernels."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FLOATS = (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64)
 CASTS = [(code, wire) for code in FLOATS for wire in FLOATS if code != wire]
 SCALED = [code for code in Code if BY_CODE[code].scalable]
 GUARD = 0xA5
-"""What memory around tensors and buffers is filled with: it has to stay."""
+"""The bytes around tensors and buffers, which must not change."""
 
 
 def aligned_bytes(nbytes: int, shift: int = 0) -> Array:
-    """Memory at a multiple of 16 bytes, or ``shift`` bytes behind one, with a guard on both sides."""
+    """Memory ``shift`` bytes after a multiple of 16, with guards on both sides."""
     raw = np.full(nbytes + 64 + shift, GUARD, np.uint8)
     start = 16 + -address(raw) % 16 + shift
     return raw[start : start + nbytes]
@@ -48,14 +48,14 @@ def guards_hold(part: Array) -> bool:
 
 
 def tensor(values: Array, shift: int) -> Array:
-    """A copy, ``shift`` elements behind a multiple of 16 bytes."""
+    """A copy, ``shift`` elements after a multiple of 16 bytes."""
     part = aligned_bytes(values.nbytes, shift * values.itemsize)
     part[:] = values.view(np.uint8)
     return part.view(values.dtype)
 
 
 def bits(code: Code, count: int, seed: int) -> Array:
-    """Any bits: NaNs, subnormals and infinities among them."""
+    """Any bits, including NaNs, subnormals and infinities."""
     rng = np.random.default_rng([seed, code])
     raw = rng.integers(0, 2 if code is Code.BOOL else 256, count * DTYPES[code].itemsize, np.uint8)
     return raw.view(DTYPES[code])
@@ -66,14 +66,14 @@ def words(numbers: Sequence[int]) -> Array:
 
 
 def finish(device: FakeDevice) -> None:
-    """Wait for all that is queued on the default stream."""
+    """Wait for the default stream's queued work."""
     event = device.make_event()
     device.record(event, 0)
     device.synchronize(event)
 
 
 class Packed:
-    """Tensors of some counts, packed into a buffer of ``wire`` by the kernels."""
+    """Tensors of the given counts, which the kernels pack into a buffer of dtype ``wire``."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class Packed:
 
     @property
     def parts(self) -> list[Array]:
-        """What lies in the buffer for each tensor."""
+        """The part of the buffer of each tensor."""
         buffer = self.memory.view(DTYPES[self.wire])
         return [buffer[o : o + n] for o, n in zip(self.offsets, self.counts, strict=True)]
 
     def gaps(self) -> Array:
-        """The bytes of the buffer that belong to no tensor."""
+        """Return the buffer's bytes that belong to no tensor."""
         mine = np.zeros(self.memory.nbytes, bool)
         item = BY_CODE[self.wire].itemsize
         for offset, count in zip(self.offsets, self.counts, strict=True):
@@ -118,7 +118,7 @@ class Packed:
         return self.memory[~mine]
 
     def unpack(self, factor: float = 1.0) -> None:
-        """Take it out again, into the same tensors."""
+        """Unpack the buffer into the same tensors."""
         self.packer.unpack(
             address(self.memory),
             self.offsets,
@@ -140,7 +140,7 @@ def same_bits(got: Array, want: Array) -> None:
 
 
 def same_numbers(got: Array, want: Array) -> None:
-    """Equal bits, but that a NaN has only to be one."""
+    """Compare bits; any NaN equals any other."""
     real = got.real.dtype
     got, want = got.view(real), want.view(real)
     word = f"u{real.itemsize}"
@@ -149,7 +149,7 @@ def same_numbers(got: Array, want: Array) -> None:
 
 
 def scaled(values: Array, code: Code, factor: float) -> Array:
-    """By the host's kernels."""
+    """Pack by the host's kernels."""
     out = np.empty_like(values)
     _fusion.scale(address(out), address(values), len(values), code, factor)
     return out
@@ -221,7 +221,7 @@ def test_factors_act_as_in_the_kernels_of_the_host(code: Code, factor: float) ->
 def test_casts_round_as_in_the_kernels_of_the_host(code: Code, wire: Code) -> None:
     counts = [5, 4099, 64]
     values = [bits(code, n, i) for i, n in enumerate(counts)]
-    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits are mostly out of a narrower type's range
+    if code not in (Code.FLOAT16, Code.BFLOAT16):  # random bits mostly exceed a narrower type's range
         values[1][::2] = np.random.default_rng(5).normal(size=2050).astype(DTYPES[code])
     packed = Packed(values, counts, code, wire, shifts=[0, 1, 0])
     for part, value in zip(packed.parts, values, strict=True):
@@ -267,12 +267,12 @@ def test_a_missing_tensor_is_neutral(code: Code, op: ReduceOp) -> None:
         want = np.empty(count, DTYPES[code])
         _fusion.fill(address(want), count, code, op)
         same_bits(part, want)
-    packed.unpack()  # where there is none, nothing is written
+    packed.unpack()  # nothing is written without a tensor
 
 
 @needs_compiler
 def test_large_tensors_take_the_short_way() -> None:
-    """Enough for several vectors per thread; the second one lies askew, the third is small."""
+    """Each thread has several vectors; the second tensor is misaligned, and the third is small."""
     counts = [4 * LARGE, 4 * LARGE // 2, 10]
     values = [bits(Code.FLOAT32, n, i) for i, n in enumerate(counts)]
     packed = Packed(values, counts, Code.FLOAT32, Code.FLOAT32, shifts=[0, 1, 0])
@@ -287,7 +287,7 @@ def test_large_tensors_take_the_short_way() -> None:
 
 @needs_compiler
 def test_blocks_of_ranks_with_gaps_between_them() -> None:
-    """Offsets need not follow each other, nor begin at 0: so it is in a reducescatter."""
+    """A reducescatter has offsets with gaps, which do not start at 0."""
     device = FakeDevice()
     packer = KernelPacker(device, compiler_of(device))
     memory = aligned_bytes(4 * 4096)
@@ -340,7 +340,7 @@ def test_nothing_is_launched_for_empty_tensors() -> None:
 
 
 class LateDevice(FakeDevice):
-    """Runs nothing before somebody waits; counts tables."""
+    """Runs no work until a thread waits; counts tables."""
 
     tables = 0
 
@@ -369,7 +369,7 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
 
     unpack()
     unpack()
-    assert device.tables == 2  # the first one's kernel may still read
+    assert device.tables == 2  # the first table's kernel may still read it
     finish(device)
     unpack()
     unpack()
@@ -380,7 +380,7 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
         unpack()
     assert (device.tables, device.synchronized) == (packing.KEPT_TABLES + 2, waited), "nobody waits"
     finish(device)
-    for _ in range(packing.KEPT_TABLES + 1):  # two go, so that one more is needed
+    for _ in range(packing.KEPT_TABLES + 1):  # with two kernels queued, a further table is needed
         unpack()
     assert device.tables == packing.KEPT_TABLES + 3
     assert launched == ["pyhvd_unpack_small"] * (2 * packing.KEPT_TABLES + 7)
@@ -389,12 +389,12 @@ def test_tables_are_used_again_once_their_kernels_have_run() -> None:
 @pytest.mark.parametrize(
     ("code", "wire", "factor", "text"),
     [
-        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: floats alone are cast"),
+        (Code.INT32, Code.FLOAT32, 1.0, "no kernel casts int32 to float32: only floats are cast"),
         (
             Code.COMPLEX64,
             Code.COMPLEX128,
             1.0,
-            "no kernel casts complex64 to complex128: floats alone are cast",
+            "no kernel casts complex64 to complex128: only floats are cast",
         ),
         (Code.BOOL, Code.BOOL, 2.0, "bool cannot be multiplied by 2.0"),
     ],
@@ -405,9 +405,7 @@ def test_what_no_kernel_does_is_refused(code: Code, wire: Code, factor: float, t
     assert str(caught.value) == text
 
 
-@pytest.mark.skipif(
-    shutil.which("nvcc") is None, reason="no nvcc, by which the kernels are compiled for GPUs"
-)
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc to compile the kernels for GPUs")
 @pytest.mark.parametrize(
     ("tensor", "wire"),
     [("FLOAT32", "FLOAT32"), ("FLOAT32", "FLOAT64"), ("FLOAT64", "FLOAT16"), ("BFLOAT16",) * 2],

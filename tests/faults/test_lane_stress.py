@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.api.process_sets import global_process_set
-from pyhvd.api.reductions import start
+from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.context import Slot, playing_rank
+from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.native import shared_memory
+from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
 from tests.faults.test_window_stress import watch
 
@@ -52,20 +52,20 @@ class _Rank:
         window = shared_memory.Window(rank, [at + q * area for q in range(size)], CHUNK)
         window.clear()
         base = at + size * area
-        self.lane = shared_memory.Lane(
+        self.lane = shared_memory.FastPath(
             base, whole, rank, size, SLOTS, 1 << 16, False, 1e-3, lambda _: int(Code.INT64)
         )
         self.lane.attach({}, {}, {}, lambda: None)
         if rank == 0:
             self.lane.clear()
-            self.lane.open_board(0, range(size))
-        arenas = [base + shared_memory.board_bytes(size, SLOTS) + q * ARENA for q in range(size)]
+            self.lane.open_ready_set(0, range(size))
+        arenas = [base + shared_memory.ready_table_bytes(size, SLOTS) + q * ARENA for q in range(size)]
         self.lane.know_arena(arenas[rank], ARENA)
         self.lane.open_set(0, window, arenas)
         for slot, request in enumerate(_requests()):
             self.lane.install(0, slot, request, 1, ReduceOp.SUM, 1.0, request.window)
             if rank == 0:
-                self.lane.lend(0, slot, 1)
+                self.lane.delegate(0, slot, 1)
         self.values = [np.empty(n, np.int64) for n in (*COUNTS, *GROUP)]
         first = arenas[rank] - at
         for which in SHARED:
@@ -101,6 +101,8 @@ def _main(
     here = _Rank(rank, size, memory)
     meet.wait()
     here.thread.start()
+    # start() returns None for a call that the fast path does not take.
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
     slot = Slot()
     slot.lane = here.lane
     with playing_rank(slot):
@@ -130,9 +132,9 @@ def _submit(here: _Rank, which: int, rank: int, number: int, draw: random.Random
         array[:] = number * (rank + 1) + np.arange(len(array))
     grouped = which == len(COUNTS)
     name, what = ("g", arrays) if grouped else (f"t{which}", arrays[0])
+    form = IN_PLACE | (GROUPED if grouped else 0) | (WAITS if draw.random() < 0.3 else 0)
     submit: Callable[..., Any] = start
-    waits = draw.random() < 0.3
-    handle = submit(grouped, True, waits, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+    handle = submit(form, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
     assert handle is not None, f"rank {rank}, round {number}: {name} was not taken"
     return handle
 
@@ -151,7 +153,7 @@ def _check(here: _Rank, which: int, rank: int, size: int, number: int) -> None:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_lanes_of_ranks_that_are_stopped_and_continued(size: int) -> None:
     area = -(-shared_memory.area_bytes(CHUNK) // 128) * 128
-    memory = mmap.mmap(-1, size * area + shared_memory.board_bytes(size, SLOTS) + size * ARENA + 256)
+    memory = mmap.mmap(-1, size * area + shared_memory.ready_table_bytes(size, SLOTS) + size * ARENA + 256)
     progress = [_fork.Value("q", 0) for _ in range(size)]
     meet = _fork.Barrier(size)
     ranks: list[BaseProcess] = [

@@ -1,13 +1,15 @@
-"""The C code of the shared segment under the sanitizers: data races, memory errors, undefined behaviour.
+"""Run the shared-memory C code under the sanitizers: data races, memory errors, undefined behaviour.
 
-``races/`` plays ranks as threads of one process, by the same calls that the Cython code makes. It is compiled
-here with all C sources that setup.py names, once for ThreadSanitizer and once for AddressSanitizer and UBSan.
+``races/`` runs ranks as threads of one process, with the C calls that the Cython code makes. It is compiled
+with all C sources of the extensions, once for ThreadSanitizer and once for AddressSanitizer and UBSan.
 PYHVD_STRESS_RACES multiplies the number of rounds (default 1).
 
-What ThreadSanitizer does not see: ``atomic_thread_fence``. Nothing but flags (who sleeps, who looks) may
-depend on a fence; data goes by release and acquire of the word that announces it, and is reported as a race
-where it goes by a fence. The kernels run without their clones for several instruction sets, and what the
-16-bit floats load and store with masks goes unseen; all else of them is plain loops.
+Limits of ThreadSanitizer
+1. It does not see ``atomic_thread_fence``. Only flags (sleeping, watching) may depend on a fence. Data must
+   be announced by a release store and read after an acquire load; data that depends on a fence is reported
+   as a race.
+2. The kernels run without their clones for several instruction sets, and the masked loads and stores of the
+   16-bit floats are not seen.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ TIMES = int(os.environ.get("PYHVD_STRESS_RACES", "1"))
 LIMIT_S = 60.0 * (1 + TIMES)
 
 MANY = max(4, min(8, (os.cpu_count() or 1) + 1))
-"""More ranks than cores, where that is not too many."""
+"""More ranks than cores, up to 8."""
 
-ROUNDS = {"windows": 600, "aborts": 40, "board": 400, "calls": 2000, "lanes": 400, "lane-aborts": 15}
+ROUNDS = {"windows": 600, "aborts": 40, "table": 400, "calls": 2000, "paths": 400, "path-aborts": 15}
 SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]
 
 KINDS = {
-    # gcc warns of every fence; see above.
+    # -Wno-tsan: gcc warns about every fence; see above.
     "thread": ["-fsanitize=thread", "-Wno-tsan"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }
@@ -45,15 +47,15 @@ BROKEN = [
     ("window.c", "counter, value, memory_order_release", "counter, value, memory_order_relaxed", "windows"),
     (
         "ready_table.c",
-        "&b->head->lock, 0, memory_order_release",
-        "&b->head->lock, 0, memory_order_relaxed",
-        "board",
+        "&t->head->lock, 0, memory_order_release",
+        "&t->head->lock, 0, memory_order_relaxed",
+        "table",
     ),
-    ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "board"),
-    ("submission.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "lanes"),
-    ("progress.c", "driven, 0, memory_order_release", "driven, 0, memory_order_relaxed", "lanes"),
+    ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "table"),
+    ("progress.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "paths"),
+    ("progress.c", "lock, 0, memory_order_release", "lock, 0, memory_order_relaxed", "paths"),
 ]
-"""What is made worse, to see that it is found: in which file, what by what, in which scenario it shows."""
+"""Wrong memory orders that must be reported: the file, the right text, the wrong text, the scenario."""
 
 
 def _sources() -> list[str]:
@@ -62,8 +64,9 @@ def _sources() -> list[str]:
 
 
 def _gcc(kind: str, folder: Path, *arguments: str | Path) -> str:
-    """Run gcc in a folder; return what it complains of, or nothing."""
-    command = ["gcc", "-std=gnu11", "-g", "-O2", "-ffp-contract=off", *KINDS[kind], *map(str, arguments)]
+    """Run gcc in a folder; return its errors, or an empty text."""
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-g", "-O2", "-ffp-contract=off", *KINDS[kind]]
+    command = ["gcc", *flags, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
     return f"{command}: {done.stderr}" if done.returncode else ""
 
@@ -87,7 +90,7 @@ def _run(program: Path, scenario: str, ranks: int, rounds: int) -> subprocess.Co
 
 
 def _need(kind: str, folder: Path) -> None:
-    """Skip where this machine cannot build programs with a sanitizer, or not run them."""
+    """Skip the test if this machine cannot build or run programs with a sanitizer."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
     (folder / "trial.c").write_text("int main(void) { return 0; }\n")
@@ -101,7 +104,7 @@ def _need(kind: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
-    """What the program for a kind of sanitizer is linked of; compiled when it is first asked for."""
+    """Return the object files for a kind of sanitizer, compiled once."""
 
     @functools.cache
     def build(kind: str) -> list[Path]:

@@ -59,7 +59,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
             values[:amount] = number + rank
             here = int(where[0]) + 8 * (max(SIZES) // 2 + size)
             theirs = count // 2 + partner
-            window.swap(partner, int(where[0]), 8 * amount, here, 8 * theirs)
+            window.pairwise_exchange(partner, int(where[0]), 8 * amount, here, 8 * theirs)
             heard = values[max(SIZES) // 2 + size :][:theirs]
             assert (heard == number + partner).all(), f"rank {rank}, round {number}: swapped with {partner}"
         progress.value = number + 1

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: without one each is skipped, and the reason says what is missing."""
+"""Skip each test here on a machine without a GPU; the reason names the missing part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pyhvd.tools.doctor.gpus import probe_cuda
 
 
 @functools.cache
-def obstacle() -> str:
-    """Return why there is nothing to test on, or nothing."""
+def why_no_gpu() -> str:
+    """Return why no GPU can be used; empty if one can."""
     facts = probe_cuda()
     if not facts.cupy:
         return facts.errors.get("CuPy", "CuPy is not installed")
@@ -20,5 +20,5 @@ def obstacle() -> str:
 
 @pytest.fixture(autouse=True)
 def _gpu() -> None:
-    if reason := obstacle():
+    if reason := why_no_gpu():
         pytest.skip(reason)

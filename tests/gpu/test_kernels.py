@@ -1,4 +1,4 @@
-"""The kernels as a GPU runs them, against the host's: the tests of ``tests/devices`` on the real thing."""
+"""The kernels on a GPU against the host's: the tests of ``tests/devices`` on real hardware."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class OnGpu:
-    """Tensors on the device, packed into a buffer there."""
+    """Tensors on the device, packed into a buffer on the device."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ def test_bits_go_in_and_out_as_they_are(code: Code) -> None:
         same_bits(part, value)
     for held in packed.held:
         held.fill(0)
-    cupy.cuda.get_current_stream().synchronize()  # our streams do not wait for the default one
+    cupy.cuda.get_current_stream().synchronize()  # pyhvd's streams do not wait for the default stream
     for got, value in zip(packed.unpack(), values, strict=True):
         same_bits(got, value)
 

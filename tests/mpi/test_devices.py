@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.gpu import cuda_mpi
 from pyhvd.devices import array_libraries
 from pyhvd.transport.mpi import fabric
 from pyhvd.transport.mpi.fabric import MpiFabric
-from pyhvd.transport.mpi.probe import cuda_aware
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
 from tests.mpi.harness import hear_log, on_ranks, run_function
 
 PIECE = "65536"
 
 
-def _verbs(way: str = "through the host", why: str = "ranks {} share a device, cuda:0") -> None:
+def _verbs() -> None:
     array_libraries.register("tests", FakeLibrary())
     told = hear_log()
     hvd.init()
@@ -54,8 +52,10 @@ def _verbs(way: str = "through the host", why: str = "ranks {} share a device, c
     lines = [line for line in told if line.startswith("arrays on the devices")]
     assert len(lines) == (rank == 0)
     if rank == 0 and size > 1:
-        reason = why.format(", ".join(map(str, range(size))))
-        assert lines == [f"arrays on the devices of {size} ranks go {way}: {reason}"]
+        ranks = ", ".join(map(str, range(size)))
+        assert lines == [
+            f"arrays on the devices of {size} ranks go through the host: ranks {ranks} share a device, cuda:0"
+        ]
 
 
 @on_ranks(1, 2, 4, env={"PYHVD_STAGING_SIZE": PIECE})
@@ -68,68 +68,10 @@ def test_through_mpi() -> None:
     _verbs()
 
 
-BY_MPI = {"PYHVD_CUDA_AWARE_MPI": "1", "PYHVD_STAGING_SIZE": PIECE}
-PLAYED = "by CUDA-aware MPI (the one under test), and reductions through the host"
-
-
-@on_ranks(2, 3, 4, env=BY_MPI)
-def test_by_an_mpi_that_takes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one, which takes the fake device's memory."""
-    monkeypatch.setattr(MpiFabric, "takes_devices", lambda _: "the one under test")
-    _verbs(PLAYED)
-
-
-@on_ranks(2, env={**BY_MPI, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
+@on_ranks(2, env={"PYHVD_STAGING_SIZE": PIECE, "PYHVD_FAST_LANE": "0", "PYHVD_MPI_THREADS_DISABLE": "1"})
 def test_blocks_longer_than_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MpiFabric, "takes_devices", lambda _: "the one under test")
     monkeypatch.setattr(fabric, "LARGEST", 10_000)
-    _verbs(PLAYED)
-
-
-@on_ranks(2, env=BY_MPI, alone=True)
-def test_a_trial_that_does_not_end_leaves_nobody_behind() -> None:
-    """One rank takes no part in it: what the other has sent stays on its way for ever."""
-    array_libraries.register("tests", FakeLibrary())
-    told = hear_log()
-    hvd.init()
-    logging.getLogger("pyhvd").setLevel(logging.INFO)
-    MpiFabric.takes_devices = lambda _: "the one under test"  # type: ignore[assignment, method-assign]
-    cuda_mpi.TRIAL_S = 0.3
-
-    def fails(*given: object) -> None:
-        raise OSError("cuIpcOpenMemHandle: invalid device context")
-
-    if hvd.rank() == 1:
-        MpiFabric.trade = fails  # type: ignore[assignment, method-assign]
-    device = FakeDevice(0, seed=hvd.rank(), identity="one for all")
-    with device.using(device.make_stream()):
-        got = hvd.broadcast(fake_array(device, np.full(200_000, hvd.rank())), 1, name="b").get()
-        assert got.tolist() == [1] * 200_000
-        sent = np.repeat(np.arange(2), 300_000)
-        assert hvd.alltoall(sent, [300_000] * 2, name="t")[0].tolist() == [hvd.rank()] * 600_000
-    if hvd.rank() == 0:
-        (line,) = [line for line in told if line.startswith("arrays on the devices")]
-        assert line == (
-            "arrays on the devices of 2 ranks go through the host: ranks 0, 1 share a device, cuda:0;"
-            " CUDA-aware MPI does not connect them: rank 0 of the set: TimeoutError: MPI has not passed the"
-            " blocks on within 0.3 s; rank 1 of the set: OSError: cuIpcOpenMemHandle: invalid device context"
-        )
-
-
-@on_ranks(2, env=BY_MPI)
-def test_an_mpi_that_says_it_takes_no_devices_is_given_none() -> None:
-    from mpi4py import MPI
-
-    hvd.init()
-    says = cuda_aware(MPI.__file__, MPI.Get_library_version())
-    if says:
-        pytest.skip("this MPI is CUDA-aware")
-    name, version = MPI.get_vendor()
-    known = "does not say that it takes" if says is None else "says that it does not take"
-    share = "ranks 0, 1 share a device, cuda:0; CUDA-aware MPI cannot be used"
-    each = f"{name} {'.'.join(map(str, version))} {known} memory on CUDA devices"
-    hvd.shutdown()
-    _verbs(why=f"{share}: rank 0: {each}; rank 1: {each}")
+    _verbs()
 
 
 @on_ranks(2)
@@ -143,12 +85,11 @@ def test_a_mismatch_of_devices() -> None:
         hvd.allreduce(np.ones(3) if hvd.rank() else fake_array(device, np.ones(3)), name="x")
 
 
-def _broken_trade() -> None:
+def _broken_exchange() -> None:
     from mpi4py import MPI
 
     array_libraries.register("tests", FakeLibrary())
     hvd.init()
-    MpiFabric.takes_devices = lambda _: "the one under test"  # type: ignore[assignment, method-assign]
     device = FakeDevice(0, seed=hvd.rank(), identity="one for all")
     array = fake_array(device, np.arange(300_000))
     hvd.broadcast_(array, 0, name="whole")
@@ -157,9 +98,9 @@ def _broken_trade() -> None:
         def broken(*given: object) -> None:
             raise MPI.Exception(MPI.ERR_TRUNCATE)
 
-        MpiFabric.trade = broken  # type: ignore[assignment, method-assign]
-    with pytest.raises(hvd.TransportError, match=r"allgather 'cut': MPI reported: .*truncated"):
-        hvd.allgather(array, name="cut")
+        MpiFabric.exchange = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(hvd.TransportError, match=r"alltoall 'cut': MPI reported: .*truncated"):
+        hvd.alltoall(array, name="cut")
     assert hvd.rank() == 1, "the other rank is inside MPI, and cannot be reached"
     os.write(1, b"it has its error\n")
     hvd.shutdown()
@@ -167,7 +108,7 @@ def _broken_trade() -> None:
 
 def test_messages_that_fail_end_the_job() -> None:
     """Their rank gets an error; shutting down there ends the one that waits for the rest."""
-    report = run_function(2, _broken_trade, timeout=20, env=BY_MPI)
+    report = run_function(2, _broken_exchange, timeout=20, env={"PYHVD_FAST_LANE": "0"})
     assert not report.timed_out, report.text
     assert report.returncode != 0
     assert "it has its error" in report.output, report.text

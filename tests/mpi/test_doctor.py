@@ -145,7 +145,7 @@ def test_an_mpi_that_crashes_does_not_take_the_doctor_with_it(fake: Path) -> Non
     (fake / "MPI.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     ended = doctor("--no-run", env=_path(fake.parent))
     assert ended.code == 1
-    assert "failed (killed by signal 11)" in " ".join(ended.out.split())
+    assert "failed (was killed by SIGSEGV (signal 11)" in " ".join(ended.out.split())
 
 
 @pytest.mark.any_mpi

@@ -61,7 +61,7 @@ def test_version() -> None:
         (["-n", "two", "x.py"], "-n/-np/--num-proc: expected a whole number, not 'two'"),
         (["-n", "2", "--start-timeout", "soon", "x.py"], "--start-timeout: expected a number, not 'soon'"),
         (["-n", "2", "--mpi-args", "-x 'a", "x.py"], '--mpi-args: No closing quotation: "-x \'a"'),
-        (["x.py"], "say how many ranks"),
+        (["x.py"], "the number of ranks is missing"),
         (["-n", "2"], "no script"),
         (["-n", "2", "-m"], "argument expected for the -m option"),
         (
@@ -321,17 +321,17 @@ def test_judge_mpiexec(text: str, family: str, name: str) -> None:
 
 
 def test_root_cause_is_the_first_of_the_most_telling() -> None:
-    records = [
+    reports = [
         ExitReport(0, SECONDARY, 1, "", when=1.0),
         ExitReport(1, LOST, 1, "", when=0.5),
         ExitReport(2, EXCEPTION, 1, "", when=3.0),
         ExitReport(3, SIGNAL, 137, "", when=2.0),
         ExitReport(4, INTERRUPT, 130, "", when=1.5),
     ]
-    cause = root_cause(records)
-    assert cause is records[3]
+    cause = root_cause(reports)
+    assert cause is reports[3]
     assert root_cause([]) is None
-    assert ExitReport.load(records[3].dump()) == records[3]
+    assert ExitReport.load(reports[3].dump()) == reports[3]
 
 
 def test_secondary_errors_are_known_by_name() -> None:

@@ -1,4 +1,4 @@
-"""A rank whose engine breaks: the others, in the middle of a collective with it, are told whose, and why."""
+"""A rank's engine fails during a collective: the other ranks get an error with the rank and the cause."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def break_on(
     rank: int = VICTIM,
     ready: Callable[[], Any] = bool,
 ) -> None:
-    """Let a method fail on one rank, once ``ready()`` has returned there."""
+    """Make a method fail on one rank, once ``ready()`` has returned on that rank."""
     works = getattr(owner, verb)
 
     def breaks(self: Any, *args: Any) -> Any:
@@ -47,7 +47,7 @@ def break_on(
 
 
 def check_error(error: BaseException | None, kind: type = hvd.InternalError, victim: int = VICTIM) -> None:
-    """See that a rank has been told what it should."""
+    """Assert that a rank got the expected error."""
     if hvd.rank() == victim:
         assert isinstance(error, kind), repr(error)
         assert "MemoryError" in str(error)
@@ -81,7 +81,7 @@ VERBS: dict[str, tuple[str, Callable[[], Any]]] = {
     "broadcast": ("broadcast", lambda: hvd.broadcast(np.ones(5), 0, name="x")),
     "alltoall": ("exchange", lambda: hvd.alltoall(np.ones(6), name="x")),
     "reducescatter": ("alltoallv", lambda: hvd.reducescatter(np.ones(6), name="x")),
-    "adasum": ("swap", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
+    "adasum": ("pairwise_exchange", lambda: hvd.allreduce(np.ones(40_000), op=hvd.Adasum, name="x")),
 }
 
 
@@ -107,9 +107,9 @@ def test_other_collectives_that_fail_on_one_rank(
 def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
     monkeypatch: pytest.MonkeyPatch, count: int, waits: bool, late: float
 ) -> None:
-    """Rank 1 has posted a tensor, and breaks in a list that comes before; the others are in the window.
+    """Rank 1 has marked a tensor ready, and fails in an earlier response list; the others are in the window.
 
-    Whoever waits for so long at most does so, even if the background thread comes late to end it.
+    A wait with a timeout ends in time, even if the background thread aborts the window late.
     """
     lanes: dict[int, Any] = {}
     entered, posted = threading.Event(), threading.Event()
@@ -140,7 +140,7 @@ def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
         alone = hvd.add_process_set([VICTIM])
         for _ in range(3):
             hvd.allreduce(np.ones(count), name="x")
-        lanes[hvd.rank()] = context.current().runtime._lane
+        lanes[hvd.rank()] = context.current().runtime._fast_path
         hvd.barrier()
         if hvd.rank() == VICTIM:
             hvd.allreduce_async(np.ones(1), name="alone", process_set=alone).flush()
@@ -163,7 +163,7 @@ def test_an_engine_that_breaks_while_the_others_are_in_its_batch(
 def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
     monkeypatch: pytest.MonkeyPatch, fast_lane: bool
 ) -> None:
-    """Rank 2 waits for rank 1 in one set, and rank 3 for rank 2 in another one."""
+    """Rank 2 waits for rank 1 in one set, and rank 3 waits for rank 2 in another set."""
     owner: type = ShmBackend if fast_lane else HostBackend
     works = owner.allreduce  # type: ignore[attr-defined]
     inside, last_inside, told = threading.Event(), threading.Event(), threading.Barrier(4)
@@ -195,7 +195,7 @@ def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
         for handle in handles:
             check_error(handle.exception(SECONDS))
         check_error(outcome(hvd.barrier), hvd.HorovodInternalError)
-        told.wait(SECONDS)  # a broken rank that leaves ends the others
+        told.wait(SECONDS)  # the exit of the failed rank ends the others
 
     run_ranks(4, body, timeout=SECONDS, knobs={"fast_lane": fast_lane, "dynamic_process_sets": True})
 
@@ -203,7 +203,7 @@ def test_whoever_waits_for_a_rank_that_was_told_hears_of_the_first(
 def test_only_the_rank_that_broke_is_broken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The others need not end the job, and log nothing: the first failure is the one that is read."""
+    """The other ranks neither end the job nor log anything, since users read the first failure."""
     break_on(monkeypatch, ShmBackend, "allreduce")
     broken: dict[int, bool] = {}
 
@@ -225,10 +225,10 @@ def test_only_the_rank_that_broke_is_broken(
 def test_a_rank_that_gives_up_gives_the_others_its_facts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All but one are inside the window: the first to give up ends them, and the last one as it comes."""
+    """All ranks but one are in the window: the first timeout ends their wait, and the last rank's call."""
     told = threading.Barrier(3)
     late = threading.Event()
-    look_only_when(monkeypatch)  # a rank that is late on a busy machine is not what ends the job here
+    look_only_when(monkeypatch)  # a late rank on a busy machine must not end this job
     works = ShmBackend.allreduce
 
     def holds(self: ShmBackend, *args: Any) -> None:
@@ -255,8 +255,8 @@ def test_a_rank_that_gives_up_gives_the_others_its_facts(
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_orderly_end_aborts_nothing(monkeypatch: pytest.MonkeyPatch, raises: bool) -> None:
-    """Neither a shutdown nor a program's own error: what was submitted before is still carried out."""
-    for thread in threading.enumerate():  # of ranks that an earlier case has broken: they may still give up
+    """A shutdown or a program's own error does not abort the window: earlier submissions complete."""
+    for thread in threading.enumerate():  # ranks that an earlier case broke may still time out
         if thread.name.startswith("pyhvd-"):
             thread.join(SECONDS)
     aborted: list[int] = []

@@ -1,4 +1,4 @@
-"""Adasum on ranks that are threads: over the shared window and without it, in one step and in many."""
+"""Adasum on ranks that are threads, with and without the shared window, in one step and in many."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_without_a_window(case: Case, size: int) -> None:
 @pytest.mark.parametrize("ride", [1, 100, 1 << 20])
 @each(adasum.CASES, 4)
 def test_halves_of_everything(case: Case, size: int, ride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing goes flat, and rides are short: pieces of no element, buffers that are not kept."""
-    monkeypatch.setattr("pyhvd.backends.adasum.RIDE", ride)
+    """Without the flat algorithm and with short batches, some pieces are empty and buffers are not reused."""
+    monkeypatch.setattr("pyhvd.backends.adasum.BATCH", ride)
     monkeypatch.setattr("pyhvd.backends.adasum.FLAT", 0)
     monkeypatch.setattr("pyhvd.backends.adasum.KEPT", 1000)
     on_threads(case, size)
@@ -64,7 +64,7 @@ def test_settings_and_fabrics_do_not_matter(size: int, monkeypatch: pytest.Monke
     alike=st.floats(-2, 2),
 )
 def test_random_vectors(size: int, name: str, counts: list[int], seed: int, alike: float) -> None:
-    """Each tensor of a group against the reference, and the first bit by bit against itself alone."""
+    """Each tensor of a group equals the reference; the first has the same bits as when reduced alone."""
     rng = np.random.default_rng(seed)
     parts: list[list[Array]] = []
     for count in counts:
@@ -84,7 +84,7 @@ def test_random_vectors(size: int, name: str, counts: list[int], seed: int, alik
 
 
 def test_process_sets_of_any_world() -> None:
-    """A set of 2 of 3 ranks does, one of 3 of 4 does not; only members are told."""
+    """A set of 2 of 3 ranks works, and a set of 3 of 4 ranks raises on its members only."""
 
     def rank() -> None:
         size = hvd.size()

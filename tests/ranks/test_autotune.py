@@ -1,4 +1,4 @@
-"""Autotuning with ranks as threads: knobs that change all the time change no result, and a search ends."""
+"""Autotuning with ranks as threads: changes of the knobs change no result, and a search ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES: dict[str, list[float]] = {
 
 
 class Restless:
-    """A search that never ends, and wants all knobs changed after each sample."""
+    """A search that never ends, and changes all knobs after each sample."""
 
     changes = 0
 
@@ -50,7 +50,7 @@ class Restless:
 
 @contextmanager
 def restless() -> Iterator[dict[str, Any]]:
-    """Let whatever is tuned be tuned all the time; yields the knobs for that."""
+    """Make autotuning change the knobs permanently; yield the configuration for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(autotuner, "Search", Restless)
         patch.setattr(autotuner, "SHORTEST_SAMPLE", 0.0)
@@ -92,7 +92,7 @@ def test_bits_do_not_depend_on_what_is_tuned(fast: bool) -> None:
 
 
 def _train(enough: Callable[[], bool]) -> Tuning:
-    """Reduce a few gradients again and again, until rank 0 has enough; return this rank's knobs."""
+    """Reduce a few gradients repeatedly until rank 0 has enough samples; return this rank's knobs."""
     gradients = [np.full(n, hvd.rank() + 1.0, np.float32) for n in (10, 3000, 60_000)]
     for _ in range(20_000):
         handles = [hvd.allreduce_async(g, name=f"g{k}", op=hvd.Sum) for k, g in enumerate(gradients)]
@@ -101,7 +101,7 @@ def _train(enough: Callable[[], bool]) -> Tuning:
             break
     else:
         raise AssertionError("the search does not end")
-    # What rank 0 knows to be decided is in force behind this.
+    # After the barrier, rank 0's decision is in force on every rank.
     hvd.barrier()
     runtime = context.current().runtime
     return runtime.tuning

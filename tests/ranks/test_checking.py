@@ -1,4 +1,4 @@
-"""PYHVD_CHECK: a result that is wrong on one rank is found on all, whatever the verb; and no false alarm."""
+"""PYHVD_CHECK: every rank detects one rank's wrong result, for every verb, without false alarms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VERBS: dict[str, Verb] = {
 
 
 class _Flipper:
-    """A backend that flips one bit of what one rank has got, once it is armed."""
+    """A backend that flips one bit of one rank's result, once the test arms it."""
 
     def __init__(self, inner: HostBackend) -> None:
         self._inner = inner
@@ -80,7 +80,7 @@ class _Flipper:
 
 @pytest.fixture
 def flippers(monkeypatch: pytest.MonkeyPatch) -> list[_Flipper]:
-    """The ranks' backends, which can be armed."""
+    """The ranks' backends, which a test can arm."""
     made: list[_Flipper] = []
 
     def make(fabric: Fabric, open_window: OpenWindow | None, *rest: Any) -> Any:
@@ -92,7 +92,7 @@ def flippers(monkeypatch: pytest.MonkeyPatch) -> list[_Flipper]:
 
 
 def _arm(flippers: list[_Flipper]) -> None:
-    """Collective: from now on the bad rank's next result is wrong."""
+    """Arm the bad rank, so that its next result is wrong; collective."""
     hvd.barrier()
     if hvd.rank() == 0:
         for flipper in flippers:
@@ -109,7 +109,7 @@ def test_a_flipped_bit_is_found_on_every_rank(verb: str, fast_lane: bool, flippe
         with pytest.raises(hvd.CorruptionError) as caught:
             VERBS[verb]("layer 1")
         hvd.barrier()
-        VERBS[verb]("layer 1")  # the job goes on, and the name is free
+        VERBS[verb]("layer 1")  # the job continues, and the name is free
         assert BAD in caught.value.per_rank
         assert "layer 1" in caught.value.name
         return str(caught.value), caught.value.ranks
@@ -178,7 +178,7 @@ def test_two_ranks_have_no_majority(dtype: str, flippers: list[_Flipper]) -> Non
 def test_a_set_names_its_ranks_by_their_global_numbers(flippers: list[_Flipper]) -> None:
     def body() -> None:
         some = hvd.add_process_set([1, 2, 3])
-        _arm(flippers)  # of the set, rank 1 is the global rank 2
+        _arm(flippers)  # rank 1 of the set is the global rank 2
         if hvd.rank() != 0:
             with pytest.raises(hvd.CorruptionError) as caught:
                 hvd.allreduce(np.ones(9), process_set=some)

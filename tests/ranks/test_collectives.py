@@ -1,4 +1,4 @@
-"""Every verb, dtype and array kind on ranks that are threads."""
+"""Test every verb, dtype and kind of array on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ CROSSING = Cases(
 @pytest.mark.parametrize(("chunk", "flat"), [(1, 0), (24, 0), (100, 1 << 16), (100, 0)])
 @each(CROSSING, 3)
 def test_windows(case: Case, size: int, chunk: int, flat: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a few bytes, so that every tensor crosses some, and ends in a tail or an empty slice."""
+    """Use windows of a few bytes: every tensor spans several, and ends in a tail or an empty slice."""
     monkeypatch.setattr("pyhvd.backends.host.FLAT", flat)
     on_threads(case, size, staging_size=chunk)

@@ -1,4 +1,4 @@
-"""Corners that the cases shared with MPI do not reach."""
+"""Corner cases that the conformance cases do not reach."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_objects_have_names_like_tensors() -> None:
 def test_a_name_in_the_place_of_average_is_an_error_that_says_so() -> None:
     def body() -> float:
         with pytest.raises(
-            ValueError, match="average='gradient' is no bool: was it meant as name='gradient'"
+            ValueError, match="average='gradient' is not a bool: was it meant as name='gradient'"
         ):
             hvd.allreduce(np.ones(2), "gradient")  # type: ignore[arg-type]
         with pytest.warns(DeprecationWarning, match="use op=Average or op=Sum"):
@@ -139,7 +139,7 @@ def test_a_handle_is_not_made_by_hand() -> None:
         pass
 
     for kind in (hvd.Handle, Mine):
-        with pytest.raises(TypeError, match=r"what pyhvd's \*_async functions return"):
+        with pytest.raises(TypeError, match=r"call one of pyhvd's \*_async functions"):
             kind()
 
 
@@ -163,7 +163,7 @@ def test_a_thread_that_submits_while_its_set_is_removed_gets_an_answer() -> None
             assert set_id is not None
             hvd.remove_process_set(pair)
             if hvd.rank() < 2:
-                active.process_sets[set_id] = (0, 1)  # as a thread saw it that looked before
+                active.process_sets[set_id] = (0, 1)  # a thread's view from before the removal
                 pair.process_set_id = set_id
                 kinds.add(type(hvd.allreduce_async(1.0, process_set=pair).exception(10)).__name__)
                 active.process_sets.pop(set_id)

@@ -1,4 +1,4 @@
-"""Same input, same bits, on ranks that are threads."""
+"""Test that the same input gives the same bits on ranks that are threads."""
 
 from __future__ import annotations
 

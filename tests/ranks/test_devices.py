@@ -1,4 +1,4 @@
-"""Every verb on arrays of a device whose streams are as late as they may be; numpy says what is right."""
+"""Test every verb, compared with numpy, on arrays of a fake device whose streams run late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.devices.fake import FakeArray, FakeDevice, FakeLibrary, fake_array
 SEEDS = range(4)
 SIZES = (1, 2, 4)
 PIECE = 1 << 8
-"""Bytes of a piece: small, so that tensors of some hundred elements are walked in several."""
+"""Bytes of a piece: small, so that a tensor of a few hundred elements has several pieces."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ Body = Callable[[FakeDevice], Any]
 def on_devices(
     size: int, body: Body, seed: int = 0, shared: bool = False, packs: bool = True, **knobs: Any
 ) -> tuple[list[Any], list[FakeDevice]]:
-    """Run ``body(device)`` on ranks that have a device each, or share one, on a stream of their own."""
+    """Run ``body(device)`` on ranks that each have or share a device, and each use their own stream."""
     devices = [FakeDevice(0, seed=17 * seed + r, identity="" if shared else f"{r}") for r in range(size)]
     if shared:
         devices = devices[:1] * size
@@ -219,7 +219,7 @@ def test_what_is_let_go_of_too_early_is_kept(size: int, seed: int) -> None:
     def body(device: FakeDevice) -> None:
         handles = []
         for k in range(6):
-            # Nobody but pyhvd refers to the input from here on, and nobody at all to every other result.
+            # From here on, only pyhvd refers to the input; nothing refers to every second result.
             handles.append(
                 hvd.allreduce_async(fake_array(device, parts[hvd.rank()]), op=hvd.Sum, name=f"{k}")
             )
@@ -232,7 +232,7 @@ def test_what_is_let_go_of_too_early_is_kept(size: int, seed: int) -> None:
     _, devices = on_devices(size, body, seed)
     gc.collect()
     buffers = [device.allocated for device in devices]
-    assert max(buffers) < 50_000, "what was kept is given back in the end"
+    assert max(buffers) < 50_000, "pyhvd has not released memory that it kept alive"
 
 
 def test_nobody_waits_for_the_device_but_the_background_thread() -> None:
@@ -275,7 +275,7 @@ def test_the_callers_stream_waits_only_once_the_result_is_asked_for() -> None:
             result = handle.result()
         assert other in waits
         assert device.current_stream() not in waits
-        del result  # its memory is that stream's again
+        del result  # the stream may reuse its memory
         assert device.current_stream() in waits
 
     on_devices(2, body)

@@ -1,4 +1,4 @@
-"""Every verb on arrays of devices, by NCCL: all between the caller and the library is the real thing."""
+"""Test every verb on arrays of devices by a fake NCCL; all code between the caller and NCCL is real."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
-from pyhvd.transport.inprocess import ThreadFabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeLibrary, fake_array
 from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice
@@ -25,8 +24,8 @@ SIZES = (1, 2, 4)
 Body = Callable[[PeerDevice], Any]
 
 
-class DeviceTransport(NcclTransport):
-    """Gives each rank its end of one library."""
+class PeerTransport(NcclTransport):
+    """A transport that gives each rank its handle of one shared fake NCCL."""
 
     def __init__(self, nccl: FakeNccl) -> None:
         library: Any = nccl
@@ -42,12 +41,12 @@ class DeviceTransport(NcclTransport):
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(select, "CARRIERS", [DeviceTransport(library)])
+    monkeypatch.setattr(select, "NCCL", PeerTransport(library))
     return library
 
 
 def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False, **knobs: Any) -> list[Any]:
-    """Run ``body(device)`` on ranks that have a device each, or share one."""
+    """Run ``body(device)`` on ranks that each have or share a device."""
     devices = [PeerDevice(0, seed=17 * seed + r, identity="one" if shared else f"{r}") for r in range(size)]
 
     def rank_body() -> Any:
@@ -59,7 +58,7 @@ def on_devices(size: int, body: Body, seed: int = 0, shared: bool = False, **kno
 
 
 def mine(rank: int, *shape: int) -> Any:
-    """Small integers as float32: their sums are exact in any order."""
+    """Return small integers as float32, whose sums are exact in any order."""
     return np.random.default_rng([rank, *shape]).integers(0, 9, shape).astype(np.float32)
 
 
@@ -196,7 +195,7 @@ def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
         finally:
             event = device.make_event()
             device.record(event, device.current_stream())
-            device.synchronize(event)  # the device comes to an end of its work
+            device.synchronize(event)  # the device finishes its work
         hvd.barrier()
 
     with pytest.raises(RanksFailed) as caught:
@@ -206,36 +205,3 @@ def test_a_failure_of_nccl_on_one_rank_ends_all_and_leaves_no_device_waiting(
     assert "NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(errors[1])
     assert isinstance(errors[0], hvd.HorovodInternalError)
     assert 1 in nccl.aborted
-
-
-def test_cuda_aware_mpi_comes_after_nccl(
-    nccl: FakeNccl, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where NCCL connects the ranks, MPI gets nothing, not even a trial; where it refuses, MPI is next."""
-    traded: list[int] = []
-    trade = ThreadFabric.trade
-
-    def noted(fabric: ThreadFabric, *given: Any) -> None:
-        traded.append(fabric.rank)
-        trade(fabric, *given)
-
-    monkeypatch.setattr(ThreadFabric, "takes_devices", lambda fabric: "Any MPI 5.0")
-    monkeypatch.setattr(ThreadFabric, "trade", noted)
-
-    def body(device: PeerDevice) -> None:
-        same(hvd.broadcast(fake_array(device, mine(hvd.rank(), 4)), 1, name="x").get(), mine(1, 4))
-
-    with caplog.at_level(logging.INFO, logger="pyhvd"):
-        on_devices(2, body, cuda_aware_mpi=True)
-    assert said(caplog) == ["arrays on the devices of 2 ranks go by NCCL (2.32.3)"]
-    assert not traded
-    caplog.clear()
-    nccl.refuses = dict.fromkeys(range(2), NcclError("NCCL_ERROR_SYSTEM_ERROR: no socket"))
-    with caplog.at_level(logging.INFO, logger="pyhvd"):
-        on_devices(2, body, cuda_aware_mpi=True)
-    (line,) = said(caplog)
-    assert line.startswith(
-        "arrays on the devices of 2 ranks go by CUDA-aware MPI (Any MPI 5.0), and reductions through the"
-        " host: NCCL does not connect them: rank 0 of the set: NcclError: NCCL_ERROR_SYSTEM_ERROR: no socket;"
-    )
-    assert set(traded) == {0, 1}

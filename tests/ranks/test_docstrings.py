@@ -1,4 +1,4 @@
-"""The examples in the public docstrings, which are part of the reference, work: each is run on one rank."""
+"""Run the examples of the public docstrings, which are part of the reference, on one rank each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYHVD_FAST_LANE", raising=False)  # the examples are those of a rank as it comes
+    monkeypatch.delenv("PYHVD_FAST_LANE", raising=False)  # the examples assume a rank with default settings
     report: list[str] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Edges of calls and handles: names that collide, empty groups, callbacks, late trouble with a target."""
+"""Edge cases of calls and handles: name collisions, empty groups, callbacks, invalid output arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyhvd.testing import RanksFailed, run_ranks
 def test_names_that_pyhvd_gives_itself_are_refused_and_others_are_free() -> None:
     def body() -> int:
         for taken in ("noname.0", "barrier.noname.1", "join.noname", "object.noname.0.sz"):
-            with pytest.raises(ValueError, match="pyhvd's own"):
+            with pytest.raises(ValueError, match="pyhvd reserves names"):
                 hvd.allreduce(1.0, name=taken)
         for free in ("join", "barrier.0", "object.0.sz", "nonames", "x.noname1"):
             assert hvd.allreduce(1.0, name=free, op=hvd.Sum) == hvd.size()
@@ -56,7 +56,7 @@ def test_a_bad_setting_on_one_rank_is_an_error_on_all(monkeypatch: pytest.Monkey
     def body() -> str:
         with pytest.raises(ValueError, match="PYHVD_CYCLE_TIME='abc'") as caught:
             hvd.init()
-        hvd.init()  # the next reading is good on every rank
+        hvd.init()  # the next reading is valid on every rank
         return type(caught.value).__name__
 
     assert sorted(run_ranks(2, body, init=False, timeout=20)) == ["ConfigError", "ValueError"]
@@ -87,7 +87,7 @@ def test_callbacks_may_raise_anything_and_submit_but_not_wait(caplog: pytest.Log
 
         handle = hvd.allreduce_async(1.0, name="first")
         for callback in (leave, wait, submit):
-            handle.add_done_callback(callback)  # before it has ended: else it would be called in here
+            handle.add_done_callback(callback)  # before the end: otherwise this thread would run the callback
         waits.set()
         assert called.wait(20)
         return float(submitted[0].result(20))
@@ -148,7 +148,7 @@ def test_a_warning_points_at_the_caller() -> None:
 
 
 class Odd(list[object]):
-    """A list whose length is not that of what it yields."""
+    """A list that yields more items than its length."""
 
     def __len__(self) -> int:
         return super().__len__() - 1
@@ -158,7 +158,7 @@ class Odd(list[object]):
 def test_a_group_is_what_its_list_yields(verb: str) -> None:
     def body() -> None:
         tensors = Odd([np.ones(2), np.full(3, 2.0), np.full(1, 3.0)])
-        for _ in range(3):  # the fast lane from the second time on
+        for _ in range(3):  # uses the fast path from the second call on
             results = getattr(hvd, verb)(tensors, name="x")
             assert [result[0] for result in results] == [1.0, 2.0, 3.0]
 

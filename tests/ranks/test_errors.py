@@ -1,4 +1,4 @@
-"""Disagreements, refusals and joined ranks, on ranks that are threads."""
+"""Test mismatches, refused calls and joined ranks on ranks that are threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example for GPUs, with numpy in CuPy's place: what it learns does not depend on the number of ranks."""
+"""Test the GPU example with numpy in place of CuPy: its result is the same for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast lane, seen from outside: what tensors that the ranks remember do, and what their handles do."""
+"""Test the fast path by the public API: the results and handles of cached tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyhvd.testing import run_ranks
 
 
 def _remember(*names: str, n: int = 4) -> None:
-    """Let the ranks remember these tensors."""
+    """Reduce these tensors once, so that the ranks cache them."""
     for name in names:
         hvd.allreduce(np.ones(n, np.float32), name=name, op=hvd.Sum)
     hvd.barrier()
@@ -27,7 +27,7 @@ def _remember(*names: str, n: int = 4) -> None:
 
 def _start(name: str, value: float = 1.0, n: int = 4) -> Any:
     handle = hvd.allreduce_async(np.full(n, value, np.float32), name=name, op=hvd.Sum)
-    assert type(handle) is hvd.Handle, "not on the fast lane"
+    assert type(handle) is hvd.Handle, "not on the fast path"
     return handle
 
 
@@ -52,7 +52,7 @@ def test_nobody_need_wait_for_a_tensor_to_end() -> None:
 
 @pytest.mark.parametrize("end", ["another shape", "removal"])
 def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) -> None:
-    """A handle that was dropped and its arrays do not keep each other."""
+    """A dropped handle and its arrays do not keep each other alive."""
 
     def body() -> None:
         arrays = []
@@ -60,13 +60,13 @@ def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) 
         for n in range(1, 6):
             if given.included():
                 hvd.allreduce(np.ones(n, np.float32), name="x", op=hvd.Sum, process_set=given)
-                hvd.barrier(given)  # behind it x is remembered
+                hvd.barrier(given)  # x is cached after it
                 for inplace in (False, True):
                     x = np.ones(n, np.float32)
                     arrays.append(weakref.ref(x))
                     submit = hvd.allreduce_async_ if inplace else hvd.allreduce_async
                     handle = submit(x, name="x", op=hvd.Sum, process_set=given)
-                    assert type(handle) is hvd.Handle, "not on the fast lane"
+                    assert type(handle) is hvd.Handle, "not on the fast path"
                     if not inplace:
                         handle.wait()
                     del x, handle
@@ -74,7 +74,7 @@ def test_what_nobody_looks_at_goes_when_its_name_means_something_else(end: str) 
                 assert hvd.remove_process_set(given)
                 given = hvd.add_process_set([0, 1])
             elif given.included():
-                hvd.barrier(given)  # behind it the name is free
+                hvd.barrier(given)  # the name is free after it
         if given.included():
             hvd.allreduce(np.ones(9), name="x", process_set=given)
         hvd.barrier()
@@ -149,13 +149,13 @@ def test_a_callback_must_not_wait() -> None:
         handle.add_done_callback(wait_inside)
         handle.wait()
         assert ended.wait(10)
-        assert len(errors) <= 1  # none if the callback came at once, in this thread
+        assert len(errors) <= 1  # no error if the callback ran at once, in this thread
 
     _on(2, body)
 
 
 def test_a_name_is_in_flight_once_whichever_way_it_went() -> None:
-    looked = threading.Event()  # until then the other rank submits nothing, so that nothing ends
+    looked = threading.Event()  # the other rank submits nothing until then, so no call ends
 
     def body() -> None:
         _remember("a")
@@ -179,7 +179,7 @@ def test_a_name_is_in_flight_once_whichever_way_it_went() -> None:
             first, pending = _start("a"), hvd.grouped_allreduce_async(group, name="g")
         assert first.result().tolist() == [2.0] * 4
         assert [each.tolist() for each in pending.result()] == [[1.0] * 2, [1.0] * 3]
-        # Two refusals of 'a' were announced: the other rank is told of each.
+        # The rank announced two refusals of 'a': the other rank gets an error for each.
         for _ in range(2 if hvd.rank() == 1 else 0):
             with pytest.raises(hvd.RankFailedError):
                 hvd.allreduce(np.ones(4, np.float32), name="a", op=hvd.Sum)
@@ -232,7 +232,7 @@ def test_what_differs_from_before_goes_by_message_and_is_right() -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_group_rides_whatever_slots_its_tensors_have(inplace: bool) -> None:
-    """Its tensors came to be known one by one, in another order than the group's; they differ in size."""
+    """The ranks cached the group's tensors one by one, in another order; the tensors differ in size."""
 
     def body() -> None:
         order = [3, 1, 6, 0, 5, 2, 4]
@@ -243,13 +243,13 @@ def test_a_group_rides_whatever_slots_its_tensors_have(inplace: bool) -> None:
             arrays = [np.full(n, hvd.rank() + step + 10 * k, np.float32) for k, n in enumerate(sizes)]
             start = hvd.grouped_allreduce_async_ if inplace else hvd.grouped_allreduce_async
             handle = start(arrays, name="g", op=hvd.Sum)
-            assert not step or type(handle) is hvd.Handle, "not on the fast lane"
+            assert not step or type(handle) is hvd.Handle, "not on the fast path"
             results = handle.result()
             base = sum(range(hvd.size()))
             for k, n in enumerate(sizes):
                 assert results[k].tolist() == [base + hvd.size() * (step + 10 * k)] * n
                 assert (results[k] is arrays[k]) == inplace
-            hvd.barrier()  # behind it the group is remembered
+            hvd.barrier()  # the group is cached after it
 
     _on(3, body)
 
@@ -308,7 +308,7 @@ def test_shutdown_fails_what_is_on_the_lane() -> None:
 
 @pytest.mark.parametrize(("whose", "direct"), [("all", True), ("one", False), ("none", False)])
 def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: bool) -> None:
-    """What the ranks remember of a tensor says so, and follows when a rank's arrays change."""
+    """A cached response records whether arrays are in shared memory, and changes with a rank's arrays."""
 
     def remembered() -> bool:
         cache = current_slot().context.runtime._worker._caches[0]  # type: ignore[union-attr]
@@ -320,7 +320,7 @@ def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: b
         array = hvd.empty(9000) if shared else np.empty(9000, np.float32)
         other = np.empty(9000, np.float32)
         for turn in range(12):
-            # In the middle rank 0 comes with another array for a while.
+            # For some turns in the middle, rank 0 passes another array.
             away = hvd.rank() == 0 and 4 <= turn < 8
             mine = other if away else array
             mine[:] = hvd.rank() + turn
@@ -337,7 +337,7 @@ def test_only_where_all_arrays_are_shared_nothing_is_moved(whose: str, direct: b
 @pytest.mark.parametrize("before", ["ordinary", "shared"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_ranks_change_of_memory_goes_by_message_once(who: int, before: str, grouped: bool) -> None:
-    """The others' arrays are as they were; yet all know the tensor by the same number afterwards."""
+    """One rank's arrays change; afterwards all ranks still use the same cache slot for the tensor."""
 
     def by_lane() -> tuple[int, int]:
         tensors = hvd.metrics().tensors.get("allreduce", {})
@@ -360,9 +360,9 @@ def test_one_ranks_change_of_memory_goes_by_message_once(who: int, before: str, 
         }
         after = "shared" if before == "ordinary" else "ordinary"
         for change, memory in enumerate((before, after, before, after)):
-            # One array of a grouped call changes; the others' slots stay what they were.
+            # One array of a grouped call changes; the slots of the others stay the same.
             mine = [arrays[memory][0], *arrays[before][1:]] if hvd.rank() == who else arrays[before]
-            # A rank may come again before it has heard the end of the first answer: a second one then.
+            # A rank may submit again before the first response has ended, which makes a second response.
             for turn in range(2):
                 reduce(mine, turn)
             hvd.barrier()

@@ -1,4 +1,4 @@
-"""Fault plans: what they draw, and what they do to ranks that are threads."""
+"""Test fault plans: their random choices, and their effects on ranks that are threads."""
 
 from __future__ import annotations
 

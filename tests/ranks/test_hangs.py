@@ -1,4 +1,4 @@
-"""Hang reports of ranks that are threads: in both lanes, with joined ranks, and at the end."""
+"""Test hang reports of ranks that are threads: on both paths, with joined ranks, and at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class Said(threading.Event):
-    """Set as soon as a report has been logged."""
+    """An event that is set once a report has been logged."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Said(threading.Event):
 
 
 def look_only_when(monkeypatch: pytest.MonkeyPatch, *missing: tuple[int, ...]) -> None:
-    """Let rank 0 see nothing unless what waits waits for these ranks: a busy machine makes others late."""
+    """Make rank 0 report only waits for these ranks, since a busy machine delays others."""
     from pyhvd.observe.stall_inspector import StallInspector
 
     look = StallInspector.look
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_each_other_are_told_so(
 def test_a_joined_rank_is_not_missing(
     fast_lane: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not named, while another one is; nor does its join count as something that waits."""
+    """A report names the missing rank but no joined rank; nor does it count a join() as a waiting call."""
     said = Said(monkeypatch)
     look_only_when(monkeypatch, (2,))
 
@@ -202,5 +202,5 @@ def test_what_was_submitted_before_the_answers_came_is_not_reported(
         hvd.barrier()
 
     run_ranks(2, body, timeout=30, knobs={"fast_lane": False, "stall_check_time_seconds": 0.2})
-    # The answer may have overtaken the submission, but never the other way round.
+    # The answer may overtake the submission; the submission never overtakes the answer.
     assert all("none of its threads" in text for text in reports(caplog))

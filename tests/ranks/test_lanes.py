@@ -1,4 +1,4 @@
-"""Both lanes, one behaviour: the same programs with and without shared memory give equal bits and errors."""
+"""Compare programs with and without the fast path: they give the same bits and the same errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ OPS = (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum)
 class Step:
     """One call of a program.
 
-    ``odd`` is the rank that submits another shape, or splits that are wrong; ``shared`` has a bit for each
-    rank whose arrays are of ``hvd.empty()``.
+    ``odd`` is the rank that submits another shape or wrong splits. ``shared`` has a bit for each rank that
+    uses arrays of ``hvd.empty()``.
     """
 
     verb: str
@@ -112,11 +112,11 @@ def _bits(result: Any) -> Any:
 
 
 def program(plan: list[Step], leaving: int) -> list[Any]:
-    """Carry out a plan; rank 0 leaves ``leaving`` steps before the end, and joins."""
+    """Run a plan; rank 0 stops ``leaving`` steps before the end, and joins."""
     log: list[Any] = []
     half = hvd.add_process_set(list(range(min(2, hvd.size() - 1))) or [0])
     rank = hvd.rank()
-    plan = [*plan, *plan, *plan]  # what comes again goes to the fast lane
+    plan = [*plan, *plan, *plan]  # repeated steps use the fast path
     for index, step in enumerate(plan[: len(plan) - leaving] if rank == 0 else plan):
         chosen = half if step.in_half and index < len(plan) - leaving else hvd.global_process_set
         if not chosen.included():
@@ -149,7 +149,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
 
 
 def several_threads(rounds: int) -> list[Any]:
-    """Three threads of each rank submit tensors and groups of their own, and wait for them in any order."""
+    """Submit tensors and groups from three threads per rank, and wait for them in any order."""
     active = current_slot()
     log: dict[int, list[Any]] = {}
 
@@ -187,7 +187,7 @@ def _kinds_of_handles() -> list[str]:
         handle = hvd.allreduce_async(np.ones(3), name="again")
         handle.wait()
         kinds.append(type(handle).__name__)
-        hvd.barrier()  # behind it the tensor is remembered
+        hvd.barrier()  # the tensor is cached after it
     return kinds
 
 

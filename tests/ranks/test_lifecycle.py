@@ -1,4 +1,4 @@
-"""Coming and going of ranks that are threads; a rank's failure is the cause that the others are shown."""
+"""Test start and end of ranks that are threads; a rank's failure is the cause of the others' errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pyhvd logger: the rank in each record, who says what, whose handlers get it, and the level."""
+"""Test the pyhvd logger: each record's rank, the logging ranks, the handlers, and the level."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGGER = logging.getLogger("pyhvd")
 
 @pytest.fixture(autouse=True)
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The logger as a fresh process has it, under a root logger that pytest has put no handlers on."""
+    """The logger in the state of a fresh process, under a root logger without pytest's handlers."""
     fresh = logging.RootLogger(logging.WARNING)
     monkeypatch.setattr(LOGGER, "parent", fresh)
     monkeypatch.setattr(logs, "_level_set", logging.NOTSET)
@@ -32,7 +32,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
 
 
 class _Stderr:
-    """What has gone to stderr so far."""
+    """The text written to stderr so far."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self._capture = capture

@@ -1,4 +1,4 @@
-"""hvd.metrics() of known programs, in both lanes: every number is exact but the times."""
+"""Test hvd.metrics() of known programs, with and without the fast path: all numbers but times are exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def known_program() -> hvd.Metrics:
             hvd.allreduce(np.ones(100, np.float32), name="a")
         for _ in range(groups):
             hvd.grouped_allreduce([np.ones(2), np.ones(6), np.ones(24)], name="g")
-        hvd.barrier()  # behind it the fast lane knows what has been submitted once
+        hvd.barrier()  # tensors submitted once are on the fast path after it
     hvd.allgather(np.ones(3, np.int32), name="b")
     hvd.broadcast(np.ones(5, np.uint8), 0, name="c")
     return hvd.metrics()
@@ -53,7 +53,7 @@ def test_counts_of_a_known_program(size: int, knobs: dict[str, Any]) -> None:
             "broadcast": 5,
             "barrier": 0,
         }
-        # One response a call: the group's tensors are of one kind.
+        # One response per call, since the group's tensors have one dtype.
         assert sum(seen.responses.values()) == seen.response_tensors.count == 5 + 3 + 4
         assert seen.response_tensors.sum == 5 + 9 + 4
         assert seen.response_bytes.sum == sum(nbytes.values())
@@ -65,7 +65,7 @@ def test_counts_of_a_known_program(size: int, knobs: dict[str, Any]) -> None:
         assert not seen.timed
         times = (seen.negotiation_seconds, seen.execution_seconds, seen.wait_seconds)
         assert [each.count for each in times] == [0, 0, 0]
-    # Somebody is the last one for each tensor; of one rank nobody waits for anybody.
+    # Each tensor has one last rank; with one rank, no rank is late.
     tensors = 5 + 9 + 4 if size > 1 else 0
     assert sum(counted[0].late_tensors) == tensors
     assert len(counted[0].late_tensors) == len(counted[0].awaited_seconds) == size
@@ -78,7 +78,7 @@ def test_times_of_a_known_program(knobs: dict[str, Any]) -> None:
     for seen in run_ranks(2, known_program, knobs={**knobs, "metrics_times": True}):
         assert seen.timed
         assert seen.negotiation_seconds.count == 5 + 9 + 4
-        # The last response's end may be noted after its caller has gone on.
+        # The engine may record the last response's end after its caller has continued.
         assert seen.response_tensors.count - 1 <= seen.execution_seconds.count <= seen.response_tensors.count
         assert 0 < seen.wait_seconds.count <= 5 + 3 + 4
         assert 0 < seen.execution_seconds.sum < seen.seconds
@@ -95,7 +95,7 @@ def test_whom_the_others_wait_for(knobs: dict[str, Any]) -> None:
         for _ in range(3):
             hvd.allreduce(tensor, name="x")
         handle = hvd.allreduce_async(tensor, name="x") if hvd.rank() == 0 else None
-        hvd.barrier()  # behind it rank 0's engine knows of what was submitted before
+        hvd.barrier()  # rank 0's engine has seen the earlier submission after it
         before = hvd.metrics()
         if handle is not None:
             assert not handle.wait(patience)
@@ -130,7 +130,7 @@ def test_errors_by_kind(knobs: dict[str, Any]) -> None:
         else:
             with pytest.raises(hvd.RankFailedError):
                 hvd.broadcast(np.ones(1), 0, name="y")
-        hvd.barrier()  # who ends first would end the others' calls
+        hvd.barrier()  # the first rank to end would end the others' calls
         return hvd.metrics().errors
 
     zero, one = run_ranks(2, wrong, knobs=knobs)
@@ -221,7 +221,7 @@ def test_stalls_are_counted_on_rank_0(knobs: dict[str, Any]) -> None:
                     break
             seen = hvd.metrics()
             assert seen.stalled_tensors == 1
-            assert seen.stall_warnings >= 1  # one more for each further 0.2 s
+            assert seen.stall_warnings >= 1  # one more per further 0.2 s
             warned.set()
             hvd.synchronize(handle)
         else:

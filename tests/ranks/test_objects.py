@@ -1,4 +1,4 @@
-"""Objects, compression, handles and names, on ranks that are threads."""
+"""Test objects, compression, handles and names on ranks that are threads."""
 
 from __future__ import annotations
 

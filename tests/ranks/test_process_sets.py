@@ -1,4 +1,4 @@
-"""Process sets on ranks that are threads."""
+"""Test process sets on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_word_dynamic(dynamic: str | None) -> None:
         else:
             with pytest.raises(ValueError, match="DYNAMIC_PROCESS_SETS"):
                 hvd.add_process_set([1])
-            assert not hvd.remove_process_set(hvd.ProcessSet([1]))  # it was never there
+            assert not hvd.remove_process_set(hvd.ProcessSet([1]))  # never registered
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2.0]
 
     run_ranks(2, rank, timeout=SECONDS, init=False)

@@ -1,4 +1,4 @@
-"""Errors say from which line a tensor was submitted, and what another rank raised."""
+"""Test that errors name the line of a submission, and the error of another rank."""
 
 from __future__ import annotations
 

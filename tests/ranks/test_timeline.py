@@ -1,4 +1,4 @@
-"""The timeline on ranks that are threads: both lanes, starting and stopping, every verb, what goes wrong."""
+"""Test the timeline on ranks that are threads: both paths, start and stop, every verb, failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _steps(turns: int) -> None:
 def test_a_recording(tmp_path: Path, lane: bool) -> None:
     def train() -> None:
         hvd.start_timeline(tmp_path / "t.json", mark_cycles=True)
-        hvd.barrier()  # rank 0's call has taken effect everywhere
+        hvd.barrier()  # rank 0's call is in force on every rank
         _steps(5)
         hvd.stop_timeline()
 
@@ -77,7 +77,7 @@ def test_a_recording(tmp_path: Path, lane: bool) -> None:
         assert any("start_time_since_epoch_in_micros" in event.get("args", {}) for event in events)
         _check_times(trace)
     ticks = [name for name in _rows(_events(tmp_path / "t.json"))["allreduce.w1"] if name.isdigit()]
-    assert set(ticks[:3]) == {"0", "1", "2"}  # the first turn goes by message in either lane
+    assert set(ticks[:3]) == {"0", "1", "2"}  # the first turn uses messages, even with the fast path
     turns = [{(turn.key, turn.turn) for turn in trace.turns if "w" in turn.key[2]} for trace in traces]
     assert turns[0] == turns[1] == turns[2]
     assert len(turns[0]) == 15
@@ -106,7 +106,7 @@ def test_every_verb_has_its_row(tmp_path: Path) -> None:
         hvd.join()
         hvd.stop_timeline()
 
-    run_ranks(2, verbs, knobs={**DYNAMIC, "fast_lane": True})  # its data path names the rows
+    run_ranks(2, verbs, knobs={**DYNAMIC, "fast_lane": True})  # the fast path names the rows
     rows = _rows(_events(tmp_path / "t.json"))
     for label, phases in {
         "allgather.gathered": {"ALLOCATE_OUTPUT", "SHM_ALLGATHER"},
@@ -159,7 +159,7 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
 def test_what_a_set_did_is_there_when_the_set_is_gone(tmp_path: Path) -> None:
     def come_and_go() -> None:
         hvd.start_timeline(tmp_path / "t.json")
-        for turn in range(2):  # the second set gets the first one's id
+        for turn in range(2):  # the second set reuses the first set's id
             pair = hvd.add_process_set([0, 1])
             for _ in range(5 if hvd.rank() < 2 else 0):
                 hvd.allreduce(np.ones(4), name=f"x{turn}", process_set=pair)
@@ -188,7 +188,7 @@ def test_a_second_file_and_stopping_twice(tmp_path: Path) -> None:
             hvd.barrier()
             _steps(2)
             hvd.barrier()
-            if name != "two.json":  # the third ends the second
+            if name != "two.json":  # the third start ends the second timeline
                 hvd.stop_timeline()
                 hvd.stop_timeline()
 
@@ -279,7 +279,7 @@ def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
 def test_an_unwritable_path_fails_init_everywhere(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, lambda: None, knobs={"timeline": str(tmp_path / "none" / "t.json")})
-    # The first rank to raise ends the thread ranks' meeting, on which another may still be waking up.
+    # The first rank to raise breaks the threads' barrier, while another rank may still wake up from it.
     assert isinstance(caught.value.__cause__, hvd.TimelineError)
     assert len(caught.value.errors) == 3
 
@@ -354,7 +354,7 @@ def test_callbacks_must_not_wait_for_it(tmp_path: Path) -> None:
 
         if hvd.rank() == 0:
             handle = hvd.allgather_async(np.ones(3), name="g")
-            handle.add_done_callback(start)  # before it has ended: else it would be called at once, in here
+            handle.add_done_callback(start)  # before the end: otherwise this thread would run it
             waits.set()
             handle.result()
         else:

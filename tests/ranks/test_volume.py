@@ -1,4 +1,4 @@
-"""Many names, many shapes, much data, on ranks that are threads."""
+"""Test many names, many shapes and much data on ranks that are threads."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def parent_of(pid: int) -> int:
 
 
 def python_worker() -> int:
-    """The Python worker whose task this rank belongs to: its keeper's parent."""
+    """The Python worker whose task this rank belongs to: its guardian's parent."""
     return parent_of(os.getppid())
 
 
@@ -62,7 +62,7 @@ FAILURES: dict[str, Callable[[], object]] = {
     "exit": lambda: sys.exit(3),
     "leave": lambda: os._exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "keeper": lambda: _signal(os.getppid(), signal.SIGKILL),
+    "guardian": lambda: _signal(os.getppid(), signal.SIGKILL),
     "worker": lambda: _signal(python_worker(), signal.SIGKILL),
     "executor": lambda: _signal(executor(), signal.SIGKILL),
     "freeze": lambda: _signal(python_worker(), signal.SIGSTOP),
@@ -76,9 +76,9 @@ SILENT_S = 6.0
 ONE_ERROR = {
     "raise": (r"failed: KeyError: 'no such column'", SOON_S),
     "exit": (r"called sys.exit\(3\) and returned nothing", SOON_S),
-    "leave": (r"ended with exit code 0 before the function returned", SOON_S),
+    "leave": (r"exited with code 0 before the function returned", SOON_S),
     "kill": (r"was killed by SIGKILL", SOON_S),
-    "keeper": (r"and its keeper were killed", SOON_S),
+    "guardian": (r"and its guardian were killed", SOON_S),
     "worker": (r"is lost: its Spark task is gone", SOON_S),
     "executor": (r"is lost: its Spark task is gone", SOON_S),
     "freeze": (r"has been silent for 5 s: its host is frozen", SILENT_S),

@@ -219,7 +219,7 @@ def test_a_task_that_is_tried_again(spark: Any, tmp_path: Path) -> None:
 
 def test_disks_that_are_not_shared(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyhvd.spark.data.folder.Folder.sizes", lambda self: {})
-    with pytest.raises(DataError, match=r"1 of 1 files that the executors wrote are not in .* share"):
+    with pytest.raises(DataError, match=r"does not find 1 of 1 files that the executors wrote in .* share"):
         pyhvd.spark.prepare(spark.range(3), tmp_path / "data", num_files=1)
     assert not (tmp_path / "data" / manifest.NAME).exists()
 

@@ -189,7 +189,7 @@ def test_a_file_that_is_gone_or_damaged(folder: Folder) -> None:
     write_other = PartWriter(folder, "1" * 12, None, "snappy").write(0, table(0, 3).to_batches())
     assert write_other.part is not None
     folder.write(names[0], folder.read(write_other.part.name))
-    with pytest.raises(DataError, match="is not what the dataset's description says"):
+    with pytest.raises(DataError, match="does not match the dataset's description"):
         list(pyhvd.spark.shard(folder.path, 0, 1, shuffle=False).epoch())
     folder.remove(names[0])
     with pytest.raises(DataError, match="cannot be read"):

@@ -199,7 +199,7 @@ def skips_the_end(training: Training) -> Callable[[Any], Any]:
 
 def test_a_loop_that_ends_no_epoch(rows: Any, make: Callable[..., Any]) -> None:
     with pytest.raises(
-        hvd.RankFailedError, match=r"call training\.end_epoch once per epoch; epoch 0 did not"
+        hvd.RankFailedError, match=r"call training\.end_epoch once per epoch; it did not in epoch 0"
     ):
         make(model=None, optimizer=None, train_fn=skips_the_end).fit(rows)
     with pytest.raises(hvd.RankFailedError, match=r"train_fn returned NoneType: .* a function"):

@@ -56,7 +56,9 @@ def test_no_rank_outlives_a_driver_that_is_killed(mark: dict[str, str], cluster:
     try:
         session.begin(wait, str(tmp_path), num_proc=2, env=mark)
         wait_for_ranks(tmp_path, 2)
-        assert sum("rank_process" in line for line in marked().values()) == 4  # two ranks, two keepers
+        assert (
+            sum("pyhvd.job.process.guardian" in line for line in marked().values()) == 4
+        )  # two ranks, two guardians
         session.kill()
         wait_until_gone()
     finally:

@@ -31,6 +31,7 @@ OTHERS = (
     "Histogram",
     "Metrics",
     "ProcessSet",
+    "RankFilter",
     "ReduceOp",
     "__version__",
     "empty",

@@ -107,7 +107,7 @@ def test_names_are_free_again_once_answered() -> None:
         queue.add([entry("a")])
     assert str(error.value) == (
         "allreduce 'a': a tensor of this name is still in flight on this rank:"
-        " give it another name, or synchronize the first one before"
+        " use another name, or synchronize the first one before"
     )
     assert queue.pop(0, "a") is first
     assert queue.pop(0, "a") is None

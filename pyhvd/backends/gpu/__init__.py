@@ -1,1 +1,1 @@
-"""Collectives on arrays in GPU memory: NCCL, and staging through the host."""
+"""Run agreed collectives on arrays in GPU memory: by NCCL, or staged through host memory."""

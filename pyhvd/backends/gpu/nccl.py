@@ -1,16 +1,15 @@
 """Collectives on device memory by NCCL, through CuPy: one communicator per process set.
 
-Owns the communicator, once :mod:`pyhvd.backends.gpu.nccl_init` has connected it. Every call queues work on the
-communication stream and returns; what fails there is found by :meth:`NcclBackend.check`. NCCL sums in an
-order of its own, so that bits may differ from the host's, and its minimum and maximum leave open what becomes
-of a NaN.
+Owns the communicator that :mod:`pyhvd.backends.gpu.nccl_init` has connected. Every call queues work on the
+communication stream and returns; :meth:`NcclBackend.check` finds failures of that work. NCCL chooses the
+order of a sum, so bits may differ from the host's; its minimum and maximum do not define the result for a
+NaN.
 
-Which calls of NCCL a collective is made of, and with which counts, follows from what all ranks know: never
-from where a tensor lies, nor from whether this rank has joined.
-
-Blocks of uneven size go by grouped sends and receives, or reductions, as ``ncclAllGather`` and
-``ncclReduceScatter`` know one size alone; a tensor that rides alone goes straight from and to the caller's
-memory.
+1. The NCCL calls of a collective, and their counts, follow from what all ranks know: never from a tensor's
+   address, nor from whether this rank has joined.
+2. Blocks of uneven size use grouped sends and receives, or grouped reductions: ``ncclAllGather`` and
+   ``ncclReduceScatter`` need equal sizes.
+3. A single tensor moves directly from and to the caller's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.gpu.nccl_bindings import Library, reduction
+from pyhvd.backends.gpu.nccl_bindings import Library, Terms, reduction
 from pyhvd.backends.host import rows_of
 from pyhvd.devices.base import (
     Device,
@@ -38,39 +37,38 @@ from pyhvd.devices.base import (
     Stream,
 )
 from pyhvd.devices.pack_plan import ALIGNMENT, Words, lay_out
-from pyhvd.dtypes import Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import Code, ReduceSpec
 from pyhvd.errors import TransportError
 
 KEPT = 128 * 1024 * 1024
-"""Bytes; a larger buffer goes back to the device's pool after use."""
+"""Bytes; a larger buffer returns to the device's pool after use."""
 
 
 class NcclBackend:
     """Runs agreed collectives by NCCL; implements :class:`pyhvd.devices.base.DeviceBackend`.
 
-    Every failure aborts the communicator, which ends what is queued on the device, here and, over a network,
-    with the peers; what comes after it fails at once.
+    Every failure aborts the communicator. That ends the queued work on this device and, over a network, on
+    the peers' devices; later calls fail at once.
 
     Parameters
     ----------
     communicator : cupy.cuda.nccl.NcclCommunicator
         Owned.
     rank, size : int
-        This set rank, and how many there are.
+        This set rank, and the number of ranks.
     device : Device
-        This rank's own.
+        This rank's device.
     stream : Stream
         The communication stream.
     packer : Packer
-        Moves many tensors at once.
+        Moves many tensors by one kernel.
     library : Library
         NCCL.
     by_host : callable
-        Returns what carries out, by the host, the few reductions that NCCL has not; made when first needed.
+        Makes the backend for the few reductions that NCCL lacks; called when one is first needed.
     """
 
-    carrier = "NCCL"
-    reducer = "NCCL"
+    name = "NCCL"
 
     def __init__(
         self,
@@ -88,71 +86,60 @@ class NcclBackend:
         self._device = device
         self._packer = packer
         self._library = library
+        self._byte = library.NCCL_UINT8
         self._buffer: Memory | None = None
         self._broken = ""
-        self._ending = threading.Lock()  # the watch's thread may abort what the runtime's gives up
+        self._ending = threading.Lock()  # the watchdog's thread may abort while the runtime's thread closes
         self._by_host = functools.cache(by_host)
-
-    def _reduces(self, info: DtypeInfo, op: ReduceOp) -> bool:
-        """Return whether NCCL has this reduction: the same on every rank."""
-        return reduction(self._library, info.code, op) is not None
 
     # -- reductions ----------------------------------------------------------------------------------
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        """Reduce tensors that ride together: in one buffer, or, if there is but one, where it is."""
-        if not self._reduces(info, op):
-            self._by_host().allreduce(sources, targets, counts, info, op, prescale, postscale)
+        """Reduce fused tensors in one buffer, or a single tensor in place."""
+        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        if terms is None:
+            self._by_host().allreduce(sources, targets, counts, spec)
             return
         with self._guarded():
-            if self._is_direct(sources, targets, prescale, postscale):
+            if self._is_direct(sources, targets, spec):
                 (source,), (target,), (count,) = sources, targets, counts
                 assert source is not None
                 assert target is not None
-                given = self._prescaled(source, target.ptr, count, prescale)
-                self._reduce(given, target.ptr, count, info.code, op)
-                self._scale(target.ptr, target.ptr, count, info.code, postscale)
+                given = source.ptr
+                if spec.prescale != 1.0:
+                    given = target.ptr
+                    self._scale(source.ptr, given, count, spec.info.code, spec.prescale)
+                self._reduce(given, target.ptr, count, terms)
+                self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
-            offsets, total = lay_out(counts, info.itemsize)
+            offsets, total = lay_out(counts, spec.info.itemsize)
             if len(counts) == 1:
-                total = counts[0]  # as on a rank that takes the direct way
-            with self._room(total * info.itemsize) as buffer:
-                self._pack(buffer, offsets, sources, counts, info, op, prescale)
-                self._reduce(buffer, buffer, total, info.code, op)
-                self._unpack(buffer, offsets, targets, counts, info, postscale)
+                total = counts[0]  # the same count as on ranks that reduce directly
+            with self._room(total * spec.info.itemsize) as buffer:
+                self._pack(buffer, offsets, sources, counts, spec)
+                self._reduce(buffer, buffer, total, terms)
+                self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce, and leave each rank its own rows of dimension 0.
+        """Reduce; each rank gets its own rows of dimension 0.
 
-        What rides together is packed into one block per rank, all as long as the longest.
+        Fused tensors are packed into one block per rank; all blocks have the longest one's length.
         """
-        if not self._reduces(info, op):
-            self._by_host().reducescatter(sources, targets, shapes, info, op, prescale, postscale)
+        terms = reduction(self._library, spec.info.code, spec.op)  # the same on all ranks
+        if terms is None:
+            self._by_host().reducescatter(sources, targets, shapes, spec)
             return
+        info = spec.info
         rows = [math.prod(shape[1:]) for shape in shapes]
         sizes = [rows_of(shape[0], self.size) for shape in shapes]
         parts = [[n * row for n in each] for each, row in zip(sizes, rows, strict=True)]
         with self._guarded():
             if len(shapes) == 1:
-                self._scatter_one(sources[0], targets[0], parts[0], info, op, prescale, postscale)
+                self._scatter_one(sources[0], targets[0], parts[0], spec, terms)
                 return
             offsets, block = lay_out([max(part) for part in parts], info.itemsize)
             ptrs = _addresses(sources)
@@ -163,83 +150,72 @@ class NcclBackend:
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
-                self._packer.pack(
-                    buffer, where, froms, counts, info.code, info.code, op, prescale, self.stream
-                )
-                self._reduce_blocks(buffer, out, block, info.code, op)
+                self._queue_pack(buffer, where, froms, counts, spec)
+                self._reduce_blocks(buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
-                self._unpack(out, offsets, targets, mine, info, postscale)
+                self._unpack(out, offsets, targets, mine, spec)
 
     def _scatter_one(
         self,
         source: DeviceView | None,
         target: DeviceView | None,
         parts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        spec: ReduceSpec,
+        terms: Terms,
     ) -> None:
-        """Reduce one tensor's rows from where they are to where they belong, or by way of a buffer."""
-        mine, code = parts[self.rank], info.code
-        packs = source is None or prescale != 1.0
-        aside = target is None or (postscale != 1.0 and target.ptr % ALIGNMENT != 0)
+        """Reduce one tensor's rows, directly or through a buffer."""
+        info, mine = spec.info, parts[self.rank]
+        packs = source is None or spec.prescale != 1.0
+        via_buffer = target is None or (spec.postscale != 1.0 and target.ptr % ALIGNMENT != 0)
         first = -(-sum(parts) * info.itemsize // ALIGNMENT) * ALIGNMENT if packs else 0
-        with self._room(first + mine * info.itemsize if packs or aside else 0) as buffer:
+        with self._room(first + mine * info.itemsize if packs or via_buffer else 0) as buffer:
             begin = np.zeros(1, np.int64)
             if packs:
-                self._pack(buffer, begin, [source], [sum(parts)], info, op, prescale)
+                self._pack(buffer, begin, [source], [sum(parts)], spec)
             send = source.ptr if source is not None and not packs else buffer
-            recv = target.ptr if target is not None and not aside else buffer + first
-            self._reduce_rows(send, recv, parts, info, op)
-            if aside:
-                self._unpack(recv, begin, [target], [mine], info, postscale)
+            recv = target.ptr if target is not None and not via_buffer else buffer + first
+            self._reduce_rows(send, recv, parts, info.itemsize, terms)
+            if via_buffer:
+                self._unpack(recv, begin, [target], [mine], spec)
             else:
-                self._scale(recv, recv, mine, code, postscale)
+                self._scale(recv, recv, mine, info.code, spec.postscale)
 
-    def _reduce(self, send: int, recv: int, count: int, code: Code, op: ReduceOp) -> None:
-        kind, how, numbers = self._terms(code, op)
+    def _reduce(self, send: int, recv: int, count: int, terms: Terms) -> None:
+        kind, how, numbers = terms
         if count:
             self._comm.allReduce(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_blocks(self, send: int, recv: int, count: int, code: Code, op: ReduceOp) -> None:
-        kind, how, numbers = self._terms(code, op)
+    def _reduce_blocks(self, send: int, recv: int, count: int, terms: Terms) -> None:
+        kind, how, numbers = terms
         if count:
             self._comm.reduceScatter(send, recv, count * numbers, kind, how, self.stream)
 
-    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], info: DtypeInfo, op: ReduceOp) -> None:
-        """Reduce one tensor's rows, each rank's to that rank, straight from memory to memory."""
+    def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], itemsize: int, terms: Terms) -> None:
+        """Reduce each rank's rows of one tensor to that rank, without a buffer."""
         if len(set(parts)) == 1:
-            self._reduce_blocks(send, recv, parts[0], info.code, op)
+            self._reduce_blocks(send, recv, parts[0], terms)
             return
-        kind, how, numbers = self._terms(info.code, op)
+        kind, how, numbers = terms
         with self._group():
             for root, count in enumerate(parts):
                 if count:
                     self._comm.reduce(send, recv, count * numbers, kind, how, root, self.stream)
-                send += count * info.itemsize
-
-    def _terms(self, code: Code, op: ReduceOp) -> tuple[int, int, int]:
-        found = reduction(self._library, code, op)
-        if found is None:
-            raise ValueError(f"NCCL has no {op.name} of {code.name}")
-        return found
+                send += count * itemsize
 
     # -- the other collectives -----------------------------------------------------------------------
 
     def allgather(
         self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
     ) -> None:
-        """Concatenate; ``counts[i][r]`` is the number of bytes that rank r gives to tensor i."""
+        """Concatenate; rank r's block of tensor i has ``counts[i][r]`` bytes."""
         uneven = [i for i, each in enumerate(counts) if len(set(each)) > 1]
         even = [i for i, each in enumerate(counts) if len(set(each)) == 1 and each[0]]
-        byte = self._library_type("NCCL_UINT8")
         with self._guarded():
             with self._group():
                 for i in even:
                     source, nbytes = sources[i], counts[i][0]
-                    assert source is not None  # who has joined gives nothing, and the others give something
-                    self._comm.allGather(source.ptr, targets[i].ptr, nbytes, byte, self.stream)
+                    assert source is not None  # a rank that has joined has a count of 0, so counts are uneven
+                    self._comm.allGather(source.ptr, targets[i].ptr, nbytes, self._byte, self.stream)
             for i in uneven:
                 source, nbytes = sources[i], counts[i][self.rank]
                 if source is not None and nbytes:
@@ -253,16 +229,15 @@ class NcclBackend:
                     self._exchange([given] * self.size, mine, _places(targets[i].ptr, counts[i]), counts[i])
 
     def broadcast(self, buffer: Span, root: int) -> None:
-        """Copy the root's bytes to every rank."""
-        byte = self._library_type("NCCL_UINT8")
+        """Copy the root's bytes to all ranks."""
         with self._guarded():
             if buffer.nbytes:
-                self._comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, byte, root, self.stream)
+                self._comm.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, self._byte, root, self.stream)
 
     def alltoall(
         self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
     ) -> None:
-        """Exchange blocks of uneven size, which lie one behind the other; counts in bytes."""
+        """Send the r-th block to rank r; blocks are contiguous, counts are bytes."""
         out, into = _places(send.ptr, send_counts), _places(recv.ptr, recv_counts)
         me = self.rank
         with self._guarded():
@@ -274,39 +249,38 @@ class NcclBackend:
     def _exchange(
         self, out: Sequence[int], given: Sequence[int], into: Sequence[int], taken: Sequence[int]
     ) -> None:
-        """Send to and receive from every other rank, inside a group."""
-        byte = self._library_type("NCCL_UINT8")
+        """Queue the sends to, and receives from, all other ranks; called inside a group."""
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             if given[to]:
-                self._comm.send(out[to], given[to], byte, to, self.stream)
+                self._comm.send(out[to], given[to], self._byte, to, self.stream)
             if taken[source]:
-                self._comm.recv(into[source], taken[source], byte, source, self.stream)
+                self._comm.recv(into[source], taken[source], self._byte, source, self.stream)
 
-    # -- failure, and the end ------------------------------------------------------------------------
+    # -- failure and closing ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Ask NCCL whether anything that is queued has failed.
+        """Raise an error if NCCL reports that queued work has failed.
 
         Raises
         ------
         TransportError
-            It has; the communicator has been aborted, here or by an earlier failure.
+            Queued work has failed, and the communicator is aborted.
         """
         with self._guarded():
             self._comm.check_async_error()
 
     def abort(self, why: str) -> None:
-        """End what is queued on the device, and let everything that comes fail; not collective.
+        """End the queued work, and make later calls fail; not collective.
 
-        Any thread may call it, also while another is inside NCCL.
+        Any thread may call it, even while another thread is inside NCCL.
         """
         if self._is_first_to_end(why):
-            with suppress(Exception):  # a communicator that has failed may say so again
+            with suppress(Exception):  # a failed communicator may raise its error again
                 self._comm.abort()
 
     def close(self) -> None:
-        """Give up the communicator and the buffer; collective. What was queued has to have passed."""
+        """Free communicator and buffer; collective. Queued work must be done."""
         self._buffer = None
         if self._by_host.cache_info().currsize:
             self._by_host().close()
@@ -314,7 +288,7 @@ class NcclBackend:
             self._comm.destroy()
 
     def _is_first_to_end(self, why: str) -> bool:
-        """Return whether the communicator still has to be given up, by whoever asks first."""
+        """Return True to the first caller only, which must then end the communicator."""
         with self._ending:
             first = not self._broken
             if first:
@@ -335,7 +309,7 @@ class NcclBackend:
 
     @contextmanager
     def _group(self) -> Iterator[None]:
-        """Let calls be carried out as one; a group that was begun is always ended."""
+        """Group the NCCL calls inside; always end the group."""
         self._library.groupStart()
         try:
             yield
@@ -349,73 +323,53 @@ class NcclBackend:
 
     @contextmanager
     def _room(self, nbytes: int) -> Iterator[int]:
-        """Lend memory on the device for work of the communication stream; for nothing, address 0."""
+        """Yield the address of memory for the communication stream's work; 0 if ``nbytes`` is 0."""
         memory = self._buffer
         if not nbytes:
             yield 0
             return
         if memory is None or memory.nbytes < nbytes:
-            self._buffer = None  # it goes back first
+            self._buffer = None  # free the old one first
             memory = self._device.allocate(nbytes, self.stream)
             if nbytes <= KEPT:
                 self._buffer = memory
         yield memory.ptr
 
     @staticmethod
-    def _is_direct(sources: DeviceViews, targets: DeviceViews, prescale: float, postscale: float) -> bool:
-        """Return whether a tensor goes from where it is to where it belongs; a factor wants whole vectors."""
+    def _is_direct(sources: DeviceViews, targets: DeviceViews, spec: ReduceSpec) -> bool:
+        """Return whether a single tensor needs no buffer; scaling needs its address aligned."""
         if len(sources) != 1 or sources[0] is None or targets[0] is None:
             return False
-        scaled_from = (sources[0].ptr if prescale != 1.0 else 0, targets[0].ptr if postscale != 1.0 else 0)
-        return all(ptr % ALIGNMENT == 0 for ptr in scaled_from)
-
-    def _prescaled(self, source: DeviceView, target: int, count: int, factor: float) -> int:
-        """Return where the source is, times the factor; at ``target`` if it had to be multiplied."""
-        if factor == 1.0:
-            return source.ptr
-        self._scale(source.ptr, target, count, source.info.code, factor)
-        return target
+        scaled = (sources[0].ptr, spec.prescale), (targets[0].ptr, spec.postscale)
+        return all(factor == 1.0 or ptr % ALIGNMENT == 0 for ptr, factor in scaled)
 
     def _scale(self, source: int, target: int, count: int, code: Code, factor: float) -> None:
-        """Multiply, by unpacking a buffer of one tensor: packing would write beyond its last element."""
+        """Multiply by unpacking a buffer of one tensor: packing would write beyond its last element."""
         if factor != 1.0:
             one = np.zeros(1, np.int64), np.array([target], np.int64), np.array([count], np.int64)
             self._packer.unpack(source, *one, code, code, factor, self.stream)
 
     def _pack(
-        self,
-        buffer: int,
-        offsets: Words,
-        sources: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        factor: float,
+        self, buffer: int, offsets: Words, sources: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        ptrs, numbers = _addresses(sources), np.array(counts, np.int64)
-        self._packer.pack(buffer, offsets, ptrs, numbers, info.code, info.code, op, factor, self.stream)
+        self._queue_pack(buffer, offsets, _addresses(sources), np.array(counts, np.int64), spec)
+
+    def _queue_pack(self, buffer: int, offsets: Words, ptrs: Words, counts: Words, spec: ReduceSpec) -> None:
+        code = spec.info.code
+        self._packer.pack(buffer, offsets, ptrs, counts, code, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
-        self,
-        buffer: int,
-        offsets: Words,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        factor: float,
+        self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        ptrs, numbers = _addresses(targets), np.array(counts, np.int64)
-        self._packer.unpack(buffer, offsets, ptrs, numbers, info.code, info.code, factor, self.stream)
-
-    def _library_type(self, name: str) -> int:
-        return int(getattr(self._library, name))
+        ptrs, numbers, code = _addresses(targets), np.array(counts, np.int64), spec.info.code
+        self._packer.unpack(buffer, offsets, ptrs, numbers, code, code, spec.postscale, self.stream)
 
 
 def _addresses(views: DeviceViews) -> Words:
-    """Return the address of each tensor, 0 where a rank has joined."""
+    """Return the address of each tensor; 0 if this rank has joined."""
     return np.array([0 if view is None else view.ptr for view in views], np.int64)
 
 
 def _places(ptr: int, counts: Sequence[int]) -> list[int]:
-    """Return where blocks begin that lie one behind the other."""
+    """Return the addresses of contiguous blocks."""
     return list(itertools.accumulate(counts, initial=ptr))[:-1]

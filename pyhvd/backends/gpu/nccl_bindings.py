@@ -1,6 +1,6 @@
-"""NCCL as pyhvd sees it: a module with the names of ``cupy.cuda.nccl``, and what it can reduce.
+"""The NCCL library, by the names of ``cupy.cuda.nccl``, and the reductions that it has.
 
-Nothing else of the package knows those names, so that all of it runs without a GPU.
+No other module knows those names, so all others run without a GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pyhvd.dtypes import Code, ReduceOp
 
-# NCCL's name of an element type is ours; it has no 16-bit integers.
+# NCCL has our names of element types, and no 16-bit integers.
 _NUMBERS = frozenset(Code) - {
     *(Code.UINT16, Code.INT16, Code.BOOL),
     *(Code.COMPLEX64, Code.COMPLEX128),
@@ -20,32 +20,37 @@ _OPS = {
     ReduceOp.MIN: "NCCL_MIN",
     ReduceOp.MAX: "NCCL_MAX",
 }
-# Of bytes that are 0 or 1.
+# Ops on bytes that are 0 or 1.
 _BOOL_OPS = {ReduceOp.PRODUCT: "NCCL_MIN", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
-# The sum of complex numbers is that of their parts.
+# A sum of complex numbers is the sum of their parts.
 _PAIRS = {Code.COMPLEX64: "NCCL_FLOAT32", Code.COMPLEX128: "NCCL_FLOAT64"}
 
 
-class Library(Protocol):
-    """What is asked of ``cupy.cuda.nccl``, its constants apart."""
+Terms = tuple[int, int, int]
+"""NCCL's type and op of a reduction, and its numbers per element."""
 
+
+class Library(Protocol):
+    """The part of ``cupy.cuda.nccl`` that pyhvd uses, besides its constants."""
+
+    NCCL_UINT8: int
     NcclCommunicator: Any
 
     def get_version(self) -> int:
-        """Return the version of the library that is loaded."""
+        """Return the loaded library's version."""
 
     def get_unique_id(self) -> bytes | tuple[int, ...]:
-        """Return what the ranks of a communicator know it by: bytes, and before CuPy 14 numbers."""
+        """Return a new communicator's id: bytes, or numbers before CuPy 14."""
 
     def groupStart(self) -> None:  # noqa: N802 - the library's name
-        """Begin calls that are carried out as one."""
+        """Begin a group of calls, which run as one."""
 
     def groupEnd(self) -> None:  # noqa: N802
-        """End them."""
+        """End the group."""
 
 
-def reduction(library: object, code: Code, op: ReduceOp) -> tuple[int, int, int] | None:
-    """Return NCCL's type, its op, and its numbers per element; None for what it does not reduce."""
+def reduction(library: object, code: Code, op: ReduceOp) -> Terms | None:
+    """Return the terms of a reduction; None if NCCL lacks it."""
     if code in _PAIRS:
         names = (_PAIRS[code], "NCCL_SUM", 2) if op == ReduceOp.SUM else None
     elif code == Code.BOOL:
@@ -60,7 +65,7 @@ def reduction(library: object, code: Code, op: ReduceOp) -> tuple[int, int, int]
 
 
 def load_library() -> Library:
-    """Return NCCL, as CuPy has it.
+    """Return CuPy's NCCL.
 
     Raises
     ------
@@ -78,6 +83,6 @@ def load_library() -> Library:
 
 
 def version_text(version: int) -> str:
-    """Return NCCL's number of a version, 22304 or, before 2.9, 2708, as text: ``"2.23.4"``, ``"2.7.8"``."""
+    """Return NCCL's version number, 22304 or (before 2.9) 2708, as text: ``"2.23.4"``, ``"2.7.8"``."""
     major, rest = divmod(version, 10_000) if version >= 10_000 else divmod(version, 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,4 +1,7 @@
-"""How the ranks of a process set become an NCCL communicator, or all learn why they do not."""
+"""Connect the ranks of a process set by NCCL, or tell all of them why they are not connected.
+
+All ranks of a set use NCCL, or none does: each rank learns of every rank's error.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from pyhvd.backends.base import Backend
-from pyhvd.backends.gpu.device_transport import TEXT_BYTES, Refused, cut, refuse_together
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.backends.gpu.staged import StagedBackend
@@ -17,34 +19,37 @@ from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import Fabric
 
 CONNECT_S = 120.0
-"""Seconds that NCCL gets to connect the ranks: its own start has no limit where a rank never comes."""
+"""Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
+
+ERROR_BYTES = 512
+"""Longest error text that ranks tell each other."""
 
 _ID_BYTES = 128
 
 
+class Refused(Exception):
+    """NCCL does not connect a process set. The text is the same on all ranks: it says where and why."""
+
+
 class NcclTransport:
-    """What moves device memory between ranks by NCCL; see :class:`pyhvd.backends.gpu.device_transport.DeviceTransport`.
+    """Opens NCCL backends.
 
     Parameters
     ----------
     load : callable
-        Returns the library; raises where there is none.
+        Returns the library, or raises ImportError.
     """
-
-    name = "NCCL"
-    shares = False
-    remark = ""
 
     def __init__(self, load: Callable[[], Library] = load_library) -> None:
         self._load = load
 
-    def version(self, device: Device, fabric: Fabric) -> str:  # noqa: ARG002 - it has a network of its own
+    def version(self, device: Device) -> str:
         """Return NCCL's version.
 
         Raises
         ------
         ImportError, RuntimeError
-            It cannot be used here.
+            NCCL cannot be used here; the text says why.
         """
         if device.packer() is None:
             raise RuntimeError(
@@ -54,18 +59,18 @@ class NcclTransport:
         return version_text(self._load().get_version())
 
     def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        """Return a process set's backend; collective.
+        """Return a process set's backend; collective over the set.
 
         Raises
         ------
         Refused
-            NCCL does not connect these ranks.
+            NCCL does not connect these ranks; no rank holds a communicator.
         """
 
         def by_host() -> StagedBackend:
             return StagedBackend(host, device, stream, packer)
 
-        assert packer is not None  # else no version would have been offered
+        assert packer is not None  # version() has refused a device without one
         return open_nccl(host.fabric, device, stream, packer, self._load(), by_host)
 
 
@@ -78,23 +83,23 @@ def open_nccl(
     by_host: Callable[[], DeviceBackend],
     timeout: float = CONNECT_S,
 ) -> NcclBackend:
-    """Connect the ranks of a process set by NCCL; collective.
+    """Connect the ranks of a process set by NCCL; collective over the set.
 
     Parameters
     ----------
     fabric : Fabric
-        Reaches the set's ranks; not owned. By it rank 0 tells the others the communicator's id.
+        Reaches the set's ranks; not owned. Rank 0 broadcasts the communicator's id over it.
     device, stream, packer, library, by_host
-        As :class:`NcclBackend` has them.
+        As for :class:`NcclBackend`.
     timeout : float
-        Seconds that NCCL gets.
+        Time limit in seconds.
 
     Raises
     ------
     Refused
-        It did not work on some rank; on all ranks, none of which has a communicator then.
+        Connecting failed on some rank; raised on all ranks, and no rank holds a communicator.
     """
-    made = _share_id(fabric, library)
+    made = _broadcast_id(fabric, library)
     if isinstance(made, str):
         raise Refused(f"rank 0 of the set: {made}")
     comm: Any = None
@@ -103,26 +108,25 @@ def open_nccl(
         comm = _connect(library, device, fabric.size, made, fabric.rank, timeout)
     except Exception as exc:
         error = f"{type(exc).__name__}: {exc}"
-    try:
-        refuse_together(fabric, error)
-    except Refused:
+    texts = [text.decode() for text in allgather_bytes(fabric, _cut(error))]
+    if any(texts):
         if comm is not None:
             comm.abort()
-        raise
+        raise Refused("; ".join(f"rank {r} of the set: {text}" for r, text in enumerate(texts) if text))
     return NcclBackend(comm, fabric.rank, fabric.size, device, stream, packer, library, by_host)
 
 
-def _share_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:
-    """Return rank 0's id on every rank, in the form in which the library has it, or what went wrong there."""
-    message = np.zeros(1 + TEXT_BYTES, np.uint8)
+def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:
+    """Return rank 0's id on every rank, in the library's own form, or the text of rank 0's error."""
+    message = np.zeros(1 + ERROR_BYTES, np.uint8)
     if fabric.rank == 0:
         try:
             made = library.get_unique_id()
             form, payload = (b"b", made) if isinstance(made, bytes) else (b"t", bytes(n & 0xFF for n in made))
         except Exception as exc:
-            form, payload = b"!", cut(f"{type(exc).__name__}: {exc}")
-        told = form + payload
-        message[: len(told)] = np.frombuffer(told, np.uint8)
+            form, payload = b"!", _cut(f"{type(exc).__name__}: {exc}")
+        sent = form + payload
+        message[: len(sent)] = np.frombuffer(sent, np.uint8)
     fabric.broadcast(message, 0)
     form, payload = message[:1].tobytes(), message[1:].tobytes()
     if form == b"!":
@@ -137,7 +141,7 @@ def _connect(
 ) -> Any:
     """Return a communicator.
 
-    In a thread of its own: NCCL waits for all ranks, and cannot be told for how long.
+    A thread of its own connects: NCCL waits for all ranks, and has no time limit.
     """
     outcome: list[Any] = []
 
@@ -156,3 +160,21 @@ def _connect(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
+
+
+def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
+    """Return every rank's bytes, of any length, in rank order; collective."""
+    lengths = np.empty(fabric.size, np.int64)
+    fabric.allgather(np.array([len(mine)], np.int64).view(np.uint8), lengths.view(np.uint8))
+    longest = int(lengths.max())
+    if not longest:
+        return [b""] * fabric.size
+    box = np.empty((fabric.size, longest), np.uint8)
+    padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
+    fabric.allgather(padded, box.reshape(-1))
+    return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
+
+
+def _cut(text: str) -> bytes:
+    """Return a text as UTF-8, cut to :data:`ERROR_BYTES`."""
+    return text.encode("utf-8", "backslashreplace")[:ERROR_BYTES].decode("utf-8", "ignore").encode()

@@ -1,9 +1,8 @@
-"""Collectives on device memory by way of the host: where ranks share a device, or NCCL is not to be had.
+"""Collectives on device memory through host memory: for ranks that share a device or cannot use NCCL.
 
-Every collective is walked in pieces, so that copies and the host's collective overlap
-(:mod:`pyhvd.devices.staging_pipeline`). The host's backend does the work, over its window where it has one, and with
-its scaling: a tensor has the same bits as it would have had from host memory. Where a piece begins and ends
-follows from what all ranks know, so that it is the same on each of them.
+Every collective is cut into pieces, so copies and the host's collective overlap; see
+:mod:`pyhvd.devices.staging_pipeline`. The process set's host backend reduces and scales, so a tensor gets the
+same bits as from host memory. Pieces follow from what all ranks know, so they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ from pyhvd.backends.host import Window, rows_of, windows
 from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
-from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp, ReduceSpec
 
 _BYTE = BY_CODE[Code.UINT8]
 
 
 class StagedBackend:
-    """See the module's docstring; implements :class:`pyhvd.devices.base.DeviceBackend`.
+    """Runs collectives through the host; see :class:`pyhvd.devices.base.DeviceBackend`.
 
     Parameters
     ----------
     host : Backend
-        Of the process set; not owned. A piece has its staging size.
+        The process set's backend; not owned. A piece has its staging size.
     device : Device
-        This rank's.
+        This rank's device.
     stream : Stream
         The communication stream.
     packer : Packer or None
-        Moves many tensors at once; without one each is copied by itself.
+        Moves many tensors by one kernel; with None each tensor is copied by itself.
     """
 
-    carrier = "STAGED"
-    reducer = "STAGED"
+    name = "STAGED"
 
     def __init__(self, host: Backend, device: Device, stream: Stream, packer: Packer | None = None) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, stream
@@ -52,29 +50,23 @@ class StagedBackend:
         self._buffer: Memory | None = None
 
     def check(self) -> None:
-        """Do nothing: what is queued are copies, which wait for no other rank."""
+        """Do nothing: queued copies wait for no other rank."""
 
     def abort(self, why: str) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: queued copies wait for no other rank."""
 
     def close(self) -> None:
-        """Give up the fusion buffer."""
+        """Free the fusion buffer."""
         self._buffer = None
 
     # -- reductions ----------------------------------------------------------------------------------
 
     def allreduce(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        counts: Sequence[int],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec
     ) -> None:
-        """Reduce tensors that ride together: in one buffer if there are several."""
+        """Reduce fused tensors; several share a buffer."""
         froms, tos = _present(sources), _present(targets)
+        info = spec.info
         offsets, total = (
             lay_out(counts, info.itemsize) if len(counts) > 1 else (np.zeros(1, np.int64), counts[0])
         )
@@ -86,7 +78,7 @@ class StagedBackend:
         def reduce(given: Bytes, result: Bytes) -> None:
             source, target = (TensorView(given, info), TensorView(result, info)) if froms else (None, None)
             count = len(given) // info.itemsize
-            self._host.allreduce([source], [target], [count], info, op, prescale, postscale)
+            self._host.allreduce([source], [target], [count], spec)
 
         self._pipeline.run(
             Step(
@@ -102,25 +94,17 @@ class StagedBackend:
             self._scatter(up, offsets, tos, info)
 
     def reducescatter(
-        self,
-        sources: DeviceViews,
-        targets: DeviceViews,
-        shapes: Sequence[tuple[int, ...]],
-        info: DtypeInfo,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
+        self, sources: DeviceViews, targets: DeviceViews, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce, and leave each rank its own rows.
+        """Reduce; each rank gets its own rows.
 
-        In a piece every rank's block has the same length; where a rank has no more rows, what lies there is
-        nobody's.
+        In a piece all ranks' blocks have one length; bytes beyond a rank's last row are unused.
         """
         froms, tos = _present(sources), _present(targets)
         rows = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * rows[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
         starts = [list(itertools.accumulate(part, initial=0)) for part in parts]
-        item = info.itemsize
+        info, item = spec.info, spec.info.itemsize
 
         def step(window: Window) -> Step:
             down, up = [], []
@@ -141,10 +125,7 @@ class StagedBackend:
                     else [None] * len(lengths),
                     _cut(result, [n * item for n in lengths], info) if froms else [None] * len(lengths),
                     [(n * self.size,) for n in lengths],
-                    info,
-                    op,
-                    prescale,
-                    postscale,
+                    spec,
                 )
 
             total = sum(lengths) * item
@@ -158,7 +139,7 @@ class StagedBackend:
     def allgather(
         self, sources: DeviceViews, targets: Sequence[Span], counts: Sequence[Sequence[int]]
     ) -> None:
-        """Concatenate."""
+        """Concatenate the ranks' blocks."""
         starts = [list(itertools.accumulate(each, initial=0)) for each in counts]
 
         def step(window: Window) -> Step:
@@ -186,7 +167,7 @@ class StagedBackend:
         self._pipeline.run(step(window) for window in windows(largest, self._share(1)))
 
     def broadcast(self, buffer: Span, root: int) -> None:
-        """Copy the root's bytes to every rank."""
+        """Copy the root's bytes to all ranks."""
         mine = self.rank == root
 
         def send(given: Bytes, received: Bytes) -> None:
@@ -206,7 +187,7 @@ class StagedBackend:
     def alltoall(
         self, send: Span, send_counts: Sequence[int], recv: Span, recv_counts: Sequence[int]
     ) -> None:
-        """Exchange blocks of uneven size, in as many pieces as the longest one of all ranks takes."""
+        """Send the r-th block to rank r; the longest block of all ranks sets the number of pieces."""
         share = self._share(1)
         longest = np.empty(self.size, np.int64)
         mine = np.array([max(*send_counts, *recv_counts)], np.int64)
@@ -226,21 +207,21 @@ class StagedBackend:
     # -- pieces --------------------------------------------------------------------------------------
 
     def _walk(self, nbytes: int, item: int) -> Iterator[tuple[int, int]]:
-        """Cut contiguous bytes into pieces: (first byte, number of bytes)."""
+        """Yield the pieces of contiguous bytes: (first byte, number of bytes)."""
         piece = max(self._host.pieces.staging_size // item, 1) * item
         for first in range(0, nbytes, piece):
             yield first, min(piece, nbytes - first)
 
     def _share(self, item: int) -> int:
-        """Return how many elements each rank gives to a piece that all ranks give to."""
+        """Return the elements of each rank in a piece that all ranks share."""
         return max(self._host.pieces.staging_size // self.size // item, 1)
 
     # -- fusion --------------------------------------------------------------------------------------
 
     def _fusion_buffer(self, nbytes: int) -> int:
-        """Return the address of the buffer, which grows, and is used again and again."""
+        """Return the address of the fusion buffer, which grows as needed."""
         if self._buffer is None or self._buffer.nbytes < nbytes:
-            self._buffer = None  # the old one goes back first
+            self._buffer = None  # free the old one first
             self._buffer = self._device.allocate(nbytes, self.stream)
         return self._buffer.ptr
 
@@ -264,7 +245,7 @@ class StagedBackend:
 
 
 def _present(views: DeviceViews) -> list[DeviceView]:
-    """Return the views of a rank that has not joined: all of them; else nothing."""
+    """Return all views, or none if this rank has joined."""
     return [view for view in views if view is not None]
 
 
@@ -275,12 +256,12 @@ def _table(views: Sequence[DeviceView]) -> tuple[Words, Words]:
 
 
 def _move(place: int, ptr: int, first: int, count: int, item: int = 1) -> Move:
-    """Return a copy of some elements, between a place in a slot and a place behind an address."""
+    """Return the copy of elements between element ``place`` of a slot and element ``first`` of memory."""
     return Move(place * item, ptr + first * item, count * item)
 
 
 def _blocks(ptr: int, counts: Sequence[int], first: int, share: int) -> tuple[list[int], list[Move]]:
-    """Return the bytes of one piece of each rank's block, and their copies; they lie close in the slot."""
+    """Return the bytes of one piece of each rank's block, and their copies; contiguous in the slot."""
     sizes, moves = [], []
     at = start = 0
     for count in counts:
@@ -293,6 +274,6 @@ def _blocks(ptr: int, counts: Sequence[int], first: int, share: int) -> tuple[li
 
 
 def _cut(memory: Bytes, sizes: Sequence[int], info: DtypeInfo) -> list[TensorView]:
-    """Cut memory into views, one behind the other; sizes in bytes."""
+    """Cut memory into contiguous views; sizes are bytes."""
     ends = list(itertools.accumulate(sizes))
     return [TensorView(memory[end - size : end], info) for end, size in zip(ends, sizes, strict=True)]

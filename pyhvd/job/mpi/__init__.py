@@ -1,1 +1,1 @@
-"""What differs between MPIs when a job starts: flavour, rank variables, PMI-1, abort."""
+"""Where MPIs differ when a job starts: mpiexec, rank variables, PMI-1, aborting."""

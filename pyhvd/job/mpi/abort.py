@@ -1,4 +1,4 @@
-"""How a supervisor ends the job, and how it dies with its parent."""
+"""How the supervisor of a rank ends the job."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import socket
 import sys
 import time
 
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, Place
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, RankEnv
 
-# mpiexec kills this process long before; should it not, the process leaves all the same.
+# mpiexec kills this process sooner; if it does not, the process leaves.
 _KILLED_WITHIN_S = 2.0
 
 _claims: list[socket.socket] = []  # held until this process ends
 
 
 def claim_first_failure(parent: int) -> bool:
-    """Whether this is the first rank of this host to fail, among those that mpiexec's `parent` started.
+    """Return whether this rank is the first on this host to fail, of those that `parent` started.
 
-    Without a launcher the supervisors know nothing of each other but their common parent. A name in the
-    abstract socket namespace can be bound once and vanishes with its owner. Should a stranger hold it, this
-    rank only waits a moment longer before it shows its failure. Elsewhere than on Linux every rank is first.
+    Without a launcher, supervisors only know that they have the same parent, mpiexec's process. A name in the
+    abstract socket namespace can be bound once, and vanishes with its owner. If a stranger has bound it, this
+    rank shows its failure a second later. Except on Linux, every rank is the first.
     """
     if not sys.platform.startswith("linux"):
         return True
@@ -36,37 +36,37 @@ def claim_first_failure(parent: int) -> bool:
     return True
 
 
-def can_end_job(place: Place) -> bool:
-    """Whether :func:`end_job` ends the job by itself, or the rank has to call MPI_Abort."""
-    return place.launcher == OPENMPI or (place.launcher == MPICH and "PMI_FD" in os.environ)
+def can_end_job(rank_env: RankEnv) -> bool:
+    """Return whether :func:`end_job` ends the job; if not, the rank must call MPI_Abort."""
+    return rank_env.launcher == OPENMPI or (rank_env.launcher == MPICH and "PMI_FD" in os.environ)
 
 
-def end_job(place: Place, code: int, *, signal_mpiexec: bool) -> None:
-    """End all ranks of the job, so that mpiexec exits with `code`; this process should then exit with it.
+def end_job(rank_env: RankEnv, code: int, *, signal_mpiexec: bool) -> None:
+    """End all ranks of the job, so that mpiexec exits with `code`; the caller should then exit with it too.
 
-    Hydra does not end a job when a process exits with a code other than 0 (if it never called MPI_Init, the
-    others run on); but it reads PMI-1 from the descriptor PMI_FD, which this process inherited, and obeys
-    `abort` there at any time, before MPI_Init and after MPI_Finalize, without a banner of its own.
+    Hydra does not end a job when a process exits with a code other than 0: if it never called MPI_Init, the
+    other ranks run on. But Hydra reads PMI-1 from the descriptor PMI_FD, which this process inherited. At any
+    time, before MPI_Init and after MPI_Finalize, it obeys `abort` there and prints no banner.
 
-    Open MPI does end it, with a banner that would come after the failure on the screen. On the host where
-    mpiexec runs (it calls itself prterun) SIGTERM ends the job as fast, silently, and always with code 1.
+    Open MPI ends the job by itself, but prints a banner below the failure. On the host of mpiexec, whose
+    process is named prterun, SIGTERM ends the job as fast, silently, and always with code 1.
 
     Parameters
     ----------
-    place : Place
-        Where this rank stands.
+    rank_env : RankEnv
+        This rank's numbers.
     code : int
         The exit code.
     signal_mpiexec : bool
-        Whether to end Open MPI's job so, although it costs the exit code when that is not 1. Not when the job
-        is ending already: a second signal makes mpiexec speak.
+        Whether to end Open MPI's job by SIGTERM, which replaces `code` by 1. It must be False if the job is
+        ending already: a second signal makes mpiexec print a message.
     """
     descriptor = os.environ.get("PMI_FD", "")
     with contextlib.suppress(OSError):
-        if place.launcher == MPICH and descriptor.isdecimal():
+        if rank_env.launcher == MPICH and descriptor.isdecimal():
             os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
             time.sleep(_KILLED_WITHIN_S)
-        elif place.launcher == OPENMPI and signal_mpiexec:
+        elif rank_env.launcher == OPENMPI and signal_mpiexec:
             with open(f"/proc/{os.getppid()}/comm", encoding="ascii") as comm:
                 if comm.read().strip() != "prterun":
                     return
@@ -75,7 +75,7 @@ def end_job(place: Place, code: int, *, signal_mpiexec: bool) -> None:
 
 
 def drain_stderr(seconds: float = 0.5) -> None:
-    """Wait until mpiexec has taken what was written to stderr: Hydra drops what it has not read by then."""
+    """Wait until mpiexec has read stderr: when a job ends, Hydra drops what it has not read."""
     try:
         import fcntl
         import termios

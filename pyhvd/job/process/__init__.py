@@ -1,1 +1,1 @@
-"""One process of a job: its guardian, environment, output and exit report."""
+"""One process of a job: its guardian, its signals, its output and its exit report."""

@@ -1,7 +1,8 @@
-"""``python -m pyhvd.job.process.command_main LIFE COMMAND``: a keeper, and a shell command.
+"""``python -m pyhvd.job.process.command_main LIFE COMMAND``: a guardian, and a shell command.
 
-So mpiexec runs on the driver, and its daemons run beside the tasks. They have a temporary directory of their
-own, as Open MPI's daemons refuse to start where an earlier job of theirs was killed; it goes when they end.
+mpiexec runs in this way on the driver, and its daemons beside the tasks. The command has a temporary
+directory of its own, which the guardian removes: Open MPI's daemons refuse to start beside files that a
+killed job left.
 """
 
 from __future__ import annotations
@@ -12,26 +13,20 @@ import shutil
 import sys
 import tempfile
 
-from pyhvd.job.process.guardian import keep
+from pyhvd.job.mpi.openmpi.settings import short_temporary_directory
+from pyhvd.job.process.guardian import guard
 
-# Asked to end, mpiexec and its daemons tidy up after themselves: Open MPI's shared memory, its directories.
+# On SIGTERM, mpiexec and its daemons remove Open MPI's shared memory and directories.
 _GRACE_S = 1.0
-# Open MPI puts paths of its own beneath it, those of sockets among them, which are 108 bytes at most.
-_LONGEST = 60
 
 
 def _execute(command: str, folder: str) -> int:
     os.execve("/bin/sh", ["sh", "-c", command], os.environ | {"TMPDIR": folder})
 
 
-def _temporary_directory() -> str:
-    path = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="pyhvd-", dir=path if len(os.fsencode(path)) < _LONGEST else "/tmp")
-
-
 if __name__ == "__main__":
-    folder = _temporary_directory()
-    keep(
+    folder = tempfile.mkdtemp(prefix="pyhvd-", dir=short_temporary_directory())
+    guard(
         int(sys.argv[1]),
         lambda: _execute(sys.argv[2], folder),
         grace=_GRACE_S,

@@ -1,4 +1,4 @@
-"""What a rank says when it fails, and which of many such records is the cause."""
+"""How a rank reports its end, and which of several reports is the cause."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-# Kinds, in the order in which they explain a failed job: a rank's own error, or its death, explains all; an
-# interrupt explains what follows from it; a secondary error only says that another rank failed; a rank that
-# vanished without a word may just have been ended along with the job.
+# The kinds of failures, by how well they explain a failed job:
+# 1. a rank's own error, exit or death explains all others;
+# 2. an interrupt explains what follows from it;
+# 3. a secondary error only says that another rank failed;
+# 4. a lost rank reported nothing, and may have been ended together with the job.
 EXCEPTION = "exception"
 EXIT = "exit"
 SIGNAL = "signal"
 INTERRUPT = "interrupt"
 SECONDARY = "secondary"
 LOST = "lost"
-# Not a failure: what to say should the rank end without another word; an empty one takes it back.
-TENTATIVE = "doubt"
-# Nor this: pyhvd is up in the rank (code 1), or is no more (code 0).
+_ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4}
+# No failure yet: the text to show if the rank ends without a further report. An empty text withdraws it.
+TENTATIVE = "tentative"
+# No failure: pyhvd has started in the rank (code 1), or shut down (code 0).
 UP = "up"
-_EXPLAINS = {EXCEPTION: 0, EXIT: 0, SIGNAL: 0, INTERRUPT: 1, SECONDARY: 2, LOST: 3}
 
-# Raised on a rank because another rank failed or left (pyhvd.errors); known by name, to import nothing.
+# Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.
 _SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
 
 
 @dataclass(frozen=True)
 class ExitReport:
-    """How one rank ended, when it did not end well.
+    """How one rank ended, unless it ended without error.
 
     Attributes
     ----------
@@ -37,11 +39,11 @@ class ExitReport:
     kind : str
         One of the kinds above.
     code : int
-        The exit code the job should have if this is the cause.
+        The job's exit code if this report is the cause.
     text : str
-        What to print, ready.
+        The text to print.
     when : float
-        Wall-clock time of the failure (the only clock that hosts share).
+        Wall-clock time of the failure, as hosts share no other clock.
     """
 
     rank: int
@@ -51,22 +53,22 @@ class ExitReport:
     when: float = field(default_factory=time.time)
 
     def dump(self) -> bytes:
-        """One line of JSON."""
+        """Return the report as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def load(cls, line: bytes) -> ExitReport:
-        """The record that :meth:`dump` wrote."""
+        """Return the report that :meth:`dump` wrote."""
         return cls(**json.loads(line))
 
 
-def root_cause(records: Iterable[ExitReport]) -> ExitReport | None:
-    """The record that explains the others: the most telling kind, then the earliest."""
-    return min(records, key=lambda record: (_EXPLAINS[record.kind], record.when), default=None)
+def root_cause(reports: Iterable[ExitReport]) -> ExitReport | None:
+    """Return the report that explains the others: the best kind, then the earliest."""
+    return min(reports, key=lambda report: (_ORDER[report.kind], report.when), default=None)
 
 
 def is_secondary(exc: BaseException) -> bool:
-    """Whether `exc` was raised only because another rank failed or shut down."""
+    """Return whether `exc` was raised only because another rank failed or shut down."""
     seen: set[int] = set()
     link: BaseException | None = exc
     while link is not None and id(link) not in seen:

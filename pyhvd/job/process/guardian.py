@@ -1,62 +1,84 @@
-"""A keeper: the parent of one process on behalf of another, the owner, which may be killed at any time.
+"""A guardian: a parent that ends its process when the process's owner dies, however the owner dies.
 
-The keeper holds the other end of the owner's lifetime line: when that ends, however the owner died (Spark
-kills its Python workers with SIGKILL), the keeper ends the process and all that it has started. It tells the
-owner how the process ended. Should the keeper itself be killed, the kernel kills the process.
+The guardian and the owner hold the two ends of a lifetime line, a socket pair.
+
+1. When the owner's end closes, the guardian kills the process and all that the process started. Spark kills
+   its Python workers with SIGKILL, so the owner cannot do that itself.
+2. When the process ends, the guardian tells the owner how.
+3. When the guardian is killed, the kernel kills the process.
+
+``python -m pyhvd.job.process.guardian LIFE CONTROL`` is the guardian of a rank; a Spark task starts it. The
+arguments are descriptors: the lifetime line, and the rank's control socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from pyhvd.job.process.parent_death import die_with_parent
+_PR_SET_PDEATHSIG = 1
 
 
-def keep(
+def die_with_parent(number: int, parent: int) -> None:
+    """Make the kernel send signal `number` to this process when its parent dies (Linux only).
+
+    `parent` is the parent's process id: if it died before this call, the signal is sent at once.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def guard(
     life_fd: int, body: Callable[[], int], grace: float = 0.0, clean: Callable[[], None] | None = None
 ) -> NoReturn:
-    """Fork a process for `body`, a group of its own, and keep it; it leaves the keeper's other descriptors.
+    """Fork a process that runs `body` in a group of its own, and guard it until it ends.
+
+    The process keeps all descriptors but the lifetime line; the guardian closes them.
 
     Parameters
     ----------
     life_fd : int
         The lifetime line: a socket.
     body : callable
-        What the process does; returns its exit code.
+        Runs in the process; returns its exit code.
     grace : float
-        Seconds from SIGTERM to SIGKILL when the owner is gone; 0 for SIGKILL at once.
+        Seconds from SIGTERM to SIGKILL after the owner has died; 0 sends SIGKILL at once.
     clean : callable, optional
-        Called when nothing is left of the process, before the owner is told.
+        Called after the process has ended, before the owner is told.
     """
-    keeper = os.getpid()
-    wake, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    guardian = os.getpid()
+    wake, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setpgid(0, 0)
-        die_with_parent(signal.SIGKILL, keeper)
-        for fd in (wake, told, life_fd):
+        die_with_parent(signal.SIGKILL, guardian)
+        for fd in (wake, waker, life_fd):
             os.close(fd)
         sys.exit(body())
-    with contextlib.suppress(OSError):  # the process does it too; whoever comes first
+    with contextlib.suppress(OSError):  # the process does the same; either may be first
         os.setpgid(pid, pid)
-    _close_all_but(wake, told, life_fd)
+    _close_all_but(wake, waker, life_fd)
     _tell(life_fd, pid)
     if not _wait(pid, wake, life_fd, None) and grace:
         _signal_group(pid, signal.SIGTERM)
         _wait(pid, wake, None, grace)
-    # While it is a zombie, or runs, its number is its own; what it has started goes with it.
+    # The process is not reaped yet, so that no other group can have its number.
     _signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if clean is not None:
@@ -65,23 +87,23 @@ def keep(
     os._exit(0)
 
 
-def _close_all_but(*kept: int) -> None:
-    """Leave the process the only one that holds its ends, so that who reads the others sees them end."""
+def _close_all_but(*open_fds: int) -> None:
+    """Close all other descriptors, so that readers of the process's pipes see their end."""
     devnull = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
         os.dup2(devnull, fd)
-    # Not all up to the limit: in containers that may be a thousand million, through which a kernel that does
-    # not close a range at once, or a Python that does not ask it to, goes for minutes.
+    # Only open ones: in containers the limit may be a thousand million, and closing all up to it may take
+    # minutes.
     for fd in map(int, os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd")):
-        if fd > 2 and fd not in kept:
-            with contextlib.suppress(OSError):  # the listing's own
+        if fd > 2 and fd not in open_fds:
+            with contextlib.suppress(OSError):  # the descriptor of the listing
                 os.close(fd)
 
 
 def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bool:
-    """Return whether the process has ended; False when the owner has, or after `timeout` seconds."""
+    """Return True when the process has ended; False when the owner has died, or after `timeout` seconds."""
     until = None if timeout is None else time.monotonic() + timeout
-    poll = select.poll()  # the owner may have given a descriptor that is too large for select()
+    poll = select.poll()  # a descriptor from the owner may be too large for select()
     for source in (wake, life_fd):
         if source is not None:
             poll.register(source, select.POLLIN)
@@ -92,7 +114,7 @@ def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bo
         ready = [fd for fd, _ in poll.poll(None if left is None else left * 1000)]
         if wake in ready:
             os.read(wake, 4096)
-        if life_fd in ready and life_fd is not None and not _still_there(life_fd):
+        if life_fd in ready and life_fd is not None and not _owner_lives(life_fd):
             return False
     return True
 
@@ -103,7 +125,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _tell(life_fd: int, number: int) -> None:
-    """Say a number to the owner: first the process's id, which is its group's, then how it ended."""
+    """Send a number to the owner: first the process's id, which is its group's, then its exit code."""
     with contextlib.suppress(OSError):
         os.write(life_fd, b"%d\n" % number)
 
@@ -112,8 +134,19 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _still_there(life_fd: int) -> bool:
+def _owner_lives(life_fd: int) -> bool:
     try:
         return bool(os.read(life_fd, 4096))
     except OSError:
         return False
+
+
+def _run_rank(control_fd: int) -> int:
+    from pyhvd.job.rank import run_rank  # in the rank alone: the guardian stays small
+
+    return run_rank(socket.socket(fileno=control_fd))
+
+
+if __name__ == "__main__":
+    life, control = map(int, sys.argv[1:])
+    guard(life, lambda: _run_rank(control))

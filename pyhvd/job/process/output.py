@@ -1,40 +1,82 @@
-"""Copying a rank's output: each line with its rank in front, and into a file."""
+"""A rank's output: each line with its rank in front, and copies of it in files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
 from typing import BinaryIO
 
-from pyhvd.job.mpi.rank_env import Place
+from pyhvd.job.mpi.rank_env import RankEnv
+
+_CHUNK = 1 << 16
+# A line that grows longer than this is passed on in pieces.
+_LONGEST = 1 << 16
+
+
+class LinePrefixer:
+    """Puts a prefix before each line of a stream of bytes.
+
+    Parameters
+    ----------
+    prefix : bytes
+        Empty for none.
+    timestamp : bool
+        Whether the time of day precedes the prefix.
+    ends_pieces : bool
+        Whether a piece of a line ends like a line, because another stream's line may follow.
+    """
+
+    def __init__(self, prefix: bytes, timestamp: bool, ends_pieces: bool = False) -> None:
+        self._prefix = prefix
+        self._timestamp = timestamp
+        self._ends_pieces = ends_pieces
+        self._begun = b""
+        self._continues = False  # the line's first piece has been returned
+
+    def take(self, data: bytes) -> bytes:
+        """Return the lines that are complete now."""
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        text = b"".join(self._decorate(line + b"\n") for line in lines)
+        return text + self.flush() if len(self._begun) > _LONGEST else text
+
+    def flush(self) -> bytes:
+        """Return a line that has begun but not ended."""
+        if not self._begun:
+            return b""
+        piece, self._begun = self._decorate(self._begun + b"\n" * self._ends_pieces), b""
+        self._continues = not self._ends_pieces
+        return piece
+
+    def _decorate(self, line: bytes) -> bytes:
+        if self._continues:
+            self._continues = False
+            return line
+        now = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamp else b""
+        return now + self._prefix + line
 
 
 class Relay:
-    """What a rank writes to one of its descriptors goes to the same descriptor here, and to a file.
+    """Passes what a rank writes to a descriptor on to the same descriptor here, and to a file.
 
     Parameters
     ----------
     target : int
         1 or 2.
-    prefix : bytes
-        Put before each line; empty for none.
-    timestamp : bool
-        Whether the time of day goes before the prefix.
+    lines : LinePrefixer
+        Decorates the lines; the file gets the bytes unchanged.
     path : str or None
-        The file, which gets the bytes as they are.
+        The file.
     """
 
-    def __init__(self, target: int, prefix: bytes, timestamp: bool, path: str | None) -> None:
+    def __init__(self, target: int, lines: LinePrefixer, path: str | None) -> None:
         self._target = target
-        self._prefix = prefix
-        self._timestamp = timestamp
+        self._lines = lines
         self._path = path
         self._file: BinaryIO | None = open(path, "wb", buffering=0) if path is not None else None  # noqa: SIM115
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
-        self._line = b""  # begun, not ended
-        self._continues = False  # the beginning of this line was passed on already
         self.closed = False
 
     def fileno(self) -> int:
@@ -50,26 +92,23 @@ class Relay:
             self._file.close()
 
     def detach(self) -> None:
-        """In the supervisor, after the fork."""
+        """In the supervisor, after the fork: leave the writing end to the rank."""
         os.close(self._write)
 
     def pump(self) -> None:
-        """Pass on what has come."""
+        """Pass on what has arrived."""
         try:
-            chunk = os.read(self._read, 65536)
+            chunk = os.read(self._read, _CHUNK)
         except BlockingIOError:
             return
         if not chunk:
             self.closed = True
             return
-        self._keep(chunk)
-        *lines, self._line = (self._line + chunk).split(b"\n")
-        self._show(b"".join(self._decorate(line + b"\n") for line in lines))
-        if len(self._line) > 65536:
-            self.flush()
+        self._write_file(chunk)
+        self._show(self._lines.take(chunk))
 
-    def _keep(self, chunk: bytes) -> None:
-        """Write to the file; where it takes no more, say so, and go on without it: the job is worth more."""
+    def _write_file(self, chunk: bytes) -> None:
+        """Write to the file; if that fails, say so and stop writing to it, as the job matters more."""
         if self._file is None:
             return
         try:
@@ -82,55 +121,36 @@ class Relay:
                 os.write(2, f"pyhvd: {self._path} gets no more output: {exc.strerror}\n".encode())
 
     def flush(self) -> None:
-        """Pass on a line that has begun and not ended."""
-        if self._line:
-            self._show(self._decorate(self._line))
-            self._line, self._continues = b"", True
+        """Pass on a line that has begun but not ended."""
+        self._show(self._lines.flush())
 
     def finish(self) -> None:
-        """The rank has ended: pass on the rest, but wait for nobody who holds its output open."""
-        while not self.closed:
-            before = self._line
-            with contextlib.suppress(BlockingIOError):
-                self.pump()
-            if not self.closed and self._line == before and not self._has_more():
-                break
+        """Pass on the rest after the rank has ended, without waiting for other holders of the pipe."""
+        while not self.closed and select.select([self._read], [], [], 0)[0]:
+            self.pump()
         self.flush()
         if self._file is not None:
             self._file.close()
 
-    def _has_more(self) -> bool:
-        import select
-
-        return bool(select.select([self._read], [], [], 0)[0])
-
-    def _decorate(self, line: bytes) -> bytes:
-        if self._continues:
-            self._continues = False
-            return line
-        now = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamp and self._prefix else b""
-        return now + self._prefix + line
-
     def _show(self, text: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more: the file still gets it
+        with contextlib.suppress(OSError):  # the reader is gone; the file still gets the output
             while text:
                 text = text[os.write(self._target, text) :]
 
 
-def make_relays(place: Place, directory: str | None, prefix: bool, timestamp: bool) -> list[Relay]:
+def make_relays(rank_env: RankEnv, directory: str | None, prefix: bool, timestamp: bool) -> list[Relay]:
     """Return a relay each for stdout and stderr; none if neither files nor prefixes are wanted."""
     if directory is None and not prefix:
         return []
     folder = None
     if directory is not None:
-        digits = len(str(place.size - 1))
-        folder = os.path.join(directory, f"rank.{place.rank:0{digits}d}")
+        digits = len(str(rank_env.size - 1))
+        folder = os.path.join(directory, f"rank.{rank_env.rank:0{digits}d}")
         os.makedirs(folder, exist_ok=True)
     return [
         Relay(
             target,
-            f"[{place.rank}]<{name}>:".encode() if prefix else b"",
-            timestamp,
+            LinePrefixer(f"[{rank_env.rank}]<{name}>:".encode() if prefix else b"", timestamp),
             None if folder is None else os.path.join(folder, name),
         )
         for target, name in ((1, "stdout"), (2, "stderr"))

@@ -1,34 +1,38 @@
-"""Signals of a job: which are passed on to ranks, and what they mean when they end a process."""
+"""The signals of a job: which are passed on to ranks, and how an exit code reads."""
 
 from __future__ import annotations
 
 import signal
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
 
-
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HINTS = {
+    signal.SIGKILL: "; was it out of memory? (see dmesg)",
+    signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGBUS: "; is /dev/shm full? PYTHONFAULTHANDLER=1 shows where",
+    signal.SIGABRT: "; set PYTHONFAULTHANDLER=1 to see where",
+}
 
 
 def to_handle() -> list[signal.Signals]:
-    """The signals to take and pass on: not SIGHUP under nohup, which has had it ignored."""
+    """Return the signals to handle and forward: without SIGHUP under nohup, which ignores it."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
 
 
-def describe_signal(number: int) -> str:
-    """Say how a process ended that a signal killed."""
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: by its exit code, or by a signal if the code is negative."""
+    if code >= 0:
+        return f"exited with code {code}"
     try:
-        name = signal.Signals(number).name
+        number = signal.Signals(-code)
     except ValueError:
-        name = "an unnamed signal"
-    hints = {
-        signal.SIGKILL: "; was it out of memory? (see dmesg)",
-        signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
-        signal.SIGBUS: "; is /dev/shm full? PYTHONFAULTHANDLER=1 shows where",
-        signal.SIGABRT: "; set PYTHONFAULTHANDLER=1 to see where",
-    }
-    return f"was killed by {name} (signal {number}){hints.get(number, '')}"  # type: ignore[call-overload]
+        return f"was killed by an unnamed signal (signal {-code})"
+    return f"was killed by {number.name} (signal {-code}){_HINTS.get(number, '')}"
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 plus the signal's number after a signal."""
+    return code if code >= 0 else 128 - code

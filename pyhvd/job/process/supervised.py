@@ -1,4 +1,4 @@
-"""A process under a keeper, as its owner sees it: the lifetime line, its output, and how it ended."""
+"""A process under a guardian, as its owner sees it: the lifetime line, its output, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 _CHUNK = 1 << 16
-# What an ended process's children still write is not waited for beyond this many chunks.
+# After the process has ended, at most this many chunks are read: its children may go on writing.
 _LAST_CHUNKS = 64
 
 
 class SupervisedProcess:
-    """A process that ends with this one, and all that it starts with it.
+    """A process that ends together with this one, and with all that it starts.
 
     Parameters
     ----------
     module : str
-        What the keeper runs: its first argument is the descriptor of the lifetime line.
+        The guardian's program: its first argument is the descriptor of the lifetime line.
     arguments : sequence of str
-        The others.
+        The other arguments.
     env : mapping of str to str
         The process's environment.
     on_output : callable
         Called with 1 or 2 and what the process has written there.
     on_end : callable
-        Called when it has ended and its output has been read.
+        Called when the process has ended and its output has been read.
     descriptors : sequence of int
-        What it inherits; the caller closes them here.
+        The process inherits them; the caller closes them here.
     python : str, optional
-        The keeper's Python; this one by default.
+        The guardian's Python; this one by default.
     kill_s : float
-        Killed, it is gone within so many seconds, or never will be (it waits for a disk).
+        How long to wait for the process after it was killed.
 
     Attributes
     ----------
     ended : bool
-        Whether the process is gone.
+        Whether the process has ended.
     code : int or None
-        How it ended: its exit code, or the negative number of the signal that killed it. None while it
-        runs, and when its keeper was killed.
-    keeper_code : int or None
-        The same for the keeper. It is above 0 when the keeper's Python could not begin, or broke.
+        Its exit code, or the negative number of the signal that killed it. None while it runs, and if its
+        guardian was killed.
+    guardian_code : int or None
+        The same for the guardian. It is above 0 if the guardian's Python did not start, or failed.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class SupervisedProcess:
     ) -> None:
         self.ended = False
         self.code: int | None = None
-        self.keeper_code: int | None = None
+        self.guardian_code: int | None = None
         self._on_output = on_output
         self._on_end = on_end
         self._kill_s = kill_s
-        self._said = b""  # by the keeper: the process's id, then how it ended
+        self._told = b""  # by the guardian: the process's id, then its exit code
         self._held = False
         self._life, life = socket.socketpair()
         self._out, out = os.pipe()
@@ -82,7 +82,7 @@ class SupervisedProcess:
                 pass_fds=(life.fileno(), *descriptors),
                 start_new_session=True,
             )
-        except (OSError, ValueError):  # ValueError: a name or value that no environment can have
+        except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
             self._close_ends()
             raise
         finally:
@@ -95,18 +95,18 @@ class SupervisedProcess:
 
     @property
     def began(self) -> bool:
-        """Whether the keeper has said who the process is."""
-        return b"\n" in self._said
+        """Whether the guardian has told the process's id."""
+        return b"\n" in self._told
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have a selector call this object's methods: its keys' data."""
+        """Register this object's callbacks, as the data of the selector's keys."""
         self._selector = selector
         selector.register(self._life, selectors.EVENT_READ, lambda: self._read_life())
-        self._outputs = {1: self._out, 2: self._err}  # that have not come to their end
+        self._outputs = {1: self._out, 2: self._err}  # those that have not ended
         self._listen()
 
     def hold_output(self, held: bool) -> None:
-        """Have the process wait when it writes, or no longer."""
+        """Stop reading the process's output, so that its writes block; or read it again."""
         if held == self._held:
             return
         self._held = held
@@ -116,22 +116,17 @@ class SupervisedProcess:
         for fd in self._outputs.values():
             self._selector.unregister(fd)
 
-    def let_go(self) -> None:
-        """Have the keeper end the process and all that it has started; does not wait for it."""
+    def end(self) -> None:
+        """Make the guardian end the process and all that it started; do not wait."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
 
-    def kill(self) -> None:
-        """End the process and all that it has started, and wait until they are gone."""
-        if self.ended:
-            return
-        self._life.close()
-        self._reap()
-        self.ended = True
-
     def close(self) -> None:
-        """Kill what is left, and close every descriptor."""
-        self.kill()
+        """End the process and all that it started, wait for it, and close every descriptor."""
+        if not self.ended:
+            self._life.close()
+            self._reap()
+            self.ended = True
         self._close_ends()
 
     def _close_ends(self) -> None:
@@ -164,15 +159,15 @@ class SupervisedProcess:
         return True
 
     def _read_life(self) -> None:
-        """The keeper has said who the process is, or how it ended, or is gone."""
+        """Handle the lifetime line: the process's id, its exit code, or the guardian's death."""
         try:
             data = self._life.recv(64)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
-        self._said += data
-        if data and self._said.count(b"\n") < 2:
+        self._told += data
+        if data and self._told.count(b"\n") < 2:
             return
         if not data:
             self._kill_group()
@@ -183,25 +178,25 @@ class SupervisedProcess:
         self._reap()
         self.ended = True
         self._forget(self._life)
-        numbers = self._said.split()
+        numbers = self._told.split()
         self.code = int(numbers[1]) if len(numbers) > 1 else None
         self._on_end()
 
     def _reap(self) -> None:
-        """Wait for the keeper; should it not do its work, the kernel ends the process with it."""
+        """Wait for the guardian; kill it if it does not end: the kernel then kills the process."""
         try:
             self._process.wait(self._kill_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(self._kill_s)
-        self.keeper_code = self._process.returncode
+        self.guardian_code = self._process.returncode
 
     def _kill_group(self) -> None:
-        """The keeper was killed, and the process with it: kill what the process had started.
+        """Kill what the process started, after the guardian was killed and the process with it.
 
-        Its process id is that of the group still, as long as there is anything left of the group.
+        The group keeps the process's id as its number as long as any member of the group lives.
         """
-        pid = self._said.partition(b"\n")[0]
+        pid = self._told.partition(b"\n")[0]
         if pid.isdigit():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(int(pid), signal.SIGKILL)

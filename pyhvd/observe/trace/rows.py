@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyhvd.dtypes import BY_CODE
-from pyhvd.negotiation.messages import UNNAMED, Request
-from pyhvd.negotiation.validation import verb
+from pyhvd.negotiation.messages import UNNAMED, Request, verb
 from pyhvd.observe.trace.files import Event
 
 MAIN, DATA_PATH, FIRST_TENSOR = 0, 1, 2

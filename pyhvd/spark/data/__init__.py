@@ -1,1 +1,1 @@
-"""Data for the ranks: a DataFrame as Parquet files, and a rank's share of them as batches of arrays."""
+"""Data for the ranks: writing DataFrames as Parquet files, and reading a rank's share as batches."""

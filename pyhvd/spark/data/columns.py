@@ -1,4 +1,4 @@
-"""Arrow columns as numpy arrays, and what cannot become one."""
+"""Conversion of Arrow columns to numpy arrays."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def to_batch(table: Any) -> Batch:
-    """Return the columns of a pyarrow.Table as arrays, without a copy where there can be one.
+    """Return the columns of a pyarrow.Table as arrays, without copies where possible.
 
     Raises
     ------
     DataError
-        A column has nulls, lists of different lengths, or a type that no array has.
+        A column has nulls, lists of different lengths, or a type that arrays do not have.
     """
     return {name: to_array(table.column(name), name) for name in table.column_names}
 
@@ -62,12 +62,12 @@ def _from_lists(values: Any, name: str) -> Array:
 
 
 def describe(batch: Batch) -> tuple[Column, ...]:
-    """Return what the columns of a batch are."""
+    """Return the descriptions of a batch's columns."""
     return tuple(Column(name, array.dtype.name, array.shape[1:]) for name, array in batch.items())
 
 
 def difference(one: tuple[Column, ...], other: tuple[Column, ...]) -> str:
-    """Return how two descriptions of the same columns differ; empty if they do not."""
+    """Return how two descriptions of the same columns differ; empty if they are equal."""
     for a, b in zip(one, other, strict=True):
         if a != b:
             return f"column {a.name!r} has rows of shape {a.shape} and of shape {b.shape}: pad its lists"

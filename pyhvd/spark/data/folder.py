@@ -1,6 +1,6 @@
-"""A folder, on this machine's disks or wherever fsspec reaches: HDFS, S3, Google Storage, Azure, ...
+"""A folder on a local disk, or on any file system of fsspec: HDFS, S3, Google Storage, Azure, ...
 
-Owns what paths look like. Knows nothing of what is in the files.
+Owns the form of paths. Knows nothing about the files' content.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Any
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.errors import DataError
 
-# Hadoop's names of file systems that have another name in fsspec.
+# Schemes of Hadoop, and fsspec's names for them.
 _SCHEMES = {"s3a": "s3", "s3n": "s3"}
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path as every process must see it: a URL that fsspec knows, or an absolute local path.
+    """Return a path in the form that is valid in every process: a URL of fsspec, or an absolute local path.
 
-    ``s3a:`` and ``s3n:`` become ``s3:``. ``dbfs:/x`` is ``/dbfs/x``, where Databricks mounts it, if that is
-    there.
+    ``s3a:`` and ``s3n:`` become ``s3:``. ``dbfs:/x`` becomes ``/dbfs/x`` if Databricks has mounted it there.
 
     Raises
     ------
     DataError
-        It is empty.
+        The path is empty.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text.strip():
@@ -43,14 +42,14 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 class Folder:
-    """Files of one folder, by names relative to it. It can be pickled; the connection is not.
+    """The files of one folder, by names relative to it. Pickling leaves the connection out.
 
     Parameters
     ----------
     path : str or path
         See :func:`absolute`.
     options : mapping, optional
-        What the file system of fsspec takes: keys, endpoints. Never shown.
+        Options of fsspec's file system: keys, endpoints. Never shown.
     """
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
@@ -65,37 +64,37 @@ class Folder:
         return self.__dict__ | {"_found": None}
 
     def at(self, name: str) -> str:
-        """Return the path of a file, as it is shown; of the folder itself for ``""``."""
+        """Return the path of a file, for messages; that of the folder itself for ``""``."""
         return posixpath.join(self.path, name) if name else self.path
 
     def local(self, name: str) -> str | None:
-        """Return the file's path on this machine's disks; None if it is elsewhere."""
+        """Return the file's path on a local disk; None if it is elsewhere."""
         return self.at(name) if os.path.isabs(self.path) else None
 
     def open(self, name: str, mode: str = "rb") -> Any:
-        """Open a file; for writing, the folders above it are made."""
+        """Open a file; create its parent folders for writing."""
         fs, path = self._resolve(name)
         if "r" not in mode:
             fs.makedirs(posixpath.dirname(path), exist_ok=True)
         return fs.open(path, mode)
 
     def read(self, name: str) -> bytes:
-        """Return what is in a file.
+        """Return the content of a file.
 
         Raises
         ------
         FileNotFoundError
-            There is none.
+            The file does not exist.
         """
         fs, path = self._resolve(name)
         data: bytes = fs.cat_file(path)
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file: who reads it meanwhile sees the old one or the new one.
+        """Write a file atomically: readers see the old content or the new.
 
-        It is written under another name and then moved. (A store of objects, as S3, copies it. By WebHDFS and
-        Databricks' API there is none for a moment, as they move no file onto another.)
+        It writes another file and moves it; object stores such as S3 copy it. WebHDFS and Databricks' API do
+        not move a file onto another: there the file is missing for a moment.
         """
         fs, path = self._resolve(name)
         fs.makedirs(posixpath.dirname(path), exist_ok=True)
@@ -108,7 +107,7 @@ class Folder:
                     os.fsync(file.fileno())
                 os.replace(other, local)
             else:
-                if _keeps_what_is_there(fs) and fs.exists(path):
+                if _refuses_to_replace(fs) and fs.exists(path):
                     fs.rm_file(path)
                 fs.mv(other, path)
         except BaseException:
@@ -117,20 +116,20 @@ class Folder:
             raise
 
     def exists(self, name: str = "") -> bool:
-        """Return whether there is such a file, or folder."""
+        """Return whether a file or folder exists."""
         fs, path = self._resolve(name)
         return bool(fs.exists(path))
 
     def names(self, below: str = "") -> list[str]:
-        """Return the names of what lies in the folder, or in one below it, in order."""
+        """Return the sorted names in the folder, or in one below it."""
         return sorted(name for name, _ in self._list(below))
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes in bytes of the files that lie in the folder; none if it is not there."""
+        """Return the sizes in bytes of the files in the folder; none if it does not exist."""
         return {name: entry["size"] for name, entry in self._list("") if entry["type"] == "file"}
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing if it is not there."""
+        """Remove a file, or a folder and its content, if it exists."""
         fs, path = self._resolve(name)
         try:
             fs.rm(path, recursive=True)
@@ -144,7 +143,7 @@ class Folder:
             entries = fs.ls(path, detail=True)
         except FileNotFoundError:
             return []
-        # Stores of objects list the marker of an empty folder too.
+        # Object stores also list the marker of an empty folder.
         named = [(posixpath.basename(str(entry["name"]).rstrip("/")), entry) for entry in entries]
         return [(name, entry) for name, entry in named if str(entry["name"]).rstrip("/") != path]
 
@@ -162,7 +161,7 @@ class Folder:
         return fs, str(root).rstrip("/") or "/"
 
 
-def _keeps_what_is_there(fs: Any) -> bool:
-    """Whether a file system does not move a file onto another; WebHDFS does not even say that it has not."""
+def _refuses_to_replace(fs: Any) -> bool:
+    """Return whether a file system does not move a file onto another; WebHDFS does not even raise."""
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
     return not {"webhdfs", "dbfs"}.isdisjoint(protocols)

@@ -1,7 +1,7 @@
-"""What a prepared dataset says of itself: the JSON file beside its Parquet files.
+"""The description of a prepared dataset: the JSON file beside its Parquet files.
 
-It is written last, and names every file that counts: what a failed or repeated task has left behind is not in
-it. Owns the format; knows nothing of Spark and Arrow.
+It is written last, and lists the dataset's files. Files of failed or repeated tasks are not in it. This
+module owns the format; it knows neither Spark nor Arrow.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from collections.abc import Sequence
 import msgspec
 
 from pyhvd.spark.data.folder import Folder
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 
 NAME = "_pyhvd_metadata.json"
-"""The file's name; Spark passes over names that begin with an underscore."""
+"""The file's name; Spark ignores names that begin with an underscore."""
 
 VERSION = 1
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column, as batches have it.
+    """A column of the batches.
 
     Attributes
     ----------
     name : str
         Its name in the DataFrame.
     dtype : str
-        numpy's name of its dtype: ``"float32"``, ``"datetime64[us]"``; ``"object"`` for texts (str) and
-        bytes.
+        numpy's name of its dtype: ``"float32"``, ``"datetime64[us]"``; ``"object"`` for str and bytes.
     shape : tuple of int
-        Of one row: ``()`` for a number, ``(64,)`` for a vector or list of 64.
+        The shape of one row: ``()`` for a number, ``(64,)`` for a vector or list of 64.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Part(msgspec.Struct, frozen=True):
     name : str
         Its name in the dataset's folder.
     groups : tuple of int
-        Rows of each of its row groups.
+        The number of rows of each row group.
     """
 
     name: str
@@ -54,12 +53,12 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows in the file."""
+        """The number of rows in the file."""
         return sum(self.groups)
 
 
 class Dataset(msgspec.Struct, frozen=True):
-    """A prepared dataset: its columns, and how many rows are in which row group of which file.
+    """A prepared dataset: its columns, and the number of rows of each row group of each file.
 
     Attributes
     ----------
@@ -68,7 +67,7 @@ class Dataset(msgspec.Struct, frozen=True):
     parts : tuple of Part
         The files, in the order of their rows.
     version : int
-        Of the format.
+        The version of the format.
     """
 
     columns: tuple[Column, ...]
@@ -77,30 +76,28 @@ class Dataset(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows in all files."""
+        """The number of rows in all files."""
         return sum(part.rows for part in self.parts)
 
     def choose(self, names: Sequence[str] | None) -> tuple[Column, ...]:
-        """Return the columns of these names, in the order of the names; all of them for None.
+        """Return the columns of these names, in this order; all for None.
 
         Raises
         ------
         DataError
-            There is no such column; the text lists what there is.
+            A column is missing; the text lists those of the dataset.
         """
         if names is None:
             return self.columns
         known = {column.name: column for column in self.columns}
         missing = [name for name in names if name not in known]
         if missing or not names:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(known)}"
-            )
+            raise missing_columns(missing, known)
         return tuple(known[name] for name in names)
 
 
 def encode(dataset: Dataset) -> bytes:
-    """Return the dataset's JSON, in lines."""
+    """Return the dataset as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(dataset), indent=1) + b"\n"
 
 
@@ -110,7 +107,7 @@ def decode(text: bytes, where: str) -> Dataset:
     Raises
     ------
     DataError
-        It is no description of a dataset, or one of a later version; the text names `where`.
+        The text describes no dataset, or has a later version; the error names `where`.
     """
     try:
         dataset = msgspec.json.decode(text, type=Dataset)
@@ -118,7 +115,7 @@ def decode(text: bytes, where: str) -> Dataset:
         raise DataError(f"{where} is damaged ({exc}): prepare the data again") from None
     if dataset.version > VERSION:
         raise DataError(
-            f"{where} was written by a newer pyhvd (format {dataset.version}, known is {VERSION})"
+            f"{where} was written by a newer pyhvd (format {dataset.version}; this one reads {VERSION})"
         )
     counts = [count for part in dataset.parts for count in part.groups]
     sizes = [size for column in dataset.columns for size in column.shape]
@@ -129,12 +126,12 @@ def decode(text: bytes, where: str) -> Dataset:
 
 
 def load(folder: Folder) -> Dataset:
-    """Return what the manifest of a folder says.
+    """Return the dataset of a folder.
 
     Raises
     ------
     DataError
-        There is none, or it is damaged.
+        There is no dataset, or it is damaged.
     """
     try:
         text = folder.read(NAME)

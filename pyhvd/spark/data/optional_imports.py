@@ -1,4 +1,4 @@
-"""The libraries that only data need; without them, an error that names the extra."""
+"""Imports of the libraries for data; an error names the extra that installs them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pyhvd.spark.errors import SparkError
 
 
 def needed(module: str) -> Any:
-    """Import and return a module of a package that the extra `spark` brings.
+    """Import and return a module of a package that the extra `spark` installs.
 
     Raises
     ------
     SparkError
-        Its package is not installed here.
+        The package cannot be imported here.
     """
     try:
         return importlib.import_module(module)

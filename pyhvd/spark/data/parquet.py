@@ -1,4 +1,4 @@
-"""The pieces of row groups that one rank reads, out of the Parquet files of a dataset."""
+"""Reading one rank's pieces of row groups from a dataset's Parquet files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ParquetPieces:
     Parameters
     ----------
     folder : Folder
-        Where the files are.
+        The dataset's folder.
     dataset : Dataset
-        What is in them.
+        Its description.
     columns : sequence of Column
-        What of it is wanted.
+        The columns to read.
     pieces : sequence of Piece
-        The pieces, by the number of their row group in the whole dataset.
+        The pieces; their row groups are numbered over the whole dataset.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ParquetPieces:
         Raises
         ------
         DataError
-            The file is gone, damaged, or another than the dataset's description says.
+            The file is missing or damaged, or does not match the dataset's description.
         """
         piece = self._pieces[number]
         which = bisect_right(self._first_groups, piece.group) - 1
@@ -73,8 +73,8 @@ class ParquetPieces:
                 or found.shape[1:] != column.shape
             ):
                 raise DataError(
-                    f"row group {own} of {self._folder.at(part.name)} is not what the dataset's description"
-                    " says: prepare the data again"
+                    f"row group {own} of {self._folder.at(part.name)} does not match the dataset's"
+                    " description: prepare the data again"
                 )
         return batch
 
@@ -82,11 +82,11 @@ class ParquetPieces:
         parquet = needed("pyarrow.parquet")
         names = [column.name for column in self._columns]
         local = self._folder.local(name)
-        # A file on this machine needs no file object of Python's, which would ask for the GIL at every read.
+        # A local file needs no file object of Python, which would take the GIL at every read.
         with (
             needed("pyarrow").OSFile(local) if local else self._folder.open(name) as file,
             parquet.ParquetFile(file, metadata=self._footers.get(name), pre_buffer=True) as opened,
         ):
             self._footers[name] = opened.metadata
             table = opened.read_row_group(group, columns=names)
-            return table.select(names)  # in this order, and no other column of which one is a prefix
+            return table.select(names)  # in this order, without columns of which a name is a prefix

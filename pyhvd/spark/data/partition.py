@@ -1,8 +1,7 @@
-"""A rank's own partition of a DataFrame: from its Spark task to the rank, without files that others see.
+"""A rank's own partition of a DataFrame: its Spark task passes it to the rank, without shared files.
 
-The task writes what it gets as an Arrow file that has no name (it was removed when it was made), and the
-rank inherits its descriptor and maps it: the rows may be more than fit in memory, and they go when the
-rank does.
+The task writes the rows into an unnamed Arrow file on a local disk. The rank inherits the file's descriptor
+and maps it. So the rows may exceed the memory, and the file goes when the rank ends.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pyhvd.spark.data.columns import describe, to_batch
 from pyhvd.spark.data.optional_imports import needed
 from pyhvd.spark.data.schema import Selection, select
 from pyhvd.spark.data.shard import Plan, Shard
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 from pyhvd.spark.task_body import TaskBody
 
 if TYPE_CHECKING:
@@ -26,23 +25,23 @@ if TYPE_CHECKING:
     from pyhvd.spark.data.columns import Batch
 
 _VARIABLE = "PYHVD_SPARK_PARTITION"
-"""Says the rank which descriptor its partition is."""
+"""The variable with the descriptor of a rank's partition."""
 
 
 def deal(df: DataFrame, size: int) -> Selection:
-    """Return the rows of a DataFrame in one partition per rank, dealt out in turn.
+    """Return the rows of a DataFrame in one partition per rank, distributed in turn.
 
     Raises
     ------
     DataError
-        A column is of a type that no array has.
+        A column has a type that arrays do not have.
     """
     rows = select(df, None)
     return replace(rows, df=rows.df.repartition(size))
 
 
 def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
-    """Run a rank beside each partition; return what the tasks return: ranks, and their pickled results."""
+    """Run a rank for each partition; return each rank and its pickled result."""
 
     def work(batches: Iterable[Any]) -> Iterator[Any]:
         pa = needed("pyarrow")
@@ -57,15 +56,15 @@ def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple
             columns = [pa.array([rank], pa.int32()), pa.array([pickled], pa.binary())]
             yield pa.RecordBatch.from_arrays(columns, names=["rank", "result"])
 
-    told = rows.collect(work, "rank int, result binary", barrier)
-    return [(row[0], bytes(row[1])) for row in told]
+    results = rows.collect(work, "rank int, result binary", barrier)
+    return [(row[0], bytes(row[1])) for row in results]
 
 
 def spill(batches: Iterable[Any]) -> IO[bytes]:
-    """Write record batches of Arrow into a file without a name, where Spark puts what it spills."""
+    """Write record batches of Arrow into an unnamed file, in Spark's directory for spilled data."""
     pa = needed("pyarrow")
-    places = [place for place in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if os.path.isdir(place)]
-    file = tempfile.TemporaryFile(dir=places[0] if places else None)  # noqa: SIM115 - the caller closes it
+    folders = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if os.path.isdir(path)]
+    file = tempfile.TemporaryFile(dir=folders[0] if folders else None)  # noqa: SIM115 - the caller closes it
     try:
         writer = None
         for batch in batches:
@@ -87,7 +86,7 @@ class SpilledPieces:
     Parameters
     ----------
     descriptor : int
-        Of the file that :func:`spill` has written. It stays open.
+        Descriptor of the file that :func:`spill` wrote. It stays open.
     columns : sequence of str, optional
         The columns to read; all by default.
     """
@@ -106,10 +105,7 @@ class SpilledPieces:
         table = needed("pyarrow").Table.from_batches([self._batches[number]])
         missing = [name for name in self._names or [] if name not in table.column_names]
         if missing:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))};"
-                f" there are {', '.join(table.column_names)}"
-            )
+            raise missing_columns(missing, table.column_names)
         return to_batch(table if self._names is None else table.select(list(self._names)))
 
 
@@ -121,31 +117,31 @@ def partition(
     seed: int = 0,
     equal_steps: bool = True,
 ) -> Shard:
-    """Return this rank's rows of the DataFrame that was given to :func:`pyhvd.spark.run`.
+    """Return this rank's rows of the DataFrame that was passed to :func:`pyhvd.spark.run`.
 
-    The rows of ``run(fn, df=df)`` are dealt out to the ranks in turn, about as many to each. Every rank
-    calls this, after :func:`pyhvd.init`: the ranks tell each other how many rows they have.
+    ``run(fn, df=df)`` distributes the rows to the ranks in turn, about as many to each. Every rank must call
+    this, after :func:`pyhvd.init`: the ranks exchange their numbers of rows.
 
     Parameters
     ----------
     batch_size : int
-        Rows per batch on this rank; the last of an epoch may have fewer.
+        Rows per batch on this rank; the last batch of an epoch may have fewer.
     columns : sequence of str, optional
         The columns to read; all by default.
     shuffle : bool
-        Another order in each epoch: of stretches of some 10,000 rows, and of the rows of each few stretches.
+        Whether each epoch has its own order: of pieces of about 10,000 rows, and of the rows in each four.
     seed : int
-        Of these orders.
+        The seed of these orders.
     equal_steps : bool
-        Every rank uses as many rows as the rank that has the fewest, with `shuffle` others in each epoch.
-        With False all rows are used, ranks may have more steps than others, and they have to call
-        :func:`pyhvd.join` after each epoch.
+        Whether every rank uses as many rows as the rank with the fewest, with `shuffle` others in each epoch.
+        With False, ranks may have different numbers of steps, and must call :func:`pyhvd.join` after each
+        epoch.
 
     Raises
     ------
     DataError
-        ``run`` was given no DataFrame; a rank has no rows; no such column; a column has nulls, or lists
-        of different lengths.
+        ``run`` got no DataFrame, a rank has no rows, a column is missing, or a column has nulls or lists of
+        different lengths.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``prepare``: a DataFrame becomes Parquet files, written by its tasks, and a manifest, by the driver."""
+"""``prepare``: Spark's tasks write a DataFrame as Parquet files, and the driver writes the manifest."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ def prepare(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Write a DataFrame as Parquet files from which ranks read their shares with :func:`shard`.
+    """Write a DataFrame as Parquet files; ranks read their shares of them with :func:`shard`.
 
-    Columns may hold numbers, booleans, dates, timestamps, texts, bytes, vectors of Spark ML, and lists, which
-    must be of one length; and no nulls. There is a dataset when all is written, and not before.
+    Columns may hold numbers, booleans, dates, timestamps, texts, bytes, vectors of Spark ML, and lists of
+    equal length, without nulls. The dataset exists only after everything has been written.
 
     Parameters
     ----------
     df : pyspark.sql.DataFrame
-        The rows. It is evaluated once.
+        The rows. Spark evaluates it once.
     path : str or path
-        A folder that is new or empty: a local path, or any URL that fsspec knows (``hdfs://name:8020/x``,
-        ``s3://bucket/x``, ...). Driver and executors must all reach it.
+        A new or empty folder: a local path, or any URL that fsspec knows (``hdfs://name:8020/x``,
+        ``s3://bucket/x``, ...). Driver and executors must share it.
     columns : sequence of str, optional
         The columns to write; all by default.
     shuffle, seed : bool, int
-        Bring the rows into random order, so that every rank's share is a sample of all.
+        Whether to put the rows in random order, so that every rank's share is a sample of all rows.
     num_files, rows_per_group : int, optional
-        Files, and rows in each of their row groups, at most. One file per slot of the cluster (without
-        `shuffle` per partition), and row groups of 16 MiB, by default.
+        The number of files, and most rows of a row group. By default one file per slot of the cluster
+        (without `shuffle` one per partition), and row groups of 16 MiB.
     compression : str
         Parquet's: ``"snappy"``, ``"zstd"``, ``"gzip"``, ``"lz4"``, ``"brotli"``, ``"none"``.
     overwrite : bool
-        Take the place of a dataset; `df` may read from it. A folder with any other files is refused.
+        Whether to replace a dataset; `df` may read from it. A folder with other files is refused.
     storage_options : mapping, optional
-        What the file system takes, e.g. keys. It travels to the executors, and is never shown.
+        Options of the file system, e.g. keys. The executors get them; they are never shown.
 
     Raises
     ------
     DataError
-        The folder is not empty; a column cannot become an array; there are no rows; the executors have
-        written where the driver does not look.
+        The folder is not empty, a column cannot become an array, there are no rows, or driver and executors
+        do not share the folder.
     SparkError
         Spark ended the job, or a package is missing.
     """
@@ -85,26 +85,26 @@ def prepare(
 
 
 def _carry_out(rows: Selection, writer: PartWriter) -> Dataset:
-    """Write files and manifest; leave no file that the manifest does not name."""
+    """Write files and manifest; remove files that the manifest does not name."""
     folder = writer.folder
-    kept: set[str] = set()
+    names: set[str] = set()
     try:
         dataset = _assemble(_write(rows, writer), folder)
         folder.write(manifest.NAME, manifest.encode(dataset))
-        kept = {part.name for part in dataset.parts}
+        names = {part.name for part in dataset.parts}
     finally:
-        _remove_others(folder, kept, writer.job)
+        _remove_others(folder, names, writer.job)
     return dataset
 
 
-def _remove_others(folder: Folder, kept: Container[str], job: str) -> None:
-    """Remove what attempts have left that failed or were superfluous; with new data what was there before.
+def _remove_others(folder: Folder, current: Container[str], job: str) -> None:
+    """Remove files of failed or duplicate attempts, and after a success those of the previous dataset.
 
-    Raises nothing: the data are there, or there is an error already. What is left does not count.
+    Raise nothing: the dataset exists, or there is an error already. Remaining files do no harm.
     """
     try:
         for name in folder.names():
-            if PART_NAME.fullmatch(name) and name not in kept and (kept or f"-{job}-" in name):
+            if PART_NAME.fullmatch(name) and name not in current and (current or f"-{job}-" in name):
                 folder.remove(name)
     except Exception as exc:
         _log.warning("files in %s that are not of the dataset could not be removed: %s", folder.path, exc)
@@ -117,7 +117,7 @@ def _check(**counts: int | None) -> None:
 
 
 def _refuse_others(folder: Folder, overwrite: bool) -> None:
-    """Raise if there is anything in the folder that may not be removed."""
+    """Raise DataError if the folder holds files that may not be removed."""
     names = folder.names()
     others = [name for name in names if name != manifest.NAME and not PART_NAME.fullmatch(name)]
     if others:
@@ -135,8 +135,8 @@ def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -
         from pyspark.sql import functions
 
         count = num_files or df.sparkSession.sparkContext.defaultParallelism
-        # Drawn before the rows move, as they arrive in another order each time; and drawn twice, as the same
-        # number cannot say in which file and where in it.
+        # Drawn before the rows move, because they arrive in another order each time. Two numbers: one selects
+        # the file, the other the place in it.
         drawn = df.select("*", functions.rand(seed).alias("file"), functions.rand(seed + 1).alias("place"))
         df = drawn.repartition(count, "file").sortWithinPartitions("place").drop("file", "place")
     elif num_files is not None:
@@ -145,7 +145,7 @@ def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -
 
 
 def _write(rows: Selection, writer: PartWriter) -> list[Written]:
-    """Have the tasks write, and return what they tell, in the order of the partitions."""
+    """Make the tasks write; return their results in the order of the partitions."""
 
     def write(batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -156,11 +156,11 @@ def _write(rows: Selection, writer: PartWriter) -> list[Written]:
         yield needed("pyarrow").RecordBatch.from_pydict({"written": [msgspec.json.encode(written).decode()]})
 
     try:
-        told = rows.collect(write, "written string")
+        results = rows.collect(write, "written string")
     except Exception as exc:
         raise SparkError(f"Spark ended the job: {reason_of(exc)}") from exc
     return sorted(
-        (msgspec.json.decode(row[0], type=Written) for row in told), key=lambda each: each.partition
+        (msgspec.json.decode(row[0], type=Written) for row in results), key=lambda each: each.partition
     )
 
 
@@ -176,11 +176,11 @@ def _assemble(written: Sequence[Written], folder: Folder) -> Dataset:
         if differs := difference(columns, others):
             raise DataError(differs)
     dataset = Dataset(columns, tuple(part for part, _ in parts))
-    there = folder.sizes()
-    missing = [part.name for part in dataset.parts if part.name not in there]
+    found = folder.sizes()
+    missing = [part.name for part in dataset.parts if part.name not in found]
     if missing:
         raise DataError(
-            f"{len(missing)} of {len(parts)} files that the executors wrote are not in {folder.path} where"
-            " the driver looks: give a folder that driver and executors share"
+            f"the driver does not find {len(missing)} of {len(parts)} files that the executors wrote in"
+            f" {folder.path}: give a folder that driver and executors share"
         )
     return dataset

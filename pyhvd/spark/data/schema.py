@@ -1,4 +1,4 @@
-"""Which columns of a DataFrame can become arrays, said before any work is done; and how tasks get them."""
+"""Checks whether a DataFrame's columns can become arrays, and passes them to tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyhvd.spark.data.optional_imports import needed
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -22,14 +22,14 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Selection:
-    """Columns of a DataFrame for tasks that take record batches of Arrow.
+    """Columns of a DataFrame, for tasks that process record batches of Arrow.
 
     Attributes
     ----------
     df : DataFrame
-        The columns, by names of this module's own: mapInArrow does not find a name that has a dot.
+        The columns, renamed: mapInArrow does not find names with a dot.
     names : list of str
-        The names that they had.
+        Their original names.
     """
 
     df: DataFrame
@@ -38,7 +38,7 @@ class Selection:
     def collect(
         self, work: Callable[[Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
     ) -> list[Any]:
-        """Have each partition's task call `work` with its record batches; return the rows that it yields."""
+        """Call `work` in each partition's task with its record batches; return the rows that it yields."""
         names = self.names
 
         def renamed(batches: Iterator[Any]) -> Iterator[Any]:
@@ -62,17 +62,17 @@ def check_frame(df: Any) -> None:
 
 
 def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
-    """Return these columns of a DataFrame, vectors of Spark ML as lists; all columns for None.
+    """Return some columns of a DataFrame, or all for None; vectors of Spark ML become lists.
 
     Raises
     ------
     DataError
-        It is no DataFrame; a column is not there, is there twice, or is of a type that no array has.
+        Not a DataFrame, or a column is missing, occurs twice, or has a type that arrays do not have.
     SparkError
-        A package is missing.
+        A package is not installed.
     """
     check_frame(df)
-    for module in ("pandas", "pyarrow"):  # mapInArrow insists on both
+    for module in ("pandas", "pyarrow"):  # mapInArrow needs both
         needed(module)
     if isinstance(names, str):
         raise DataError(f"columns={names!r}: expected a list of names")
@@ -80,7 +80,7 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
     chosen = list(fields if names is None else names)
     missing = [name for name in chosen if name not in fields]
     if missing or not chosen:
-        raise DataError(f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(fields)}")
+        raise missing_columns(missing, fields)
     twice = [name for name, count in Counter(df.columns).items() if count > 1 and name in chosen]
     twice += [name for name, count in Counter(chosen).items() if count > 1]
     if twice:
@@ -90,19 +90,19 @@ def select(df: DataFrame, names: Sequence[str] | None) -> Selection:
 
 
 def named(name: str) -> Column:
-    """Return the column of exactly this name, whatever characters it has."""
+    """Return the column of exactly this name; the name may have any characters."""
     from pyspark.sql import functions
 
     return functions.col("`" + name.replace("`", "``") + "`")
 
 
 def expression(name: str, kind: Any) -> Column:
-    """Return what is in a column of this type; vectors of Spark ML as lists.
+    """Return the values of a column of type `kind`; vectors of Spark ML become lists.
 
     Raises
     ------
     DataError
-        It is of a type that no array has.
+        Arrays do not have this type.
     """
     column = named(name)
     if type(kind).__name__ == "VectorUDT":

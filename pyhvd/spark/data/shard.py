@@ -12,7 +12,7 @@ from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.parquet import ParquetPieces
-from pyhvd.spark.data.shares import draw, pieces, stretch, windows
+from pyhvd.spark.data.shares import draw, pieces, read_order, share
 from pyhvd.spark.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where a shard's rows come from, piece by piece."""
+    """A source of a shard's rows, in pieces."""
 
     @property
     def lengths(self) -> Sequence[int]:
         """Rows of each piece."""
 
     def load(self, number: int) -> Batch:
-        """Return a piece as arrays, which nobody writes to."""
+        """Return a piece as arrays, which callers must not write to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a shard makes batches of its rows: the arguments of :func:`shard` of these names."""
+    """How a shard makes batches of its rows; for the fields see the arguments of :func:`shard`."""
 
     batch_size: int
     shuffle: bool
@@ -45,8 +45,9 @@ class Plan:
 
 
 class Shard:
-    """One rank's share of some rows, as batches of numpy arrays; :func:`shard` and
-    :func:`partition` make one.
+    """One rank's share of some rows, as batches of numpy arrays.
+
+    :func:`shard` and :func:`partition` return one.
 
     Attributes
     ----------
@@ -82,24 +83,24 @@ class Shard:
     def epoch(self, number: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch: dicts of column name to array, of up to `batch_size` rows.
 
-        An array of n rows has shape ``(n, *column.shape)``, and is the caller's to keep and to change.
-        The next row groups are read while a batch is used.
+        An array of n rows has shape ``(n, *column.shape)``; the caller may keep and change it. A thread reads
+        the next row groups while the caller uses a batch.
 
         Parameters
         ----------
         number : int
-            Which epoch: with `shuffle`, each has another order, the same whenever it is asked for.
+            The epoch. With `shuffle`, each epoch has its own order, the same at each call.
 
         Raises
         ------
         DataError
-            A file is gone or damaged.
+            A file is missing or damaged.
         """
         import numpy as np
 
         size, left = self._plan.batch_size, self.rows
         held: Batch = {}
-        for fresh in self._windows(number):
+        for fresh in self._mixed_rows(number):
             held = {
                 name: np.concatenate([held[name], values]) if held else values
                 for name, values in fresh.items()
@@ -114,13 +115,13 @@ class Shard:
             held = {name: values[begin:] for name, values in held.items()}
 
     def read(self) -> Batch:
-        """Return all rows of this rank as one batch, in the dataset's order; none is left out."""
+        """Return all rows of this rank as one batch, in the dataset's order."""
         return self._join([self._load(number) for number in range(len(self._source.lengths))])
 
-    def _windows(self, epoch: int) -> Iterator[Batch]:
-        """Yield the rows of a few pieces at a time, mixed if so wanted, while the next ones are read."""
+    def _mixed_rows(self, epoch: int) -> Iterator[Batch]:
+        """Yield the rows of a few pieces at a time, mixed if shuffled; read the next pieces meanwhile."""
         generator = draw(self._plan.seed, epoch, self._rank) if self._plan.shuffle else None
-        order = windows(len(self._source.lengths), generator)
+        order = read_order(len(self._source.lengths), generator)
         if not order:
             return
         with ThreadPoolExecutor(1, "pyhvd-shard") as pool:
@@ -138,7 +139,7 @@ class Shard:
         return self._join([self._load(number) for number in numbers])
 
     def _join(self, batches: Sequence[Batch]) -> Batch:
-        """Return batches one after the other, as a copy."""
+        """Return a copy of several batches as one batch."""
         import numpy as np
 
         if not batches:
@@ -168,38 +169,38 @@ def shard(
     cache: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Shard:
-    """Return a rank's share of a dataset that :func:`prepare` has written.
+    """Return a rank's share of a dataset that :func:`prepare` wrote.
 
-    The rows are cut into `size` stretches, which differ by one row at most; of a row group that two ranks
-    share, each uses its part. No Spark is needed, and nothing is sent between the ranks.
+    The rows are cut into `size` consecutive shares, which differ by at most one row. Two ranks may read parts
+    of the same row group. This needs no Spark, and the ranks do not communicate.
 
     Parameters
     ----------
     path : str or path
         As for :func:`prepare`.
     rank, size : int, optional
-        Which share of how many; by default those of :func:`pyhvd.rank` and :func:`pyhvd.size`.
+        The share, and the number of shares; by default :func:`pyhvd.rank` and :func:`pyhvd.size`.
     batch_size : int
-        Rows per batch on this rank; the last of an epoch may have fewer.
+        Rows per batch on this rank; the last batch of an epoch may have fewer.
     columns : sequence of str, optional
         The columns to read; all by default.
     shuffle : bool
-        Another order in each epoch: of the row groups, and of the rows of each few row groups.
+        Whether each epoch has its own order: of the row groups, and of the rows in each four of them.
     seed : int
-        Of these orders.
+        The seed of these orders.
     equal_steps : bool
-        Every rank has batches of the same sizes: where shares differ, the larger ones leave one row out,
-        with `shuffle` another one in each epoch. With False all rows are used, a rank may have a step
-        more than others, and the ranks have to call :func:`pyhvd.join` after each epoch.
+        Whether all ranks have batches of the same sizes. Then a share with an extra row leaves one row out,
+        with `shuffle` another one in each epoch. With False, a rank may have one step more than others, and
+        the ranks must call :func:`pyhvd.join` after each epoch.
     cache : bool
-        Keep the share in memory once it was read.
+        Whether to keep the share in memory after reading it.
     storage_options : mapping, optional
         As for :func:`prepare`.
 
     Raises
     ------
     DataError
-        There is no prepared dataset, or it is damaged; no such column; fewer rows than ranks.
+        The dataset is missing or damaged, a column is missing, or there are fewer rows than ranks.
 
     Examples
     --------
@@ -209,7 +210,7 @@ def shard(
     ...         step(batch["pixels"], batch["label"])
     """
     plan = Plan(batch_size, shuffle, seed, cache)
-    return _open(Folder(path, storage_options), *_place(rank, size), columns, equal_steps, plan)
+    return _open(Folder(path, storage_options), *_rank_and_size(rank, size), columns, equal_steps, plan)
 
 
 def _open(
@@ -221,15 +222,15 @@ def _open(
         raise DataError(
             f"{folder.path} has {dataset.rows} rows for {size} ranks: use fewer ranks, or equal_steps=False"
         )
-    begin, end = stretch(dataset.rows, rank, size)
+    begin, end = share(dataset.rows, rank, size)
     groups = [rows for part in dataset.parts for rows in part.groups]
     source = ParquetPieces(folder, dataset, chosen, pieces(groups, begin, end))
     rows = dataset.rows // size if equal_steps else end - begin
     return Shard(source, chosen, rank=rank, total_rows=dataset.rows, rows=rows, plan=plan)
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Return which share of how many: as given, else this process's place in the job."""
+def _rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return the given rank and size; by default this process's own."""
     if rank is None or size is None:
         from pyhvd.api import topology
 

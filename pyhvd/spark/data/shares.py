@@ -1,7 +1,7 @@
-"""Which rows are whose, and in what order an epoch brings them: arithmetic alone.
+"""Each rank's share of the rows, and their order in an epoch. Pure.
 
-A dataset is a row of row groups. Each rank has a stretch of its rows; in an epoch it walks over the pieces of
-groups that make up its stretch, a few at a time.
+A dataset is a sequence of row groups. Each rank has a share of consecutive rows. In an epoch it reads the
+pieces of row groups in its share, a few at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 MIXED = 4
-"""So many pieces have their rows mixed with each other, and are in memory at a time."""
+"""How many pieces are in memory at a time; their rows are mixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `begin` up to `end` of row group `group`, counted over all files."""
+    """Rows `begin` to `end` (excluded) of row group `group`, which is numbered over all files."""
 
     group: int
     begin: int
@@ -27,17 +27,17 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         return self.end - self.begin
 
 
-def stretch(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first row of a rank's share and the one after its last; shares differ by one row at most."""
+def share(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the first row of a rank's share and the row after its last; shares differ by at most one row."""
     return rows * rank // size, rows * (rank + 1) // size
 
 
 def pieces(groups: Sequence[int], begin: int, end: int) -> list[Piece]:
-    """Return what of the groups lies in rows `begin` up to `end`, in order; `groups` are their row counts."""
+    """Return the pieces of rows `begin` to `end` (excluded); `groups` are the groups' numbers of rows."""
     found = []
     first = 0
     for number, rows in enumerate(groups):
@@ -49,16 +49,16 @@ def pieces(groups: Sequence[int], begin: int, end: int) -> list[Piece]:
 
 
 def draw(seed: int, epoch: int, rank: int) -> np.random.Generator:
-    """Return the generator of all randomness of one rank's epoch."""
+    """Return the random generator of one rank's epoch."""
     import numpy as np
 
     return np.random.default_rng([seed, epoch, rank])
 
 
-def windows(count: int, generator: np.random.Generator | None) -> list[list[int]]:
-    """Return the order in which `count` pieces are read, as lists of those that are in memory together.
+def read_order(count: int, generator: np.random.Generator | None) -> list[list[int]]:
+    """Return the order of reading `count` pieces, as lists of pieces that are in memory together.
 
-    Without a generator they come one by one, in their order.
+    Without a generator, pieces are read one by one in their own order.
     """
     if generator is None:
         return [[number] for number in range(count)]

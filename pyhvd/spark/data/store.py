@@ -1,4 +1,4 @@
-"""Where a training job keeps its data, checkpoints and logs: one folder, with the same layout everywhere."""
+"""The folder of a training job: paths of its data, checkpoints and logs, and access to its files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][\w.=-]*")
 
 
 class Store:
-    """Data, checkpoints and logs of training jobs, below one folder; :meth:`create` makes one.
+    """Data, checkpoints and logs of training jobs, in one folder; :meth:`create` returns one.
 
-    Paths are Horovod's: ``intermediate_train_data``, ``intermediate_val_data``, ``runs/<run
-    id>/checkpoint`` and ``runs/<run id>/logs``. A store can be pickled, so that ranks use it too.
+    Its paths are Horovod's: ``intermediate_train_data``, ``intermediate_val_data``,
+    ``runs/<run id>/checkpoint`` and ``runs/<run id>/logs``. A store can be pickled, so that ranks use it too.
 
     Attributes
     ----------
     path : str
         The folder: absolute, or a URL.
     storage_options : dict
-        What its file system takes: the argument of the same name of `prepare` and `shard`.
+        Options of its file system, as for `prepare` and `shard`.
     """
 
     def __init__(
@@ -39,16 +39,15 @@ class Store:
     def create(
         cls, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
     ) -> Store:
-        """Return the store of this folder; nothing is read or written yet.
+        """Return the store of a folder, without reading or writing.
 
         Parameters
         ----------
         path : str or path
             A local path, or any URL that fsspec knows: ``hdfs://name:8020/x``, ``s3://bucket/x``,
-            ``dbfs:/x``,
-            ... Driver and executors must all reach it.
+            ``dbfs:/x``, ... Driver and executors must share it.
         storage_options : mapping, optional
-            What the file system takes, e.g. keys. It travels to the executors, and is never shown.
+            Options of the file system, e.g. keys. The executors get them; they are never shown.
 
         Raises
         ------
@@ -68,15 +67,15 @@ class Store:
         return f"Store.create({self.path!r})"
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of the data to train on; of one of several data sets with `idx`."""
+        """Return the folder of the training data; `idx` numbers several."""
         return self._folder.at(_numbered("intermediate_train_data", idx))
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of the data to validate with."""
+        """Return the folder of the validation data; `idx` numbers several."""
         return self._folder.at(_numbered("intermediate_val_data", idx))
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """Return the folder of the data to test with."""
+        """Return the folder of the test data; `idx` numbers several."""
         return self._folder.at(_numbered("intermediate_test_data", idx))
 
     def get_runs_path(self) -> str:
@@ -106,44 +105,44 @@ class Store:
         return f"{self.get_run_path(run_id)}/logs"
 
     def get_checkpoints(self, run_id: str, suffix: str = "") -> list[str]:
-        """Return the paths of a run's checkpoints whose names end so, in the order of their names."""
+        """Return the sorted paths of a run's checkpoints whose names end with `suffix`."""
         folder = self.get_checkpoint_path(run_id)
         return [f"{folder}/{name}" for name in self.names(folder) if name.endswith(suffix)]
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Return whether there is a dataset that :func:`pyhvd.spark.prepare` has written to its end."""
+        """Return whether a path is a complete dataset of :func:`pyhvd.spark.prepare`."""
         return self.exists(f"{path}/{manifest.NAME}")
 
     def get_parquet_dataset(self, path: str) -> manifest.Dataset:
-        """Return columns and row counts of a prepared dataset.
+        """Return the description of a prepared dataset.
 
         Raises
         ------
         DataError
-            There is none.
+            There is no dataset, or it is damaged.
         """
         return manifest.load(Folder(path, self.storage_options))
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder of the store."""
+        """Return whether a file or folder of the store exists."""
         return self._folder.exists(self._within(path))
 
     def names(self, path: str) -> list[str]:
-        """Return the names of what lies in a folder of the store, in order; none if it is not there."""
+        """Return the sorted names in a folder of the store; none if it does not exist."""
         return self._folder.names(self._within(path))
 
     def read(self, path: str) -> bytes:
-        """Return what is in a file of the store.
+        """Return the content of a file of the store.
 
         Raises
         ------
         FileNotFoundError
-            There is none.
+            The file does not exist.
         """
         return self._folder.read(self._within(path))
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file of the store, as a whole: who reads it meanwhile sees the old one or the new one."""
+        """Write a file of the store atomically: readers see the old content or the new."""
         self._folder.write(self._within(path), data)
 
     def write_text(self, path: str, text: str) -> None:
@@ -151,11 +150,11 @@ class Store:
         self.write(path, text.encode())
 
     def remove(self, path: str) -> None:
-        """Remove a file of the store, or a folder with all that is in it; nothing if it is not there."""
+        """Remove a file of the store, or a folder and its content, if it exists."""
         self._folder.remove(self._within(path))
 
     def _within(self, path: str) -> str:
-        """Return the part of a path that lies below the store's folder."""
+        """Return a path relative to the store's folder."""
         inside = path.removeprefix(self.path).lstrip("/") if path.startswith(self.path + "/") else ""
         if not inside or ".." in inside.split("/"):
             raise DataError(f"{path!r} is not below the store's folder {self.path}")

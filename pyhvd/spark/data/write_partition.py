@@ -1,7 +1,6 @@
-"""Writing one partition as one Parquet file; this runs in a Spark task.
+"""Writing one partition as one Parquet file, in a Spark task.
 
-What is wrong with the data is told to the driver as a result: Spark would try a failed task again, three
-times.
+A task returns faults of the data as its result: Spark would retry a failed task three times.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from pyhvd.spark.errors import DataError
 GROUP_BYTES = 16 << 20
 
 PART_NAME = re.compile(r"part-\d{5,}-[0-9a-f]{12}-[0-9a-f]{8}\.parquet")
-"""Names of files that a job has written: number of the partition, job, attempt."""
+"""Names of the files that jobs write: number of the partition, job, attempt."""
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What a task has done.
+    """The result of a task.
 
     Attributes
     ----------
     partition : int
         Its number.
     part : Part or None
-        The file; None if there was no row.
+        The file; None without rows.
     columns : tuple of Column
-        What the file's columns are as arrays; empty if there was no row.
+        The file's columns, as arrays; empty without rows.
     fault : str
-        What is wrong with the data; there is no file then.
+        Why the data cannot be written; then there is no file.
     """
 
     partition: int
@@ -52,13 +51,13 @@ class PartWriter:
     Parameters
     ----------
     folder : Folder
-        Where.
+        The dataset's folder.
     job : str
         A name of the job, 12 hexadecimal digits.
     rows_per_group : int, optional
-        Rows per row group at most; else so many as take GROUP_BYTES, by the first rows.
+        Most rows per row group; by default as many as take GROUP_BYTES, by the first rows.
     compression : str
-        Parquet's name of it.
+        Parquet's name for it.
     """
 
     def __init__(self, folder: Folder, job: str, rows_per_group: int | None, compression: str) -> None:
@@ -68,7 +67,7 @@ class PartWriter:
         self._compression = compression
 
     def write(self, partition: int, batches: Iterable[Any]) -> Written:
-        """Write record batches of Arrow into a file of a new name."""
+        """Write record batches of Arrow into a file with a new name."""
         name = f"part-{partition:05d}-{self.job}-{uuid.uuid4().hex[:8]}.parquet"
         groups = self._groups(batches)
         first = next(groups, None)
@@ -103,7 +102,7 @@ class PartWriter:
         return columns, counts
 
     def _groups(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield tables of as many rows as a row group takes."""
+        """Yield tables, each with the rows of one row group."""
         pa = needed("pyarrow")
         limit = self._rows_per_group or 0
         held: list[Any] = []

@@ -1,1 +1,1 @@
-"""Spark ML's fit and transform: what the driver does, what trains on the ranks, what predicts in tasks."""
+"""Spark ML's Estimator and Model: training on the ranks, and predicting in Spark tasks."""

@@ -1,6 +1,6 @@
-"""``Estimator``: Spark ML's fit(df), by training on ranks inside the executors.
+"""``Estimator``: Spark ML's fit(df), which trains on ranks inside the executors.
 
-Imported only where it is used, as it needs pyspark.
+It is imported on first use, as it needs pyspark.
 """
 
 from __future__ import annotations
@@ -38,57 +38,57 @@ def _param(name: str, text: str) -> Param[Any]:
 
 
 class Estimator(SparkEstimator):
-    """Trains on a DataFrame, data-parallel: one rank per Spark task, gradients averaged by pyhvd.
+    """Trains a model on a DataFrame, data-parallel: one rank per Spark task; pyhvd averages the gradients.
 
-    It takes part in Spark ML as any other: in a Pipeline, and, as every argument is a Param, in a
-    CrossValidator or by ``fit(df, {estimator.epochs: 3})``.
+    Use it like any Estimator of Spark ML: in a Pipeline, in a CrossValidator, or with
+    ``fit(df, {estimator.epochs: 3})``, as every argument is a Param.
 
     Parameters
     ----------
     model : torch.nn.Module or NumpyModel, optional
-        What is trained: a torch module, called with one tensor per feature column; or an object with
-        `parameters`, `gradients` and `predict`, see :class:`NumpyModel`. Either this or `train_fn`.
+        A torch module, called with one tensor per feature column; or an object with `parameters`, `gradients`
+        and `predict`, see :class:`NumpyModel`. Give either this or `train_fn`.
     train_fn : callable, optional
-        A training loop of your own. Every rank calls it with a :class:`Training`; it returns a function from
+        Your own training loop. Every rank calls it with a :class:`Training`; it returns a function from
         features to outputs.
     store : Store
-        Where the run's data, checkpoint and model are kept; driver and executors reach it.
+        Holds the run's data, checkpoint and model; driver and executors share it.
     feature_cols, label_cols : list of str
-        Numbers, vectors, and lists of one length. The model gets an array of shape ``(rows, ...)``, or a
-        tuple of them where there are several columns.
+        Columns of numbers, vectors, or lists of equal length. The model gets an array of shape
+        ``(rows, ...)``, or a tuple of arrays for several columns.
     num_proc : int, optional
-        How many ranks; one per slot of the cluster by default.
+        The number of ranks; by default one per slot of the cluster.
     batch_size : int
         Rows per step and rank.
     epochs : int
         Passes over the data.
     validation : float or str, optional
-        The fraction of rows to validate with, or the column that is true (or above 0) for them.
+        The fraction of the rows for validation, or a column that is true (or above 0) for those rows.
     loss : callable, optional
-        For a torch module: from its output and the labels to the mean loss of the rows.
+        For a torch module: a function from its output and the labels to the mean loss of the rows.
     optimizer : optional
-        For a torch module a function from its parameters to a torch.optim.Optimizer; otherwise an object with
-        ``step(parameters, gradients)``, by default ``SGD()``.
+        For a torch module: a function from its parameters to a torch.optim.Optimizer. Otherwise an object
+        with ``step(parameters, gradients)``; ``SGD()`` by default.
     metrics : mapping of str to callable, optional
-        From outputs and labels (numpy arrays) of some rows to a number; measured on the validation data.
+        Functions from outputs and labels (numpy arrays) to a number, measured on the validation data.
     run_id : str, optional
-        Names the run in the store. One that has a checkpoint goes on from there, with the optimizer as it
-        was. A new name by default. Not for several fits at once, as by a CrossValidator.
+        The run's name in the store; a new name by default. A run with a checkpoint continues from it, with
+        the optimizer's state. Do not set it for several fits at once, as in a CrossValidator.
     shuffle : bool
-        Another order of the rows in each epoch.
+        Whether each epoch has its own order of the rows.
     seed : int
-        Of that order, and of what is drawn to split off the validation data.
+        The seed of these orders, and of the split into training and validation data.
     cache : bool
-        Keep each rank's data in memory.
+        Whether to keep each rank's data in memory.
     verbose : int
-        0: nothing is shown; 1: a line per epoch, and what the ranks print; 2: also where the ranks were.
+        0: show nothing; 1: show a line per epoch and the ranks' output; 2: also log where the ranks ran.
     run_options : mapping, optional
-        Further arguments of :func:`pyhvd.spark.run`: `env`, `start_timeout`, `nics`, ...
+        Other arguments of :func:`pyhvd.spark.run`: `env`, `start_timeout`, `nics`, ...
 
     Raises
     ------
     TypeError, ValueError
-        An argument cannot be; :meth:`fit` checks them again.
+        An argument is invalid; :meth:`fit` checks them again.
 
     Examples
     --------
@@ -104,24 +104,29 @@ class Estimator(SparkEstimator):
 
     model = _param("model", "a torch module, or a NumpyModel")
     train_fn = _param("train_fn", "a training loop: from a Training to a function that predicts")
-    store = _param("store", "where the run's data, checkpoint and model are kept")
-    feature_cols = _param("feature_cols", "columns that the model is given")
-    label_cols = _param("label_cols", "columns that it learns")
-    num_proc = _param("num_proc", "how many ranks; all slots of the cluster for None")
+    store = _param("store", "holds the run's data, checkpoint and model")
+    feature_cols = _param("feature_cols", "columns that are the model's input")
+    label_cols = _param("label_cols", "columns that the model learns")
+    num_proc = _param("num_proc", "number of ranks; None: one per slot of the cluster")
     batch_size = _param("batch_size", "rows per step and rank")
     epochs = _param("epochs", "passes over the data")
-    validation = _param("validation", "fraction of rows to validate with, or a column that is true for them")
-    loss = _param("loss", "of a torch module: from output and labels to the mean loss")
-    optimizer = _param(
-        "optimizer", "of a torch module: from parameters to an optimizer; else one with step()"
+    validation = _param(
+        "validation", "fraction of the rows for validation, or a column that is true for them"
     )
-    metrics = _param("metrics", "functions of outputs and labels, measured on the validation data")
-    run_id = _param("run_id", "names the run in the store; a new name for None")
-    shuffle = _param("shuffle", "another order of the rows in each epoch")
-    seed = _param("seed", "of the order, and of the split")
-    cache = _param("cache", "keep each rank's data in memory")
-    verbose = _param("verbose", "0: nothing is shown; 1: a line per epoch; 2: also where the ranks were")
-    run_options = _param("run_options", "further arguments of pyhvd.spark.run")
+    loss = _param("loss", "for a torch module: function from output and labels to the mean loss")
+    optimizer = _param(
+        "optimizer",
+        "for a torch module: function from parameters to an optimizer; else an object with step()",
+    )
+    metrics = _param(
+        "metrics", "functions from outputs and labels to a number, measured on the validation data"
+    )
+    run_id = _param("run_id", "the run's name in the store; None: a new name")
+    shuffle = _param("shuffle", "whether each epoch has its own order of the rows")
+    seed = _param("seed", "seed of the orders and of the split")
+    cache = _param("cache", "whether to keep each rank's data in memory")
+    verbose = _param("verbose", "0: show nothing; 1: a line per epoch; 2: also where the ranks ran")
+    run_options = _param("run_options", "other arguments of pyhvd.spark.run")
 
     def __init__(
         self,
@@ -151,11 +156,11 @@ class Estimator(SparkEstimator):
         values |= {"metrics": dict(metrics or {}), "run_options": dict(run_options or {})}
         check(values)
         for name, value in values.items():
-            # Not Params._set, which passes over None.
+            # Not Params._set, which ignores None.
             self.set(self.getParam(name), value)
 
     def fit_on_prepared(self, train_path: str, validation_path: str | None = None) -> Model:
-        """Train on data that :func:`prepare` has written, which may serve many fits; otherwise as `fit`.
+        """Train like `fit`, on data that :func:`prepare` wrote, which may serve many fits.
 
         Parameters
         ----------
@@ -165,14 +170,16 @@ class Estimator(SparkEstimator):
         Raises
         ------
         DataError
-            There are no data, or a column is missing.
+            The data or a column are missing.
         RankFailedError, StartTimeoutError, SparkError
             As :func:`pyhvd.spark.run`.
         """
         values = self._values()
         check_metrics(values, validation_path is not None)
         if values["validation"] is not None:
-            raise ValueError("validation splits a DataFrame: with prepared data give validation_path instead")
+            raise ValueError(
+                "validation splits a DataFrame: with prepared data, give validation_path instead"
+            )
         return self._train(values, self._run(values), train_path, validation_path)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Any:  # noqa: N802, N803
@@ -181,14 +188,14 @@ class Estimator(SparkEstimator):
         Raises
         ------
         ValueError
-            A `run_id` is given: each fit would go on from the checkpoint of the one before it.
+            `run_id` is set: each fit would continue from the checkpoint of the previous one.
         """
         for given in [{}, *paramMaps]:
             name = given.get(self.run_id, self.getOrDefault(self.run_id))
             if name is not None:
                 raise ValueError(
-                    f"run_id={name!r} names one run, and several fits would go on from each other's"
-                    " checkpoints: leave it out, or call fit for each with a run_id of its own"
+                    f"run_id={name!r} names one run, and several fits would continue from each other's"
+                    " checkpoints: leave it out, or call fit for each with its own run_id"
                 )
         return super().fitMultiple(dataset, paramMaps)
 
@@ -267,7 +274,7 @@ class Estimator(SparkEstimator):
 
 
 def split(df: DataFrame, validation: float | str | None, seed: int) -> list[DataFrame]:
-    """Return the rows to train on, and, if there is to be validation, those to validate with."""
+    """Return the training rows, and, with validation, the validation rows."""
     if validation is None:
         return [df]
     if not isinstance(validation, str):
@@ -284,7 +291,7 @@ def split(df: DataFrame, validation: float | str | None, seed: int) -> list[Data
 
 
 def output_names(labels: Sequence[str], outputs: int) -> tuple[str, ...]:
-    """Return the names of the outputs' columns: by the labels, if there are as many."""
+    """Return the names of the outputs' columns: from the labels, if their number is the same."""
     if outputs == len(labels):
         return tuple(f"{label}__output" for label in labels)
     return tuple(f"output_{number}" for number in range(outputs))

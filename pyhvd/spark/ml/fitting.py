@@ -1,4 +1,4 @@
-"""The function that ``pyhvd.spark.run`` runs for a fit, and what it brings back."""
+"""The function that ``pyhvd.spark.run`` runs for a fit, and its result."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TrainFn = Callable[[Training], Callable[[Any], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What rank 0 returns.
+    """The result of rank 0.
 
     Attributes
     ----------
     predict : bytes
         The pickled function from features to outputs.
     outputs : tuple of Column
-        What its outputs are.
+        The descriptions of its outputs.
     history : list of dict
         The measures of each epoch.
     """
@@ -36,14 +36,13 @@ class Fitted:
 
 
 def fit_on_rank(plan: Plan, train_fn: TrainFn) -> Fitted | None:
-    """Train; return the result on rank 0, None on the others."""
+    """Train; return the result on rank 0, None on other ranks."""
     hvd.init()
     training = Training(plan)
     predict = train_fn(training)
     if not callable(predict):
         raise TypeError(
-            f"train_fn returned {type(predict).__name__}: it has to return a function from features to"
-            " outputs"
+            f"train_fn returned {type(predict).__name__}: it must return a function from features to outputs"
         )
     if hvd.rank() != 0:
         return None

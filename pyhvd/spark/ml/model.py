@@ -1,6 +1,6 @@
 """``Model``: what an Estimator's fit returns, a transformer of Spark ML.
 
-Imported only where it is used, as it needs pyspark.
+It is imported on first use, as it needs pyspark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyhvd.spark.data.folder import Folder
 from pyhvd.spark.data.manifest import Column
 from pyhvd.spark.data.schema import expression, named
-from pyhvd.spark.errors import DataError
+from pyhvd.spark.errors import DataError, missing_columns
 from pyhvd.spark.ml.model_metadata import Description
 from pyhvd.spark.ml.prediction import Predictor, spark_type
 
@@ -30,20 +30,20 @@ _PREDICT = "predict.pkl"
 
 
 class Model(SparkModel):
-    """A trained model, which adds its outputs to a DataFrame; :meth:`Estimator.fit` returns it.
+    """A trained model, which adds its outputs to a DataFrame; :meth:`Estimator.fit` returns one.
 
     Attributes
     ----------
     history : list of dict
-        For each epoch the measures by their names: ``loss``, with validation ``val_loss`` and a ``val_``
-        value for every metric; those of a train_fn are what it has given to ``end_epoch``.
+        The measures of each epoch, by name: ``loss``; with validation also ``val_loss``, and a ``val_`` value
+        for every metric. A train_fn passes its own measures to ``end_epoch``.
     run_id : str
         The run that trained it.
     output_cols : Param
-        The names of the new columns, one per output; ``<label>__output`` by default (``output_0``, ... if
-        there are not as many labels as outputs).
+        The names of the new columns, one per output; by default ``<label>__output``, or ``output_0``, ... if
+        the numbers of labels and outputs differ.
     batch_size : Param
-        Rows for which the model is called at once.
+        The number of rows of one call of the model.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class Model(SparkModel):
         TypeConverters.toListString,
     )
     batch_size: Param[int] = Param(
-        Params._dummy(), "batch_size", "rows for which the model is called at once", TypeConverters.toInt
+        Params._dummy(), "batch_size", "number of rows of one call of the model", TypeConverters.toInt
     )
 
     def __init__(self, description: Description, predict: bytes) -> None:
@@ -79,22 +79,21 @@ class Model(SparkModel):
     def predictor(self) -> Callable[[Any], Any]:
         """Return the function from features to outputs, to use it without Spark.
 
-        It takes an array of shape ``(rows, ...)``, or a tuple of arrays for several feature columns, and
-        returns the same. For a torch module it has an attribute `module`; for a numpy model it is the model's
-        method `predict`.
+        It takes and returns an array of shape ``(rows, ...)``, or a tuple of arrays for several columns. For
+        a torch module it has an attribute `module`; for a numpy model it is the model's method `predict`.
         """
         loaded: Callable[[Any], Any] = cloudpickle.loads(self._predict)
         return loaded
 
     def save(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
-        """Write the model into a folder, new or of an older model.
+        """Write the model into a new folder, or into that of an older model.
 
         Parameters
         ----------
         path : str or path
             A local path, or any URL that fsspec knows.
         storage_options : mapping, optional
-            What the file system takes, e.g. keys.
+            Options of the file system, e.g. keys.
         """
         description = msgspec.structs.replace(
             self._description,
@@ -107,14 +106,14 @@ class Model(SparkModel):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Model:
-        """Return the model of a folder that :meth:`save` has written, as each fit does for its run.
+        """Return the model of a folder that :meth:`save` wrote; each fit saves its model so.
 
-        The model's function is a pickle, and runs what it was made to: load only what you trust.
+        Load only models that you trust: unpickling the model's function can run any code.
 
         Raises
         ------
         DataError
-            There is no model, or it is damaged.
+            The folder has no model, or the model is damaged.
         """
         folder = Folder(path, storage_options)
         try:
@@ -147,21 +146,19 @@ class Model(SparkModel):
         )
         added = [StructField(each.name, _parse_datatype_string(spark_type(each))) for each in outputs]
         schema = StructType([*dataset.schema.fields, *added])
-        # By names of our own: mapInArrow does not find a name that has a dot.
+        # Renamed, as mapInArrow does not find names with a dot.
         chosen = dataset.select([column.alias(f"c{number}") for number, column in enumerate(columns)])
         return chosen.mapInArrow(predict, schema)
 
     def _outputs(self, columns: Sequence[str]) -> list[Column]:
-        """Return the outputs by the names of their columns."""
+        """Return the outputs, named as their columns."""
         names = self.getOrDefault(self.output_cols)
         described = self._description.outputs
         if len(names) != len(described):
             raise ValueError(f"output_cols={names!r}: the model has {len(described)} outputs")
         missing = [name for name in self.feature_cols if name not in columns]
         if missing:
-            raise DataError(
-                f"there is no column {', '.join(map(repr, missing))}; there are {', '.join(columns)}"
-            )
+            raise missing_columns(missing, columns)
         taken = [name for name, count in Counter([*columns, *names]).items() if count > 1]
         if taken:
             raise DataError(

@@ -1,4 +1,4 @@
-"""What a saved model says of itself, and how that is written."""
+"""The metadata of a saved model, and its JSON."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pyhvd.spark.data.manifest import Column
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a saved model says of itself.
+    """The metadata of a saved model.
 
     Attributes
     ----------
     features : tuple of Column
-        What it was trained on.
+        The columns it was trained on.
     outputs : tuple of Column
-        What it returns.
+        The model's outputs.
     output_cols : tuple of str
         The names of the outputs' columns.
     batch_size : int
-        Rows for which it is called at once.
+        The number of rows of one call.
     history : list of dict
         The measures of each epoch.
     run_id : str
         The run that trained it.
     version : int
-        Of the format.
+        The version of the format.
     """
 
     features: tuple[Column, ...]
@@ -40,33 +40,33 @@ class Description(msgspec.Struct, frozen=True):
     version: int = 1
 
     def encode(self) -> bytes:
-        """Return it as JSON, which has no nan and inf: those are strings there."""
-        said = msgspec.to_builtins(self)
-        said["history"] = [
+        """Return the metadata as JSON; nan and inf, which JSON lacks, become strings."""
+        fields = msgspec.to_builtins(self)
+        fields["history"] = [
             {name: value if math.isfinite(value) else str(value) for name, value in epoch.items()}
             for epoch in self.history
         ]
-        return msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
-        """Return what :meth:`encode` has written, now or in its older forms.
+        """Return the metadata that :meth:`encode` wrote, in this form or an older one.
 
-        In those a measure that was nan or inf is null; and so may be the whole history.
+        In older forms, a measure that was nan or inf is null, and the whole history may be null.
 
         Raises
         ------
         msgspec.DecodeError
-            It is damaged.
+            The data are damaged.
         """
-        said = msgspec.json.decode(data)
-        if isinstance(said, dict) and "history" in said:
-            said["history"] = _without_null(said["history"])
-        return msgspec.convert(said, cls, strict=False)  # strings may be numbers: "nan"
+        fields = msgspec.json.decode(data)
+        if isinstance(fields, dict) and "history" in fields:
+            fields["history"] = _without_null(fields["history"])
+        return msgspec.convert(fields, cls, strict=False)  # strings may be numbers: "nan"
 
 
 def _without_null(history: Any) -> Any:
-    """Return a history as it is written now; what is none is left to be refused."""
+    """Return a history in the present form; leave an invalid one for the caller to refuse."""
     if history is None:
         return []
     if not isinstance(history, list) or not all(isinstance(epoch, dict) for epoch in history):

@@ -1,4 +1,4 @@
-"""Training a model of numpy arrays: gradients averaged over the ranks, an optimizer that knows of none."""
+"""Training a model of numpy arrays: gradients are averaged over the ranks, then the optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Arrays = dict[str, Array]
 
 @runtime_checkable
 class NumpyModel(Protocol):
-    """What an Estimator asks of a model that is no torch module.
+    """A model for an Estimator that is not a torch module.
 
     Attributes
     ----------
     parameters : dict of str to numpy.ndarray
-        What is trained. The optimizer changes the arrays in place.
+        The trained arrays. The optimizer changes them in place.
     """
 
     parameters: Arrays
 
     def gradients(self, features: Any, labels: Any) -> tuple[float, Mapping[str, Array]]:
-        """Return the loss of these rows, and its gradient with respect to each parameter, by its name.
+        """Return the loss of these rows, and its gradient for each parameter, by name.
 
         Both are means over the rows. `features` and `labels` are arrays with one row per example, or tuples
-        of arrays where there are several such columns.
+        of arrays for several columns.
         """
 
     def predict(self, features: Any) -> Any:
@@ -40,7 +40,7 @@ class NumpyModel(Protocol):
 
 
 class Optimizer(Protocol):
-    """Moves parameters along averaged gradients; pickled into checkpoints with all that it remembers."""
+    """Updates parameters by averaged gradients; checkpoints contain its pickle."""
 
     def step(self, parameters: Arrays, gradients: Arrays) -> None:
         """Change the parameters in place."""
@@ -86,7 +86,7 @@ class NumpyTrainer:
     model : NumpyModel
         Trained in place.
     optimizer : Optimizer
-        The same on every rank, and so the parameters stay the same.
+        The same on every rank, so that the parameters stay the same.
     metrics : mapping of str to Metric
         Measured on the validation data after each epoch.
     """
@@ -97,7 +97,7 @@ class NumpyTrainer:
         self._metrics = metrics
 
     def __call__(self, training: Training) -> Callable[[Any], Any]:
-        """Train on this rank; return what predicts."""
+        """Train on this rank; return the function that predicts."""
         self._restore(training)
         for epoch in training.epochs():
             total, rows = 0.0, 0
@@ -124,11 +124,11 @@ class NumpyTrainer:
             self._model.parameters[name][...] = value
 
     def _step(self, batch: Batch) -> float:
-        """Move the parameters; return the loss of this rank's rows."""
+        """Update the parameters; return the loss of this rank's rows."""
         parameters = self._model.parameters
         loss, gradients = self._model.gradients(batch.features, batch.labels)
         _check_gradients(parameters, gradients)
-        # Every rank's batch has as many rows: the mean of their means is that of the whole.
+        # The ranks' batches have the same size, so the mean of their means is the mean of all rows.
         handles = {
             name: hvd.allreduce_async(
                 np.asarray(gradients[name], dtype=value.dtype), name=f"gradient.{name}", op=hvd.Average
@@ -156,6 +156,6 @@ def _check_gradients(parameters: Arrays, gradients: Mapping[str, Array]) -> None
     for name in sorted(wanted.keys() | given.keys()):
         if wanted.get(name) != given.get(name):
             raise ValueError(
-                f"model.gradients has to return an array of each parameter's name and shape: {name!r} is"
+                f"model.gradients must return an array of each parameter's name and shape: {name!r} is"
                 f" {wanted.get(name, 'no parameter')}, its gradient {given.get(name, 'missing')}"
             )

@@ -1,6 +1,6 @@
-"""A trained model at work: record batches of Arrow in, the same with the model's outputs out.
+"""Prediction: adds a trained model's outputs to record batches of Arrow.
 
-Runs in Spark's tasks, and, to learn what the outputs look like, once on every rank.
+It runs in Spark tasks. Rank 0 also runs it once after training, to describe the outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyhvd.spark.errors import DataError
 
 Array = npt.NDArray[Any]
 
-# What Spark has no type for, as the next larger one that it has.
+# Types that Spark lacks, and the next larger type that it has.
 _WIDER = {"float16": "float32", "uint8": "int16", "uint16": "int32", "uint32": "int64"}
 _SPARK_TYPES = {
     "bool": "boolean", "int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint",
@@ -36,13 +36,13 @@ class Predictor:
     predict : bytes
         The pickled function from features to outputs; it is loaded once per task.
     features : sequence of (int, Column)
-        For each feature: which column of the record batches it is, and what the model was trained on.
+        For each feature: the index of its column in the record batches, and the column of the training data.
     outputs : sequence of Column
-        What the model's outputs are, by the names of the new columns.
-    kept : sequence of str
-        The names of the columns of the record batches that go on; they are the first ones.
+        The model's outputs, named as the new columns.
+    names : sequence of str
+        The names of the first columns of the record batches, which the results begin with.
     batch_size : int
-        Rows for which the model is called at once.
+        The number of rows of one call of the model.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Predictor:
         predict: bytes,
         features: Sequence[tuple[int, Column]],
         outputs: Sequence[Column],
-        kept: Sequence[str],
+        names: Sequence[str],
         batch_size: int,
     ) -> None:
         self._predict = predict
         self._features = list(features)
         self._outputs = list(outputs)
-        self._kept = list(kept)
+        self._names = list(names)
         self._batch_size = batch_size
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield every record batch with its outputs."""
         pa = needed("pyarrow")
         predict = cloudpickle.loads(self._predict)
-        names = self._kept + [column.name for column in self._outputs]
+        names = self._names + [column.name for column in self._outputs]
         for batch in batches:
             for start in range(0, batch.num_rows, self._batch_size):
                 part = batch.slice(start, self._batch_size)
@@ -76,8 +76,8 @@ class Predictor:
                     to_arrow(self._as_described(output, column, part.num_rows))
                     for output, column in zip(outputs, self._outputs, strict=True)
                 ]
-                kept = part.columns[: len(self._kept)]
-                yield pa.RecordBatch.from_arrays([*kept, *added], names=names)
+                columns = [*part.columns[: len(self._names)], *added]
+                yield pa.RecordBatch.from_arrays(columns, names=names)
 
     def _as_described(self, output: Any, column: Column, rows: int) -> Array:
         array = widened(np.asarray(output))
@@ -90,7 +90,7 @@ class Predictor:
 
 
 def as_trained(array: Array, column: Column) -> Array:
-    """Return a feature in the dtype that the model was trained on.
+    """Return a feature in the dtype of the training data.
 
     Raises
     ------
@@ -106,12 +106,12 @@ def as_trained(array: Array, column: Column) -> Array:
 
 
 def describe_outputs(outputs: Any, rows: int) -> tuple[Column, ...]:
-    """Return what a model's outputs for some rows are, by the names ``"0"``, ``"1"``, ...
+    """Return descriptions of a model's outputs for some rows, named ``"0"``, ``"1"``, ...
 
     Raises
     ------
     DataError
-        There is not one number, or array of numbers, per row.
+        An output does not have one number, or array of numbers, per row.
     """
     described = []
     for number, output in enumerate(as_tuple(outputs)):
@@ -119,17 +119,17 @@ def describe_outputs(outputs: Any, rows: int) -> tuple[Column, ...]:
         if array.shape[:1] != (rows,):
             raise DataError(
                 f"the model's output {number} has shape {array.shape} for {rows} rows: the first dimension"
-                " has to be the rows"
+                " must be the rows"
             )
         if array.dtype.name not in _SPARK_TYPES:
             known = ", ".join(_SPARK_TYPES)
-            raise DataError(f"the model's output {number} is {array.dtype}: Spark has a column for {known}")
+            raise DataError(f"the model's output {number} is {array.dtype}: Spark's columns hold {known}")
         described.append(Column(str(number), array.dtype.name, array.shape[1:]))
     return tuple(described)
 
 
 def spark_type(column: Column) -> str:
-    """Return the type of the DataFrame's column: a number, or a flat list of numbers."""
+    """Return the type of the DataFrame's column: numbers, or flat lists of numbers."""
     name = _SPARK_TYPES[column.dtype]
     return f"array<{name}>" if column.shape else name
 
@@ -145,10 +145,10 @@ def to_arrow(array: Array) -> Any:
 
 
 def widened(array: Array) -> Array:
-    """Return the array in a dtype that Spark has, where there is one that holds all its values."""
+    """Return the array in a dtype that Spark has and that holds all its values, if there is one."""
     return array.astype(_WIDER.get(array.dtype.name, array.dtype), copy=False)
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    """Return what a model has returned as a tuple of outputs."""
+    """Return a model's result as a tuple of outputs."""
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -1,6 +1,6 @@
-"""What a run keeps in the store: its checkpoint, and at its end the model.
+"""The files of a run in the store: its data, its checkpoint, and its model.
 
-Both hold pickles: who can write to the store can make those who read from it run any code.
+Checkpoint and model contain pickles: writers of the store can make its readers run any code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _CHECKPOINT = "last.pkl"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What training needs to go on after an epoch.
+    """The state from which training continues after an epoch.
 
     Attributes
     ----------
     history : list of dict
         The measures of each epoch.
     state : object
-        The train_fn's.
+        The train_fn's state.
     """
 
     history: list[dict[str, float]]
@@ -42,16 +42,16 @@ class Run:
     Attributes
     ----------
     store : Store
-        Driver and ranks reach it.
+        Driver and ranks share it.
     id : str
-        Names the run's folder.
+        The name of the run's folder.
     """
 
     store: Store
     id: str
 
     def data_path(self, kind: str) -> str:
-        """Return the folder of the data that are prepared for this run alone."""
+        """Return the folder of data that were prepared for this run alone."""
         return f"{self.store.get_run_path(self.id)}/data/{kind}"
 
     def model_path(self) -> str:
@@ -59,7 +59,7 @@ class Run:
         return f"{self.store.get_run_path(self.id)}/model"
 
     def remove_data(self) -> None:
-        """Remove what was prepared for this run. Raises nothing: there is a model or an error already."""
+        """Remove this run's prepared data. Raise nothing: there is a model or an error already."""
         path = f"{self.store.get_run_path(self.id)}/data"
         try:
             self.store.remove(path)
@@ -67,12 +67,12 @@ class Run:
             _log.warning("the prepared data in %s could not be removed: %s", path, exc)
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return what the run has kept last; None for a new one.
+        """Return the run's last checkpoint; None for a new run.
 
         Raises
         ------
         DataError
-            It cannot be read.
+            The checkpoint cannot be read.
         """
         path = self._checkpoint_path()
         if not self.store.exists(path):
@@ -81,13 +81,13 @@ class Run:
             history, state = cloudpickle.loads(self.store.read(path))
         except Exception as exc:
             raise DataError(
-                f"the checkpoint {path} cannot be read ({type(exc).__name__}: {exc}): remove it to begin"
-                " anew, or choose another run_id"
+                f"the checkpoint {path} cannot be read ({type(exc).__name__}: {exc}): remove it to start"
+                " again, or choose another run_id"
             ) from exc
         return Checkpoint(history, state)
 
-    def keep(self, checkpoint: Checkpoint) -> None:
-        """Take the place of the last checkpoint; at any time there is a whole one."""
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Replace the last checkpoint, atomically."""
         self.store.write(self._checkpoint_path(), cloudpickle.dumps((checkpoint.history, checkpoint.state)))
 
     def _checkpoint_path(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of an Estimator's arguments, and the train_fn that they amount to; no pyspark in it."""
+"""Checks of an Estimator's arguments, and the train_fn that they describe. Does not need pyspark."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Refuse values that no fit can work with.
+    """Refuse invalid values of an Estimator's arguments.
 
     Raises
     ------
     TypeError, ValueError
-        The text names the argument and what it may be.
+        The text names the argument and what is expected.
     """
     if not isinstance(values["store"], Store):
         raise TypeError(f"store={values['store']!r}: expected a Store, pyhvd.spark.Store.create(path)")
     if values["run_id"] is not None:
-        values["store"].get_run_path(values["run_id"])  # refuses what cannot name a folder
+        values["store"].get_run_path(values["run_id"])  # raises if it cannot name a folder
     for name in ("feature_cols", "label_cols"):
         _check_columns(name, values[name])
     for name in ("batch_size", "epochs", "num_proc"):
@@ -42,7 +42,7 @@ def check(values: Mapping[str, Any]) -> None:
     taken = [name for name in values["run_options"] if name in _OWN]
     if taken:
         raise ValueError(
-            f"run_options: {taken[0]!r} is not for them; they are further arguments of pyhvd.spark.run"
+            f"run_options: {taken[0]!r} is not allowed: the Estimator passes it to pyhvd.spark.run itself"
         )
     trainer_of(values)
 
@@ -53,19 +53,19 @@ def check_metrics(values: Mapping[str, Any], validating: bool) -> None:
     Raises
     ------
     ValueError
-        The text says what to give.
+        There are metrics, but no validation data.
     """
     if values["metrics"] and not validating:
         raise ValueError("metrics are measured on validation data, and there are none: give validation")
 
 
 def trainer_of(values: Mapping[str, Any]) -> TrainFn:
-    """Return what trains on a rank: the user's train_fn, or what fits the model.
+    """Return the function that trains on a rank: the user's train_fn, or the trainer of the model.
 
     Raises
     ------
     TypeError, ValueError
-        Model, loss and optimizer do not go together.
+        Model, loss and optimizer do not fit together.
     """
     train_fn, model, metrics = values["train_fn"], values["model"], values["metrics"]
     loss, optimizer = values["loss"], values["optimizer"]

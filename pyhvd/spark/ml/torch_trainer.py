@@ -1,6 +1,6 @@
-"""Training a torch module on the CPU: each gradient is averaged over the ranks while the next is computed.
+"""Training a torch module on the CPU: ranks average each gradient while torch computes the next one.
 
-Imported only where a torch module is trained or predicts.
+It is imported only to train a torch module, or to predict with one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class TorchTrainer:
     module : torch.nn.Module
         Called with one tensor per feature column.
     loss : callable
-        From the module's output and the label column's tensor (a tuple of tensors where there are several)
-        to the mean loss of the rows, a tensor of one element.
+        Returns the mean loss of the rows, a tensor of one element, for the module's output and the tensor of
+        the label column (a tuple for several columns).
     optimizer : callable
-        From the module's parameters to a torch.optim.Optimizer.
+        Returns a torch.optim.Optimizer for the module's parameters.
     metrics : mapping of str to Metric
-        Measured on the validation data after each epoch, on numpy arrays.
+        Measured on the validation data after each epoch, as numpy arrays.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TorchTrainer:
         self._metrics = metrics
 
     def __call__(self, training: Training) -> TorchPredictor:
-        """Train on this rank; return what predicts."""
+        """Train on this rank; return the function that predicts."""
         torch.manual_seed(training.seed + hvd.rank())
         optimizer = self._make_optimizer(self._module.parameters())
         self._restore(training, optimizer)
@@ -81,7 +81,7 @@ class TorchTrainer:
             ) from exc
 
     def _step(self, batch: Batch, optimizer: torch.optim.Optimizer, averages: _GradientAverages) -> float:
-        """Move the parameters; return the loss of this rank's rows."""
+        """Update the parameters; return the loss of this rank's rows."""
         optimizer.zero_grad()
         loss = self._loss_of(self._module(*_tensors(self._module, batch.features)), batch)
         torch.autograd.backward(loss)
@@ -94,7 +94,7 @@ class TorchTrainer:
         return self._loss(output, labels[0] if len(labels) == 1 else labels)
 
     def _share_buffers(self) -> None:
-        """Give every rank rank 0's buffers, such as the running means of a batch normalisation."""
+        """Copy rank 0's buffers, e.g. the running means of a batch normalisation, to every rank."""
         handles = [
             hvd.broadcast_async_(buffer.numpy(), 0, name=f"buffer.{name}")
             for name, buffer in self._module.named_buffers()
@@ -110,12 +110,12 @@ class TorchTrainer:
 
 
 class TorchPredictor:
-    """Predicts by a trained module: arrays in, arrays out.
+    """Predicts with a trained module, from arrays to arrays.
 
     Parameters
     ----------
     module : torch.nn.Module
-        In evaluation mode from now on.
+        The module; it is switched to evaluation mode.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -128,7 +128,7 @@ class TorchPredictor:
 
 
 class _GradientAverages:
-    """Starts averaging each gradient over the ranks when backward is done with it; waits for them all."""
+    """Averages each gradient over the ranks as soon as backward has computed it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._parameters = {
@@ -151,7 +151,7 @@ class _GradientAverages:
             hook.remove()
 
     def wait(self) -> None:
-        """Return when every gradient is the ranks' average; what this rank has not used counts as zeros."""
+        """Wait until every gradient is the ranks' average; unused parameters contribute zeros."""
         for name, parameter in self._parameters.items():
             if name not in self._handles:
                 parameter.grad = torch.zeros_like(parameter)
@@ -168,12 +168,12 @@ class _GradientAverages:
 
 
 def check_module(module: torch.nn.Module) -> None:
-    """Refuse a module that cannot be trained here.
+    """Refuse a module that this trainer cannot train.
 
     Raises
     ------
     ValueError
-        It has nothing to train, or a parameter of another device or dtype; the text names it.
+        No parameter requires a gradient, or one has another device or dtype; the text names it.
     """
     named = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in named):
@@ -182,7 +182,7 @@ def check_module(module: torch.nn.Module) -> None:
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}: an Estimator trains torch modules on the CPU;"
-                " move it with module.cpu(), or train it by a train_fn"
+                " move it with module.cpu(), or use a train_fn"
             )
         if parameter.dtype not in _DTYPES:
             known = ", ".join(str(dtype) for dtype in _DTYPES)
@@ -190,7 +190,7 @@ def check_module(module: torch.nn.Module) -> None:
 
 
 def _tensors(module: torch.nn.Module, columns: Any) -> tuple[torch.Tensor, ...]:
-    """Return columns as tensors; real numbers in the module's precision, as Spark's are float64."""
+    """Return columns as tensors; floats get the module's dtype, as Spark's are float64."""
     dtype = next(module.parameters()).dtype
     given = columns if isinstance(columns, tuple) else (columns,)
     tensors = [torch.from_numpy(np.require(column, requirements=["C", "W"])) for column in given]

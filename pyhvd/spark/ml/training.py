@@ -1,6 +1,6 @@
-"""One rank's side of a fit: its batches, its epochs, and what rank 0 keeps in the store.
+"""One rank's side of a fit: its batches, its epochs, and rank 0's checkpoints.
 
-Knows nothing of models, nor of pyspark: ranks have no Spark session.
+It knows neither models nor pyspark: ranks have no Spark session.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pyhvd.spark.ml.runs import Checkpoint, Run
 Array = npt.NDArray[Any]
 
 Metric = Callable[[Any, Any], float]
-"""From the outputs and the labels of some rows to a number, of which the mean over the rows is taken."""
+"""Returns a number for the outputs and labels of some rows; results are averaged over all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every rank is told of a fit.
+    """The parameters of a fit, which every rank gets.
 
     Attributes
     ----------
     run : Run
-        Where checkpoints go.
+        Holds the checkpoints.
     train_path, validation_path : str
-        Prepared datasets; no validation for None.
+        Prepared datasets; None for no validation.
     feature_cols, label_cols : sequence of str
-        Columns of both.
+        Their columns.
     batch_size : int
         Rows per step and rank.
     epochs : int
-        How often the data are passed over, those of earlier fits of this run included.
+        The number of passes over the data, including those of earlier fits of this run.
     shuffle, seed
-        Of the order of the rows in each epoch.
+        Whether each epoch has its own order of the rows, and the seed of these orders.
     cache : bool
-        Keep the data in memory.
+        Whether to keep the data in memory.
     verbose : bool
         Whether rank 0 prints a line per epoch.
     """
@@ -67,9 +67,9 @@ class Batch:
     Attributes
     ----------
     features, labels : numpy.ndarray or tuple of numpy.ndarray
-        The column, of shape ``(rows, ...)``; a tuple of them where the Estimator was given several.
+        The column, of shape ``(rows, ...)``; a tuple for several columns.
     rows : int
-        How many, at least one.
+        The number of rows, at least one.
     """
 
     features: Any
@@ -78,18 +78,18 @@ class Batch:
 
 
 class Training:
-    """What a ``train_fn`` is given on every rank; :func:`pyhvd.init` has been called.
+    """The argument of a ``train_fn``, on every rank; :func:`pyhvd.init` has been called.
 
     Attributes
     ----------
     run : str
-        Names the run, for messages.
+        The run's name, for messages.
     seed : int
         The Estimator's.
     state : object
-        What the last checkpoint of this run has kept, the same on every rank; None in a new run.
+        The state in this run's last checkpoint, the same on every rank; None in a new run.
     history : list of dict
-        The measures of each epoch that has ended, of the epochs of earlier fits of this run first.
+        The measures of each finished epoch, including those of earlier fits of this run.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -107,35 +107,33 @@ class Training:
         self._since = time.monotonic()
 
     def epochs(self) -> Iterator[int]:
-        """Yield the numbers of the epochs still to be done, from 0; call :meth:`end_epoch` in each."""
+        """Yield the numbers of the remaining epochs, counted from 0; call :meth:`end_epoch` in each."""
         for epoch in range(len(self.history), self._plan.epochs):
             self._since = time.monotonic()
             yield epoch
             if len(self.history) != epoch + 1:
                 raise RuntimeError(
-                    f"train_fn has to call training.end_epoch once per epoch; epoch {epoch} did not"
+                    f"train_fn must call training.end_epoch once per epoch; it did not in epoch {epoch}"
                 )
 
     def batches(self, epoch: int) -> Iterator[Batch]:
-        """Yield this rank's batches of an epoch; every rank has as many, of the same sizes."""
+        """Yield this rank's batches of an epoch; all ranks have the same number and sizes of batches."""
         return map(self._batch, self._train.epoch(epoch))
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yield this rank's batches of the validation data, if there are any; ranks may have different
-        numbers of them.
-        """
+        """Yield this rank's batches of the validation data, if any; ranks may have different numbers."""
         if self._validation is not None:
             yield from map(self._batch, self._validation.epoch())
 
     def averages(self, sums: Mapping[str, float], rows: int) -> dict[str, float]:
-        """Return means over the rows of all ranks; every rank calls it.
+        """Return means over the rows of all ranks; every rank must call it.
 
         Parameters
         ----------
         sums : mapping of str to float
             Sums over this rank's rows.
         rows : int
-            How many these are.
+            The number of these rows.
         """
         everything = hvd.allgather_object((dict(sums), rows), name="averages")
         total = sum(count for _, count in everything)
@@ -143,14 +141,14 @@ class Training:
         return {name: sum(given.get(name, 0.0) for given, _ in everything) / total for name in names}
 
     def validate(self, measure: Callable[[Batch], Mapping[str, float]]) -> dict[str, float]:
-        """Return means over the validation data of what `measure` returns, with ``val_`` before each name.
+        """Return the means of `measure` over the validation data, with ``val_`` before each name.
 
-        Every rank calls it; without validation data it returns nothing.
+        Every rank must call it. Without validation data, return nothing.
 
         Parameters
         ----------
         measure : callable
-            From a batch to means over its rows, by their names.
+            Returns means over the rows of a batch, by name.
         """
         if self._validation is None:
             return {}
@@ -163,26 +161,26 @@ class Training:
         return self.averages(sums, rows)
 
     def end_epoch(self, state: Any, measures: Mapping[str, float]) -> None:
-        """Add to the history; on rank 0 also write a checkpoint. Every rank calls it once per epoch.
+        """Add to the history, and on rank 0 write a checkpoint. Every rank must call it once per epoch.
 
         Parameters
         ----------
         state : object
-            What training needs to go on from here; cloudpickle can pickle it. Only rank 0's counts.
+            The state from which training can continue; cloudpickle pickles that of rank 0.
         measures : mapping of str to float
-            Of this epoch, the same on every rank.
+            The measures of this epoch, the same on every rank.
         """
         self.history.append({name: float(value) for name, value in measures.items()})
         if hvd.rank() != 0:
             return
-        self._plan.run.keep(Checkpoint(self.history, state))
+        self._plan.run.save(Checkpoint(self.history, state))
         if self._plan.verbose:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in self.history[-1].items())
             took = time.monotonic() - self._since
             print(f"epoch {len(self.history)} of {self._plan.epochs}  {shown}  {took:.1f} s", flush=True)
 
     def sample(self) -> Batch:
-        """Return some of this rank's rows."""
+        """Return a batch of this rank's rows."""
         return next(self.batches(0))
 
     def _open(self, path: str, shuffle: bool, equal_steps: bool) -> Shard:
@@ -206,10 +204,10 @@ class Training:
 
 
 def picked(columns: Mapping[str, Array], names: Sequence[str]) -> Any:
-    """Return one array, or a tuple of arrays for several names."""
+    """Return one column as an array, or several as a tuple."""
     return columns[names[0]] if len(names) == 1 else tuple(columns[name] for name in names)
 
 
 def apply_metrics(metrics: Mapping[str, Metric], outputs: Any, labels: Any) -> dict[str, float]:
-    """Return each metric of some rows."""
+    """Return the value of each metric for some rows."""
     return {name: float(np.asarray(metric(outputs, labels))) for name, metric in metrics.items()}

@@ -17,7 +17,6 @@ from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
 from pyhvd.tools.doctor.facts import Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
-from pyhvd.transport.mpi.probe import refusal
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -256,22 +255,10 @@ def check_gpus(case: Case) -> Findings:
             ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
         )
     elif cuda.nccl and 0 < devices < case.ranks:
-        arrays = "reductions of arrays" if case.facts.by_cuda_mpi else "arrays"
-        which = f"1 device: {arrays} on it" if devices == 1 else f"{devices} devices: {arrays} on them"
+        which = "1 device: arrays on it" if devices == 1 else f"{devices} devices: arrays on them"
         yield note(
             "GPU arrays",
             f"{case.ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
-        )
-
-
-def check_cuda_mpi(case: Case) -> Findings:
-    """An MPI that is to be given addresses on devices takes them."""
-    mpi = case.facts.mpi
-    if case.facts.wants_cuda_mpi and not mpi.cuda_aware and mpi.library:
-        yield note(
-            "MPI",
-            f"PYHVD_CUDA_AWARE_MPI is on, but {mpi.library} {refusal(mpi.cuda_aware)}: arrays that NCCL does"
-            " not carry go through the host",
         )
 
 
@@ -435,7 +422,6 @@ CHECKS: Sequence[Callable[[Case], Findings]] = (
     check_cores,
     check_memory,
     check_gpus,
-    check_cuda_mpi,
     check_variables,
     check_limits,
     check_end,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import msgspec
 
 from pyhvd.common.text import describe_exception
-from pyhvd.job.mpi.rank_env import Place, find_place
+from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.doctor.advice import Case, examine
 from pyhvd.tools.doctor.facts import Facts, gather
@@ -38,7 +38,7 @@ exit code: 0 all is well, or there are notes only; 1 problems; 2 bad usage
 
 def main(argv: list[str]) -> int:
     """Run the doctor; return its exit code."""
-    place = find_place()
+    place = read_rank_env()
     options = _parse(argv, under_mpiexec=place is not None)
     if place is not None and not options.no_run:
         report = _as_rank(place, options.timeout)
@@ -123,7 +123,7 @@ def _progress() -> Iterator[_Progress]:
 # -- as a rank ---------------------------------------------------------------------------
 
 
-def _as_rank(place: Place, timeout: float) -> Report | None:
+def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     """Run the trial with the ranks of this mpiexec; return the report on rank 0."""
     facts = gather(timeout=min(timeout, _PROBE_S)) if place.local_rank == 0 else None
     with _watchdog(place, timeout) as watchdog:
@@ -160,7 +160,7 @@ def _as_rank(place: Place, timeout: float) -> Report | None:
 class _Watchdog:
     """Ends a rank that hangs, and names the stage."""
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(self, place: RankEnv, timeout: float) -> None:
         self._place = place
         self._timeout = timeout
         self.stage = "starting"
@@ -177,7 +177,7 @@ class _Watchdog:
 
 
 @contextmanager
-def _watchdog(place: Place, timeout: float) -> Iterator[_Watchdog]:
+def _watchdog(place: RankEnv, timeout: float) -> Iterator[_Watchdog]:
     watchdog = _Watchdog(place, timeout)
     timer = threading.Timer(timeout, watchdog.bite)
     timer.daemon = True

@@ -23,8 +23,6 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd import __version__
-from pyhvd.config import Config
-from pyhvd.errors import ConfigError
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.run.check_build import MpiFacts, probe_mpi
@@ -127,21 +125,6 @@ class Facts:
     schedulers: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
-
-    @property
-    def wants_cuda_mpi(self) -> bool:
-        """Whether the environment asks for CUDA-aware MPI; no, where it says so in no known word."""
-        names = ("PYHVD_CUDA_AWARE_MPI", "HOROVOD_CUDA_AWARE_MPI")
-        try:
-            config, _ = Config.from_env({n: self.variables[n] for n in names if n in self.variables})
-        except ConfigError:
-            return False
-        return config.cuda_aware_mpi
-
-    @property
-    def by_cuda_mpi(self) -> bool:
-        """Whether it is asked for, and MPI says that it is."""
-        return self.wants_cuda_mpi and bool(self.mpi.cuda_aware)
 
 
 def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Facts:

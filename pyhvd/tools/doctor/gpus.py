@@ -55,24 +55,17 @@ class CudaFacts:
     devices: list[CudaDevice] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
-    def way(self, by_mpi: bool) -> str:
-        """Return what becomes of an array on a GPU.
-
-        Parameters
-        ----------
-        by_mpi : bool
-            Whether CUDA-aware MPI is asked for, and there.
-        """
+    def way(self) -> str:
+        """Return how arrays on GPUs would be reduced."""
         if not self.cupy:
             return "not taken: CuPy is not there"
         if not self.devices:
             return "none, as CUDA sees no device"
-        other = "by CUDA-aware MPI, reductions through the host" if by_mpi else "through the host"
         if not self.nccl or not self.compiler:
-            return f"{other}: CuPy finds no {'NVRTC' if self.nccl else 'NCCL'}"
+            return f"through the host: CuPy finds no {'NVRTC' if self.nccl else 'NCCL'}"
         many = len(self.devices)
         which = f"{many} ranks" if many > 1 else "1 rank"
-        return f"by NCCL for up to {which} on this host, a device for each; for more {other}"
+        return f"by NCCL for up to {which} on this host, a device for each; for more through the host"
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:

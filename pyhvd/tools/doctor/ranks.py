@@ -208,10 +208,10 @@ def _seconds(nbytes: int) -> float:
 
 def main(argv: list[str]) -> int:
     """Run one rank of a trial."""
-    from pyhvd.job.mpi.rank_env import find_place
+    from pyhvd.job.mpi.rank_env import read_rank_env
 
     folder = Path(argv[0])
-    place = find_place()
+    place = read_rank_env()
     rank = place.rank if place is not None else 0
 
     def say(stage: str) -> None:

@@ -55,8 +55,7 @@ def host_rows(facts: Facts) -> list[Row]:
     extensions = f"not loaded: {', '.join(broken)}" if broken else "extensions loaded"
     isa = f", float16 by {facts.float16}" if facts.float16 else ""
     mpi = facts.mpi
-    aware = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware or not: unknown"}[mpi.cuda_aware]
-    library = ", ".join(part for part in (mpi.library or "none", mpi.origin, mpi.threads, aware) if part)
+    library = ", ".join(part for part in (mpi.library or "none", mpi.origin, mpi.threads) if part)
     cores, memory, shared, limits = facts.cores, facts.memory, facts.shared, facts.limits
     quota = "" if cores.cgroup_quota is None else f", cgroup limit {cores.cgroup_quota:g}"
     least = "" if memory.cgroup_limit is None else f", cgroup limit {size(memory.cgroup_limit)}"
@@ -107,7 +106,7 @@ def _gpu_rows(facts: Facts) -> list[Row]:
     return [
         Row("CuPy", f"{cuda.cupy}, {libraries}"),
         Row("devices", "; ".join(devices) or "none"),
-        Row("GPU arrays", cuda.way(facts.by_cuda_mpi)),
+        Row("GPU arrays", cuda.way()),
     ]
 
 

@@ -1,1 +1,1 @@
-"""Messages and bytes over MPI, through mpi4py; imported by init() alone."""
+"""Move messages and bytes over MPI, through mpi4py; only init() imports this package."""

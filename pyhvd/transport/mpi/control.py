@@ -1,6 +1,6 @@
-"""ControlTransport over mpi4py: messages between rank 0 and the others, and sleep without polling.
+"""The control transport over mpi4py: messages between rank 0 and the others, and sleep without polling.
 
-Owns a communicator of its own, and this rank's doorbell.
+Owns a communicator and this rank's doorbell.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pyhvd.transport.control import Bell, Message
 
 
 class _Sending:
-    """A message that MPI has been given; ``ring`` is called once when it has gone."""
+    """A message that MPI is sending; calls ``ring`` once when MPI has sent it."""
 
     __slots__ = ("_gone", "_payload", "_request", "_ring")
 
     def __init__(self, request: MPI.Request, payload: bytes, ring: Callable[[], None]) -> None:
         self._request = request
-        self._payload = payload  # MPI reads it until it has gone
+        self._payload = payload  # MPI reads it until it is sent
         self._ring = ring
         self._gone = False
 
     def gone(self) -> bool:
-        """Return whether MPI needs this rank no more for it.
+        """Return whether MPI has sent the message.
 
-        Whoever finds that out rings: it may be the last thing that this rank does before it is elsewhere.
+        The call that finds it sent rings the receiver, as this rank may leave MPI right after it.
         """
         if not self._gone and self._request.Test():
             self._gone = True
@@ -40,7 +40,7 @@ class _Sending:
 
 
 class MpiTransport:
-    """Messages over a communicator of its own, with doorbells to wake sleeping ranks of the same host.
+    """Messages over a communicator, and doorbells that wake sleeping ranks of the same host.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class MpiTransport:
     bell : Bell
         This rank's bell; owned.
     bells : sequence
-        By rank, the address of each bell, None where it is out of reach.
+        By rank, the address of each bell; None if this rank cannot reach it.
     """
 
     _YIELDS = 10
@@ -64,28 +64,28 @@ class MpiTransport:
         self._comm = comm
         self._bell = bell
         self._bells = bells
-        # Rank 0 hears from everybody, the others from rank 0 only.
-        heard = range(self.size) if self.rank == 0 else (0,)
-        self._rung_by_all = all(bells[r] is not None for r in heard)
+        # Rank 0 receives from all ranks, the others from rank 0 only.
+        senders = range(self.size) if self.rank == 0 else (0,)
+        self._rung_by_all = all(bells[r] is not None for r in senders)
         self._sending: list[_Sending] = []
-        # By source, in the order in which they were sent.
+        # By source, in the order of sending.
         self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}
         self._rung_until = 0.0
 
     def send(self, destination: int, payload: bytes) -> _Sending:
-        """Send a message; returns at once."""
+        """Start sending a message; do not block."""
         request = self._comm.Isend([payload, MPI.BYTE], destination)
         sending = _Sending(request, payload, partial(self._ring, destination))
         if not sending.gone():
             self._sending.append(sending)
-            self._ring(destination)  # too early, maybe: what MPI queues is there later
+            self._ring(destination)  # maybe early: a message that MPI queues arrives later
         return sending
 
     def receive(self) -> list[Message]:
-        """Return what has arrived as a whole.
+        """Return the messages that have arrived completely.
 
-        The rest of a message may need its sender in MPI, who may wait for this rank in shared memory: so it
-        is never waited for.
+        Never waits for the rest of a message: its sender may wait for this rank in shared memory, and MPI
+        then does not progress.
         """
         self._progress()
         status = MPI.Status()
@@ -95,7 +95,7 @@ class MpiTransport:
             self._receiving.setdefault(status.Get_source(), deque()).append((request, payload))
         arrived: list[Message] = []
         for source, line in list(self._receiving.items()):
-            while line and line[0][0].Test():  # what a rank sent later comes later
+            while line and line[0][0].Test():  # in order: a later message waits for an earlier one
                 arrived.append((source, line.popleft()[1]))
             if not line:
                 del self._receiving[source]
@@ -104,7 +104,7 @@ class MpiTransport:
         return arrived
 
     def wait(self, timeout: float | None) -> None:
-        """Sleep; see :class:`ControlTransport`."""
+        """Sleep; see :class:`pyhvd.transport.control.ControlTransport`."""
         until = None if timeout is None else time.monotonic() + timeout
         for _ in range(self._YIELDS):
             if self._progress() or self._comm.Iprobe():
@@ -124,11 +124,11 @@ class MpiTransport:
             pause = min(pause * 1.5, 1e-3 if self._under_way() else self._LAST_PAUSE)
 
     def wake(self) -> None:
-        """End the sleep of the thread in :meth:`wait`."""
+        """Wake the thread that sleeps in :meth:`wait`."""
         self._bell.ring()
 
     def drain(self, timeout: float) -> bool:
-        """Wait for at most ``timeout`` s until all that was sent has gone out."""
+        """Wait at most ``timeout`` s until MPI has sent all messages; return whether it has."""
         until = time.monotonic() + timeout
         while self._sending and time.monotonic() < until:
             self._progress()
@@ -136,18 +136,17 @@ class MpiTransport:
         return not self._sending
 
     def close(self) -> None:
-        """Free the communicator and take the bell down; collective."""
+        """Free communicator and bell; collective."""
         self._comm.Free()
         self._bell.close()
 
     def _longest_sleep(self, now: float, pause: float) -> float:
-        """Return for how long (s) the bell may be trusted."""
+        """Return the longest sleep, in seconds, that relies on the bell alone."""
         if self._under_way() or not self._rung_by_all:
-            return pause  # MPI's own progress, and other hosts, ring no bell here
+            return pause  # neither MPI's progress nor another host rings this bell
         if now < self._rung_until:
-            return 1e-3  # a ring may come in before the message that it announces
-        # ... and long before it, if MPI had to queue the message and its sender computes or sits in MPI by
-        # the time it goes out: the bell alone is never trusted for ever.
+            return 1e-3  # a ring may come before its message
+        # A ring may come long before its message, if MPI had queued the message. So every sleep has a limit.
         return self._LONGEST_SLEEP
 
     def _sleep(self, left: float | None, pause: float) -> bool:
@@ -161,7 +160,7 @@ class MpiTransport:
         return bool(self._sending or self._receiving)
 
     def _progress(self) -> bool:
-        """Let MPI go on; return whether a message has gone out, or one can be received."""
+        """Let MPI progress; return whether it has sent a message, or one can be received."""
         waiting = [sending for sending in self._sending if not sending.gone()]
         moved = len(waiting) < len(self._sending)
         self._sending = waiting

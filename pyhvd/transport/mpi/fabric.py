@@ -1,8 +1,8 @@
-"""The fabric over mpi4py: any ranks, any MPI.
+"""The fabric over mpi4py, for any ranks and any MPI; and shared memory for the ranks of one node.
 
-Owns a communicator of its own, so that nothing here can meet the program's own messages. Calls block, with
-the GIL released, and are entered only once every rank is known to be ready; a loop of tests would have to
-take the GIL back each time, which costs milliseconds while another thread runs Python.
+Owns a communicator, so its messages never match the program's own. Calls block with the GIL released: ranks
+enter a collective only when all ranks are ready. A loop of tests would take the GIL back for each test, which
+costs milliseconds while another thread runs Python.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -20,17 +19,11 @@ from mpi4py import MPI
 from pyhvd.arrays import Bytes
 from pyhvd.native.shared_memory import HUGE, Mapping
 from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Block, Fabric
-from pyhvd.transport.mpi.probe import cuda_aware, refusal
+from pyhvd.transport.fabric import Fabric
 from pyhvd.transport.shm import NoWindow, Segment
 
 LARGEST = 1 << 30
-"""Bytes of one MPI message at most, and of one buffer given to a collective: MPI's counts are C ints."""
-
-_SWAP, _TRADE = 0, 1
-"""Tags: what a trade that was given up still brings meets nothing else."""
-
-_PAUSE_S = 0.001
+"""Most bytes of one MPI message or collective buffer: MPI's counts are C ints."""
 
 
 class MpiFabric:
@@ -42,7 +35,7 @@ class MpiFabric:
         self.size = comm.Get_size()
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
-        """Gather blocks of one length; small ones only (see ``host.FLAT``)."""
+        """Gather small blocks of one length (see ``host.FLAT``)."""
         self.comm.Allgather([send, MPI.BYTE], [recv, MPI.BYTE])
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
@@ -53,12 +46,12 @@ class MpiFabric:
             return
         mine = buffer[starts[self.rank] : starts[self.rank + 1]]
         others = [r for r in range(self.size) if r != self.rank]
-        self._swap([(r, mine) for r in others], [(r, buffer[starts[r] : starts[r + 1]]) for r in others])
+        self._sendrecv([(r, mine) for r in others], [(r, buffer[starts[r] : starts[r + 1]]) for r in others])
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Send block r to rank r; a window's bytes at most."""
+        """Send block r to rank r, with less than 2**31 bytes per rank."""
         out = list(itertools.accumulate(send_counts, initial=0))
         into = list(itertools.accumulate(recv_counts, initial=0))
         self.comm.Alltoallv([send, send_counts, out[:-1], MPI.BYTE], [recv, recv_counts, into[:-1], MPI.BYTE])
@@ -66,23 +59,23 @@ class MpiFabric:
     def exchange(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Send block r to rank r, whatever the sizes."""
+        """Send block r to rank r; blocks of any size."""
         out = list(itertools.accumulate(send_counts, initial=0))
         into = list(itertools.accumulate(recv_counts, initial=0))
         me = self.rank
         recv[into[me] : into[me + 1]] = send[out[me] : out[me + 1]]
         others = [r for r in range(self.size) if r != me]
-        self._swap(
+        self._sendrecv(
             [(r, send[out[r] : out[r + 1]]) for r in others],
             [(r, recv[into[r] : into[r + 1]]) for r in others],
         )
 
-    def swap(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        """Give each other blocks of any size."""
-        self._swap([(partner, send)], [(partner, recv)])
+    def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Exchange blocks of any size with a partner."""
+        self._sendrecv([(partner, send)], [(partner, recv)])
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
-        """Copy the root's buffer to every rank's, piece by piece."""
+        """Copy the root's buffer to every rank's, in pieces."""
         for first in range(0, len(buffer), LARGEST):
             self.comm.Bcast([buffer[first : first + LARGEST], MPI.BYTE], root)
 
@@ -91,7 +84,7 @@ class MpiFabric:
         self.comm.Barrier()
 
     def subset(self, ranks: Sequence[int], tag: int) -> MpiFabric:
-        """Return the fabric of some of the ranks; called by exactly those."""
+        """Return the fabric of some of the ranks; exactly those call it."""
         group = self.comm.Get_group()
         chosen = group.Incl(list(ranks))
         try:
@@ -101,61 +94,32 @@ class MpiFabric:
             group.Free()
 
     def abort(self, note: bytes) -> None:
-        """Do nothing: MPI lets nobody out of a collective. The job ends when this rank shuts down."""
+        """Do nothing: MPI cannot interrupt a collective. The job ends when this rank shuts down."""
 
     def close(self) -> None:
         """Free the communicator; collective."""
         self.comm.Free()
 
-    def takes_devices(self) -> str:
-        """Return MPI's name and version, if it says that it takes addresses on CUDA devices."""
-        says = cuda_aware(MPI.__file__, MPI.Get_library_version())
-        if not says:
-            raise RuntimeError(f"{_name()} {refusal(says)}")
-        return _name()
-
-    def trade(self, send: Sequence[Block], recv: Sequence[Block], patience: float | None = None) -> None:
-        """Send blocks of any size, and receive others."""
-        requests = self._start(send, recv, _TRADE)
-        if patience is None:
-            MPI.Request.Waitall(requests)
-            return
-        until = time.monotonic() + patience
-        while not MPI.Request.Testall(requests):
-            if time.monotonic() > until:
-                raise TimeoutError(f"MPI has not passed the blocks on within {patience:g} s")
-            time.sleep(_PAUSE_S)
-
-    def _swap(self, send: Sequence[Block], recv: Sequence[Block]) -> None:
-        """Send and receive blocks of any size."""
-        MPI.Request.Waitall(self._start(send, recv, _SWAP))
-
-    def _start(self, send: Sequence[Block], recv: Sequence[Block], tag: int) -> list[MPI.Request]:
-        """Begin to send and to receive, in messages that MPI can count."""
+    def _sendrecv(self, send: Sequence[tuple[int, Bytes]], recv: Sequence[tuple[int, Bytes]]) -> None:
+        """Send and receive blocks, (rank, bytes), of any size."""
         requests = [
-            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            self.comm.Irecv([block[k : k + LARGEST], MPI.BYTE], rank)
             for rank, block in recv
             for k in range(0, len(block), LARGEST)
         ]
         requests += [
-            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank, tag)
+            self.comm.Isend([block[k : k + LARGEST], MPI.BYTE], rank)
             for rank, block in send
             for k in range(0, len(block), LARGEST)
         ]
-        return requests
-
-
-def _name() -> str:
-    """Return MPI's name and version."""
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
+        MPI.Request.Waitall(requests)
 
 
 def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
-    """Return memory that the ranks of a fabric share, if they are all on one node.
+    """Return memory that the ranks of a fabric share if they are all on one node; collective.
 
-    A file in /dev/shm, unlinked as soon as all have it open. Each rank claims its own part of it, which puts
-    the pages next to it, and says so at once if there is too little memory.
+    The memory is a file in /dev/shm, unlinked when all ranks have mapped it. Each rank allocates its own
+    area: the pages lie on its NUMA node, and a lack of memory shows at once.
     """
     assert isinstance(fabric, MpiFabric)
     comm, size = fabric.comm, fabric.size
@@ -182,7 +146,7 @@ def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
 
 
 def _new_file(nbytes: int) -> tuple[str, str]:
-    """Return the path of a new file of so many bytes, or what is wrong."""
+    """Return the path of a new file of ``nbytes`` bytes, and an error's text; one of the two is empty."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     try:
         fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
@@ -194,45 +158,46 @@ def _new_file(nbytes: int) -> tuple[str, str]:
 
 
 def _map(path: str, first: int, own: int, nbytes: int) -> Mapping:
-    """Map a file, and claim this rank's own part of it."""
+    """Map a file of ``nbytes`` bytes, and allocate this rank's area, ``own`` bytes from ``first`` on."""
     fd = os.open(path, os.O_RDWR)
     try:
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, first, own)  # without it, touching a page that is not to be had is SIGBUS
+            os.posix_fallocate(fd, first, own)  # else a lack of memory is a SIGBUS later
         return Mapping(fd, nbytes)
     finally:
         os.close(fd)
 
 
 _ADDRESSES = 1 << 46
-"""Bytes of address space that all arenas of a node may take."""
+"""Most bytes of address space for all arenas of a node."""
 
 
 def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
-    """Return memory for arrays that the ranks of a fabric, all on one node, share.
+    """Return shared memory for the arrays of a fabric's ranks, all on one node; collective.
 
-    A sparse file in /dev/shm, for each rank as large as that could ever be, unlinked as soon as all have it.
+    The memory is a sparse file in /dev/shm, with the size of the file system for each rank, unlinked when all
+    ranks have mapped it.
     """
     assert isinstance(fabric, MpiFabric)
     comm, rank, size = fabric.comm, fabric.rank, fabric.size
     stride, path, cause = comm.bcast(_sparse_file(size) if rank == 0 else None, 0)
-    part: _OwnPart | None = None
+    mine: _OwnArena | None = None
     if not cause:
         try:
-            part = _OwnPart(path, rank * stride, size * stride)
+            mine = _OwnArena(path, rank * stride, size * stride)
         except OSError as exc:
             cause = f"{path}: {exc.strerror}"
     causes = [text for text in comm.allgather(cause) if text]
     if path and rank == 0:
         os.unlink(path)
-    if causes or part is None:
+    if causes or mine is None:
         return NoArena(causes[0])
-    starts = [part.memory.start + each * stride for each in range(size)]
-    return Arena(rank, starts, stride, part.claim, part.release, part.memory)
+    starts = [mine.memory.start + each * stride for each in range(size)]
+    return Arena(rank, starts, stride, mine.claim, mine.release, mine.memory)
 
 
 def _sparse_file(size: int) -> tuple[int, str, str]:
-    """Return each rank's bytes in a new sparse file, and its path, or what is wrong."""
+    """Return each rank's bytes in a new sparse file, the file's path, and an error's text."""
     path, cause = _new_file(0)
     if cause:
         return 0, path, cause
@@ -242,11 +207,11 @@ def _sparse_file(size: int) -> tuple[int, str, str]:
         os.truncate(path, size * stride)
     except OSError as exc:
         return 0, path, f"{path}: {exc.strerror}"
-    return stride, path, "" if stride else f"{path}: too small a file system"
+    return stride, path, "" if stride else f"{path}: the file system has less than {HUGE >> 20} MiB"
 
 
-class _OwnPart:
-    """A file in memory, one part of which this rank gets memory for, and gives it back."""
+class _OwnArena:
+    """A mapped file; this rank allocates and frees memory in its own area of it."""
 
     def __init__(self, path: str, first: int, nbytes: int) -> None:
         self._first = first
@@ -255,10 +220,10 @@ class _OwnPart:
         self.memory = Mapping(self._fd, nbytes)
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Put memory behind a part; without it, touching a page that is not to be had is SIGBUS."""
+        """Allocate memory; else a lack of it is a SIGBUS later."""
         os.posix_fallocate(self._fd, self._first + offset, nbytes)
         self.memory.enlarge(self._first + offset, nbytes)
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Give memory back; every rank's mapping loses it."""
+        """Free memory, in all ranks' mappings."""
         self.memory.drop(self._first + offset, nbytes)

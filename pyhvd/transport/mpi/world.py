@@ -1,6 +1,6 @@
-"""A world over mpi4py: topology, control transport and data fabric from a communicator.
+"""A world over mpi4py: topology, control transport and fabric of a communicator.
 
-Importing this module initialises MPI (mpi4py does so), which is why only ``init()`` imports it.
+Importing this module initialises MPI, so only ``init()`` imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyhvd.transport.world import Topology, World
 
 
 def mpi_world(comm: object, owned: bool = False) -> World:
-    """Build a world on an mpi4py communicator, which is duplicated unless ``owned``.
+    """Return the world of an mpi4py communicator, which is duplicated unless ``owned``.
 
     Raises
     ------
@@ -67,19 +67,19 @@ def mpi_world(comm: object, owned: bool = False) -> World:
     )
 
 
-_LAST_WORDS_SECONDS = 0.2
+_FORWARDING_SECONDS = 0.2
 
 
 def _abort() -> None:
-    """End every rank. MPICH's mpiexec drops what it has not yet forwarded by then: the cause, as a rule."""
+    """End all ranks, after a pause: MPICH's mpiexec would drop output that it has not yet forwarded."""
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(_LAST_WORDS_SECONDS)
+    time.sleep(_FORWARDING_SECONDS)
     MPI.COMM_WORLD.Abort(1)
 
 
 def sub_communicator(ranks: Sequence[int]) -> object:
-    """Return the communicator of some of COMM_WORLD's ranks; called by exactly those."""
+    """Return the communicator of some of COMM_WORLD's ranks; exactly those call it."""
     world = MPI.COMM_WORLD.Get_group()
     chosen = world.Incl(list(ranks))
     try:

@@ -1,1 +1,1 @@
-"""Control traffic between hosts: an authenticated session, pure, and the sockets that carry it."""
+"""Move control messages between hosts: an authenticated session without I/O, and its TCP socket."""

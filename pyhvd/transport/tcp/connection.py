@@ -1,6 +1,6 @@
-"""A session over a TCP socket: never blocks once it is connected, bounded in what it keeps.
+"""A session over a TCP socket that does not block once connected, and buffers a bounded number of bytes.
 
-Owns: sockets and deadlines. What a message means is its user's business.
+Owns sockets and deadlines; knows nothing of the messages' contents.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from pyhvd.transport.tcp.session import ChannelError, Role, Session
 Address = tuple[str, int]
 
 _CHUNK = 1 << 18
-# A peer that does not show who it is by then is hung up on.
 HANDSHAKE_S = 10.0
-# What waits to be sent beyond this is too much: senders should stop for now.
+"""Time limit for a peer to prove that it holds the key, in seconds."""
+
+# With more unsent bytes than this, sources of messages should pause.
 _FULL = 1 << 22
 
 
 class Connection:
-    """One end of a connection; for selectors it stands for its socket.
+    """One end of a connection; selectors accept it in place of its socket.
 
     Parameters
     ----------
     peer : socket.socket
-        Connected; owned from now on.
+        A connected socket; owned.
     session : Session
         In its initial state.
 
     Attributes
     ----------
     open : bool
-        Whether the peer can still say something; cleared at the end of the connection.
+        Whether the peer can still send; False after the end of the connection.
     heard : float
-        When bytes of the peer last came (time.monotonic).
+        Time of the last bytes from the peer (time.monotonic).
     """
 
     def __init__(self, peer: socket.socket, session: Session) -> None:
@@ -53,7 +54,7 @@ class Connection:
         self.began = self.heard
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's file descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
@@ -63,22 +64,22 @@ class Connection:
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether there are unsent bytes."""
         return bool(self._out)
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be sent that its sources should pause."""
+        """Whether there are so many unsent bytes that sources of messages should pause."""
         return len(self._out) > _FULL
 
     def send(self, payload: bytes) -> None:
-        """Send one message, or as much of it as goes now; a peer that is gone is noticed when reading."""
+        """Queue one message, and send without blocking; only reading notices a lost peer."""
         self._session.send(payload)
         self._out += self._session.take_outgoing()
         self.pump_out()
 
     def pump_out(self) -> None:
-        """Send what goes now."""
+        """Send without blocking."""
         try:
             while self._out:
                 sent = self._socket.send(memoryview(self._out)[:_CHUNK])
@@ -89,12 +90,12 @@ class Connection:
             self._out.clear()
 
     def pump_in(self) -> list[bytes]:
-        """Return the messages that have arrived; clears `open` at the end of the connection.
+        """Return the messages that have arrived; clear `open` at the end of the connection.
 
         Raises
         ------
         ChannelError
-            The peer does not hold the key, or broke the protocol, or was cut off inside a message: hang up.
+            The peer does not hold the key, broke the protocol, or was cut off inside a message: close.
         """
         try:
             data = self._socket.recv(_CHUNK)
@@ -117,7 +118,7 @@ class Connection:
         return messages
 
     def drain(self, timeout: float) -> None:
-        """Send what waits, until the peer has taken nothing of it for `timeout` seconds."""
+        """Send all unsent bytes; give up after `timeout` s without progress."""
         until = time.monotonic() + timeout
         while self._out and (left := until - time.monotonic()) > 0:
             self._wait(select.POLLOUT, left)
@@ -127,11 +128,10 @@ class Connection:
                 until = time.monotonic() + timeout
 
     def finish(self, timeout: float) -> None:
-        """Send what waits and that nothing follows, and wait until the peer hangs up; then close.
+        """Send all unsent bytes and the end of the stream, wait until the peer closes, then close.
 
-        A socket that is closed while something in it is unread resets the connection, which takes from the
-        peer what that has not read yet. Gives up when the peer takes nothing, or does not hang up, for
-        `timeout` seconds.
+        Closing a socket with unread bytes resets the connection: the peer would lose bytes that it has not
+        read. Gives up after `timeout` s without progress of the peer.
         """
         self.drain(timeout)
         with contextlib.suppress(OSError):
@@ -144,34 +144,34 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection; drop unsent bytes."""
         self.open = False
         self._out.clear()
         self._socket.close()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for something to read, or for room for what waits to be sent; None: as long as it takes."""
+        """Wait until the socket is readable, or writable for unsent bytes; None waits without limit."""
         self._wait(select.POLLIN | (select.POLLOUT if self.wants_write else 0), timeout)
 
     def _wait(self, events: int, timeout: float | None) -> None:
-        """Wait for one of these events. (select() knows no descriptor above 1023.)"""
+        """Wait for one of these events; select() would refuse descriptors above 1023."""
         poll = select.poll()
         poll.register(self, events)
         poll.poll(None if timeout is None else timeout * 1000)
 
 
 def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE_S) -> Connection:
-    """Connect to the first of a server's addresses that answers and holds the key.
+    """Return a connection to the first of a server's addresses that answers and holds the key.
 
     Raises
     ------
     ChannelError
-        None did so within `timeout` seconds; the text says for each one why.
+        No address did so within `timeout` seconds; the text says why for each.
     """
     until = time.monotonic() + timeout
     failures = []
     for place, address in enumerate(addresses):
-        # An address that swallows packets must leave time for the others.
+        # An address that drops packets must leave time for the others.
         share = (until - time.monotonic()) / (len(addresses) - place)
         try:
             return _connect_one(address, key, max(share, 0.01))
@@ -188,12 +188,12 @@ def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:
         while not connection.authenticated:
             left = until - time.monotonic()
             if left <= 0:
-                raise ChannelError("the server did not answer in time")
+                raise ChannelError(f"the server did not answer within {timeout:g} s")
             connection.wait(left)
             connection.pump_out()
-            # Nobody has been told who this is, so that the server has nothing to say beyond the handshake.
+            # The server does not know this client yet, so it sends nothing but the handshake.
             if connection.pump_in():
-                raise ChannelError("the server spoke before it was asked")
+                raise ChannelError("the server sent a message before the client's first")
     except BaseException:
         connection.close()
         raise
@@ -215,5 +215,5 @@ def listen(host: str, backlog: int) -> socket.socket:
 
 
 def new_key() -> bytes:
-    """Return a fresh key."""
+    """Return a new random key."""
     return os.urandom(32)

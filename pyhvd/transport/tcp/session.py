@@ -1,19 +1,22 @@
 """An authenticated session between two processes that share a key: bytes in, messages out.
 
-Owns: the handshake and the records. Knows nothing of sockets and clocks, and parses no message: what comes
-out are bytes that a holder of the key has sent, in this session, in this order, once.
+Owns the handshake and the records. Knows nothing of sockets, clocks or the messages' contents. Each message
+that comes out was sent by a holder of the key, in this session, in this order, once.
 
     client -> server   magic, nonce
     server -> client   magic, nonce
     client -> server   HMAC(key, "client" + both nonces)
-    server -> client   HMAC(key, "server" + both nonces)      only after the client's proof was right
+    server -> client   HMAC(key, "server" + both nonces)      only after a valid proof of the client
     then records       length, HMAC(key of this direction, number + length + payload), payload
 
-Everything before the records has a fixed size. A length is checked against :data:`MAX_RECORD` before a byte
-of its payload is kept. Keys of the directions are derived from the shared key and both nonces (as in HKDF,
-RFC 5869: one HMAC per key), so that no record can be used again in another session, or be sent back to its
-sender; the number, which is not sent, counts the records of a direction, so that none can be repeated, left
-out or put in another place. The records are not encrypted. After an error a session accepts nothing more.
+1. The handshake has a fixed size; a record's length is checked against :data:`MAX_RECORD` before its payload
+   is buffered.
+2. Each direction has a key of its own, derived from the shared key and both nonces (as in HKDF, RFC 5869: one
+   HMAC per key). So a record is invalid in another session, and in the other direction.
+3. The number, which is not sent, counts the records of a direction. So a repeated, missing or moved record is
+   detected.
+4. Records are not encrypted.
+5. After an error the session accepts nothing more.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import os
 import struct
 
 MAX_RECORD = 1 << 20
-"""Most bytes of one message; longer ones are cut by who sends them."""
+"""Most bytes of one message; senders cut longer ones."""
 
 _MAGIC = b"pyhvd/1\n"
 _NONCE = 32
@@ -35,11 +38,11 @@ _NUMBERED = struct.Struct("!QI")
 
 
 class ChannelError(Exception):
-    """The peer does not hold the key, broke the protocol, is gone, or was too slow; never names a secret."""
+    """The peer does not hold the key, broke the protocol, was lost, or was too slow; names no secret."""
 
 
 class Role(enum.Enum):
-    """Who began the connection."""
+    """Which end of the connection a process is; the client opened it."""
 
     CLIENT = b"client"
     SERVER = b"server"
@@ -56,7 +59,7 @@ class Session:
     Parameters
     ----------
     key : bytes
-        The shared key, 16 bytes at least, of good randomness.
+        The shared key, at least 16 random bytes.
     role : Role
         Which end this is.
 
@@ -68,7 +71,7 @@ class Session:
 
     def __init__(self, key: bytes, role: Role) -> None:
         if len(key) < 16:
-            raise ValueError("a key has 16 bytes at least")
+            raise ValueError(f"the key has {len(key)} bytes; expected are at least 16 random bytes")
         self.authenticated = False
         self._key = key
         self._role = role
@@ -87,36 +90,36 @@ class Session:
         return f"<Session {self._role.name.lower()} {state}>"
 
     def take_outgoing(self) -> bytes:
-        """Return the bytes to send, which the session forgets."""
+        """Remove and return the bytes to send."""
         out = bytes(self._out)
         self._out.clear()
         return out
 
     def send(self, payload: bytes) -> None:
-        """Add one message to what is to be sent.
+        """Add one message to the bytes to send.
 
         Raises
         ------
         ChannelError
-            The peer has not proved who it is, or the session is broken.
+            The peer has not proved that it holds the key, or the session is broken.
         ValueError
             The message is longer than MAX_RECORD.
         """
         if self._broken or not self.authenticated:
-            raise ChannelError("nothing is sent to a peer that has not proved that it holds the key")
+            raise ChannelError("cannot send: the peer has not proved that it holds the key")
         if len(payload) > MAX_RECORD:
-            raise ValueError(f"a message of {len(payload)} bytes; {MAX_RECORD} are the most")
+            raise ValueError(f"the message has {len(payload)} bytes; at most {MAX_RECORD} can be sent")
         mac = _record_mac(self._send_key, self._sent, payload)
         self._sent += 1
         self._out += _LENGTH.pack(len(payload)) + mac + payload
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Take in what has arrived; return the messages that are complete.
+        """Process received bytes; return the complete messages.
 
         Raises
         ------
         ChannelError
-            Some of it is not what a holder of the key would have sent. Messages before it are lost.
+            The bytes break the protocol, or are not a key holder's. Messages before them are lost.
         """
         if self._broken:
             raise ChannelError("the session is broken")
@@ -133,7 +136,7 @@ class Session:
             raise
 
     def end(self) -> None:
-        """The peer has closed its end; raise ChannelError if it did so inside a message or the handshake."""
+        """Process the peer's end of the stream; raise ChannelError inside a message or the handshake."""
         if not self.authenticated:
             raise ChannelError("the peer closed the connection before it proved that it holds the key")
         if self._in:
@@ -141,7 +144,7 @@ class Session:
             raise ChannelError("the connection was cut inside a message")
 
     def _shake_hands(self) -> bool:
-        """Make one step; return whether there may be a next one."""
+        """Make one step of the handshake; return whether it may go on without further bytes."""
         if self._peer_nonce is None:
             hello = self._take(_HELLO, _MAGIC)
             if hello is None:
@@ -188,13 +191,13 @@ class Session:
         while len(self._in) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in, start)
             if length > MAX_RECORD:
-                raise ChannelError(f"a message of {length} bytes is announced; {MAX_RECORD} are the most")
+                raise ChannelError(f"a message of {length} bytes arrives; at most {MAX_RECORD} are accepted")
             if len(self._in) - start < head + length:
                 break
             mac = bytes(self._in[start + _LENGTH.size : start + head])
             payload = bytes(self._in[start + head : start + head + length])
             if not hmac.compare_digest(mac, _record_mac(self._receive_key, self._received, payload)):
-                raise ChannelError("a message was changed, repeated, left out or put in another place")
+                raise ChannelError("a message was changed, repeated, dropped or reordered")
             self._received += 1
             start += head + length
             messages.append(payload)

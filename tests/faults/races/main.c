@@ -1,4 +1,4 @@
-/* Usage: races SCENARIO RANKS ROUNDS SEED. Ends with 0, or says what a rank has found. */
+/* Usage: races SCENARIO RANKS ROUNDS SEED. Exits with 0, or prints the error that a rank found. */
 #include "races.h"
 
 #include <stdarg.h>
@@ -75,7 +75,8 @@ void make_areas(uint8_t **areas, int size, size_t capacity) {
     for (int r = 0; r < size; r++) areas[r] = make(pyhvd_window_area(capacity));
 }
 
-void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity, size_t chunk) {
+void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
+             size_t chunk) {
     memset(w, 0, sizeof *w);
     w->rank = rank;
     w->size = size;
@@ -87,7 +88,8 @@ void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t 
 
 size_t write_note(uint8_t *note, int rank, uint64_t which) {
     size_t bytes = 1 + mixed(which + (uint64_t)rank) % PYHVD_NOTE;
-    for (size_t k = 0; k < bytes; k++) note[k] = (uint8_t)mixed(which * MOST_RANKS + (uint64_t)rank + k / 64);
+    for (size_t k = 0; k < bytes; k++)
+        note[k] = (uint8_t)mixed(which * MOST_RANKS + (uint64_t)rank + k / 64);
     return bytes;
 }
 
@@ -100,8 +102,9 @@ int main(int argc, char **argv) {
     static const struct {
         const char *name;
         void (*play)(const terms *);
-    } scenarios[] = {{"windows", play_windows}, {"aborts", play_aborts}, {"board", play_board},
-                     {"lanes", play_lanes},     {"lane-aborts", play_lane_aborts}, {"calls", play_calls}};
+    } scenarios[] = {
+        {"windows", play_windows}, {"aborts", play_aborts},           {"table", play_table},
+        {"paths", play_paths},     {"path-aborts", play_path_aborts}, {"calls", play_calls}};
     if (argc != 5) fail("usage: races SCENARIO RANKS ROUNDS SEED");
     terms t = {atoi(argv[2]), atoi(argv[3]), strtoull(argv[4], NULL, 10)};
     if (t.size < 1 || t.size > MOST_RANKS) fail("1 to %d ranks", MOST_RANKS);

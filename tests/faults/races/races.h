@@ -1,13 +1,13 @@
-/* Ranks that are threads of one process, so that sanitizers see all that they share; what the scenarios have in
- * common.
+/* What the scenarios share. Ranks are threads of one process, so that the sanitizers see all shared
+ * memory.
  *
- * Every rank draws from a *plan*, which is the same on all of them, and from a *draw* of its own, for delays and
- * orders.
+ * Every rank draws random numbers from a *plan*, the same on all ranks, and from a *draw* of its
+ * own, for delays and orders.
  */
 #ifndef PYHVD_RACES_H
 #define PYHVD_RACES_H
 
-#include "common/futex.h" /* first: it says which of the system's names there are */
+#include "common/futex.h"
 
 #include <pthread.h>
 #include <stddef.h>
@@ -30,16 +30,16 @@ typedef struct {
 uint64_t roll(dice *d, uint64_t n);
 dice dice_of(uint64_t seed, uint64_t who);
 
-/* Mix up a key: what is written is told apart by rank, round and place. */
+/* Hash a key, for data that differs by rank, round and position. */
 uint64_t mixed(uint64_t key);
 
-/* Mostly nothing; at times a turn of the core, or a short sleep. */
+/* Usually return at once; sometimes yield, spin, or sleep briefly. */
 void linger(dice *d);
 
-/* Zeroed memory of just so many bytes, aligned to a line. */
+/* Allocate `bytes` zeroed bytes, aligned to a line. */
 void *make(size_t bytes);
 
-/* Say what went wrong, and end the process. */
+/* Print an error, and end the process. */
 _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Run one thread per rank, and wait for them. */
@@ -47,19 +47,20 @@ void play(int size, void (*rank)(int rank, void *what), void *what);
 
 void start_thread(pthread_t *thread, void *(*run)(void *), void *what);
 
-/* Window areas for so many ranks, and this rank's view of them. */
+/* Allocate the areas of a window; set up one rank's view of them. */
 void make_areas(uint8_t **areas, int size, size_t capacity);
-void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity, size_t chunk);
+void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
+             size_t chunk);
 
-/* The note that a rank leaves when it aborts, and whether one that was read is it. */
+/* Write the note with which a rank aborts; return whether a note is that one. */
 size_t write_note(uint8_t *note, int rank, uint64_t which);
 int is_note(const uint8_t *note, size_t bytes, int rank, uint64_t which);
 
 void play_windows(const terms *t);
 void play_aborts(const terms *t);
-void play_board(const terms *t);
+void play_table(const terms *t);
 void play_calls(const terms *t);
-void play_lanes(const terms *t);
-void play_lane_aborts(const terms *t);
+void play_paths(const terms *t);
+void play_path_aborts(const terms *t);
 
 #endif

@@ -1,5 +1,6 @@
-/* The window: everything that it offers, in an order that is drawn, of every size and kind; and windows that are
- * aborted at any moment. What a reduction gives is compared with the kernels' own result over all ranks' values. */
+/* All operations of a window, in a drawn order, of every size and kind; and windows that are
+ * aborted at drawn moments. Each reduction is compared with the kernels' result over all ranks'
+ * values. */
 #include "races.h"
 
 #include <stdlib.h>
@@ -15,11 +16,11 @@ typedef struct {
     const terms *t;
     uint8_t *areas[MOST_RANKS], *arenas[MOST_RANKS];
     pthread_barrier_t meet;
-    uint64_t which; /* of the windows that are aborted */
+    uint64_t which; /* which window, where windows are aborted */
     int ends[MOST_RANKS], beside;
 } stage;
 
-/* One rank's own things. */
+/* One rank. */
 typedef struct {
     stage *s;
     int rank, size;
@@ -29,7 +30,7 @@ typedef struct {
     uint8_t *send, *recv, *expected, *inputs[MOST_RANKS];
 } player;
 
-/* Bits that leave finite numbers below one, or 0 and 1; signed integers may overflow: they wrap around. */
+/* A mask that leaves finite numbers below one, or 0 and 1; integers may wrap around. */
 static uint64_t mask_of(int dtype) {
     switch (dtype) {
     case PYHVD_BOOL: return 0x0101010101010101u;
@@ -43,9 +44,10 @@ static uint64_t mask_of(int dtype) {
     }
 }
 
-/* What rank `from` has for rank `to` (or for all) in this round. */
+/* Fill in the input of rank `from` for rank `to` (or for all) in this round. */
 static void fill_in(const player *p, uint8_t *out, size_t bytes, int dtype, int from, int to) {
-    uint64_t key = mixed(p->round * 65536 + (uint64_t)from * 256 + (uint64_t)to), mask = mask_of(dtype);
+    uint64_t key = mixed(p->round * 65536 + (uint64_t)from * 256 + (uint64_t)to),
+             mask = mask_of(dtype);
     for (size_t k = 0; k < bytes; k += 8) {
         uint64_t word = mixed(key + k) & mask;
         memcpy(out + k, &word, bytes - k < 8 ? bytes - k : 8);
@@ -72,27 +74,28 @@ static double draw_factor(player *p, int dtype) {
 }
 
 static void reduce(player *p, const pyhvd_job *job) {
-    pyhvd_course course;
+    pyhvd_job_cursor cursor;
     if (roll(&p->draw, 2)) {
-        if (pyhvd_window_allreduce(&p->w, job)) fail("rank %d: aborted by nobody", p->rank);
+        if (pyhvd_window_allreduce(&p->w, job)) fail("rank %d: no rank has aborted", p->rank);
         return;
     }
-    pyhvd_window_begin(&course, job);
-    p->w.brief = 1;
+    pyhvd_window_begin(&cursor, job);
+    p->w.interruptible = 1;
     int status = PYHVD_LATER;
-    while (status == PYHVD_LATER) status = pyhvd_window_proceed(&p->w, &course);
-    p->w.brief = 0;
-    if (status) fail("rank %d: aborted by nobody", p->rank);
+    while (status == PYHVD_LATER) status = pyhvd_window_proceed(&p->w, &cursor);
+    p->w.interruptible = 0;
+    if (status) fail("rank %d: no rank has aborted", p->rank);
 }
 
-/* What all ranks' values come to. */
+/* Compute the expected result. */
 static void foretell(player *p, const pyhvd_job *job, int joined) {
     size_t count = (size_t)job->starts[job->n], bytes = count * pyhvd_itemsize(job->dtype);
     int64_t from[MOST_RANKS];
     for (int q = 0; q < p->size; q++) {
         from[q] = (int64_t)(intptr_t)p->inputs[q];
         fill_in(p, p->inputs[q], bytes, job->dtype, q, 0);
-        if (q == joined) pyhvd_fill(p->inputs[q], count, job->dtype, job->op);
+        if (q == joined)
+            pyhvd_fill(p->inputs[q], count, job->dtype, job->op);
         else if (job->prescale != 1.0)
             pyhvd_scale(p->inputs[q], p->inputs[q], count, job->dtype, job->prescale);
     }
@@ -101,20 +104,27 @@ static void foretell(player *p, const pyhvd_job *job, int joined) {
 
 static void allreduce(player *p) {
     int64_t srcs[TENSORS], dsts[TENSORS], starts[TENSORS + 1] = {0};
-    pyhvd_job job = {srcs, dsts, starts, 1 + roll(&p->plan, TENSORS), (int)roll(&p->plan, PYHVD_DTYPES), 0, 1, 1, 0};
+    pyhvd_job job = {
+        srcs, dsts, starts, 1 + roll(&p->plan, TENSORS), (int)roll(&p->plan, PYHVD_DTYPES), 0,
+        1,    1,    0};
     int joined = (int)roll(&p->plan, 8), inplace = (int)roll(&p->draw, 2);
     size_t item = pyhvd_itemsize(job.dtype), total = draw_bytes(p, MOST) / item;
     job.op = draw_op(p, job.dtype);
     job.postscale = draw_factor(p, job.dtype);
     job.direct = joined >= p->size && !roll(&p->plan, 3);
     if (!job.direct) job.prescale = draw_factor(p, job.dtype);
-    for (size_t k = 1; k < job.n; k++) starts[k] = starts[k - 1] + (int64_t)roll(&p->plan, total / job.n + 1);
+    for (size_t k = 1; k < job.n; k++)
+        starts[k] = starts[k - 1] + (int64_t)roll(&p->plan, total / job.n + 1);
     starts[job.n] = (int64_t)total;
-    uint8_t *in = job.direct ? p->s->arenas[p->rank] : p->send, *out = job.direct || inplace ? in : p->recv;
-    int skipped = job.direct ? TENSORS : (int)roll(&p->draw, 2 * TENSORS); /* a result that nobody wants */
+    uint8_t *in = job.direct ? p->s->arenas[p->rank] : p->send,
+            *out = job.direct || inplace ? in : p->recv;
+    /* a result that is dropped */
+    int skipped = job.direct ? TENSORS : (int)roll(&p->draw, 2 * TENSORS);
     for (size_t k = 0; k < job.n; k++) {
         srcs[k] = joined == p->rank ? 0 : (int64_t)(intptr_t)(in + (size_t)starts[k] * item);
-        dsts[k] = joined == p->rank || (int)k == skipped ? 0 : (int64_t)(intptr_t)(out + (size_t)starts[k] * item);
+        dsts[k] = joined == p->rank || (int)k == skipped
+                      ? 0
+                      : (int64_t)(intptr_t)(out + (size_t)starts[k] * item);
     }
     fill_in(p, in, total * item, job.dtype, p->rank, 0);
     linger(&p->draw);
@@ -123,7 +133,8 @@ static void allreduce(player *p) {
     for (size_t k = 0; k < job.n; k++) {
         size_t at = (size_t)starts[k] * item, bytes = (size_t)(starts[k + 1] - starts[k]) * item;
         if (dsts[k] && memcmp(out + at, p->expected + at, bytes))
-            fail("rank %d, round %d: dtype %d, %zu elements are torn", p->rank, (int)p->round, job.dtype, total);
+            fail("rank %d, round %d: dtype %d, %zu elements are torn", p->rank, (int)p->round,
+                 job.dtype, total);
     }
 }
 
@@ -136,7 +147,8 @@ static void gather(player *p) {
     uint8_t *send = roll(&p->draw, 2) ? p->send : p->recv + starts[p->rank];
     fill_in(p, send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, 0);
     linger(&p->draw);
-    if (pyhvd_window_gather(&p->w, send, p->recv, counts, starts)) fail("rank %d: aborted by nobody", p->rank);
+    if (pyhvd_window_gather(&p->w, send, p->recv, counts, starts))
+        fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)counts[q], PYHVD_UINT8, q, 0);
         if (memcmp(p->expected, p->recv + starts[q], (size_t)counts[q]))
@@ -152,10 +164,11 @@ static void alltoall(player *p) {
             if (q == p->rank) from[k] = s, sent[k] = n, s += n;
             if (k == p->rank) to[q] = r, got[q] = n, r += n;
         }
-    for (int q = 0; q < p->size; q++) fill_in(p, p->send + from[q], (size_t)sent[q], PYHVD_UINT8, p->rank, q);
+    for (int q = 0; q < p->size; q++)
+        fill_in(p, p->send + from[q], (size_t)sent[q], PYHVD_UINT8, p->rank, q);
     linger(&p->draw);
     if (pyhvd_window_alltoall(&p->w, p->send, sent, from, p->recv, got, to))
-        fail("rank %d: aborted by nobody", p->rank);
+        fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)got[q], PYHVD_UINT8, q, p->rank);
         if (memcmp(p->expected, p->recv + to[q], (size_t)got[q]))
@@ -163,27 +176,29 @@ static void alltoall(player *p) {
     }
 }
 
-static void swap(player *p) {
+static void exchange(player *p) {
     int64_t counts[MOST_RANKS];
     int mask = roll(&p->plan, 2) ? p->size / 2 : 1, partner = p->rank ^ mask;
     for (int q = 0; q < p->size; q++) counts[q] = (int64_t)draw_bytes(p, MOST);
     fill_in(p, p->send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, partner);
-    if (pyhvd_window_swap(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
-        fail("rank %d: aborted by nobody", p->rank);
+    if (pyhvd_window_exchange(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
+        fail("rank %d: no rank has aborted", p->rank);
     fill_in(p, p->expected, (size_t)counts[partner], PYHVD_UINT8, partner, p->rank);
     if (memcmp(p->expected, p->recv, (size_t)counts[partner]))
-        fail("rank %d, round %d: swapped with %d", p->rank, (int)p->round, partner);
+        fail("rank %d, round %d: exchanged with %d", p->rank, (int)p->round, partner);
 }
 
-/* Whoever returns from a barrier sees what the others did before it: `shared` is no atomic. */
+/* A rank that returns from a barrier sees what the others wrote before it; `shared` is not
+ * atomic. */
 static void barrier(player *p) {
     uint64_t *shared = (uint64_t *)p->s->arenas[p->rank];
     *shared = p->round;
     linger(&p->draw);
-    if (pyhvd_window_barrier(&p->w)) fail("rank %d: aborted by nobody", p->rank);
+    if (pyhvd_window_barrier(&p->w)) fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++)
-        if (*(uint64_t *)p->s->arenas[q] != p->round) fail("rank %d: no barrier in round %d", p->rank, (int)p->round);
-    if (pyhvd_window_barrier(&p->w)) fail("rank %d: aborted by nobody", p->rank);
+        if (*(uint64_t *)p->s->arenas[q] != p->round)
+            fail("rank %d: no barrier in round %d", p->rank, (int)p->round);
+    if (pyhvd_window_barrier(&p->w)) fail("rank %d: no rank has aborted", p->rank);
 }
 
 static void enter(player *p, stage *s, int rank) {
@@ -212,12 +227,19 @@ static void use(int rank, void *what) {
     for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
         uint64_t kind = roll(&p.plan, 16);
         linger(&p.draw);
-        if (kind < 10) allreduce(&p);
-        else if (kind < 12) gather(&p);
-        else if (kind < 13) alltoall(&p);
-        else if (kind < 14) barrier(&p);
-        else if (kind < 15) p.w.chunk = PYHVD_FLAT + roll(&p.plan, (CAPACITY - PYHVD_FLAT) / PYHVD_LINE) * PYHVD_LINE;
-        else if (p.size % 2 == 0 && (p.size & (p.size - 1)) == 0) swap(&p);
+        if (kind < 10)
+            allreduce(&p);
+        else if (kind < 12)
+            gather(&p);
+        else if (kind < 13)
+            alltoall(&p);
+        else if (kind < 14)
+            barrier(&p);
+        else if (kind < 15)
+            p.w.chunk = PYHVD_FLAT +
+                        roll(&p.plan, (CAPACITY - PYHVD_FLAT) / PYHVD_LINE) * PYHVD_LINE;
+        else if (p.size % 2 == 0 && (p.size & (p.size - 1)) == 0)
+            exchange(&p);
     }
     leave(&p);
 }
@@ -252,7 +274,7 @@ static void *abort_soon(void *what) {
     return NULL;
 }
 
-/* Reduce until it ends. */
+/* Reduce until the window is aborted. */
 static void use_until_aborted(int rank, void *what) {
     static const int64_t counts[] = {1, 500, 4096, 9000};
     stage *s = what;
@@ -264,7 +286,8 @@ static void use_until_aborted(int rank, void *what) {
         int64_t count = counts[number % 4], starts[] = {0, count}, *values = (int64_t *)p.send;
         int64_t at = (int64_t)(intptr_t)values;
         pyhvd_job job = {&at, &at, starts, 1, PYHVD_INT64, PYHVD_SUM, 1.0, 1.0, 0};
-        if (number == s->ends[rank] && s->beside) start_thread(&helper, abort_soon, &p), helped = 1;
+        if (number == s->ends[rank] && s->beside)
+            start_thread(&helper, abort_soon, &p), helped = 1;
         else if (number == s->ends[rank]) {
             abort_soon(&p);
             break;
@@ -280,7 +303,8 @@ static void use_until_aborted(int rank, void *what) {
     size_t bytes;
     const uint8_t *note = pyhvd_window_note(&p.w, &bytes);
     int known = 0;
-    for (int q = 0; q < p.size && note; q++) known |= s->ends[q] >= 0 && is_note(note, bytes, q, s->which);
+    for (int q = 0; q < p.size && note; q++)
+        known |= s->ends[q] >= 0 && is_note(note, bytes, q, s->which);
     if (!known) fail("rank %d, window %d: no note", rank, (int)s->which);
     leave(&p);
 }

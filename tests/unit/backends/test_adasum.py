@@ -1,4 +1,4 @@
-"""Adasum's kernels bit by bit against numpy, its factors, and how tensors are laid out to ride together."""
+"""Adasum's kernels bit by bit against numpy, its factors, and its batches of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
 from pyhvd import _fusion
-from pyhvd.backends.adasum import TINY, factors_of, rides
+from pyhvd.backends.adasum import TINY, batches, factors_of
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.messages import GLOBAL_SET, RequestType
 from tests.unit.native.fast_path_simulation import LaneNetwork
@@ -25,7 +25,7 @@ COUNTS = (0, 1, 7, 8, 9, 64, 1000, 5003)
 
 
 def vectors(code: Code, count: int, seed: int = 1) -> tuple[Array, Array]:
-    """Two vectors at odd addresses, of elements of many magnitudes, so that the order of a sum is seen."""
+    """Two vectors at odd addresses, with many magnitudes, so the order of a sum shows in the bits."""
     rng = np.random.default_rng([seed, count])
     made = []
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_terms(code: Code, count: int) -> None:
 
 @each_dtype
 def test_terms_of_pieces(code: Code) -> None:
-    """Each piece is summed by itself, wherever it lies."""
+    """Each piece is summed by itself, at any address."""
     a, b = vectors(code, sum(COUNTS))
     got = terms(code, a, b, list(COUNTS))
     first = 0
@@ -150,7 +150,7 @@ def test_factors(row: tuple[float, float, float], want: tuple[float, float]) -> 
 
 
 def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
-    """Nor after a sum of that name, which had been lent; the response cache has it all the same."""
+    """Not even after a sum of the same name was delegated; the response cache still holds it."""
     network = LaneNetwork(4)
     add, other = allreduce("x"), allreduce("y")
     adasum = replace(add, type=RequestType.ADASUM, op=ReduceOp.ADASUM)
@@ -170,8 +170,8 @@ def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
 @settings(max_examples=200, deadline=None)
 @given(counts=st.lists(st.integers(0, 60), max_size=30), limit=st.integers(1, 100))
 def test_rides(counts: list[int], limit: int) -> None:
-    """Every tensor that has elements rides once; several share at most the limit, half of it rides alone."""
-    plan = list(rides(counts, limit))
+    """Every tensor with elements is in one batch; a batch of several has at most the limit."""
+    plan = list(batches(counts, limit))
     assert sorted(i for ride in plan for i in ride) == [i for i, count in enumerate(counts) if count]
     for ride in plan:
         assert ride == sorted(ride)

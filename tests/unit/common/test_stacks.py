@@ -12,13 +12,13 @@ from types import CodeType
 
 import pytest
 
+from pyhvd.api.call import calling_site
 from pyhvd.common import stacks
 from pyhvd.common.stacks import (
     MAX_FRAMES,
     MAX_TEXT,
     MAX_THREADS,
     ThreadStack,
-    calling_site,
     describe_site,
     user_stacks,
 )
@@ -157,7 +157,7 @@ def test_pyhvds_own_frames_are_folded_into_what_was_called() -> None:
 
 
 def test_a_site_is_the_line_of_the_call() -> None:
-    site = stacks.calling_site()
+    site = calling_site()
     assert site is not None
     line = sys._getframe().f_lineno - 2
     assert describe_site(*site).endswith(f"test_stacks.py:{line} in test_a_site_is_the_line_of_the_call")

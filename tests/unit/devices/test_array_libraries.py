@@ -1,4 +1,4 @@
-"""Whose array is it, and what is said where nobody can look after it."""
+"""The library of an array, and the error for an object without one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.api.call import target_like
 from pyhvd.arrays import TensorView
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing, target_like
+from pyhvd.devices.array_libraries import adopt, adopt_for_writing
 from pyhvd.devices.base import DeviceView
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
@@ -31,7 +32,7 @@ class Interface:
 
 
 class Capsule:
-    """An array by DLPack, of a library that nobody has heard of."""
+    """An array by DLPack, of an unknown library."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -58,7 +59,7 @@ def test_without_cupy_the_extra_is_named(tensor: Any) -> None:
             take(tensor)
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         assert str(caught.value) == (
-            f"{kind} lives on a GPU, and pyhvd reaches GPUs by CuPy, which cannot be imported"
+            f"{kind} is on a GPU, and pyhvd uses GPUs through CuPy, which cannot be imported"
             " (No module named 'cupy'):"
             ' install it with pip install "pyhvd[cuda13]", or "pyhvd[cuda12]" where the driver is older'
         )

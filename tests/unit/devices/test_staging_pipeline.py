@@ -1,4 +1,4 @@
-"""The way through the host, against numpy, on a device whose streams are as late as they may be."""
+"""Staging through the host, against numpy, on a device whose streams run as late as allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE = 16
 
 
 def doubled(device: FakeDevice, source: FakeArray, target: FakeArray) -> Array:
-    """Double bytes by way of the host, as the communication stream would have it done; return the result."""
+    """Double bytes through the host, on the communication stream; return the result."""
     stream, caller = device.make_stream(), device.current_stream()
     ready, arrived = device.make_event(), device.make_event()
     device.record(ready, caller)

@@ -1,4 +1,4 @@
-"""Results that are received on another stream than they were submitted on, and streams that mean two."""
+"""Results received on another stream than the submitting one, and handles of ambiguous streams."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def make_array(kind: str, device: FakeDevice) -> Any:
 
 
 def address_of(array: Any) -> int:
-    """Return where a result of any library is."""
+    """Return the address of a result of any library."""
     return int(getattr(array, "inner", array).ptr)
 
 
 def look_later(device: FakeDevice, ptr: int) -> list[Array]:
-    """Queue a look at an array on the current stream, and hold nothing of it; return where it will be."""
+    """Queue a copy of an array on the current stream without keeping the array; return the copy."""
     found: list[Array] = []
     device.call(
         lambda: found.append(elements(ptr, VALUES.size, Code.FLOAT64).copy()), device.current_stream()
@@ -104,7 +104,7 @@ def look_later(device: FakeDevice, ptr: int) -> list[Array]:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for what the background thread does when it is idle."""
+    """Wait until the background thread has swept, which it does when idle."""
     end = time.monotonic() + 20
     while not happened():
         assert time.monotonic() < end
@@ -116,7 +116,7 @@ def alone(body: Callable[[], None]) -> None:
 
 
 def received_elsewhere(device: FakeDevice, kind: str, verb: Any, uses: Stream) -> None:
-    """Submit on one stream; let go of the result while another, which uses it, is held up."""
+    """Submit on one stream; drop the result while another stream that uses it is held up."""
     submits = device.make_stream()
 
     def body() -> None:
@@ -222,7 +222,7 @@ def test_the_stream_that_an_interface_names_waits_for_what_is_done_in_place(devi
 
 
 def test_the_stream_of_an_arrays_library_waits_for_what_is_done_in_place(device: FakeDevice) -> None:
-    """By DLPack the library's stream is not named: the array is offered to it once more."""
+    """DLPack does not name the library's stream, so the array is exported to it once more."""
     Capsule.works_on = works = device.make_stream()
     with device.using(works):
         array = make_array("dlpack", device)
@@ -249,7 +249,7 @@ def test_the_stream_of_an_arrays_library_waits_for_what_is_done_in_place(device:
 
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
 def test_what_is_done_in_place_makes_no_lease(device: FakeDevice, kind: str) -> None:
-    """The array is the caller's, and so is the care for where it is used: its stream does not wait."""
+    """The caller owns the array and orders its use, so its stream does not wait."""
     submits, uses = device.make_stream(), device.make_stream()
     waits: list[int] = []
 

@@ -42,11 +42,11 @@ class Slow:
 def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
     """Return an executor with one backend, and a device at work."""
     nothing: Any = None
-    made = DeviceExecutor(0, [], {}, {}, nothing, nothing, checked=False, cuda_aware_mpi=False)
+    made = DeviceExecutor(0, [], {}, {}, nothing, nothing, checked=False)
     backend: Any = Broken()
     device: Any = Slow(looks)
     made._opened[0] = backend
-    made._keeper.keep(device, object(), object())
+    made._keep_alive.keep(device, object(), object())
     return made, backend
 
 

@@ -12,7 +12,7 @@ from pyhvd.dtypes import Code
 from pyhvd.engine.result_checks import Checker
 from pyhvd.errors import CorruptionError
 from pyhvd.negotiation.messages import Request, RequestType, Response
-from pyhvd.transport.inprocess import Meeting, ThreadFabric
+from pyhvd.transport.inprocess import ThreadFabric, ThreadGroup
 
 MEMBERS = (2, 3, 5)
 
@@ -24,12 +24,12 @@ def compare(results: list[list[np.ndarray | None]], code: Code) -> list[list[Cor
         Response(Request(RequestType.ALLREDUCE, f"t{i}", int(code), (count,)), 0)
         for i, count in enumerate(counts)
     ]
-    meeting = Meeting(len(results), timeout=20.0)
+    group = ThreadGroup(len(results), timeout=20.0)
     heard: list[list[CorruptionError | None]] = [[] for _ in results]
 
     def play(rank: int) -> None:
         mine: list[Bytes | None] = [None if r is None else flat_bytes(r) for r in results[rank]]
-        heard[rank] = list(Checker.compare(batch, mine, ThreadFabric(meeting, rank), MEMBERS[: len(results)]))
+        heard[rank] = list(Checker.compare(batch, mine, ThreadFabric(group, rank), MEMBERS[: len(results)]))
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(len(results))]
     for thread in threads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from hypothesis import given, strategies as st
 
 import pyhvd.spark
 from pyhvd.errors import ConfigError, RankFailedError
-from pyhvd.job.addresses import listening_places
+from pyhvd.job.addresses import interface_addresses
 from pyhvd.job.errors import UnsupportedLauncherError
 from pyhvd.job.failure import FailureAnalysis
 from pyhvd.job.messages import Start, encode
-from pyhvd.job.placement import Registry, Task, assign
+from pyhvd.job.placement import RankPlacement, Registry, Task, assign
 from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.spark import java
 from pyhvd.spark.api import (
+    _driver_hosts,
     _interfaces,
     _mpiexec_arguments,
     _rank_env,
@@ -34,6 +35,10 @@ from pyhvd.spark.errors import JavaNotFoundError, SparkError
 from pyhvd.transport.tcp.session import MAX_RECORD
 
 
+def placements_of(hosts: list[str]) -> list[RankPlacement]:
+    return assign(chain.from_iterable(registry_of(hosts).groups()))
+
+
 def registry_of(hosts: list[str]) -> Registry:
     registry = Registry(len(hosts))
     for index, host in reversed(list(enumerate(hosts))):
@@ -42,27 +47,39 @@ def registry_of(hosts: list[str]) -> Registry:
 
 
 def test_the_host_of_task_0_comes_first() -> None:
-    seats = assign(registry_of(["b", "a", "b", "a", "a"]).groups())
-    assert [(seat.rank, seat.index, seat.host) for seat in seats] == [
+    placements = placements_of(["b", "a", "b", "a", "a"])
+    assert [(each.rank, each.index, each.host) for each in placements] == [
         (0, 0, "b"),
         (1, 2, "b"),
         (2, 1, "a"),
         (3, 3, "a"),
         (4, 4, "a"),
     ]
-    assert [(seat.local_rank, seat.local_size) for seat in seats] == [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
-    assert [(seat.cross_rank, seat.cross_size) for seat in seats] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
+    assert [(each.local_rank, each.local_size) for each in placements] == [
+        (0, 2),
+        (1, 2),
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
+    assert [(each.cross_rank, each.cross_size) for each in placements] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+        (0, 1),
+    ]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20))
 def test_every_task_becomes_one_rank_and_hosts_stay_together(hosts: list[str]) -> None:
-    seats = assign(registry_of(hosts).groups())
-    assert [seat.rank for seat in seats] == list(range(len(hosts)))
-    assert sorted(seat.index for seat in seats) == list(range(len(hosts)))
-    assert all(seat.host == hosts[seat.index] for seat in seats)
-    changes = sum(one.host != other.host for one, other in pairwise(seats))
+    placements = placements_of(hosts)
+    assert [each.rank for each in placements] == list(range(len(hosts)))
+    assert sorted(each.index for each in placements) == list(range(len(hosts)))
+    assert all(each.host == hosts[each.index] for each in placements)
+    changes = sum(one.host != other.host for one, other in pairwise(placements))
     assert changes == len(set(hosts)) - 1
-    assert seats[0].index == 0
+    assert placements[0].index == 0
 
 
 def test_only_a_newer_attempt_replaces_a_task() -> None:
@@ -79,16 +96,16 @@ def test_only_a_newer_attempt_replaces_a_task() -> None:
 
 
 def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
-    verdict = FailureAnalysis()
-    assert verdict.settled_at == math.inf
-    verdict.add(ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
-    assert verdict.settled_at > 100.0
-    verdict.add(ExitReport(2, LOST, 1, "is lost", 9.0), now=100.1)
-    verdict.add(
+    failures = FailureAnalysis()
+    assert failures.settled_at == math.inf
+    failures.add(ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
+    assert failures.settled_at > 100.0
+    failures.add(ExitReport(2, LOST, 1, "is lost", 9.0), now=100.1)
+    failures.add(
         ExitReport(1, EXCEPTION, 1, "failed: ValueError: x", 10.2), now=100.2, traceback="Traceback ..."
     )
-    assert verdict.settled_at == 100.2
-    error = verdict.error(assign(registry_of(["a", "a", "b"]).groups()))
+    assert failures.settled_at == 100.2
+    error = failures.error(placements_of(["a", "a", "b"]))
     assert isinstance(error, RankFailedError)
     assert str(error) == "rank 1 of 3 on host a (Spark task 1) failed: ValueError: x"
     assert str(error.__cause__) == "on rank 1:\n  | Traceback ..."
@@ -102,23 +119,23 @@ def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
     ],
 )
 def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, text: str) -> None:
-    seats = assign(registry_of(["a", "a", "b"]).groups())
-    verdict = FailureAnalysis()
-    verdict.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
-    assert verdict.settled_at > 100.0  # the loss may be seen later than what follows from it
-    verdict.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
-    assert str(verdict.error(seats)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
-    verdict.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)
-    assert str(verdict.error(seats)) == "rank 2 of 3 on host b (Spark task 2) is lost"
+    placements = placements_of(["a", "a", "b"])
+    failures = FailureAnalysis()
+    failures.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
+    assert failures.settled_at > 100.0  # the loss may be seen later than what follows from it
+    failures.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
+    assert str(failures.error(placements)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
+    failures.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)
+    assert str(failures.error(placements)) == "rank 2 of 3 on host b (Spark task 2) is lost"
 
 
 def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
-    verdict = FailureAnalysis()
-    verdict.add(ExitReport(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
-    assert verdict.settled_at == 100.0
-    verdict.add(ExitReport(2, LOST, 1, "is lost", 9.9), now=100.0)
-    seats = assign(registry_of(["a", "a", "b"]).groups())
-    assert str(verdict.error(seats)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
+    failures = FailureAnalysis()
+    failures.add(ExitReport(0, SIGNAL, 137, "was killed by SIGKILL", 10.0), now=100.0)
+    assert failures.settled_at == 100.0
+    failures.add(ExitReport(2, LOST, 1, "is lost", 9.9), now=100.0)
+    placements = placements_of(["a", "a", "b"])
+    assert str(failures.error(placements)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
 
 
 def test_start_timeout_comes_from_argument_then_environment() -> None:
@@ -158,11 +175,14 @@ def test_the_first_interface_is_mpis() -> None:
 
 
 def test_the_driver_listens_where_spark_does() -> None:
-    assert listening_places(None, "driver", "0.0.0.0") == [("0.0.0.0", "driver")]
-    assert listening_places(None, "[0:0:0:0:0:0:0:1]", "[::]") == [("::", "0:0:0:0:0:0:0:1")]
-    assert listening_places(["lo"], "driver", "0.0.0.0") == [("127.0.0.1", "127.0.0.1")]
-    with pytest.raises(ValueError, match=r"interface 'no-such' has no address .*there are .*lo"):
-        listening_places(["no-such"], "driver", "driver")
+    host, bind = "spark.driver.host", "spark.driver.bindAddress"
+    assert _driver_hosts({host: "driver", bind: "0.0.0.0"}) == (["0.0.0.0"], ["driver"])
+    assert _driver_hosts({host: "[0:0:0:0:0:0:0:1]", bind: "[::]"}) == (["::"], ["0:0:0:0:0:0:0:1"])
+    assert interface_addresses(["lo"]) == ["127.0.0.1"]
+    with pytest.raises(
+        ValueError, match=r"interface 'no-such' has no address .*this host's interfaces are .*lo"
+    ):
+        interface_addresses(["no-such"])
 
 
 def test_what_cannot_be_served_is_refused_with_a_reason() -> None:

@@ -1,4 +1,4 @@
-"""A rank's process and its keeper, as its task sees them."""
+"""A rank's process and its guardian, as its task sees them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[4]), b'x')\n")
     python.chmod(0o700)
-    child = _end_under(python)
-    assert child.failure is not None
-    assert child.failure.kind == LOST
+    process = _end_under(python)
+    assert process.failure is not None
+    assert process.failure.kind == LOST
 
 
 def _end_under(python: Path) -> RankProcess:
-    """Return a rank that has ended before it has taken its code; its keeper is in the file `python`."""
+    """Return a rank that has ended before it has taken its code; its guardian is in the file `python`."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
-    child = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
+    process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
-    _see_to_the_end(child)
-    return child
+    _see_to_the_end(process)
+    return process
 
 
 def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
@@ -50,40 +50,40 @@ def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
     process.close()
 
 
-def test_a_keeper_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
+def test_a_guardian_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
     python = tmp_path / "python"
     said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # who the rank is
     python.write_text(f"#!{sys.executable}\nimport os, sys\n{said}\nsys.exit(3)\n")
     python.chmod(0o700)
     failure = _end_under(python).failure
     assert failure is not None
-    assert (failure.kind, failure.cause) == (LOST, "was killed, as its keeper ended with exit code 3")
+    assert (failure.kind, failure.cause) == (LOST, "was killed, as its guardian exited with code 3")
 
 
-def test_a_keeper_that_does_not_end_takes_nothing_from_the_rank() -> None:
+def test_a_guardian_that_does_not_end_takes_nothing_from_the_rank() -> None:
     ended: list[int | None] = []
-    kept = SupervisedProcess(
-        "tests.slow_keeper",
+    guarded = SupervisedProcess(
+        "tests.slow_guardian",
         [],
         dict(os.environ),
         lambda *_: None,
-        lambda: ended.append(kept.code),
+        lambda: ended.append(guarded.code),
         kill_s=0.2,
     )
-    _see_to_the_end(kept)
+    _see_to_the_end(guarded)
     assert ended == [0]
 
 
-def test_a_keeper_closes_what_is_open_whatever_the_limit() -> None:
+def test_a_guardian_closes_what_is_open_whatever_the_limit() -> None:
     script = """
 import os, resource
 from pyhvd.job.process.guardian import _close_all_but
 os.dup2(1, 300)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-kept, life = os.pipe()
-_close_all_but(kept, life)
+guarded, life = os.pipe()
+_close_all_but(guarded, life)
 left = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
-os._exit(0 if sorted(left) == sorted([0, 1, 2, kept, life]) else 1)
+os._exit(0 if sorted(left) == sorted([0, 1, 2, guarded, life]) else 1)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S, check=False).returncode == 0
 

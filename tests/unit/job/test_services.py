@@ -1,4 +1,4 @@
-"""The driver's and the tasks' services in one process: ranks are real, Spark is threads."""
+"""The driver's service and the tasks in one process: ranks are real, Spark is threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pyhvd.spark.errors import SparkError, as_spark_errors, reason_of
 from pyhvd.spark.job import CollectJob
 from pyhvd.transport.tcp.connection import Connection, connect, new_key
 from pyhvd.transport.tcp.session import ChannelError
-from tests.spark_services import PATIENCE_S, Bench, Shown, drop
+from tests.spark_services import PATIENCE_S, Bench, EagerDisplay, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
 
@@ -85,11 +85,11 @@ def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
         lines = b"".join(data for who, _, data in display.seen if who == rank).splitlines()
         assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
         assert lines[-1] == b"the last line, which does not end"
-    # What a rank's pipe held, and what was read at once, are beyond the window.
+    # What a rank's pipe held, and what was read at once, are beyond the credit.
     assert display.most_before <= 2 * (OUTPUT_CREDIT + (1 << 17))
 
 
-class Slow(Shown):
+class Slow(EagerDisplay):
     """Takes everything, and says that it has been shown only when it is let through."""
 
     def __init__(self) -> None:
@@ -97,14 +97,14 @@ class Slow(Shown):
         self.seen: list[tuple[int, int, bytes]] = []
         self.most_before = 0
         self._open = False
-        self._kept: list[tuple[int, int, bytes]] = []
+        self._held: list[tuple[int, int, bytes]] = []
         self._lock = threading.Lock()
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         with self._lock:
             self.seen.append((rank, stream, data))
             if not self._open:
-                self._kept.append((rank, stream, data))
+                self._held.append((rank, stream, data))
                 self.most_before += len(data)
                 return
             super().write(rank, stream, data)
@@ -117,7 +117,7 @@ class Slow(Shown):
         time.sleep(seconds)
         with self._lock:
             self._open = True
-            for what in self._kept:
+            for what in self._held:
                 super().write(*what)
 
 
@@ -215,7 +215,7 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
 
     registered = threading.Event()
     assert bench.run(old_attempt, new_attempt, other) == [0, 1]
-    assert stopped == ["a newer attempt of this task has come"]
+    assert stopped == ["a newer attempt of this task has registered"]
 
 
 def wait_for_stop(connection: Connection) -> Stop:
@@ -232,32 +232,32 @@ def wait_for_stop(connection: Connection) -> Stop:
 
 def test_a_task_that_falls_silent_is_missed() -> None:
     bench = Bench(lambda: time.sleep(1000), 2, drop)
-    kept: list[Connection] = []
+    open_connections: list[Connection] = []
     text = rf"rank 1 of 2 on host b \(Spark task 1\) has been silent for {SILENT_S:g} s"
     begin = time.monotonic()
     with pytest.raises(RankFailedError, match=text):
-        bench.run(bench.task(0), lambda: kept.append(bench.register(1, host="b")))
+        bench.run(bench.task(0), lambda: open_connections.append(bench.register(1, host="b")))
     assert time.monotonic() - begin >= SILENT_S
-    kept[0].close()
+    open_connections[0].close()
 
 
 def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
     bench = Bench(rank, 2, drop, start_timeout=3)
-    kept: list[Connection] = []
+    open_connections: list[Connection] = []
 
     def silent() -> None:
-        kept.append(bench.register(1))
+        open_connections.append(bench.register(1))
         time.sleep(3.5)
 
     begin = time.monotonic()
     with pytest.raises(StartTimeoutError):
         bench.run(silent)
     assert time.monotonic() - begin < SILENT_S
-    kept[0].close()
+    open_connections[0].close()
 
 
 def times_out_once_only_these_are_missing(bench: Bench, missing: list[int]) -> None:
-    """However late the others come on a busy machine."""
+    """However late the others register on a busy machine."""
     service: Any = bench.service
     inner = service._start_or_time_out
     service._start_or_time_out = lambda now, until: inner(
@@ -278,21 +278,21 @@ class Pipe:
     """Stands for a job in Spark that has failed when it is said."""
 
     def __init__(self) -> None:
-        self._told, self._tell = os.pipe()
+        self._wake, self._waker = os.pipe()
         self.done = False
 
     def fileno(self) -> int:
-        return self._told
+        return self._wake
 
     def results(self) -> list[tuple[int, bytes]]:
         raise SparkError("Spark ended the job")
 
     def fail(self) -> None:
         self.done = True
-        os.close(self._tell)
+        os.close(self._waker)
 
     def close(self) -> None:
-        os.close(self._told)
+        os.close(self._wake)
 
 
 def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
@@ -305,7 +305,7 @@ def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
         bench.service.run(job)
     caller.join(PATIENCE_S)
     job.fail()
-    with patch.object(bench.service._board, "turn", wraps=bench.service._board.turn) as turn:
+    with patch.object(bench.service._connections, "turn", wraps=bench.service._connections.turn) as turn:
         bench.service.stop("the test", 1.0)
     assert 0 < turn.call_count < 50  # each waits for a quarter of a second if nobody says anything
     connections[0].close()
@@ -378,38 +378,38 @@ def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
     python.chmod(0o700)
     shown: list[tuple[int, int, bytes]] = []
     bench = Bench(rank, 1, lambda *what: shown.append(what), executable=str(python))
-    with pytest.raises(RankFailedError, match=r"could not be started: its Python ended with exit code 1"):
+    with pytest.raises(RankFailedError, match=r"could not be started: its Python exited with code 1"):
         bench.run(bench.task(0))
     assert shown == [(0, 2, b"No module named pyhvd\n")]
 
 
 class Broken(PmiRendezvous):
-    """Has its seats when a task has been lost already, and speaks to that one's rank."""
+    """Has its placements only after a task was lost, and sends to the lost rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = threading.Event()
 
-    def begin(self, office: Any, groups: Any) -> None:
-        super().begin(office, groups)
+    def begin(self, driver: Any, groups: Any) -> None:
+        super().begin(driver, groups)
         self.begun.set()
 
-    def seats(self) -> Any:
-        lost = len(self._office._board.peers) < 2  # type: ignore[attr-defined]
-        return super().seats() if lost else []
+    def placements(self) -> Any:
+        lost = len(self._driver._connections.peers) < 2  # type: ignore[attr-defined]
+        return super().placements() if lost else []
 
     def check(self, now: float) -> None:
         if self.begun.is_set():
-            self._office.tell_rank(1, Pmi("cmd=barrier_out\n"))
+            self._driver.tell_rank(1, Pmi("cmd=barrier_out\n"))
 
 
-def test_a_task_that_is_lost_between_the_wiring_and_the_start_is_the_error() -> None:
-    wiring = Broken()
-    bench = Bench(lambda: time.sleep(1000), 2, drop, wiring=wiring)
+def test_a_task_that_is_lost_between_the_rendezvous_and_the_start_is_the_error() -> None:
+    rendezvous = Broken()
+    bench = Bench(lambda: time.sleep(1000), 2, drop, rendezvous=rendezvous)
 
     def leave() -> None:
         connection = bench.register(1, host="b")
-        assert wiring.begun.wait(PATIENCE_S)
+        assert rendezvous.begun.wait(PATIENCE_S)
         connection.close()
 
     with pytest.raises(LaunchError, match=r"Spark task 1 on host b is lost"):
@@ -456,9 +456,9 @@ def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptur
 
 def test_hosts_that_cannot_be_described_are_a_launch_error() -> None:
     hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
-    office: Any = None
+    driver: Any = None
     with pytest.raises(LaunchError, match="use as many ranks on each host"):
-        PmiRendezvous().begin(office, hosts)
+        PmiRendezvous().begin(driver, hosts)
 
 
 def test_nothing_is_said_to_a_peer_that_is_gone() -> None:

@@ -1,7 +1,7 @@
-"""The simulated network with a fast lane: a board that ranks post on, and one log for batches and lists.
+"""The simulated network with a fast lane: a ready table, and one log for batches and lists.
 
-Board and lanes are played here, step by step like the messages; the coordinator's loans and the Python half
-of the lane (:mod:`pyhvd.engine.fast_path`) are the real ones.
+The ready table and the C half of the fast path are simulated, step by step like the messages. The
+coordinator's delegation and the Python half (:mod:`pyhvd.engine.fast_path`) are real.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from pyhvd.controller import Coordinator
-from pyhvd.dtypes import ReduceOp
-from pyhvd.engine.fast_path import FastLane
+from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     Request,
@@ -25,12 +24,13 @@ from pyhvd.negotiation.messages import (
     ResponseList,
     encode,
 )
+from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
 
 BATCHES = 1_000_000
-"""Added to a batch's place in the log, so that it is told from the number of a response list."""
+"""Added to a batch's log position, which so differs from every response list's number."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Decision:
 
 
 class FakeBoard:
-    """What is lent, what is posted, and the log."""
+    """The ready table: delegated slots, marks, and the log."""
 
     slots = 64
 
@@ -59,11 +59,11 @@ class FakeBoard:
     def serves(self, set_id: int) -> bool:
         return set_id < 3
 
-    def open_board(self, set_id: int, ranks: Iterable[int]) -> None:
+    def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         assert not [slot for slot in self.posted if slot[0] == set_id], "posts of a set that has gone"
         self.members[set_id] = tuple(ranks)
 
-    def lend(self, set_id: int, slot: int, since: int) -> None:
+    def delegate(self, set_id: int, slot: int, since: int) -> None:
         assert (set_id, slot) not in self.lent
         assert not self.posted.get((set_id, slot))
         self.lent[set_id, slot] = since
@@ -136,7 +136,7 @@ class FakeUnit:
 
 @dataclass
 class FakeLane:
-    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastLane` and the network see it."""
+    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastPathAdapter` and the network see it."""
 
     rank: int
     board: FakeBoard
@@ -218,8 +218,8 @@ class FakeLane:
         self.held.append(unit)
         return True
 
-    def post(self) -> None:
-        """Post all that is held."""
+    def mark_ready(self) -> None:
+        """Mark the slots of all held calls."""
         self.held = [unit for unit in self.held if unit.state in ("held", "refused")]
         for unit in self.held:
             if unit.state == "held":
@@ -265,11 +265,11 @@ class LaneNetwork(Network):
         self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
         self.queues = [FakeQueue() for _ in range(size)]
         self.halves = [
-            FastLane(
+            FastPathAdapter(
                 cast(Any, self.lanes[r]),
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
-                _terms,
+                reduce_spec,
                 None,
                 Meter(r, size, timed=False),
             )
@@ -310,6 +310,7 @@ class LaneNetwork(Network):
 
     def respond(self) -> ResponseList | None:
         message = self.coordinator.respond()
+        self.validate()
         if message is not None:
             self.answered.append(message)
             audience = tuple(self.coordinator.audience(message))
@@ -379,7 +380,9 @@ class LaneNetwork(Network):
             if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(self.lanes[r].post) for r in ranks if any(u.state == "held" for u in self.lanes[r].held)
+            partial(lane.mark_ready)
+            for lane in map(self.lanes.__getitem__, ranks)
+            if any(u.state == "held" for u in lane.held)
         ]
         return can
 
@@ -399,7 +402,3 @@ class LaneNetwork(Network):
             assert not any(unit.in_flight() for unit in lane.units.values())
             assert not queue.entries
             assert not queue.refusals
-
-
-def _terms(request: Request, size: int) -> tuple[ReduceOp, float]:
-    return ReduceOp.SUM, 1.0

@@ -13,15 +13,24 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pyhvd.api.process_sets import global_process_set
-from pyhvd.api.reductions import start
+from pyhvd.api.collectives import submit_allreduce
+from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
 from pyhvd.native import shared_memory
+from pyhvd.native.shared_memory import IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
 
 SLOTS = 64
 GROUPED = [False, True]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_by_message() -> Iterator[None]:
+    """Let start() return None for a call that the fast path does not take."""
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
+    yield
+    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, submit_allreduce)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
@@ -33,8 +42,8 @@ class Lane:
     """Rank 0 of two; with the lane's board."""
 
     def __init__(self) -> None:
-        memory, base = _aligned(shared_memory.board_bytes(2, SLOTS))
-        self.lane = shared_memory.Lane(
+        memory, base = _aligned(shared_memory.ready_table_bytes(2, SLOTS))
+        self.lane = shared_memory.FastPath(
             base, memory, 0, 2, SLOTS, 1 << 16, False, 1.0, lambda _: int(Code.INT64)
         )
         self.lane.attach({}, {}, {}, lambda: None)
@@ -47,7 +56,7 @@ class Lane:
         self._memory, base = _aligned(2 * size)
         self._window = shared_memory.Window(0, [base, base + size], shared_memory.FLAT)
         self._window.clear()
-        self.lane.open_board(0, range(2))
+        self.lane.open_ready_set(0, range(2))
         self.lane.open_set(0, self._window, [])
 
     def install(self, since: int, requests: list[Request], first: int = 0) -> None:
@@ -56,7 +65,7 @@ class Lane:
 
     def lend(self, since: int, count: int) -> None:
         for slot in range(count):
-            self.lane.lend(0, slot, since)
+            self.lane.delegate(0, slot, since)
 
     @contextmanager
     def submitted(self, grouped: bool) -> Iterator[Any]:
@@ -65,8 +74,9 @@ class Lane:
         slot.lane = self.lane
         arrays = [np.ones(1, np.int64), np.ones(2, np.int64)]
         what, name = (arrays, "g") if grouped else (arrays[0], "t")
+        form = IN_PLACE | WAITS | (shared_memory.GROUPED if grouped else 0)
         with playing_rank(slot):
-            handle = start(grouped, True, True, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
+            handle = start(form, what, None, name, ReduceOp.SUM, 1.0, 1.0, global_process_set)
         assert handle is not None
         yield handle
         for unit in self.lane.in_flight():
@@ -95,7 +105,7 @@ def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
         before = time.monotonic_ns()
         with here.submitted(grouped):
             if lends:
-                here.lane.post()
+                here.lane.mark_ready()
             (unit,) = here.lane.in_flight()
             taken = unit.take()
             assert taken is not None
@@ -115,7 +125,7 @@ def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: b
     with here.submitted(grouped):
         here.lend(2, len(mine))
         here.install(2, mine)
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: every}, 0)
         assert here.lane.recall(0, every) == {0: every}
@@ -130,7 +140,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
     here.install(number, mine[-1:], len(mine) - 1)
     here.lend(2, len(mine))
     with here.submitted(grouped):
-        here.lane.post()
+        here.lane.mark_ready()
         unit = here.lane.refused()
         assert unit is not None
         assert here.lane.look(0) == ({}, 0)
@@ -146,22 +156,22 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
     here.lend(1, len(mine))
     for _ in range(2):
         with here.submitted(grouped):
-            here.lane.post()
+            here.lane.mark_ready()
             assert here.lane.refused() is None
     if what == "recalled":
         here.lane.recall(0, 1 << last)
     elif what == "frozen":
         here.lane.freeze(0, last)
     elif what == "lent anew":
-        here.lane.lend(0, last, 2)
+        here.lane.delegate(0, last, 2)
     elif what == "known anew":  # by this rank alone, so far
         here.install(2, mine[last:], last)
     else:  # and as many slots lent as before, but others
-        here.lane.open_board(0, range(2))
+        here.lane.open_ready_set(0, range(2))
         for slot in range(len(mine)):
-            here.lane.lend(0, 10 + slot, 1)
+            here.lane.delegate(0, 10 + slot, 1)
     with here.submitted(grouped):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is not None
 
 
@@ -171,7 +181,7 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
         here.install(1, [request], slot)
     here.lend(1, 4)
     with here.submitted(True):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: 0b1010}, 0)
         (unit,) = here.lane.in_flight()
@@ -188,15 +198,15 @@ def test_what_was_refused_stays_so_when_the_number_comes() -> None:
     here.install(1, mine)
     here.lend(2, 1)
     with here.submitted(False) as handle:
-        here.lane.post()
+        here.lane.mark_ready()
         here.install(2, mine)
-        here.lane.post()
+        here.lane.mark_ready()
         unit = here.lane.refused()
         assert unit is not None
         assert not handle.done()
         assert here.lane.look(0) == ({}, 0)
     with here.submitted(False):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.refused() is None
         assert here.lane.look(0) == ({0: 1}, 0)
 
@@ -209,7 +219,7 @@ def test_a_group_that_is_not_complete_yet_takes_the_number_too() -> None:
     here.install(2, mine[1:], 1)
     here.lend(2, 2)
     with here.submitted(True):
-        here.lane.post()
+        here.lane.mark_ready()
         assert here.lane.look(0) == ({0: 0b11}, 0)
 
 
@@ -236,7 +246,7 @@ def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(ow
         before = sys.getprofile()
         sys.setprofile(count)
         try:
-            start(False, False, True, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
+            start(WAITS, np.ones(1), None, "t", ReduceOp.SUM, 1.0, 1.0, global_process_set)
         finally:
             sys.setprofile(before)
     assert asked == own

@@ -228,7 +228,7 @@ def test_swap_in_pairs(size: int, unit: int) -> None:
             send, want = block(rank, distance), block(partner, distance)
             recv = np.zeros_like(want)
             there, here = (int(addresses([each])[0]) for each in (send, recv))
-            assert window.swap(partner, there, send.size, here, recv.size)
+            assert window.pairwise_exchange(partner, there, send.size, here, recv.size)
             np.testing.assert_array_equal(recv, want)
         return True
 
@@ -239,7 +239,7 @@ def test_swap_without_a_partner_is_refused() -> None:
     def body(rank: int, window: shared_memory.Window) -> None:
         for partner in (rank, -1, 2):
             with pytest.raises(ValueError, match=f"{partner} is no partner of rank {rank} of 2"):
-                window.swap(partner, 0, 0, 0, 0)
+                window.pairwise_exchange(partner, 0, 0, 0, 0)
 
     on_threads(2, body)
 
@@ -270,7 +270,9 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
                 partner = rank ^ (1 + step % (size - 1) // 2)
                 count, theirs = (1000 * (r + 1) for r in (rank, partner))
                 heard = np.zeros(theirs, np.int64)
-                window.swap(partner, int(where[0]), 8 * count, int(addresses([heard])[0]), 8 * theirs)
+                window.pairwise_exchange(
+                    partner, int(where[0]), 8 * count, int(addresses([heard])[0]), 8 * theirs
+                )
                 assert (heard == step + partner).all()
                 continue
             window.allreduce(where, where, starts_of([values.size]), Code.INT64, ReduceOp.SUM, 1.0, 1.0)

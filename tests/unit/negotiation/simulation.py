@@ -148,10 +148,12 @@ class Network:
         self.join_order += [rank] * len(joins)
         self.received += 1
         self.coordinator.receive(rank, message, now)
+        self.validate()
 
     def respond(self) -> ResponseList | None:
         """Let the coordinator answer, if it has something to say."""
         message = self.coordinator.respond()
+        self.validate()
         if message is not None:
             self.answered.append(message)
             for rank in self.coordinator.audience(message):
@@ -247,12 +249,17 @@ class Network:
             assert cache._by_name == {response.request.name: slot for slot, response in mine.items()}
             assert self._caches.setdefault((seq, set_id), mine) == mine, f"rank {rank}, set {set_id}, {seq}"
 
+    def validate(self) -> None:
+        """The invariants of every message table hold after each event."""
+        for table in self.coordinator._sets.values():
+            table.validate()
+
     def check_slots(self) -> None:
         """Once nothing is under way, the coordinator's slots are those of the ranks."""
-        for set_id, negotiation in self.coordinator._sets.items():
-            for place, rank in enumerate(negotiation.ranks):
+        for set_id, table in self.coordinator._sets.items():
+            for place, rank in enumerate(table.ranks):
                 own = {s: q for s, (_, q) in self.ranks[rank].worker._caches[set_id]._slots.items()}
-                slots = negotiation.cache._slots.items()
+                slots = table.cache._slots.items()
                 assert own == {number: slot.requests[place] for number, slot in slots}
 
     def check_same_order(self) -> None:
@@ -270,10 +277,8 @@ class Network:
             assert not rank.in_flight
             assert not rank.worker._in_flight
         for each in self.coordinator._sets.values():
-            left = (each._table, each._refusals, each._groups, each._group_ready, each._bits._since)
-            assert not any((*left, each.joined, each.responses, *each._bits.by_rank.values())), (
-                f"set {each.set_id}"
-            )
+            left = (each._entries, each._failed.by_key, each._groups, each._group_ready, each._hits._since)
+            assert not any((*left, each.joined, each._responses, each._hits.anyone())), f"set {each.set_id}"
             each.cache.forget(min(self.coordinator._seen[rank] for rank in each.ranks))
 
     def check_nothing_retired(self) -> None:
@@ -281,9 +286,9 @@ class Network:
         self.everywhere([Request(RequestType.BARRIER, "last words")])
         self.everywhere([Request(RequestType.BARRIER, "last words")])
         for set_id, ranks in self.ranks[0].worker.sets.items():
-            negotiation = self.coordinator._sets[set_id]
-            negotiation.cache.forget(min(self.coordinator._seen[rank] for rank in ranks))
-            assert not negotiation.cache._retired
+            cache = self.coordinator._sets[set_id].cache
+            cache.forget(min(self.coordinator._seen[rank] for rank in ranks))
+            assert not cache._retired
 
     def check_all(self) -> None:
         """Everything that must hold at the end of a program."""

@@ -197,17 +197,17 @@ def test_grouped_here_and_single_there(first: int, cached: bool) -> None:
 
 def test_bits_of_half_a_group_are_not_ready() -> None:
     """Not even if every rank sent them; ranks send groups as a whole."""
-    negotiation = MessageTable(0, (0, 1), 8)
+    table = MessageTable(0, (0, 1), 8)
     for request in grouped("g", [(1,), (2,)]):
         for rank in (0, 1):
-            negotiation.submit(rank, request, 1, 0.0)
-    assert [r.slot for r in negotiation.take_responses()] == [0, 1]
+            table.submit(rank, request, 1, 0.0)
+    assert [r.slot for r in table.take_responses()] == [0, 1]
     for rank in (0, 1):
-        negotiation.submit_bits(rank, 0b01, 1, 2, 0.0)
-    assert negotiation.take_bits() == 0
+        table.submit_hits(rank, 0b01, 1, 2, 0.0)
+    assert table.take_hits() == 0
     for rank in (0, 1):
-        negotiation.submit_bits(rank, 0b10, 1, 2, 0.0)
-    assert negotiation.take_bits() == 0b11
+        table.submit_hits(rank, 0b10, 1, 2, 0.0)
+    assert table.take_hits() == 0b11
 
 
 def test_refused_alone_here_and_grouped_there() -> None:

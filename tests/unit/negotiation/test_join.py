@@ -264,7 +264,7 @@ def test_a_rank_that_joins_after_a_refusal_needs_no_telling() -> None:
     network.submit(0, [JOIN])
     network.submit(2, [JOIN])
     network.settle()
-    assert not network.coordinator._sets[0]._refusals
+    assert not network.coordinator._sets[0]._failed.by_key
 
 
 def test_duplicates_of_ranks_that_join_cancel_each_other() -> None:

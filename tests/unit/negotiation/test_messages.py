@@ -174,14 +174,14 @@ def test_noise_is_no_message(data: bytes) -> None:
 )
 def test_a_message_that_was_cut_says_its_length(decode: Callable[[bytes], object], what: str) -> None:
     data = encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x"))]))[:-1]
-    with pytest.raises(InternalError, match=f"undecodable {what} of {len(data)} bytes"):
+    with pytest.raises(InternalError, match=f"cannot decode a {what} of {len(data)} bytes"):
         decode(data)
 
 
 @pytest.mark.parametrize("decode", [decode_requests, decode_responses])
 def test_another_protocol_version_is_named(decode: Callable[[bytes], object]) -> None:
     data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, 0])
-    text = f"a rank speaks protocol version {PROTOCOL_VERSION + 1}, this one {PROTOCOL_VERSION}: install"
+    text = f"another rank uses protocol version {PROTOCOL_VERSION + 1}, this rank {PROTOCOL_VERSION}: install"
     with pytest.raises(InternalError, match=text):
         decode(data)
 

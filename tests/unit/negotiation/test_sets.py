@@ -116,7 +116,7 @@ def test_what_is_ready_with_the_removal_finds_its_set_as_it_was() -> None:
         (0, RequestType.ADD_PROCESS_SET, -1),
     ]
     assert worker.sets[1] == (0, 1)
-    assert worker.own(1, 0).name == "x"
+    assert worker.request_of(1, 0).name == "x"
     worker.carried_out()
     assert worker.sets == {0: (0, 1, 2), 2: (1, 2)}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.common.text import describe_ranks, describe_values
-from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
-from pyhvd.negotiation.validation import check, verb
+from pyhvd.negotiation.messages import ErrorKind, Request, RequestType, verb
+from pyhvd.negotiation.validation import check
 from tests.unit.negotiation.simulation import allreduce, tensor
 
 

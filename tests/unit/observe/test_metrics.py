@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.negotiation.stragglers import StragglerStats
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pyhvd.errors import ConfigError
-from pyhvd.negotiation.stragglers import StragglerStats
+from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.observe import endpoint_files
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import FAMILIES, INFO, Endpoint

@@ -82,7 +82,7 @@ def test_right_arguments_pass() -> None:
         ),
         ({"validation": float("nan")}, "validation=nan: expected a fraction"),
         ({"validation": "y"}, "validation='y' is a feature or a label"),
-        ({"run_options": {"num_proc": 3}}, "run_options: 'num_proc' is not for them"),
+        ({"run_options": {"num_proc": 3}}, "run_options: 'num_proc' is not allowed"),
         ({"run_id": "../x"}, r"run_id='\.\./x': expected letters"),
         ({"model": None}, "give either model or train_fn"),
         ({"train_fn": print}, "give either model or train_fn"),
@@ -201,7 +201,7 @@ def test_several_outputs_and_what_no_column_holds() -> None:
         Column("0", "float64"),
         Column("1", "float64", (1,)),
     )
-    with pytest.raises(DataError, match="output 0 is complex128: Spark has a column for bool, int8"):
+    with pytest.raises(DataError, match="output 0 is complex128: Spark's columns hold bool, int8"):
         describe_outputs(np.zeros(2, complex), 2)
 
 

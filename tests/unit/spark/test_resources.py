@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pyhvd.errors import ConfigError
-from pyhvd.spark.resources import decode_resources, encode_resources, get_available_devices
+from pyhvd.spark.resources import RESOURCES, get_available_devices
 
 _RANK = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
@@ -17,8 +19,7 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) ->
 
 def test_resources_of_a_task_go_to_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     resources = {"gpu": ["2", "GPU-5b1"], "fpga": ["f1"]}
-    variables = encode_resources(resources)
-    assert decode_resources(variables) == resources
+    variables = {RESOURCES: json.dumps(resources)}
     set_variables(monkeypatch, _RANK | variables)
     assert get_available_devices() == ["2", "GPU-5b1"]
 
@@ -26,14 +27,14 @@ def test_resources_of_a_task_go_to_its_rank(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_devices_where_spark_has_assigned_none(monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, _RANK)
     assert get_available_devices() == []
-    set_variables(monkeypatch, encode_resources({"fpga": ["f1"]}))
+    set_variables(monkeypatch, {RESOURCES: json.dumps({"fpga": ["f1"]})})
     assert get_available_devices() == []
 
 
 @pytest.mark.parametrize("prefix", ["PYHVD", "HOROVOD"])
 def test_local_rank_in_place_of_devices(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
     name = f"{prefix}_SPARK_USE_LOCAL_RANK_GPU_INDEX"
-    set_variables(monkeypatch, _RANK | encode_resources({"gpu": ["7"]}) | {name: "1"})
+    set_variables(monkeypatch, _RANK | {RESOURCES: json.dumps({"gpu": ["7"]})} | {name: "1"})
     assert get_available_devices() == ["1"]
     monkeypatch.setenv(name, "0")
     assert get_available_devices() == ["7"]

@@ -12,7 +12,7 @@ from pyhvd.spark.data import manifest
 from pyhvd.spark.data.folder import absolute
 from pyhvd.spark.data.manifest import Column, Dataset, Part
 from pyhvd.spark.data.shard import Plan, Shard, shard
-from pyhvd.spark.data.shares import MIXED, draw, pieces, stretch, windows
+from pyhvd.spark.data.shares import MIXED, draw, pieces, read_order, share
 from pyhvd.spark.errors import DataError
 
 GROUPS = st.lists(st.integers(1, 30), max_size=20)
@@ -23,7 +23,7 @@ class Rows:
 
     def __init__(self, groups: list[int], rank: int, size: int) -> None:
         firsts = np.cumsum([0, *groups])
-        begin, end = stretch(sum(groups), rank, size)
+        begin, end = share(sum(groups), rank, size)
         self.rows = end - begin
         self.columns = [Column("row", "int64"), Column("pair", "int64", (2,))]
         self._pieces = pieces(groups, begin, end)
@@ -52,11 +52,11 @@ def test_every_row_is_one_ranks(groups: list[int], size: int) -> None:
 
 @given(st.integers(0, 40), st.integers(0, 5))
 def test_an_epoch_reads_every_piece_once(count: int, epoch: int) -> None:
-    order = windows(count, draw(0, epoch, 1))
+    order = read_order(count, draw(0, epoch, 1))
     assert sorted(number for window in order for number in window) == list(range(count))
     assert all(len(window) == MIXED for window in order[:-1])
-    assert windows(count, draw(0, epoch, 1)) == order
-    assert windows(count, None) == [[number] for number in range(count)]
+    assert read_order(count, draw(0, epoch, 1)) == order
+    assert read_order(count, None) == [[number] for number in range(count)]
 
 
 @given(GROUPS, st.integers(1, 5), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 3))

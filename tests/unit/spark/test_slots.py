@@ -21,7 +21,7 @@ def test_the_first_executors_are_waited_for() -> None:
 
 def test_with_dynamic_allocation_none_would_come() -> None:
     assert wait_for_slots(lambda: 2, 30, dynamic=True) == 2
-    with pytest.raises(SparkError, match="say num_proc"):
+    with pytest.raises(SparkError, match="set num_proc"):
         wait_for_slots(lambda: 0, 30, dynamic=True)
 
 
@@ -39,6 +39,6 @@ def test_a_spark_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     scala = SimpleNamespace(resourceProfileManager=refuse)
     context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: scala))
     with pytest.raises(
-        SparkError, match=r"does not tell .*resourceProfileManager does not exist.*: say num_proc"
+        SparkError, match=r"does not tell .*resourceProfileManager does not exist.*: set num_proc"
     ):
         count_slots(context)

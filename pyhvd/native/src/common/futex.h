@@ -1,32 +1,26 @@
-/* Time, pauses and futexes, for the window and the board. */
-#ifndef PYHVD_WAITING_H
-#define PYHVD_WAITING_H
-
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE /* sched_getcpu, CPU_SET */
-#endif
+/* Time, spinning, sleeping and waking: how the ranks of a node wait for each other. */
+#ifndef PYHVD_FUTEX_H
+#define PYHVD_FUTEX_H
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <time.h>
-#include <unistd.h>
 
 #ifdef __linux__
 #include <linux/futex.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
-#define PYHVD_LINE 128         /* two cache lines: adjacent-line prefetch pairs them */
-#define PYHVD_SPINS 60         /* about 1 us */
+#define PYHVD_LINE 128 /* bytes: two cache lines, which the processor prefetches as a pair */
+#define PYHVD_SPINS 60 /* about 1 us */
 #define PYHVD_YIELDS 10
 #define PYHVD_MOST_YIELDS 80
-#define PYHVD_SHORT_NAP 200000 /* ns: it was not worth it to fall asleep */
-#define PYHVD_LONG_YIELD 20000 /* ns: somebody else wants this core */
-#define PYHVD_PARTING 200000 /* ns between two attempts to leave a core */
-#define PYHVD_TURN 100000 /* ns: the shortest turn that Linux knows */
-#define PYHVD_NAP 100000000    /* ns: longest sleep between two looks at what else may have happened */
+#define PYHVD_SHORT_NAP 200000 /* ns: a sleep that was too short to be worth it */
+#define PYHVD_LONG_YIELD 20000 /* ns: a yield that shows that another thread needs the core */
+#define PYHVD_NAP 100000000    /* ns: the longest sleep between two looks at the state */
 
 static inline void pyhvd_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -42,7 +36,7 @@ static inline int64_t pyhvd_now(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* When `ns` from now have passed; negative: never. */
+/* The time `ns` from now; INT64_MAX if `ns` is negative. */
 static inline int64_t pyhvd_after(int64_t ns) { return ns < 0 ? INT64_MAX : pyhvd_now() + ns; }
 
 static inline void pyhvd_nap(int64_t ns) {
@@ -50,7 +44,7 @@ static inline void pyhvd_nap(int64_t ns) {
     nanosleep(&nap, NULL);
 }
 
-/* Sleep until woken, at most so long, unless the word is no longer as it was seen. */
+/* Sleep until woken, at most `ns`; return at once if the word is not `seen`. */
 static inline void pyhvd_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
 #ifdef __linux__
     struct timespec nap = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
@@ -70,23 +64,7 @@ static inline void pyhvd_futex_wake(_Atomic uint32_t *word, int all) {
 #endif
 }
 
-/* Ask for short turns on the core: this thread works little and often, and is not to wait for the end of the turn of a
- * thread that computes (some 3 ms). Linux from 6.12 on grants it to anybody; elsewhere nothing happens. */
-static inline void pyhvd_take_short_turns(void) {
-#if defined(__linux__) && defined(SYS_sched_setattr)
-    if (sched_getscheduler(0) != SCHED_OTHER) return;
-    struct {
-        uint32_t size, policy;
-        uint64_t flags;
-        int32_t nice;
-        uint32_t priority;
-        uint64_t runtime, deadline, period;
-    } wanted = {.size = sizeof wanted, .nice = getpriority(PRIO_PROCESS, 0), .runtime = PYHVD_TURN};
-    syscall(SYS_sched_setattr, 0, &wanted, 0);
-#endif
-}
-
-/* One round of waiting without sleeping; returns the ns that the yield took, or -1 if it is time to sleep. */
+/* Yield the core; return for how long (ns), or -1 if no yields are left and it is time to sleep. */
 static inline int64_t pyhvd_yield(int *left) {
     if ((*left)-- <= 0) return -1;
     int64_t before = pyhvd_now();
@@ -94,51 +72,12 @@ static inline int64_t pyhvd_yield(int *left) {
     return pyhvd_now() - before;
 }
 
-/* How many yields to wait next time, given how long a sleep has just lasted. Waking takes tens of us, for which the
- * waker will wait in turn, and fall asleep as well: without more patience both would go on like that. */
-static inline int pyhvd_patience(int yields, int64_t slept) {
+/* Return how often to yield before the next sleep, given the length of the last one. After a short
+ * sleep, yield more: waking takes tens of us, for which the waking rank waits and falls asleep in
+ * turn. */
+static inline int pyhvd_next_spin_budget(int yields, int64_t slept) {
     if (slept > PYHVD_SHORT_NAP || yields < PYHVD_YIELDS) return PYHVD_YIELDS;
     return yields < PYHVD_MOST_YIELDS ? 2 * yields : yields;
-}
-
-/* Two ranks that wake each other in turn end up on one core, because the kernel places a sleeper beside who wakes it,
- * and stay there: each runs while the other sleeps, so that nobody seems to want a second core. That halves their
- * speed. Where there are cores for all, a rank that finds itself on a peer's core moves to a free one. */
-static inline uint32_t pyhvd_here(void) {
-#ifdef __linux__
-    return (uint32_t)sched_getcpu() + 1; /* 0: not known */
-#else
-    return 0;
-#endif
-}
-
-/* The first value of `last` for pyhvd_part: with more ranks than cores there is nowhere to go. */
-static inline int64_t pyhvd_may_part(int ranks) { return ranks <= sysconf(_SC_NPROCESSORS_ONLN) ? 0 : INT64_MAX; }
-
-/* Move this thread off its core if a peer was last seen there; `taken` are the peers' cores, as pyhvd_here() gave
- * them. Its affinity stays as it was. Returns whether it has moved: it then says so, lest the peer moves as well. */
-static inline int pyhvd_part(const uint32_t *taken, int n, int64_t *last) {
-#ifdef __linux__
-    cpu_set_t all, one;
-    if (*last == INT64_MAX) return 0;
-    uint32_t here = pyhvd_here();
-    int shared = 0;
-    for (int k = 0; k < n; k++) shared |= taken[k] == here;
-    if (!shared || pyhvd_now() - *last < PYHVD_PARTING || sched_getaffinity(0, sizeof all, &all)) return 0;
-    *last = pyhvd_now();
-    CPU_ZERO(&one);
-    for (uint32_t cpu = 0; cpu < CPU_SETSIZE && !CPU_COUNT(&one); cpu++) {
-        int free = CPU_ISSET(cpu, &all) && cpu + 1 != here;
-        for (int k = 0; k < n && free; k++) free = taken[k] != cpu + 1;
-        if (free) CPU_SET(cpu, &one);
-    }
-    if (!CPU_COUNT(&one) || sched_setaffinity(0, sizeof one, &one)) return 0;
-    sched_setaffinity(0, sizeof all, &all);
-    return 1;
-#else
-    (void)taken, (void)n, (void)last;
-    return 0;
-#endif
 }
 
 #endif

@@ -1,12 +1,14 @@
-/* How many bytes go in how much time, counted batch by batch.
+/* Measures how many bytes are carried out in how much time, batch by batch.
  *
- * A *sample* begins when the first batch after its start has been carried out, and ends behind a batch in which
- * some tensor comes more often than any before, after `steps` rounds at least, and so many ns. Between the two lie
- * whole rounds of the program. Where nothing comes again it ends after `limit` batches.
+ * A *sample* begins at the end of the first batch after its start. It ends at the end of a batch in
+ * which some tensor comes for one more time than any tensor before, after at least `steps` such
+ * rounds and `least` ns: so it covers whole steps of the program. If no tensor repeats, it ends
+ * after `limit` batches.
  *
- * Memory ordering: while `state` is COUNTING, all else belongs to whoever carries out batches (one thread at a
- * time: the one that drives the engine, or the runtime's where there is no engine); otherwise to whoever starts
- * samples. `state` is stored (release) after the rest, and loaded (acquire) before it.
+ * Invariants
+ *   1. While `state` is COUNTING, all other fields belong to the thread that carries out batches.
+ *   2. Otherwise they belong to the thread that starts samples.
+ *   3. `state` is stored (release) after the other fields, and loaded (acquire) before them.
  */
 #ifndef PYHVD_SAMPLER_H
 #define PYHVD_SAMPLER_H
@@ -17,8 +19,8 @@ enum { PYHVD_SAMPLER_RESTS, PYHVD_SAMPLER_COUNTING, PYHVD_SAMPLER_ENDED };
 
 typedef struct {
     _Atomic uint32_t state;
-    uint32_t sample; /* number of the sample; 0: none yet */
-    uint32_t steps, most; /* most: how often the most frequent tensor has come */
+    uint32_t sample;      /* number of the sample; 0: none yet */
+    uint32_t steps, most; /* most: the most times that a tensor has come */
     uint64_t limit, batches, bytes;
     int64_t least, began, ended; /* ns */
 } pyhvd_sampler;
@@ -27,7 +29,8 @@ static inline int pyhvd_sampler_counts(const pyhvd_sampler *m) {
     return atomic_load_explicit(&m->state, memory_order_acquire) == PYHVD_SAMPLER_COUNTING;
 }
 
-static inline void pyhvd_sampler_start(pyhvd_sampler *m, uint32_t steps, uint64_t limit, int64_t least) {
+static inline void pyhvd_sampler_start(pyhvd_sampler *m, uint32_t steps, uint64_t limit,
+                                       int64_t least) {
     m->sample++;
     m->steps = steps;
     m->limit = limit;
@@ -37,8 +40,8 @@ static inline void pyhvd_sampler_start(pyhvd_sampler *m, uint32_t steps, uint64_
     atomic_store_explicit(&m->state, PYHVD_SAMPLER_COUNTING, memory_order_release);
 }
 
-/* Count a batch while the sampler counts; `seen` is how often its most frequent tensor has come in this sample, with
- * this time. Returns whether the sample has ended. */
+/* Count a batch; return whether the sample has ended. `seen` is how often the batch's most frequent
+ * tensor has come in this sample, this time included. */
 static inline int pyhvd_sampler_count(pyhvd_sampler *m, uint64_t bytes, uint32_t seen) {
     int next = seen > m->most;
     if (next) m->most = seen;

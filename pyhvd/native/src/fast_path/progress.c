@@ -1,453 +1,596 @@
-#include "fast_path/internal.h"
+/* The progress engine of the fast path; progress.h states the invariants. */
+#include "fast_path/progress.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/cpu_affinity.h"
 #include "kernels/kernels.h"
 
-#define GATHER 50000 /* ns between two looks whether submissions still come in */
-#define WATCH 100000 /* ns between two looks after submissions for which nobody waited */
-#define WATCHED 3    /* such looks */
-#define LAZY 20      /* looks, a cycle time apart, after the last submission; then the next one has to ring */
+#define GATHER_NS 50000       /* between two looks whether calls still arrive */
+#define TABLE_LOCK_NS 2000000 /* its holders need microseconds, unless the system has stopped one */
+#define WATCH_NS 100000       /* between two looks after calls that no thread waited for */
+#define WATCH_LOOKS 3
+#define LAZY_LOOKS 20 /* looks, a cycle time apart, after the last call; then the next call rings */
 
-/* ---- memory ---- */
+/* ---- set-up ---- */
 
-int pyhvd_lane_init(pyhvd_lane *lane) {
-    size_t slots = lane->board.slots;
-    pthread_mutex_init(&lane->mutex, NULL);
-    lane->board.over = &lane->closed;
-    lane->patience = PYHVD_YIELDS;
-    lane->parted = pyhvd_may_part(lane->board.size);
-    lane->pending = calloc(slots, sizeof *lane->pending);
-    lane->batch = calloc(slots, sizeof *lane->batch);
-    lane->srcs = calloc(slots, sizeof *lane->srcs);
-    lane->dsts = calloc(slots, sizeof *lane->dsts);
-    lane->starts = calloc(slots + 1, sizeof *lane->starts);
-    return lane->pending && lane->batch && lane->srcs && lane->dsts && lane->starts;
+int pyhvd_fast_path_init(pyhvd_fast_path *path) {
+    pyhvd_progress *p = &path->progress;
+    size_t slots = path->setup.table.slots;
+    pthread_mutex_init(&path->submissions.mutex, NULL);
+    path->setup.table.closed = &path->closed;
+    p->spin_budget = PYHVD_YIELDS;
+    p->left_core_ns = pyhvd_first_leave_ns(path->setup.table.size);
+    p->pending = calloc(slots, sizeof *p->pending);
+    p->left_behind = calloc(slots, sizeof *p->left_behind);
+    p->srcs = calloc(slots, sizeof *p->srcs);
+    p->dsts = calloc(slots, sizeof *p->dsts);
+    p->starts = calloc(slots + 1, sizeof *p->starts);
+    return p->pending && p->left_behind && p->srcs && p->dsts && p->starts;
 }
 
-void pyhvd_lane_free(pyhvd_lane *lane) {
-    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++) pyhvd_lane_close_set(lane, set);
-    free(lane->pending);
-    free(lane->batch);
-    free(lane->srcs);
-    free(lane->dsts);
-    free(lane->starts);
-    free(lane->held);
-    free(lane->refused);
-    pthread_mutex_destroy(&lane->mutex);
+void pyhvd_fast_path_free(pyhvd_fast_path *path) {
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++) pyhvd_fast_path_close_set(path, set);
+    free(path->progress.pending);
+    free(path->progress.left_behind);
+    free(path->progress.srcs);
+    free(path->progress.dsts);
+    free(path->progress.starts);
+    free(path->submissions.held);
+    free(path->submissions.refused);
+    pthread_mutex_destroy(&path->submissions.mutex);
 }
 
-int pyhvd_lane_open(pyhvd_lane *lane, uint32_t set, pyhvd_window *window) {
-    free(lane->sets[set].records); /* of another set of this number, before */
-    lane->sets[set].records = calloc(lane->board.slots, sizeof(pyhvd_record));
-    lane->sets[set].window = window;
-    return lane->sets[set].records != NULL;
+int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *window) {
+    pyhvd_path_set *s = &path->setup.sets[set];
+    free(s->tensors); /* those of an earlier set with this number */
+    s->tensors = calloc(path->setup.table.slots, sizeof *s->tensors);
+    s->window = window;
+    return s->tensors != NULL;
 }
 
-void pyhvd_lane_close_set(pyhvd_lane *lane, uint32_t set) {
-    free(lane->sets[set].records);
-    lane->sets[set].records = NULL;
-    lane->sets[set].window = NULL;
+void pyhvd_fast_path_close_set(pyhvd_fast_path *path, uint32_t set) {
+    free(path->setup.sets[set].tensors);
+    path->setup.sets[set] = (pyhvd_path_set){NULL, NULL};
 }
 
-/* ---- carrying out ---- */
+/* ---- wake-ups ---- */
 
-static int rides_with(const pyhvd_lane *lane, const pyhvd_record *a, const pyhvd_record *b) {
-    return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
-           a->postscale == b->postscale && a->direct == b->direct &&
-           (!lane->groups_alone || a->unit == b->unit || !(a->unit->grouped || b->unit->grouped));
+/* Wake the threads that wait without the progress lock. */
+static void wake_waiters(pyhvd_fast_path *path) {
+    atomic_fetch_add_explicit(&path->wakeups, 1, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&path->waiters, memory_order_relaxed))
+        pyhvd_futex_wake(&path->wakeups, 1);
 }
 
-/* Remember which slots an entry makes ready. */
-static void unfold(pyhvd_lane *lane, const pyhvd_entry *entry) {
-    lane->set = entry->set;
-    lane->by = entry->by;
-    lane->place = atomic_load_explicit(&seat_of(lane)->cursor, memory_order_relaxed);
-    lane->ready = pyhvd_trace_now(lane->trace);
-    lane->pendings = lane->at = 0;
-    for (uint32_t w = entry->first; w < entry->last; w++)
-        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
-            lane->pending[lane->pendings++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+/* Wake the holder of this rank's progress lock, so that it looks at the log again. */
+static void wake_progress(pyhvd_fast_path *path) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&rank_state_of(path)->progress_asleep, memory_order_relaxed))
+        pyhvd_futex_wake(&rank_state_of(path)->progress_bell, 0);
 }
 
-/* Whether a unit's tensors all ride together. They do for as long as its slots mean what they mean. */
-static int is_alike(const pyhvd_lane *lane, pyhvd_unit *unit) {
-    const pyhvd_record *records = lane->sets[unit->set].records;
-    if (unit->alike == PYHVD_UNKNOWN) {
-        uint32_t k = 1;
-        while (k < unit->post.n && rides_with(lane, &records[unit->post.slots[0]], &records[unit->post.slots[k]])) k++;
-        unit->alike = k == unit->post.n ? PYHVD_ALIKE : PYHVD_UNLIKE;
+static void wake_background(pyhvd_fast_path *path, uint32_t reasons) {
+    pyhvd_ready_table_wake(&path->setup.table, path->setup.table.rank, reasons);
+}
+
+static int is_closed(const pyhvd_fast_path *path) {
+    return atomic_load_explicit(&path->closed, memory_order_acquire) != 0;
+}
+
+/* ---- flushing ---- */
+
+/* Mark the held calls ready; return 0 without the table's lock. */
+static int try_flush(pyhvd_fast_path *path, int64_t now) {
+    pyhvd_ready_table *table = &path->setup.table;
+    pyhvd_submissions *s = &path->submissions;
+    pyhvd_ranks audience = {{0}};
+    uint32_t from[PYHVD_MAX_SETS], to[PYHVD_MAX_SETS] = {0}, refusals = 0;
+    memset(from, 0xff, sizeof from);
+    pthread_mutex_lock(&s->mutex);
+    uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
+    /* The watchdog needs the mutex too: it is released while a stopped rank holds the table's
+     * lock. */
+    if (!n || !pyhvd_ready_table_lock(table, TABLE_LOCK_NS)) {
+        pthread_mutex_unlock(&s->mutex);
+        return !n;
     }
-    return unit->alike == PYHVD_ALIKE;
-}
-
-/* The grouped call that is all that is pending, and may ride as it is; or NULL. */
-static pyhvd_unit *whole_unit(const pyhvd_lane *lane, const pyhvd_record *first) {
-    pyhvd_unit *unit = first->unit;
-    if (!unit->grouped || lane->at || unit->post.n != lane->pendings) return NULL;
-    if (memcmp(lane->pending, unit->post.slots, unit->post.n * sizeof *unit->post.slots)) return NULL;
-    if ((size_t)unit->starts[unit->post.n] * pyhvd_itemsize(first->dtype) > lane->threshold) return NULL;
-    return is_alike(lane, unit) ? unit : NULL;
-}
-
-/* Let the first pending tensor ride with those of its kind that fit, in slot order: the same on every rank.
- * What is left stays behind, in order. Returns how many ride. */
-static uint32_t gather_batch(pyhvd_lane *lane) {
-    const pyhvd_record *records = lane->sets[lane->set].records;
-    const pyhvd_record *first = &records[lane->pending[lane->at]];
-    size_t item = pyhvd_itemsize(first->dtype), bytes = 0;
-    uint32_t n = 0, kept = lane->pendings;
-    lane->starts[0] = 0;
-    /* From the back, so that what stays behind can be moved up in place. */
-    for (uint32_t k = lane->at; k < lane->pendings; k++) {
-        const pyhvd_record *r = &records[lane->pending[k]];
-        size_t more = (size_t)r->count * item;
-        if (n && (!rides_with(lane, first, r) || bytes + more > lane->threshold)) {
-            lane->batch[--kept] = lane->pending[k];
+    int64_t traced = pyhvd_trace_now(path->setup.trace);
+    for (uint32_t k = 0; k < n; k++) {
+        pyhvd_call *call = s->held[k];
+        const uint32_t *slots = call->slots.ids;
+        call->marked_ns = now;
+        if (!pyhvd_ready_table_mark_ready(table, call->set, &call->slots, now)) {
+            call->state = PYHVD_REFUSED;
+            s->refused[s->refused_count++] = call;
+            refusals++;
             continue;
         }
-        lane->srcs[n] = r->unit->srcs[r->at];
-        lane->dsts[n] = r->unit->dsts[r->at];
-        lane->starts[n + 1] = lane->starts[n] + r->count;
-        lane->pending[lane->at + n++] = lane->pending[k];
+        call->state = PYHVD_MARKED;
+        pyhvd_trace_add(path->setup.trace, PYHVD_MARKED_READY, traced, call->set, slots[0], 0, 0);
+        uint32_t first = slots[0] / 64, end = slots[call->slots.n - 1] / 64 + 1;
+        if (first < from[call->set]) from[call->set] = first;
+        if (end > to[call->set]) to[call->set] = end;
+    }
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
+        if (to[set]) pyhvd_ready_table_match(table, set, from[set], to[set], now, &audience);
+    pyhvd_ready_table_unlock(table, &audience);
+    atomic_store_explicit(&s->held_count, 0, memory_order_release);
+    pthread_mutex_unlock(&s->mutex);
+    wake_progress(path); /* `unlock` wakes the other ranks only */
+    if (refusals) wake_background(path, PYHVD_WAKE_REFUSED);
+    return 1;
+}
+
+int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now) {
+    if (!all && !atomic_load_explicit(&path->submissions.held_count, memory_order_acquire))
+        return 1;
+    while (!try_flush(path, now)) {
+        if (!all || is_closed(path)) return 0;
+        pyhvd_nap(TABLE_LOCK_NS);
+    }
+    return 1;
+}
+
+/* ---- batches ---- */
+
+static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
+                     const pyhvd_cached_tensor *b) {
+    return a->dtype == b->dtype && a->op == b->op && a->prescale == b->prescale &&
+           a->postscale == b->postscale && a->direct == b->direct &&
+           (!path->setup.groups_alone || a->call == b->call ||
+            !(a->call->grouped || b->call->grouped));
+}
+
+/* Begin a log entry: list its slots. */
+static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
+    pyhvd_progress *p = &path->progress;
+    p->set = entry->set;
+    p->last_rank = entry->last_rank;
+    p->log_position = atomic_load_explicit(&rank_state_of(path)->cursor, memory_order_relaxed);
+    p->trace_ready = pyhvd_trace_now(path->setup.trace);
+    p->pending_count = p->next = 0;
+    for (uint32_t w = entry->first; w < entry->end; w++)
+        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
+            p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+}
+
+/* Whether all tensors of a call fit into one batch but for their size. It holds until a slot is
+ * installed anew. */
+static int is_alike(const pyhvd_fast_path *path, pyhvd_call *call) {
+    const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
+    const pyhvd_slot_list *slots = &call->slots;
+    if (call->alike == PYHVD_UNKNOWN) {
+        uint32_t k = 1;
+        while (k < slots->n && fits_with(path, &tensors[slots->ids[0]], &tensors[slots->ids[k]]))
+            k++;
+        call->alike = k == slots->n ? PYHVD_ALIKE : PYHVD_UNLIKE;
+    }
+    return call->alike == PYHVD_ALIKE;
+}
+
+/* The grouped call that is the whole entry and fits into one batch, or NULL. */
+static pyhvd_call *find_whole_call(const pyhvd_fast_path *path, const pyhvd_cached_tensor *first) {
+    const pyhvd_progress *p = &path->progress;
+    pyhvd_call *call = first->call;
+    const pyhvd_slot_list *slots = &call->slots;
+    if (!call->grouped || p->next || slots->n != p->pending_count) return NULL;
+    if (memcmp(p->pending, slots->ids, slots->n * sizeof *slots->ids)) return NULL;
+    if ((size_t)call->starts[slots->n] * pyhvd_itemsize(first->dtype) > p->threshold) return NULL;
+    return is_alike(path, call) ? call : NULL;
+}
+
+/* Choose the first pending tensor and all that fit with it, in slot order, so that every rank
+ * chooses alike. Move the others behind them, in order. Return how many tensors were chosen. */
+static uint32_t gather_batch(pyhvd_fast_path *path) {
+    pyhvd_progress *p = &path->progress;
+    const pyhvd_cached_tensor *tensors = path->setup.sets[p->set].tensors;
+    const pyhvd_cached_tensor *first = &tensors[p->pending[p->next]];
+    size_t item = pyhvd_itemsize(first->dtype), bytes = 0;
+    uint32_t n = 0, kept = p->pending_count;
+    p->starts[0] = 0;
+    for (uint32_t k = p->next; k < p->pending_count; k++) {
+        const pyhvd_cached_tensor *tensor = &tensors[p->pending[k]];
+        size_t more = (size_t)tensor->count * item;
+        if (n && (!fits_with(path, first, tensor) || bytes + more > p->threshold)) {
+            /* filled from its end: `pending` is still read */
+            p->left_behind[--kept] = p->pending[k];
+            continue;
+        }
+        p->srcs[n] = tensor->call->srcs[tensor->index];
+        p->dsts[n] = tensor->call->dsts[tensor->index];
+        p->starts[n + 1] = p->starts[n] + tensor->count;
+        p->pending[p->next + n++] = p->pending[k];
         bytes += more;
     }
-    for (uint32_t k = lane->at + n, from = lane->pendings; k < lane->pendings; k++)
-        lane->pending[k] = lane->batch[--from];
+    for (uint32_t k = p->next + n, from = p->pending_count; k < p->pending_count; k++)
+        p->pending[k] = p->left_behind[--from];
     return n;
 }
 
-/* Choose what is carried out next. */
-static void load_batch(pyhvd_lane *lane) {
-    const pyhvd_record *first = &lane->sets[lane->set].records[lane->pending[lane->at]];
-    pyhvd_unit *whole = lane->whole = whole_unit(lane, first);
-    uint32_t n = lane->members = whole ? whole->post.n : gather_batch(lane);
-    lane->job = (pyhvd_job){whole ? whole->srcs : lane->srcs, whole ? whole->dsts : lane->dsts,
-                            whole ? whole->starts : lane->starts, n, first->dtype, first->op,
-                            first->prescale, first->postscale, first->direct};
-    pyhvd_window_begin(&lane->course, &lane->job);
-    lane->began = pyhvd_is_timed(&lane->tally) ? pyhvd_now() : 0;
-    lane->begun = pyhvd_trace_now(lane->trace);
-    for (uint32_t k = 0; lane->begun && k < n; k++)
-        pyhvd_trace_add(lane->trace, PYHVD_READY, lane->ready, lane->set, lane->pending[lane->at + k], lane->place, lane->by);
-    __atomic_store_n(&lane->running, 1, __ATOMIC_RELAXED); /* others look at it */
+/* Choose the next batch. */
+static void load_batch(pyhvd_fast_path *path) {
+    pyhvd_progress *p = &path->progress;
+    pyhvd_trace *trace = path->setup.trace;
+    const pyhvd_cached_tensor *first = &path->setup.sets[p->set].tensors[p->pending[p->next]];
+    pyhvd_call *whole = p->whole_call = find_whole_call(path, first);
+    uint32_t n = p->batch_count = whole ? whole->slots.n : gather_batch(path);
+    p->job = (pyhvd_job){
+        .srcs = whole ? whole->srcs : p->srcs,
+        .dsts = whole ? whole->dsts : p->dsts,
+        .starts = whole ? whole->starts : p->starts,
+        .n = n,
+        .dtype = first->dtype,
+        .op = first->op,
+        .prescale = first->prescale,
+        .postscale = first->postscale,
+        .direct = first->direct,
+    };
+    pyhvd_window_begin(&p->cursor, &p->job);
+    p->ready_ns = pyhvd_is_timed(&path->counters) ? pyhvd_now() : 0;
+    p->trace_begin = pyhvd_trace_now(trace);
+    for (uint32_t k = 0; p->trace_begin && k < n; k++)
+        pyhvd_trace_add(trace, PYHVD_READY, p->trace_ready, p->set, p->pending[p->next + k],
+                        p->log_position, p->last_rank);
+    __atomic_store_n(&p->running, 1, __ATOMIC_RELAXED);
 }
 
-/* Tell the sampler of the batch that has just been carried out. */
-static void measure(pyhvd_lane *lane) {
-    pyhvd_sampler *sampler = lane->sampler;
+/* Tell the sampler of the batch that was just carried out. */
+static void sample_batch(pyhvd_fast_path *path) {
+    pyhvd_progress *p = &path->progress;
+    pyhvd_sampler *sampler = path->setup.sampler;
     uint32_t most = 0;
     if (!sampler || !pyhvd_sampler_counts(sampler)) return;
-    for (uint32_t k = 0; k < lane->members; k++) {
-        pyhvd_record *record = &lane->sets[lane->set].records[lane->pending[lane->at + k]];
-        if (record->sample != sampler->sample) record->seen = 0;
-        record->sample = sampler->sample;
-        if (++record->seen > most) most = record->seen;
+    for (uint32_t k = 0; k < p->batch_count; k++) {
+        pyhvd_cached_tensor *tensor = &path->setup.sets[p->set].tensors[p->pending[p->next + k]];
+        if (tensor->sample != sampler->sample) tensor->times = 0;
+        tensor->sample = sampler->sample;
+        if (++tensor->times > most) most = tensor->times;
     }
-    uint64_t bytes = (uint64_t)lane->job.starts[lane->members] * pyhvd_itemsize(lane->job.dtype);
-    if (pyhvd_sampler_count(sampler, bytes, most)) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_WORK);
+    uint64_t bytes = (uint64_t)p->job.starts[p->batch_count] * pyhvd_itemsize(p->job.dtype);
+    if (pyhvd_sampler_count(sampler, bytes, most)) wake_background(path, PYHVD_WAKE_WORK);
 }
 
-/* The batch has been carried out. */
-static void count_batch(pyhvd_lane *lane) {
-    pyhvd_tally *tally = &lane->tally;
-    int64_t count = lane->job.starts[lane->members];
-    pyhvd_observe(&tally->tensors, lane->members, 1);
-    pyhvd_observe(&tally->bytes, (uint64_t)count * pyhvd_itemsize(lane->job.dtype), 1);
-    if (lane->began) pyhvd_observe(&tally->execution, (uint64_t)(pyhvd_now() - lane->began), 1);
+static void count_batch(pyhvd_fast_path *path) {
+    const pyhvd_progress *p = &path->progress;
+    pyhvd_counters *counters = &path->counters;
+    uint64_t bytes = (uint64_t)p->job.starts[p->batch_count] * pyhvd_itemsize(p->job.dtype);
+    pyhvd_observe(&counters->tensors, p->batch_count, 1);
+    pyhvd_observe(&counters->bytes, bytes, 1);
+    if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
 }
 
-/* Let the units of the batch know. Their arrays may be someone else's as soon as they do. */
-static void end_members(pyhvd_lane *lane) {
-    const pyhvd_record *records = lane->sets[lane->set].records;
-    for (uint32_t k = 0, n; k < lane->members; k += n) {
-        pyhvd_unit *unit = records[lane->pending[lane->at + k]].unit;
-        n = lane->whole ? lane->members : 1;
-        while (k + n < lane->members && records[lane->pending[lane->at + k + n]].unit == unit) n++;
-        int64_t agreed = lane->began - unit->posted;
-        if (lane->began) pyhvd_observe(&lane->tally.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
-        pyhvd_end_parts(lane, unit, n);
+/* End n tensors of a call. Its arrays may be freed as soon as the last one ends. */
+static void end_tensors(pyhvd_fast_path *path, pyhvd_call *call, uint32_t n) {
+    if (atomic_fetch_sub_explicit(&call->unfinished, n, memory_order_acq_rel) != n) return;
+    uint64_t turn = atomic_fetch_add_explicit(&call->finished, 1, memory_order_release) + 1;
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&call->notify_turn, memory_order_relaxed) >= turn)
+        wake_background(path, PYHVD_WAKE_DONE);
+}
+
+/* End the tensors of the batch. */
+static void end_batch(pyhvd_fast_path *path) {
+    const pyhvd_progress *p = &path->progress;
+    const pyhvd_cached_tensor *tensors = path->setup.sets[p->set].tensors;
+    for (uint32_t k = 0, n; k < p->batch_count; k += n) {
+        const uint32_t *slots = &p->pending[p->next + k];
+        pyhvd_call *call = tensors[slots[0]].call;
+        n = p->whole_call ? p->batch_count : 1;
+        while (k + n < p->batch_count && tensors[slots[n]].call == call) n++;
+        int64_t agreed = p->ready_ns - call->marked_ns;
+        if (p->ready_ns)
+            pyhvd_observe(&path->counters.negotiation, agreed > 0 ? (uint64_t)agreed : 0, n);
+        end_tensors(path, call, n);
     }
 }
 
-/* Another rank has aborted a set's window: nobody on this rank goes on. */
-static void give_up(pyhvd_lane *lane) {
-    atomic_store_explicit(&lane->aborted, lane->set + 1, memory_order_release);
-    pyhvd_lane_shut(lane);
-    pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_ABORTED);
+void pyhvd_fast_path_settle(pyhvd_fast_path *path, pyhvd_call *call) {
+    end_tensors(path, call, 1);
+    wake_waiters(path);
+    wake_progress(path);
 }
 
-static int run_batch(pyhvd_lane *lane) {
-    pyhvd_window *window = lane->sets[lane->set].window;
-    window->brief = 1;
-    int status = pyhvd_window_proceed(window, &lane->course);
-    window->brief = 0;
+/* A rank has aborted the window of the current set: close this rank's path. */
+static void give_up(pyhvd_fast_path *path) {
+    atomic_store_explicit(&path->aborted, path->progress.set + 1, memory_order_release);
+    pyhvd_fast_path_shut(path);
+    wake_background(path, PYHVD_WAKE_ABORTED);
+}
+
+/* Continue the batch until it has ended, or the window has slept in vain. */
+static int run_batch(pyhvd_fast_path *path) {
+    pyhvd_progress *p = &path->progress;
+    pyhvd_window *window = path->setup.sets[p->set].window;
+    window->interruptible = 1;
+    int status = pyhvd_window_proceed(window, &p->cursor);
+    window->interruptible = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
-        give_up(lane);
+        give_up(path);
         return PYHVD_CLOSED;
     }
-    pyhvd_trace_add(lane->trace, PYHVD_CARRIED, lane->begun, lane->set, lane->members, lane->place, lane->by);
-    measure(lane);
-    count_batch(lane);
-    end_members(lane);
-    lane->at += lane->members;
-    __atomic_store_n(&lane->running, 0, __ATOMIC_RELAXED);
-    pyhvd_tell_waiters(lane);
+    pyhvd_trace_add(path->setup.trace, PYHVD_CARRIED, p->trace_begin, p->set, p->batch_count,
+                    p->log_position, p->last_rank);
+    sample_batch(path);
+    count_batch(path);
+    end_batch(path);
+    p->next += p->batch_count;
+    __atomic_store_n(&p->running, 0, __ATOMIC_RELAXED);
+    wake_waiters(path);
     return PYHVD_DONE;
 }
 
-/* Whether an entry has been taken from the log, and not been carried out to its end. For who drives. */
-static int is_under_way(const pyhvd_lane *lane) { return lane->running || lane->at < lane->pendings; }
+/* ---- progress, under the progress lock ---- */
 
-static int finished(const pyhvd_unit *unit, uint64_t turn) { return unit && pyhvd_unit_finished(unit, turn); }
-
-static int is_closed(const pyhvd_lane *lane) {
-    return atomic_load_explicit(&lane->closed, memory_order_acquire) != 0;
+/* Whether a log entry has begun and not ended. */
+static int is_under_way(const pyhvd_fast_path *path) {
+    return path->progress.running || path->progress.next < path->progress.pending_count;
 }
 
-/* Leave a core that another rank works on; see pyhvd_part. */
-static void part(pyhvd_lane *lane) {
+static int is_finished(const pyhvd_call *call, uint64_t turn) {
+    return call && pyhvd_call_finished(call, turn);
+}
+
+/* Leave a core that another rank works on, if another core is free. */
+static void leave_shared_core(pyhvd_fast_path *path) {
+    const pyhvd_ready_table *table = &path->setup.table;
     uint32_t taken[PYHVD_MAX_LOCAL];
     int n = 0;
-    for (int q = 0; q < lane->board.size; q++)
-        if (q != lane->board.rank)
-            taken[n++] = atomic_load_explicit(&lane->board.seats[q].core, memory_order_relaxed);
-    if (pyhvd_part(taken, n, &lane->parted))
-        atomic_store_explicit(&seat_of(lane)->core, pyhvd_here(), memory_order_relaxed);
+    for (int q = 0; q < table->size; q++)
+        if (q != table->rank)
+            taken[n++] = atomic_load_explicit(&table->rank_states[q].core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
+    if (pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns))
+        atomic_store_explicit(&rank_state_of(path)->core, pyhvd_current_core(),
+                              memory_order_relaxed);
 }
 
-/* The driver waits for the log to go on. */
-static int await_entry(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
-    pyhvd_seat *seat = seat_of(lane);
-    int yields = lane->patience;
+/* Wait until the log has another entry, or the call has ended; PYHVD_LATE at `until`. */
+static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
+                       int64_t until) {
+    const pyhvd_ready_table *table = &path->setup.table;
+    pyhvd_progress *p = &path->progress;
+    pyhvd_rank_state *mine = rank_state_of(path);
+    int yields = p->spin_budget;
     int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
-            if (pyhvd_board_behind(&lane->board) || finished(unit, turn)) return PYHVD_DONE;
+            if (pyhvd_ready_table_behind(table) || is_finished(call, turn)) return PYHVD_DONE;
             pyhvd_pause();
         }
-        part(lane);
+        leave_shared_core(path);
         yielded = pyhvd_yield(&yields);
     } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
-    uint32_t seen = atomic_load_explicit(&seat->bell, memory_order_acquire);
-    atomic_store_explicit(&seat->asleep, 1, memory_order_relaxed);
+    uint32_t seen = atomic_load_explicit(&mine->progress_bell, memory_order_acquire);
+    atomic_store_explicit(&mine->progress_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now(), left = until - before;
-    if (!pyhvd_board_behind(&lane->board) && !finished(unit, turn) && !is_closed(lane) && left > 0)
-        pyhvd_futex_wait(&seat->bell, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
-    lane->patience = pyhvd_patience(lane->patience, pyhvd_now() - before);
-    atomic_store_explicit(&seat->asleep, 0, memory_order_relaxed);
+    if (!pyhvd_ready_table_behind(table) && !is_finished(call, turn) && !is_closed(path) &&
+        left > 0)
+        pyhvd_futex_wait(&mine->progress_bell, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
+    p->spin_budget = pyhvd_next_spin_budget(p->spin_budget, pyhvd_now() - before);
+    atomic_store_explicit(&mine->progress_asleep, 0, memory_order_relaxed);
     return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
 }
 
-/* Carry out what the log says, as the one who drives. Without a unit: as far as the log goes. */
-static int run(pyhvd_lane *lane, const pyhvd_unit *unit, uint64_t turn, int64_t until) {
+/* Carry out the log's entries until the call has ended; without a call, to the end of the log. */
+static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
+                         int64_t until) {
     for (;;) {
-        if (is_closed(lane)) return PYHVD_CLOSED;
-        if (is_under_way(lane)) {
-            if (!lane->running) load_batch(lane);
-            int status = run_batch(lane);
+        if (is_closed(path)) return PYHVD_CLOSED;
+        if (is_under_way(path)) {
+            if (!path->progress.running) load_batch(path);
+            int status = run_batch(path);
             if (status == PYHVD_DONE) continue;
-            if (status == PYHVD_LATE && unit && pyhvd_now() < until) continue;
+            if (status == PYHVD_LATE && call && pyhvd_now() < until) continue;
             return status;
         }
-        if (finished(unit, turn)) return PYHVD_DONE;
-        const pyhvd_entry *entry = pyhvd_board_next(&lane->board);
+        if (is_finished(call, turn)) return PYHVD_DONE;
+        const pyhvd_log_entry *entry = pyhvd_ready_table_next(&path->setup.table);
         if (entry && entry->kind == PYHVD_LIST) return PYHVD_AT_LIST;
         if (entry) {
-            unfold(lane, entry);
-            pyhvd_board_advance(&lane->board);
-        } else if (!unit) {
+            begin_entry(path, entry);
+            pyhvd_ready_table_advance(&path->setup.table);
+        } else if (!call) {
             return PYHVD_IDLING;
-        } else if (await_entry(lane, unit, turn, until) == PYHVD_LATE) {
+        } else if (await_entry(path, call, turn, until) == PYHVD_LATE) {
             return PYHVD_LATE;
         }
     }
 }
 
-static int try_drive(pyhvd_lane *lane) {
-    pyhvd_seat *seat = seat_of(lane);
-    uint32_t free = 0, here = pyhvd_here();
-    if (atomic_load_explicit(&seat->driven, memory_order_relaxed) ||
-        !atomic_compare_exchange_strong_explicit(&seat->driven, &free, 1, memory_order_acquire,
-                                                 memory_order_relaxed))
+static int try_lock_progress(pyhvd_fast_path *path) {
+    pyhvd_rank_state *mine = rank_state_of(path);
+    uint32_t unlocked = 0, here = pyhvd_current_core();
+    if (atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) ||
+        !atomic_compare_exchange_strong_explicit(&mine->progress_lock, &unlocked, 1,
+                                                 memory_order_acquire, memory_order_relaxed))
         return 0;
-    if (atomic_load_explicit(&seat->core, memory_order_relaxed) != here) /* the peers read this line */
-        atomic_store_explicit(&seat->core, here, memory_order_relaxed);
+    /* the peers read this line */
+    if (atomic_load_explicit(&mine->core, memory_order_relaxed) != here)
+        atomic_store_explicit(&mine->core, here, memory_order_relaxed);
     return 1;
 }
 
-/* Give up the seat, having come so far; returns whether something is left to be done. Waiters are told, as one of them
- * is to drive: but not where a response list is next. They would find that out one after the other, tell each other
- * and the background thread, and keep every core from whoever is to send that list. */
-static int leave_seat(pyhvd_lane *lane, int status) {
-    /* Seen while it is still ours; what comes in later finds `driven` clear, and rings. */
-    int left_over = is_under_way(lane);
-    atomic_store_explicit(&lane->left_over, (uint32_t)left_over, memory_order_relaxed);
-    atomic_store_explicit(&seat_of(lane)->driven, 0, memory_order_release);
-    if (status != PYHVD_AT_LIST) pyhvd_tell_waiters(lane); /* with a fence: `driven` before the look at the log */
-    else atomic_thread_fence(memory_order_seq_cst);
-    return left_over || pyhvd_board_behind(&lane->board);
+/* Release the progress lock; return whether work is left. Wake the waiters, as one of them must
+ * take the lock, unless a response list is next: none of them can pass it, and each would wake the
+ * next one while the ranks that send the list need the cores. */
+static int unlock_progress(pyhvd_fast_path *path, int status) {
+    /* Read under the lock. What arrives later finds `progress_lock` clear, and rings. */
+    int left_over = is_under_way(path);
+    atomic_store_explicit(&path->left_over, (uint32_t)left_over, memory_order_relaxed);
+    atomic_store_explicit(&rank_state_of(path)->progress_lock, 0, memory_order_release);
+    /* Both branches have a fence between the store above and the look at the log below. */
+    if (status != PYHVD_AT_LIST)
+        wake_waiters(path);
+    else
+        atomic_thread_fence(memory_order_seq_cst);
+    return left_over || pyhvd_ready_table_behind(&path->setup.table);
 }
 
-static void stop_driving(pyhvd_lane *lane, int status) {
-    if (leave_seat(lane, status)) pyhvd_lane_ring(lane);
+static void stop_progress(pyhvd_fast_path *path, int status) {
+    if (unlock_progress(path, status)) pyhvd_fast_path_ring(path);
 }
 
-/* Wait for a sign of those who drive. */
-static void await_progress(pyhvd_lane *lane, uint32_t seen, const pyhvd_unit *unit, uint64_t turn,
-                           int64_t until) {
+/* ---- waiting ---- */
+
+/* Sleep until the holder of the progress lock wakes the waiters. */
+static void await_wakeup(pyhvd_fast_path *path, uint32_t seen, const pyhvd_call *call,
+                         uint64_t turn, int64_t until) {
     int64_t left = until - pyhvd_now();
-    atomic_fetch_add_explicit(&lane->waiters, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&path->waiters, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!finished(unit, turn) && !is_closed(lane) && left > 0)
-        pyhvd_futex_wait(&lane->progress, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
-    atomic_fetch_sub_explicit(&lane->waiters, 1, memory_order_relaxed);
+    if (!is_finished(call, turn) && !is_closed(path) && left > 0)
+        pyhvd_futex_wait(&path->wakeups, seen, left < PYHVD_NAP ? left : PYHVD_NAP);
+    atomic_fetch_sub_explicit(&path->waiters, 1, memory_order_relaxed);
 }
 
-int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t now, int64_t ns) {
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
+                         int64_t ns) {
     int64_t until = now + ns;
     for (int round = 0;; round++) {
-        uint32_t seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
-        if (finished(unit, turn)) return PYHVD_DONE;
-        if (is_closed(lane)) return PYHVD_CLOSED;
+        uint32_t seen = atomic_load_explicit(&path->wakeups, memory_order_acquire);
+        if (is_finished(call, turn)) return PYHVD_DONE;
+        if (is_closed(path)) return PYHVD_CLOSED;
         if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
-        int drives = try_drive(lane);
-        /* Posted only now: who completes the batch sees that somebody drives here, and wakes nobody else. */
-        int posted = pyhvd_lane_flush(lane, 0, now);
-        if (!posted) {
-            if (drives) stop_driving(lane, PYHVD_IDLING);
-            pyhvd_nap(GATHER);
+        int locked = try_lock_progress(path);
+        /* Flushed only now: the rank that completes the batch sees the lock, and wakes no second
+         * thread here. */
+        if (!pyhvd_fast_path_flush(path, 0, now)) {
+            if (locked) stop_progress(path, PYHVD_IDLING);
+            pyhvd_nap(GATHER_NS);
             continue;
         }
-        if (drives) {
-            int status = run(lane, unit, turn, until);
-            /* Seen while the seat is still ours: nobody else has got past the list, which is news as soon as it is. */
-            seen = atomic_load_explicit(&lane->progress, memory_order_acquire);
-            stop_driving(lane, status);
+        if (locked) {
+            int status = make_progress(path, call, turn, until);
+            /* Read under the lock: no other thread has passed the list yet, and the next one that
+             * does changes it. */
+            seen = atomic_load_explicit(&path->wakeups, memory_order_acquire);
+            stop_progress(path, status);
             if (status == PYHVD_DONE) return PYHVD_DONE;
             if (status == PYHVD_LATE) continue;
-            if (status == PYHVD_AT_LIST) pyhvd_board_call(&lane->board, lane->board.rank, PYHVD_CALL_LIST);
+            if (status == PYHVD_AT_LIST) wake_background(path, PYHVD_WAKE_LIST);
         }
-        await_progress(lane, seen, unit, turn, until);
+        await_wakeup(path, seen, call, turn, until);
     }
 }
 
 /* ---- the background thread ---- */
 
-/* Post what has gathered once nothing more came in for a while, or the cycle time is over; return how long to wait
- * for that, or 0. */
-static int64_t gather(pyhvd_lane *lane) {
-    uint32_t holds = atomic_load_explicit(&lane->holds, memory_order_acquire);
-    int64_t now = pyhvd_now(), since = lane->looked;
-    int settled = holds == lane->known;
-    if (!settled) lane->idle = 0;
-    lane->known = holds;
-    if (!atomic_load_explicit(&lane->holding, memory_order_acquire)) {
-        lane->looked = now;
-        if (!settled) lane->alone = 0;
+/* Flush once no more calls arrive, or the cycle time is over; return how long to wait for that
+ * (ns), or 0. */
+static int64_t gather(pyhvd_fast_path *path) {
+    pyhvd_background *b = &path->background;
+    uint32_t holds = atomic_load_explicit(&path->submissions.hold_count, memory_order_acquire);
+    int64_t now = pyhvd_now(), since = b->settled_ns;
+    int settled = holds == b->seen_holds;
+    if (!settled) b->idle_looks = 0;
+    b->seen_holds = holds;
+    if (!atomic_load_explicit(&path->submissions.held_count, memory_order_acquire)) {
+        b->settled_ns = now;
+        if (!settled) b->unattended = 0;
         return 0;
     }
-    if (!settled && now - since < lane->cycle) return GATHER;
-    lane->looked = now;
-    lane->alone = 1;
-    lane->quiet = 0;
-    return pyhvd_lane_flush(lane, 0, now) ? 0 : GATHER;
+    if (!settled && now - since < b->cycle_ns) return GATHER_NS;
+    b->settled_ns = now;
+    b->unattended = 1;
+    b->quiet_looks = 0;
+    return pyhvd_fast_path_flush(path, 0, now) ? 0 : GATHER_NS;
 }
 
-/* How long to sleep when there is nothing to do, and whether the thread will look by itself what was submitted, so
- * that nobody need ring. Where nobody waits for tensors, it looks often for a while. Where somebody does, it had
- * better keep out of the way, and is not to be rung time and again. */
-static int64_t choose_nap(pyhvd_lane *lane, int64_t nap, int64_t left, int *watching) {
-    int64_t lazy = lane->cycle < WATCH ? WATCH : lane->cycle;
-    *watching = 1;
+/* Choose how long to sleep (ns). `watches` gets whether the thread will look by itself for new
+ * calls, so that these need not ring. It looks often for a while after calls that no thread waited
+ * for. After calls with waiting threads it sleeps longer, as these threads make progress
+ * themselves, and need the core. */
+static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *watches) {
+    int64_t lazy = b->cycle_ns < WATCH_NS ? WATCH_NS : b->cycle_ns;
+    *watches = 1;
     if (nap) return nap < left ? nap : left;
-    if (lane->quiet++ < WATCHED) return WATCH < left ? WATCH : left;
-    if (!lane->alone && lane->idle++ < LAZY) return lazy < left ? lazy : left;
-    *watching = 0;
+    if (b->quiet_looks++ < WATCH_LOOKS) return WATCH_NS < left ? WATCH_NS : left;
+    if (!b->unattended && b->idle_looks++ < LAZY_LOOKS) return lazy < left ? lazy : left;
+    *watches = 0;
     return left;
 }
 
-/* Sleep until called, or for so long; what happens before the sleep is seen by the second look. With
- * `watching` the thread will soon look by itself whether anything was submitted, and is not rung for that. */
-static void rest(pyhvd_lane *lane, int64_t ns, int watching) {
-    pyhvd_seat *seat = seat_of(lane);
-    uint32_t seen = atomic_load_explicit(&seat->alarm, memory_order_acquire);
-    atomic_store_explicit(&lane->watching, (uint32_t)watching, memory_order_relaxed);
-    atomic_store_explicit(&seat->dozing, 1, memory_order_relaxed);
+/* Sleep until woken, at most `ns`. The second look sees what happens before the sleep. */
+static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
+    pyhvd_rank_state *mine = rank_state_of(path);
+    uint32_t seen = atomic_load_explicit(&mine->background_bell, memory_order_acquire);
+    atomic_store_explicit(&path->background_watches, (uint32_t)watches, memory_order_relaxed);
+    atomic_store_explicit(&mine->background_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
-    int driven = atomic_load_explicit(&seat->driven, memory_order_relaxed) != 0;
-    int busy = atomic_load_explicit(&seat->calls, memory_order_relaxed) ||
-               (!watching && atomic_load_explicit(&lane->holding, memory_order_relaxed)) ||
-               (!driven && atomic_load_explicit(&lane->left_over, memory_order_relaxed)) ||
-               (!driven && pyhvd_board_behind(&lane->board) && !lane->told);
-    if (!busy) pyhvd_futex_wait(&seat->alarm, seen, ns);
-    atomic_store_explicit(&seat->dozing, 0, memory_order_relaxed);
+    int locked = atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) != 0;
+    int busy =
+        atomic_load_explicit(&mine->wake_reasons, memory_order_relaxed) ||
+        (!watches && atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
+        (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
+        (!locked && pyhvd_ready_table_behind(&path->setup.table) && !path->background.known_list);
+    if (!busy) pyhvd_futex_wait(&mine->background_bell, seen, ns);
+    atomic_store_explicit(&mine->background_asleep, 0, memory_order_relaxed);
 }
 
-/* Drive where nobody does; returns whether the caller is wanted for a list that it does not know of. */
-static int drive_alone(pyhvd_lane *lane) {
-    /* Whoever drives just now rings if anything is left over. */
-    int left_over = atomic_load_explicit(&lane->left_over, memory_order_relaxed) != 0;
-    if ((!left_over && !pyhvd_board_behind(&lane->board)) || !try_drive(lane)) return 0;
-    int status = run(lane, NULL, 0, 0);
-    int news = 0;
-    if (status == PYHVD_AT_LIST) {
-        uint64_t number = pyhvd_board_next(&lane->board)->number;
-        news = number != lane->told;
-        lane->told = number;
-    } else {
-        lane->told = 0;
-    }
-    leave_seat(lane, status);
-    return news;
+/* Make progress if no other thread does; return whether the log has come to a list that the caller
+ * does not know of. */
+static int progress_alone(pyhvd_fast_path *path) {
+    /* A holder of the lock rings when it leaves work over. */
+    int left_over = atomic_load_explicit(&path->left_over, memory_order_relaxed) != 0;
+    if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
+        return 0;
+    int status = make_progress(path, NULL, 0, 0);
+    uint64_t known = path->background.known_list, number = 0;
+    if (status == PYHVD_AT_LIST) number = pyhvd_ready_table_next(&path->setup.table)->number;
+    path->background.known_list = number;
+    unlock_progress(path, status);
+    return status == PYHVD_AT_LIST && number != known;
 }
 
-uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns) {
-    pyhvd_seat *seat = seat_of(lane);
+uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
     int64_t until = pyhvd_after(ns);
-    if (!lane->short_turns) pyhvd_take_short_turns();
-    lane->short_turns = 1;
+    if (!path->background.short_turns) pyhvd_take_short_turns();
+    path->background.short_turns = 1;
     for (;;) {
-        uint32_t calls = atomic_exchange_explicit(&seat->calls, 0, memory_order_acquire);
-        if (calls) return calls;
-        if (!is_closed(lane) && drive_alone(lane)) return PYHVD_CALL_LIST;
-        int64_t nap = gather(lane), left = until - pyhvd_now();
+        uint32_t reasons = atomic_exchange_explicit(&rank_state_of(path)->wake_reasons, 0,
+                                                    memory_order_acquire);
+        if (reasons) return reasons;
+        if (!is_closed(path) && progress_alone(path)) return PYHVD_WAKE_LIST;
+        int64_t nap = gather(path), left = until - pyhvd_now();
         if (left <= 0) return 0;
-        int watching;
-        nap = choose_nap(lane, nap, left, &watching);
-        rest(lane, nap, watching);
+        int watches;
+        nap = choose_nap(&path->background, nap, left, &watches);
+        rest(path, nap, watches);
     }
 }
 
-int pyhvd_lane_announce(pyhvd_lane *lane, uint64_t number, const pyhvd_ranks *audience) {
-    int written = pyhvd_board_list(&lane->board, number, audience);
-    if (written) pyhvd_wake_driver(lane); /* the board wakes the other ranks; this one's driver is to give way */
+int pyhvd_fast_path_announce(pyhvd_fast_path *path, uint64_t number, const pyhvd_ranks *audience) {
+    int written = pyhvd_ready_table_append_list(&path->setup.table, number, audience);
+    if (written) wake_progress(path); /* the table wakes the other ranks only */
     return written;
 }
 
-int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number) {
-    lane->told = 0;
-    if (is_closed(lane) || !try_drive(lane)) return 0;
-    int status = run(lane, NULL, 0, 0);
-    if (status == PYHVD_AT_LIST && pyhvd_board_next(&lane->board)->number == number) return 1;
-    stop_driving(lane, status);
+int pyhvd_fast_path_enter(pyhvd_fast_path *path, uint64_t number) {
+    path->background.known_list = 0;
+    if (is_closed(path) || !try_lock_progress(path)) return 0;
+    int status = make_progress(path, NULL, 0, 0);
+    if (status == PYHVD_AT_LIST && pyhvd_ready_table_next(&path->setup.table)->number == number)
+        return 1;
+    stop_progress(path, status);
     return 0;
 }
 
-void pyhvd_lane_leave(pyhvd_lane *lane) {
-    pyhvd_board_advance(&lane->board);
-    stop_driving(lane, PYHVD_IDLING);
+void pyhvd_fast_path_leave(pyhvd_fast_path *path) {
+    pyhvd_ready_table_advance(&path->setup.table);
+    stop_progress(path, PYHVD_IDLING);
 }
 
-void pyhvd_lane_seize(pyhvd_lane *lane) {
-    while (!try_drive(lane)) pyhvd_nap(GATHER);
+void pyhvd_fast_path_seize(pyhvd_fast_path *path) {
+    while (!try_lock_progress(path)) pyhvd_nap(GATHER_NS);
 }
 
-void pyhvd_lane_shut(pyhvd_lane *lane) {
-    atomic_store_explicit(&lane->closed, 1, memory_order_release);
-    pyhvd_tell_waiters(lane);
-    pyhvd_wake_driver(lane);
+void pyhvd_fast_path_shut(pyhvd_fast_path *path) {
+    atomic_store_explicit(&path->closed, 1, memory_order_release);
+    wake_waiters(path);
+    wake_progress(path);
 }

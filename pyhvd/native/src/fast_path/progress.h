@@ -1,189 +1,309 @@
-/* One rank's engine of the fast lane: from a submission to its completion without the GIL.
+/* The fast path of one rank: from a submission to its completion without the GIL.
  *
- * A *unit* is what is submitted together: one cached tensor, or a grouped call. Submitting holds it back
- * (`held`), until somebody waits or the background thread finds that nothing more comes; then it is posted on
- * the board. What the board's log says is ready is carried out by whoever *drives* the engine: a thread that
- * waits for a unit, or the background thread. One thread drives at a time, with its rank's seat as the lock.
+ * A *call* is one submission: one cached tensor, or a grouped call. Its way:
  *
- * Invariants. `mutex` guards `held`, `refused`, and each unit's `started` and `state`. The engine's own state
- * (pending, batch, course, counters of windows) belongs to the thread that drives. A unit is in flight while
- * started > finished; while it is, its records and slots are left alone by everybody but the engine.
- * `finished` is stored (release) after the results were written, and read (acquire) before they are used.
- * `progress` grows whenever somebody who waits without driving should look again.
+ *   1. `hold` puts the call on hold, so that several calls can travel together.
+ *   2. `flush` marks the held calls ready in the ready table. A waiting thread flushes at once; the
+ *      background thread flushes when no more calls arrive, or when the cycle time is over.
+ *   3. When all ranks have marked a slot ready, the ready log gets an entry.
+ *   4. The holder of the progress lock carries out the log's entries in order, and ends their
+ *      calls.
  *
- * Where a window turns out to be aborted (`window.h`), the batch under way can never be carried out to its end, and what stands
- * behind it in the log is not carried out either. Whoever drives then notes the set in `aborted`, shuts the lane, so that
- * those who wait wait for the background thread only, and calls that thread, which fails all that is in flight.
+ * Any thread that waits for a call tries to take the progress lock and, with it, makes progress for
+ * the whole rank, as in MPI's progress engine. If no thread waits, the background thread does so.
  *
- * A unit whose slots the board no longer lends as it knew them is *refused*, and Python *takes* it over to
- * submit it by message; one whose posts were recalled is taken over when the answer to it arrives. From then
- * on Python alone ends it.
+ * States of a call. `started` and `finished` count its turns (submissions); a call is in flight
+ * while they differ.
+ *
+ *   from     event                                     to       thread       lock
+ *   -------  ----------------------------------------  -------  -----------  ---------------
+ *   IDLE     hold: started + 1                         HELD     submitter    mutex
+ *   HELD     withdraw: finished = started              IDLE     submitter    mutex
+ *   HELD     flush, all its slots are delegated        MARKED   any          mutex and table
+ *   HELD     flush, a slot is not delegated            REFUSED  any          mutex and table
+ *   MARKED   its batch is carried out: finished + 1    IDLE     any          progress lock
+ *   HELD     take: Python will end the call            TAKEN    background   mutex
+ *   MARKED   take, after its slots were recalled       TAKEN    background   mutex
+ *   REFUSED  take                                      TAKEN    background   mutex
+ *   TAKEN    settle, once per tensor: finished + 1     IDLE     background   none
+ *
+ * The field `state` is not written at the end of a turn: a call with finished == started is idle,
+ * whatever it says.
+ *
+ * Invariants
+ *   1. Each part of pyhvd_fast_path has one owner, named at its struct. Fields outside those parts
+ *      are atomic.
+ *   2. The mutex also guards `started` and `state` of every call.
+ *   3. While a call is in flight, only the fast path changes its addresses, its slots and their
+ *      cached tensors.
+ *   4. `finished` is stored with release after the results were written, and loaded with acquire
+ *      before they are read.
+ *   5. `wakeups` changes whenever threads that wait without the progress lock must look again.
+ *   6. Nothing of Python runs under the mutex.
+ *   7. After a window was aborted (window.h), its batch never ends and later entries are not
+ *      carried out. The lock's holder then stores the set in `aborted`, closes the path, and wakes
+ *      the background thread, which fails all calls in flight.
  */
-#ifndef PYHVD_DRIVER_H
-#define PYHVD_DRIVER_H
+#ifndef PYHVD_PROGRESS_H
+#define PYHVD_PROGRESS_H
+
+#include "common/counters.h"
+#include "common/prefetch.h"
+#include "common/sampler.h"
+#include "fast_path/ready_table.h"
 
 #include <pthread.h>
 
-#include "fast_path/ready_table.h"
-#include "common/prefetch.h"
-#include "common/sampler.h"
-#include "common/counters.h"
+enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_MARKED, PYHVD_REFUSED, PYHVD_TAKEN };
 
-enum { PYHVD_IDLE, PYHVD_HELD, PYHVD_POSTED, PYHVD_REFUSED, PYHVD_TAKEN };
-
+/* Whether all tensors of a grouped call fit into one batch; computed when first needed. */
 enum { PYHVD_UNKNOWN, PYHVD_ALIKE, PYHVD_UNLIKE };
 
-/* Why the background thread is wanted in Python. */
-enum { PYHVD_CALL_WORK = 1, PYHVD_CALL_LIST = 2, PYHVD_CALL_REFUSED = 4, PYHVD_CALL_DONE = 8, PYHVD_CALL_ABORTED = 16 };
+/* Reasons to wake the background thread. */
+enum {
+    PYHVD_WAKE_WORK = 1,     /* Python has work of its own */
+    PYHVD_WAKE_LIST = 2,     /* a response list is next in the log */
+    PYHVD_WAKE_REFUSED = 4,  /* a call was refused */
+    PYHVD_WAKE_DONE = 8,     /* a call has ended that has a callback */
+    PYHVD_WAKE_ABORTED = 16, /* a window was aborted */
+};
 
-/* How a drive ended. */
-enum { PYHVD_DONE = 1, PYHVD_IDLING = 2, PYHVD_AT_LIST = 3, PYHVD_LATE = 4, PYHVD_CLOSED = 5 };
+/* Why a function that makes progress returned. */
+enum {
+    PYHVD_DONE = 1,    /* the awaited call has ended */
+    PYHVD_IDLING = 2,  /* the log has no further entry */
+    PYHVD_AT_LIST = 3, /* a response list is next: only the background thread may pass it */
+    PYHVD_LATE = 4,    /* the time is over */
+    PYHVD_CLOSED = 5,  /* the path is closed */
+};
 
 typedef struct {
     _Atomic uint64_t finished;
     uint64_t started;
-    _Atomic uint32_t left;   /* tensors of this turn that have not ended */
-    _Atomic uint64_t notify; /* the last turn at whose end the background thread is to be called; never goes back */
+    _Atomic uint32_t unfinished; /* tensors of this turn that have not ended */
+    /* wake the background thread when this turn ends; never decreases */
+    _Atomic uint64_t notify_turn;
     int state;
     uint32_t set;
     int grouped;
-    pyhvd_posting post;   /* its slots, one for each tensor; what follows is in their order */
-    int64_t *srcs, *dsts; /* addresses of this turn; of a single tensor in `own` */
-    int64_t own[2];
-    int64_t *starts; /* of a grouped call: n + 1 prefix sums of the element counts */
-    int alike;       /* whether its tensors ride together: PYHVD_ALIKE, PYHVD_UNLIKE; the driver's */
-    int64_t posted; /* when (ns); written before the post, read behind the log's entry */
-    void *owner;
-} pyhvd_unit;
+    /* one slot per tensor, ascending; the arrays below are in this order */
+    pyhvd_slot_list slots;
+    int64_t *srcs, *dsts;        /* addresses of this turn */
+    int64_t single_addresses[2]; /* where `srcs` and `dsts` of a single tensor point to */
+    /* grouped call: n + 1 prefix sums of the element counts; else NULL */
+    int64_t *starts;
+    int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
+    int64_t marked_ns; /* stored before the marks, read after the log's entry */
+    void *owner;       /* the Python object */
+} pyhvd_call;
 
-/* What a slot of a process set means on this rank. */
+/* The tensor that a slot of a process set stands for, on this rank. */
 typedef struct {
-    pyhvd_unit *unit;
-    uint32_t at; /* which of the unit's tensors it is */
+    pyhvd_call *call;
+    uint32_t index; /* of the tensor in the call */
     int64_t count;
     double prescale, postscale;
     int dtype, op;
-    int direct; /* whether every rank's array lies in its arena, as long as this is what the slot means */
-    uint32_t sample, seen; /* how often it came in which of the sampler's samples; the driver's */
-} pyhvd_record;
+    int direct; /* whether every rank's array lies in its arena */
+    /* how often the tensor came in this sample; the progress lock holder's */
+    uint32_t sample, times;
+} pyhvd_cached_tensor;
 
 typedef struct {
-    pyhvd_window *window; /* NULL: no such set here */
-    pyhvd_record *records;
-} pyhvd_lane_set;
+    pyhvd_window *window; /* NULL: the path does not serve this set */
+    pyhvd_cached_tensor *tensors;
+} pyhvd_path_set;
 
+/* Owner: none. Read-only once the path is in use; `sets` changes while the caller has entered. */
 typedef struct {
-    pyhvd_board board;
-    pyhvd_trace *trace; /* where units and batches are recorded; NULL: nowhere */
-    size_t threshold; /* changed by who has entered; so are the windows' chunks */
-    int groups_alone;
-    int64_t cycle; /* ns; the background thread's */
+    pyhvd_ready_table table;
+    pyhvd_trace *trace;     /* NULL: nothing is recorded */
     pyhvd_sampler *sampler; /* NULL: nothing is measured */
+    /* whether a grouped call's tensors share a batch only with each other */
+    int groups_alone;
+    pyhvd_path_set sets[PYHVD_MAX_SETS];
+} pyhvd_path_setup;
+
+/* Owner: the holder of `mutex`. */
+typedef struct {
     pthread_mutex_t mutex;
-    pyhvd_unit **held, **refused;
-    uint32_t capacity, refusals;
-    _Atomic uint32_t holding; /* units in `held` */
-    _Atomic uint32_t holds;   /* units that were ever held */
-    pyhvd_lane_set sets[PYHVD_BOARD_SETS];
-    /* the driver's */
-    uint32_t set, pendings, at, members, by;
-    uint64_t place; /* of the entry that is being carried out, in the log */
-    int64_t ready, begun;
-    uint32_t *pending, *batch;
-    pyhvd_unit *whole; /* the grouped call that is the batch, or NULL: `srcs` and so on have been put together for it */
-    int64_t *srcs, *dsts, *starts;
+    pyhvd_call **held, **refused;
+    uint32_t capacity, refused_count; /* of each array; held_count + refused_count <= capacity */
+    _Atomic uint32_t held_count;      /* written under the mutex, read by any thread */
+    _Atomic uint32_t hold_count;      /* calls that were ever held; likewise */
+} pyhvd_submissions;
+
+/* Owner: the holder of the progress lock. */
+typedef struct {
+    size_t threshold; /* bytes of a batch, at most */
+    /* The log entry that is being carried out. */
+    uint32_t set, last_rank;
+    uint64_t log_position;
+    uint32_t *pending;            /* its slots */
+    uint32_t pending_count, next; /* slots before `next` are done */
+    /* The batch: slots pending[next] to pending[next + batch_count - 1]. */
+    uint32_t batch_count;
+    uint32_t *left_behind;         /* scratch memory of the batch's choice */
+    int64_t *srcs, *dsts, *starts; /* its addresses and prefix sums ... */
+    /* ... unless the batch is this call, whose own arrays are used; else NULL */
+    pyhvd_call *whole_call;
     pyhvd_job job;
-    pyhvd_course course;
-    int running, patience;
-    int64_t parted;
-    int64_t began; /* when (ns) the batch was ready, or 0: it is not timed */
-    /* the background thread's */
-    uint64_t told; /* the list at which the log stands, if the thread knows of it */
-    uint32_t known, quiet, idle; /* `holds` at the last look; looks without anything to post, or any submission */
-    int alone;                   /* whether nobody waited for the last submissions */
-    int64_t looked;              /* when everything submitted had been posted (ns) */
+    pyhvd_job_cursor cursor;
+    int running;                      /* whether the batch has begun; other threads look at it */
+    int64_t ready_ns;                 /* when the batch was ready; 0: it is not timed */
+    int64_t trace_ready, trace_begin; /* for the trace; 0: not recorded */
+    int spin_budget;                  /* yields before the holder falls asleep */
+    int64_t left_core_ns;             /* see pyhvd_leave_shared_core */
+} pyhvd_progress;
+
+/* Owner: the background thread. */
+typedef struct {
+    int64_t cycle_ns; /* for how long calls are held at most while no thread waits */
+    /* the response list that is next in the log, if the thread knows of it; else 0 */
+    uint64_t known_list;
+    uint32_t seen_holds;  /* `hold_count` at the last look */
+    uint32_t quiet_looks; /* looks since the last flush */
+    uint32_t idle_looks;  /* looks since the last call was held */
+    int unattended;       /* whether no thread waited for the last calls */
+    int64_t settled_ns;   /* when no call was held any more */
     int short_turns;
-    _Atomic uint32_t left_over; /* whether the last driver left something that is in no log any more */
-    _Atomic uint32_t watching, progress, waiters, closed;
-    _Atomic uint32_t aborted; /* 1 + the set whose window was found to be aborted, or 0; stored before the call */
-    pyhvd_tally tally;
-} pyhvd_lane;
+} pyhvd_background;
 
-/* Memory for one rank's engine; 0 if there is none. `board` must be attached already. */
-int pyhvd_lane_init(pyhvd_lane *lane);
-void pyhvd_lane_free(pyhvd_lane *lane);
+typedef struct {
+    pyhvd_path_setup setup;
+    pyhvd_submissions submissions;
+    pyhvd_progress progress;
+    pyhvd_background background;
+    _Atomic uint32_t left_over;          /* whether the last holder left a log entry unfinished */
+    _Atomic uint32_t background_watches; /* whether the background thread soon looks by itself */
+    /* futex word of threads without the progress lock; how many sleep on it */
+    _Atomic uint32_t wakeups, waiters;
+    _Atomic uint32_t closed;
+    /* 1 + the set whose window was aborted, or 0; stored before the wake-up */
+    _Atomic uint32_t aborted;
+    pyhvd_counters counters;
+} pyhvd_fast_path;
 
-/* Let a set's records be used, or forget them; nothing of it may be in flight. */
-int pyhvd_lane_open(pyhvd_lane *lane, uint32_t set, pyhvd_window *window);
-void pyhvd_lane_close_set(pyhvd_lane *lane, uint32_t set);
+/* ---- set-up ---- */
 
-/* Under the mutex: hold a unit back; 0 if there is no memory. Its records are complete. */
-int pyhvd_lane_hold(pyhvd_lane *lane, pyhvd_unit *unit);
+/* Allocate the path's memory; return 0 if there is none. `setup.table` must be attached already. */
+int pyhvd_fast_path_init(pyhvd_fast_path *path);
+void pyhvd_fast_path_free(pyhvd_fast_path *path);
 
-/* Call the background thread if it sleeps, so that what is held is posted in time. */
-void pyhvd_lane_ring(pyhvd_lane *lane);
+/* Serve a set through a window, or stop; none of its calls may be in flight. */
+int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *window);
+void pyhvd_fast_path_close_set(pyhvd_fast_path *path, uint32_t set);
 
-/* Post all that is held; `now` is the time (ns). With `whole` also wait for other threads that are just doing so, and for
- * the board; without, 0 if the board's lock is not to be had just now, and the caller tries again soon. */
-int pyhvd_lane_flush(pyhvd_lane *lane, int whole, int64_t now);
+/* ---- submission ---- */
 
-/* Under the mutex: take a unit out of the engine's hands; returns the state that it was in. */
-int pyhvd_lane_take(pyhvd_lane *lane, pyhvd_unit *unit);
+/* Under the mutex: make room for one more call in `held` and `refused`; return 0 without memory. */
+int pyhvd_fast_path_grow(pyhvd_fast_path *path);
 
-/* Under the mutex: undo `hold`, unless the unit has been posted meanwhile; 1 if it is no longer in flight. */
-int pyhvd_lane_withdraw(pyhvd_lane *lane, pyhvd_unit *unit);
-
-/* One tensor of a taken unit has ended. */
-void pyhvd_lane_settle(pyhvd_lane *lane, pyhvd_unit *unit);
-
-/* Post what is held, and wait until `unit` has finished its turn, driving the engine if nobody else does: PYHVD_DONE, PYHVD_LATE
- * `ns` after `now`, or PYHVD_CLOSED. */
-int pyhvd_lane_wait(pyhvd_lane *lane, pyhvd_unit *unit, uint64_t turn, int64_t now, int64_t ns);
-
-/* The background thread's sleep: posts what is held, drives where nobody waits; returns its calls, or 0 when
- * `ns` (negative: no end) have passed. */
-uint32_t pyhvd_lane_doze(pyhvd_lane *lane, int64_t ns);
-
-/* Put response list `number` into the log, where it concerns these ranks; 0 if that cannot be done just now. */
-int pyhvd_lane_announce(pyhvd_lane *lane, uint64_t number, const pyhvd_ranks *audience);
-
-/* Drive as far as the log goes; 1 if it has come to response list `number`, and the caller then drives until
- * it calls `leave`. */
-int pyhvd_lane_enter(pyhvd_lane *lane, uint64_t number);
-void pyhvd_lane_leave(pyhvd_lane *lane);
-
-/* Let nobody wait any longer, on this rank. */
-void pyhvd_lane_shut(pyhvd_lane *lane);
-
-/* After `shut`: wait until nobody drives any more, and let nobody drive again. */
-void pyhvd_lane_seize(pyhvd_lane *lane);
-
-/* Whether a batch is being carried out. From any thread, for a look only: `running` is the driver's. */
-static inline int pyhvd_lane_is_running(pyhvd_lane *lane) { return __atomic_load_n(&lane->running, __ATOMIC_RELAXED); }
-
-/* 1 + the set whose window the engine has found aborted, or 0. From any thread. */
-static inline uint32_t pyhvd_lane_aborted(pyhvd_lane *lane) {
-    return atomic_load_explicit(&lane->aborted, memory_order_acquire);
+/* Under the mutex: put a call on hold; return 0 without memory. Its addresses and cached tensors
+ * are complete. */
+static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) {
+    pyhvd_submissions *s = &path->submissions;
+    pyhvd_trace *trace = path->setup.trace;
+    uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
+    if (n + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) return 0;
+    call->started++;
+    call->state = PYHVD_HELD;
+    atomic_store_explicit(&call->unfinished, call->slots.n, memory_order_relaxed);
+    s->held[n] = call;
+    atomic_fetch_add_explicit(&s->hold_count, 1, memory_order_relaxed);
+    atomic_store_explicit(&s->held_count, n + 1, memory_order_release);
+    pyhvd_trace_add(trace, PYHVD_SUBMITTED, pyhvd_trace_now(trace), call->set, call->slots.ids[0],
+                    0, 0);
+    return 1;
 }
 
-static inline int pyhvd_unit_finished(const pyhvd_unit *unit, uint64_t turn) {
-    return atomic_load_explicit(&unit->finished, memory_order_acquire) >= turn;
+/* Under the mutex: undo `hold`, unless the call was marked meanwhile; return 1 if it is no longer
+ * in flight. */
+int pyhvd_fast_path_withdraw(pyhvd_fast_path *path, pyhvd_call *call);
+
+/* Under the mutex: let Python end the call; return the state that it was in. */
+int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call);
+
+/* End one tensor of a taken call. */
+void pyhvd_fast_path_settle(pyhvd_fast_path *path, pyhvd_call *call);
+
+static inline pyhvd_rank_state *rank_state_of(pyhvd_fast_path *path) {
+    return &path->setup.table.rank_states[path->setup.table.rank];
 }
 
-/* A caller has waited for a unit since `began` (ns). */
-static inline void pyhvd_lane_waited(pyhvd_lane *lane, int64_t began) {
-    if (pyhvd_is_timed(&lane->tally)) pyhvd_observe_shared(&lane->tally.waits, (uint64_t)(pyhvd_now() - began));
+/* Wake the background thread if it sleeps and does not watch, so that it flushes in time. */
+static inline void pyhvd_fast_path_ring(pyhvd_fast_path *path) {
+    pyhvd_rank_state *mine = rank_state_of(path);
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&mine->background_asleep, memory_order_relaxed) &&
+        !atomic_load_explicit(&path->background_watches, memory_order_relaxed))
+        pyhvd_futex_wake(&mine->background_bell, 0);
 }
 
-/* Call the background thread when the unit ends, if it has not ended yet. The turn is named: whoever has ended the one
- * before may still be about to look here, and is not to take this for his own. */
-static inline int pyhvd_unit_notify(pyhvd_unit *unit, uint64_t turn) {
-    uint64_t last = atomic_load_explicit(&unit->notify, memory_order_relaxed);
-    while (last < turn && !atomic_compare_exchange_weak_explicit(&unit->notify, &last, turn, memory_order_relaxed,
-                                                                 memory_order_relaxed)) {
+/* Mark all held calls ready, at the time `now` (ns). With `all`, wait for other threads that flush,
+ * and for the table's lock. Otherwise return 0 if the table's lock cannot be taken soon; the caller
+ * tries again. */
+int pyhvd_fast_path_flush(pyhvd_fast_path *path, int all, int64_t now);
+
+/* ---- waiting ---- */
+
+/* Flush, and wait until the call has finished a turn, with the progress lock if it is free. Return
+ * PYHVD_DONE, PYHVD_LATE at `now` + `ns`, or PYHVD_CLOSED. */
+int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn, int64_t now,
+                         int64_t ns);
+
+/* Count the time that a caller has waited since `began` (ns). */
+static inline void pyhvd_fast_path_waited(pyhvd_fast_path *path, int64_t began) {
+    if (pyhvd_is_timed(&path->counters))
+        pyhvd_observe_shared(&path->counters.waits, (uint64_t)(pyhvd_now() - began));
+}
+
+static inline int pyhvd_call_finished(const pyhvd_call *call, uint64_t turn) {
+    return atomic_load_explicit(&call->finished, memory_order_acquire) >= turn;
+}
+
+/* Wake the background thread at the end of this turn; return whether the turn has ended already.
+ * The turn is named because the thread that ended the turn before may still be about to read
+ * `notify_turn`. */
+static inline int pyhvd_call_notify(pyhvd_call *call, uint64_t turn) {
+    uint64_t last = atomic_load_explicit(&call->notify_turn, memory_order_relaxed);
+    while (last < turn &&
+           !atomic_compare_exchange_weak_explicit(&call->notify_turn, &last, turn,
+                                                  memory_order_relaxed, memory_order_relaxed)) {
     }
     atomic_thread_fence(memory_order_seq_cst);
-    return pyhvd_unit_finished(unit, turn);
+    return pyhvd_call_finished(call, turn);
+}
+
+/* ---- the background thread ---- */
+
+/* Sleep; meanwhile flush, and make progress while no thread waits. Return the reasons of a wake-up,
+ * or 0 when `ns` (negative: no limit) have passed. */
+uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns);
+
+/* Append response list `number` to the log for these ranks; return 0 if that is not possible
+ * now. */
+int pyhvd_fast_path_announce(pyhvd_fast_path *path, uint64_t number, const pyhvd_ranks *audience);
+
+/* Make progress to the end of the log. Return 1 if response list `number` is next: the caller then
+ * holds the progress lock until it calls `leave`, which steps past the list. */
+int pyhvd_fast_path_enter(pyhvd_fast_path *path, uint64_t number);
+void pyhvd_fast_path_leave(pyhvd_fast_path *path);
+
+/* Let no thread of this rank wait or make progress any longer. */
+void pyhvd_fast_path_shut(pyhvd_fast_path *path);
+
+/* After `shut`: take the progress lock for ever. */
+void pyhvd_fast_path_seize(pyhvd_fast_path *path);
+
+/* Whether a batch is being carried out. From any thread; only a hint. */
+static inline int pyhvd_fast_path_is_running(pyhvd_fast_path *path) {
+    return __atomic_load_n(&path->progress.running, __ATOMIC_RELAXED);
+}
+
+/* 1 + the set whose window was found aborted, or 0. From any thread. */
+static inline uint32_t pyhvd_fast_path_aborted(pyhvd_fast_path *path) {
+    return atomic_load_explicit(&path->aborted, memory_order_acquire);
 }
 
 #endif

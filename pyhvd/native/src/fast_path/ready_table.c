@@ -1,74 +1,82 @@
-#include "common/futex.h"
+/* The ready table and its log; ready_table.h states the invariants. */
 #include "fast_path/ready_table.h"
-#include "common/counters.h"
 
 #include <string.h>
 
+#include "common/counters.h"
+
 #define LOCK_SPINS 100
 #define LOCK_YIELDS 200
-#define LOCK_NAP 50000 /* ns: the owner of the lock has lost its core, or has been stopped */
-#define ROOM_WAIT 10000000 /* ns; who writes down a response list has other things to do meanwhile */
-#define NO_END (-1)
+#define LOCK_NAP_NS 50000     /* the lock's holder has lost its core, or was stopped */
+#define LIST_LOCK_NS 10000000 /* the thread that appends a list has other work meanwhile */
+#define NO_LIMIT (-1)
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-/* ---- where things lie ---- */
+/* ---- layout ---- */
 
 static size_t lines(size_t bytes) { return (bytes + PYHVD_LINE - 1) / PYHVD_LINE * PYHVD_LINE; }
 
 static size_t set_bytes(int size, uint32_t slots) {
-    return lines(sizeof(pyhvd_board_set)) + lines(slots * sizeof(uint64_t)) +
-           lines(slots / 8) * 2 + lines(slots / 64 * sizeof(pyhvd_posts)) * (size_t)size;
+    return lines(sizeof(pyhvd_table_set)) + lines(slots * sizeof(uint64_t)) + lines(slots / 8) * 2 +
+           lines(slots / 64 * sizeof(pyhvd_ready_word)) * (size_t)size;
 }
 
-size_t pyhvd_board_bytes(int size, uint32_t slots) {
-    return lines(sizeof(pyhvd_board_head)) + PYHVD_LOG * lines(sizeof(pyhvd_entry)) +
-           (size_t)size * sizeof(pyhvd_seat) + PYHVD_BOARD_SETS * set_bytes(size, slots);
+size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
+    return lines(sizeof(pyhvd_table_head)) + PYHVD_LOG_ENTRIES * lines(sizeof(pyhvd_log_entry)) +
+           (size_t)size * sizeof(pyhvd_rank_state) + PYHVD_MAX_SETS * set_bytes(size, slots);
 }
 
-static pyhvd_entry *entry_at(const pyhvd_board *b, uint64_t place) {
-    return (pyhvd_entry *)((uint8_t *)b->log + (place % PYHVD_LOG) * lines(sizeof(pyhvd_entry)));
+static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
+    return (pyhvd_log_entry *)((uint8_t *)t->log +
+                               (position % PYHVD_LOG_ENTRIES) * lines(sizeof(pyhvd_log_entry)));
 }
 
-static pyhvd_board_set *set_of(const pyhvd_board *b, uint32_t set) {
-    return (pyhvd_board_set *)(b->sets + set * b->set_bytes);
+static pyhvd_table_set *set_of(const pyhvd_ready_table *t, uint32_t set) {
+    return (pyhvd_table_set *)(t->sets + set * t->set_bytes);
 }
 
-static uint64_t *since_of(const pyhvd_board *b, uint32_t set) {
-    return (uint64_t *)((uint8_t *)set_of(b, set) + lines(sizeof(pyhvd_board_set)));
+static uint64_t *versions_of(const pyhvd_ready_table *t, uint32_t set) {
+    return (uint64_t *)((uint8_t *)set_of(t, set) + lines(sizeof(pyhvd_table_set)));
 }
 
-/* The bit vectors of a set: lent and used; behind them, what each rank has posted. */
-static uint64_t *bits_of(const pyhvd_board *b, uint32_t set, int which) {
-    return (uint64_t *)((uint8_t *)since_of(b, set) + lines(b->slots * sizeof(uint64_t)) +
-                        (size_t)which * lines(b->slots / 8));
+/* The bit vectors of a set: 0 is delegated, 1 is used; the ranks' marks lie behind them. */
+static uint64_t *bits_of(const pyhvd_ready_table *t, uint32_t set, int which) {
+    return (uint64_t *)((uint8_t *)versions_of(t, set) + lines(t->slots * sizeof(uint64_t)) +
+                        (size_t)which * lines(t->slots / 8));
 }
 
-static uint64_t *lent_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 0); }
-static uint64_t *used_of(const pyhvd_board *b, uint32_t set) { return bits_of(b, set, 1); }
-static pyhvd_posts *posted_of(const pyhvd_board *b, uint32_t set, uint32_t rank) {
-    return (pyhvd_posts *)((uint8_t *)bits_of(b, set, 2) + rank * lines(b->words * sizeof(pyhvd_posts)));
+static uint64_t *delegated_of(const pyhvd_ready_table *t, uint32_t set) {
+    return bits_of(t, set, 0);
+}
+static uint64_t *used_of(const pyhvd_ready_table *t, uint32_t set) { return bits_of(t, set, 1); }
+static pyhvd_ready_word *ready_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
+    return (pyhvd_ready_word *)((uint8_t *)bits_of(t, set, 2) +
+                                rank * lines(t->words * sizeof(pyhvd_ready_word)));
 }
 
-void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t slots) {
+void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size,
+                              uint32_t slots) {
     uint8_t *at = base;
-    b->rank = rank;
-    b->size = size;
-    b->slots = slots;
-    b->words = slots / 64;
-    b->head = (pyhvd_board_head *)at;
-    b->log = (pyhvd_entry *)(at += lines(sizeof(pyhvd_board_head)));
-    b->seats = (pyhvd_seat *)(at += PYHVD_LOG * lines(sizeof(pyhvd_entry)));
-    b->sets = at + (size_t)size * sizeof(pyhvd_seat);
-    b->set_bytes = set_bytes(size, slots);
+    t->rank = rank;
+    t->size = size;
+    t->slots = slots;
+    t->words = slots / 64;
+    t->head = (pyhvd_table_head *)at;
+    t->log = (pyhvd_log_entry *)(at += lines(sizeof(pyhvd_table_head)));
+    t->rank_states = (pyhvd_rank_state *)(at += PYHVD_LOG_ENTRIES * lines(sizeof(pyhvd_log_entry)));
+    t->sets = at + (size_t)size * sizeof(pyhvd_rank_state);
+    t->set_bytes = set_bytes(size, slots);
 }
 
-void pyhvd_board_clear(pyhvd_board *b) { memset(b->head, 0, pyhvd_board_bytes(b->size, b->slots)); }
+void pyhvd_ready_table_clear(pyhvd_ready_table *t) {
+    memset(t->head, 0, pyhvd_ready_table_bytes(t->size, t->slots));
+}
 
 /* ---- the lock ---- */
 
-int pyhvd_board_lock(pyhvd_board *b, int64_t ns) {
-    _Atomic uint32_t *lock = &b->head->lock;
+int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
+    _Atomic uint32_t *lock = &t->head->lock;
     int64_t until = 0;
     for (int yields = 0;; yields++) {
         for (int spin = 0; spin < LOCK_SPINS; spin++) {
@@ -82,8 +90,8 @@ int pyhvd_board_lock(pyhvd_board *b, int64_t ns) {
             continue;
         }
         if (!until) until = pyhvd_after(ns);
-        if (pyhvd_now() >= until || atomic_load_explicit(b->over, memory_order_acquire)) return 0;
-        pyhvd_nap(LOCK_NAP);
+        if (pyhvd_now() >= until || atomic_load_explicit(t->closed, memory_order_acquire)) return 0;
+        pyhvd_nap(LOCK_NAP_NS);
     }
 }
 
@@ -91,259 +99,274 @@ static int concerns(const pyhvd_ranks *ranks, uint32_t rank) {
     return (int)(ranks->ranks[rank / 64] >> (rank % 64) & 1);
 }
 
-static void wake_seat(pyhvd_seat *seat) {
-    if (atomic_load_explicit(&seat->driven, memory_order_relaxed)) {
-        if (atomic_load_explicit(&seat->asleep, memory_order_relaxed)) pyhvd_futex_wake(&seat->bell, 0);
-    } else if (atomic_load_explicit(&seat->dozing, memory_order_relaxed)) {
-        pyhvd_futex_wake(&seat->alarm, 0);
+/* Wake the thread of a rank that makes progress there, or will. */
+static void wake_rank(pyhvd_rank_state *rank) {
+    if (atomic_load_explicit(&rank->progress_lock, memory_order_relaxed)) {
+        if (atomic_load_explicit(&rank->progress_asleep, memory_order_relaxed))
+            pyhvd_futex_wake(&rank->progress_bell, 0);
+    } else if (atomic_load_explicit(&rank->background_asleep, memory_order_relaxed)) {
+        pyhvd_futex_wake(&rank->background_bell, 0);
     }
 }
 
-void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience) {
-    atomic_store_explicit(&b->head->lock, 0, memory_order_release);
+void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+    atomic_store_explicit(&t->head->lock, 0, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    for (int rank = 0; rank < b->size; rank++)
-        if (rank != b->rank && concerns(audience, (uint32_t)rank)) wake_seat(&b->seats[rank]);
+    for (int rank = 0; rank < t->size; rank++)
+        if (rank != t->rank && concerns(audience, (uint32_t)rank)) wake_rank(&t->rank_states[rank]);
 }
 
-void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons) {
-    pyhvd_seat *seat = &b->seats[rank];
-    atomic_fetch_or_explicit(&seat->calls, reasons, memory_order_release);
+void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {
+    pyhvd_rank_state *woken = &t->rank_states[rank];
+    atomic_fetch_or_explicit(&woken->wake_reasons, reasons, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&seat->dozing, memory_order_relaxed)) {
-        pyhvd_futex_wake(&seat->alarm, 0);
-    }
+    if (atomic_load_explicit(&woken->background_asleep, memory_order_relaxed))
+        pyhvd_futex_wake(&woken->background_bell, 0);
 }
 
 /* ---- the log ---- */
 
-static int is_for(const pyhvd_entry *entry, uint32_t rank) {
-    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >> (rank % 64) & 1);
+static int is_for(const pyhvd_log_entry *entry, uint32_t rank) {
+    return (int)(atomic_load_explicit(&entry->audience[rank / 64], memory_order_acquire) >>
+                     (rank % 64) &
+                 1);
 }
 
-/* Step a rank's cursor past entries that do not concern it, and say where it stands then; returns whether an entry is
- * there, which concerns the rank. */
-static int skip_for(pyhvd_board *b, uint32_t rank, uint64_t *place) {
-    _Atomic uint64_t *cursor = &b->seats[rank].cursor;
+/* Move a rank's cursor past entries that do not concern it. Store the cursor in `position`; return
+ * whether there is an entry, which concerns the rank. */
+static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
+    _Atomic uint64_t *cursor = &t->rank_states[rank].cursor;
     uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
     int found = 0;
-    while (!found && at < atomic_load_explicit(&b->head->tail, memory_order_acquire)) {
-        if (is_for(entry_at(b, at), rank)) {
+    while (!found && at < atomic_load_explicit(&t->head->tail, memory_order_acquire)) {
+        if (is_for(entry_at(t, at), rank)) {
             uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
             found = now == at;
             at = now;
-        } else if (atomic_compare_exchange_strong_explicit(cursor, &at, at + 1, memory_order_acq_rel,
-                                                           memory_order_acquire)) {
+        } else if (atomic_compare_exchange_strong_explicit(
+                       cursor, &at, at + 1, memory_order_acq_rel, memory_order_acquire)) {
             at++;
         }
     }
-    *place = at;
+    *position = at;
     return found;
 }
 
-static int has_room(pyhvd_board *b) {
-    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed), lowest = tail, place;
-    if (tail - b->head->floor < PYHVD_LOG) return 1;
-    for (int rank = 0; rank < b->size; rank++) {
-        skip_for(b, (uint32_t)rank, &place);
-        lowest = MIN(lowest, place);
+/* Under the lock: return whether the log has room for one more entry. */
+static int has_room(pyhvd_ready_table *t) {
+    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed), lowest = tail,
+             position;
+    if (tail - t->head->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
+    for (int rank = 0; rank < t->size; rank++) {
+        skip_for(t, (uint32_t)rank, &position);
+        lowest = MIN(lowest, position);
     }
-    b->head->floor = lowest;
-    return tail - lowest < PYHVD_LOG;
+    t->head->lowest_cursor = lowest;
+    return tail - lowest < PYHVD_LOG_ENTRIES;
 }
 
-static void add_ranks(pyhvd_ranks *to, const pyhvd_ranks *more) {
-    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) to->ranks[k] |= more->ranks[k];
-}
-
-/* The room at the tail, for an entry that concerns these ranks. */
-static pyhvd_entry *begin_entry(pyhvd_board *b, const pyhvd_ranks *audience) {
-    pyhvd_entry *entry = entry_at(b, b->head->tail);
+/* Return the entry at the tail, with its audience stored. */
+static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
+    pyhvd_log_entry *entry = entry_at(t, t->head->tail);
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
         atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
     return entry;
 }
 
-/* Publish the entry that was written at the tail. */
-static void publish(pyhvd_board *b) {
-    uint64_t tail = atomic_load_explicit(&b->head->tail, memory_order_relaxed);
-    atomic_store_explicit(&b->head->tail, tail + 1, memory_order_release);
+/* Let the ranks see the entry at the tail. */
+static void publish(pyhvd_ready_table *t) {
+    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed);
+    atomic_store_explicit(&t->head->tail, tail + 1, memory_order_release);
 }
 
-int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience) {
+int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
+                                  const pyhvd_ranks *audience) {
     pyhvd_ranks woken = {{0}};
-    if (!pyhvd_board_lock(b, ROOM_WAIT)) return 0;
-    int room = has_room(b);
+    if (!pyhvd_ready_table_lock(t, LIST_LOCK_NS)) return 0;
+    int room = has_room(t);
     if (room) {
-        pyhvd_entry *entry = begin_entry(b, audience);
+        pyhvd_log_entry *entry = reserve_entry(t, audience);
         woken = *audience;
         entry->kind = PYHVD_LIST;
         entry->number = number;
-        publish(b);
+        publish(t);
     }
-    pyhvd_board_unlock(b, &woken);
+    pyhvd_ready_table_unlock(t, &woken);
     return room;
 }
 
-/* This rank was the last to post what is ready: count for how long others had waited, from when the first of them
- * had last posted a slot of the same word. What has been charged to a rank before is not charged again, so that a
- * set's ranks together are charged with no more than has passed. */
-static void charge(pyhvd_board *b, uint32_t set, const uint64_t *ready, uint32_t first, uint32_t last, int64_t now) {
-    pyhvd_board_set *s = set_of(b, set);
-    pyhvd_seat *seat = &b->seats[b->rank];
+/* This rank was the last to mark slots of words [first, end): count for how long (ns) the others
+ * had waited.
+ *
+ *   1. The wait begins when the first of them last marked a slot of the same word.
+ *   2. Time that was counted before is not counted again, so the ranks of a set together are not
+ *      charged with more time than has passed. */
+static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *batch, uint32_t first,
+                          uint32_t end, int64_t now) {
+    const pyhvd_table_set *s = set_of(t, set);
+    pyhvd_rank_state *mine = &t->rank_states[t->rank];
     int64_t since = now;
     uint64_t n = 0;
-    for (uint32_t w = first; w < last; w++) {
-        n += (uint64_t)__builtin_popcountll(ready[w]);
-        for (uint32_t k = 0; k < s->count && ready[w]; k++)
-            if (s->ranks[k] != (uint32_t)b->rank) since = MIN(since, posted_of(b, set, s->ranks[k])[w].time);
+    for (uint32_t w = first; w < end; w++) {
+        n += (uint64_t)__builtin_popcountll(batch[w]);
+        for (uint32_t k = 0; k < s->count && batch[w]; k++)
+            if (s->ranks[k] != (uint32_t)t->rank)
+                since = MIN(since, ready_of(t, set, s->ranks[k])[w].time);
     }
-    if (b->head->charged[set] > since) since = b->head->charged[set];
-    pyhvd_add(&seat->late, n);
+    if (t->head->counted_until[set] > since) since = t->head->counted_until[set];
+    pyhvd_add(&mine->late, n);
     if (now <= since) return;
-    pyhvd_add(&seat->awaited, (uint64_t)(now - since));
-    b->head->charged[set] = now;
+    pyhvd_add(&mine->awaited, (uint64_t)(now - since));
+    t->head->counted_until[set] = now;
 }
 
-void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t from, uint32_t to, int64_t now,
-                       pyhvd_ranks *audience) {
-    pyhvd_board_set *s = set_of(b, set);
-    uint64_t ready[PYHVD_BOARD_WORDS], *used = used_of(b, set), *lent = lent_of(b, set);
-    uint32_t first = to, last = from;
+/* Under the lock: has_room, and if not, let the next rank that advances call match again. */
+static int has_room_or_backlog(pyhvd_ready_table *t) {
+    if (has_room(t)) return 1;
+    /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
+     * the other. */
+    atomic_store_explicit(&t->head->backlog, 1, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    return has_room(t);
+}
+
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience) {
+    const pyhvd_table_set *s = set_of(t, set);
+    uint64_t batch[PYHVD_MAX_WORDS], *used = used_of(t, set), *delegated = delegated_of(t, set);
+    uint32_t first = to, end = from;
     for (uint32_t w = from; w < to; w++) {
-        ready[w] = s->count ? lent[w] : 0;
-        for (uint32_t k = 0; k < s->count && ready[w]; k++) ready[w] &= posted_of(b, set, s->ranks[k])[w].bits;
-        if (!ready[w]) continue;
+        batch[w] = s->count ? delegated[w] : 0;
+        for (uint32_t k = 0; k < s->count && batch[w]; k++)
+            batch[w] &= ready_of(t, set, s->ranks[k])[w].bits;
+        if (!batch[w]) continue;
         first = MIN(first, w);
-        last = w + 1;
+        end = w + 1;
     }
-    if (first >= last) return;
-    if (!has_room(b)) {
-        /* Who advances looks for a backlog behind its step: one of the two sees the other. */
-        atomic_store_explicit(&b->head->backlog, 1, memory_order_relaxed);
-        atomic_thread_fence(memory_order_seq_cst);
-        if (!has_room(b)) return;
-    }
-    pyhvd_entry *entry = begin_entry(b, &s->members);
+    if (first >= end || !has_room_or_backlog(t)) return;
+    pyhvd_log_entry *entry = reserve_entry(t, &s->members);
     entry->kind = PYHVD_BATCH;
     entry->set = set;
-    entry->by = (uint32_t)b->rank;
+    entry->last_rank = (uint32_t)t->rank;
     entry->first = first;
-    entry->last = last;
-    for (uint32_t w = first; w < last; w++) {
-        entry->words[w] = ready[w];
-        used[w] |= ready[w];
-        for (uint32_t k = 0; k < s->count; k++) posted_of(b, set, s->ranks[k])[w].bits &= ~ready[w];
+    entry->end = end;
+    for (uint32_t w = first; w < end; w++) {
+        entry->words[w] = batch[w];
+        used[w] |= batch[w];
+        for (uint32_t k = 0; k < s->count; k++) ready_of(t, set, s->ranks[k])[w].bits &= ~batch[w];
     }
-    if (now && s->count > 1) charge(b, set, ready, first, last, now);
-    add_ranks(audience, &s->members);
-    publish(b);
+    if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= s->members.ranks[k];
+    publish(t);
 }
 
-const pyhvd_entry *pyhvd_board_next(pyhvd_board *b) {
-    uint64_t place;
-    return skip_for(b, (uint32_t)b->rank, &place) ? entry_at(b, place) : NULL;
+const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
+    uint64_t position;
+    return skip_for(t, (uint32_t)t->rank, &position) ? entry_at(t, position) : NULL;
 }
 
-void pyhvd_board_advance(pyhvd_board *b) {
-    atomic_fetch_add_explicit(&b->seats[b->rank].cursor, 1, memory_order_acq_rel);
+void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
+    atomic_fetch_add_explicit(&t->rank_states[t->rank].cursor, 1, memory_order_acq_rel);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!atomic_load_explicit(&b->head->backlog, memory_order_acquire)) return;
+    if (!atomic_load_explicit(&t->head->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    atomic_store_explicit(&b->head->backlog, 0, memory_order_relaxed);
-    for (uint32_t set = 0; set < PYHVD_BOARD_SETS; set++)
-        pyhvd_board_match(b, set, 0, b->words, 0, &audience);
-    pyhvd_board_unlock(b, &audience);
-}
-
-int pyhvd_board_behind(const pyhvd_board *b) {
-    return atomic_load_explicit(&b->seats[b->rank].cursor, memory_order_acquire) !=
-           atomic_load_explicit(&b->head->tail, memory_order_acquire);
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    atomic_store_explicit(&t->head->backlog, 0, memory_order_relaxed);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
+        pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
+    pyhvd_ready_table_unlock(t, &audience);
 }
 
 /* ---- slots ---- */
 
-/* Whether all slots are lent, and mean what they mean to this rank. Looked up again only once something has changed. */
-static int are_lent(const pyhvd_board *b, uint32_t set, pyhvd_posting *p) {
-    const uint64_t *lent = lent_of(b, set), *meant = since_of(b, set), changes = set_of(b, set)->changes;
-    if (p->checked == changes) return 1;
-    for (uint32_t k = 0; k < p->n; k++) {
-        uint32_t slot = p->slots[k];
-        if (!(lent[slot / 64] >> (slot % 64) & 1) || meant[slot] != p->since[k]) return 0;
+/* Return whether all slots are delegated under their versions; checked once per version of the
+ * set. */
+static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list) {
+    const uint64_t *delegated = delegated_of(t, set), *versions = versions_of(t, set);
+    uint64_t version = set_of(t, set)->version;
+    if (list->checked == version) return 1;
+    for (uint32_t k = 0; k < list->n; k++) {
+        uint32_t slot = list->ids[k];
+        if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k])
+            return 0;
     }
-    p->checked = changes;
+    list->checked = version;
     return 1;
 }
 
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, pyhvd_posting *p, int64_t now) {
-    pyhvd_posts *mine = posted_of(b, set, (uint32_t)b->rank);
-    if (!are_lent(b, set, p)) return 0;
-    for (uint32_t k = 0; k < p->n;) {
-        uint32_t word = p->slots[k] / 64;
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+                                 int64_t now) {
+    pyhvd_ready_word *mine = ready_of(t, set, (uint32_t)t->rank);
+    if (!are_delegated(t, set, list)) return 0;
+    for (uint32_t k = 0; k < list->n;) {
+        uint32_t word = list->ids[k] / 64;
         uint64_t bits = 0;
-        for (; k < p->n && p->slots[k] / 64 == word; k++) bits |= (uint64_t)1 << (p->slots[k] % 64);
+        for (; k < list->n && list->ids[k] / 64 == word; k++)
+            bits |= (uint64_t)1 << (list->ids[k] % 64);
         mine[word].bits |= bits;
         mine[word].time = now;
     }
     return 1;
 }
 
-void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count) {
+void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
+                                uint32_t count) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    pyhvd_board_set *s = set_of(b, set);
-    uint64_t changes = s->changes;
-    memset(s, 0, b->set_bytes);
-    s->changes = changes + 1;
-    b->head->charged[set] = 0;
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    pyhvd_table_set *s = set_of(t, set);
+    uint64_t version = s->version;
+    memset(s, 0, t->set_bytes);
+    s->version = version + 1;
+    t->head->counted_until[set] = 0;
     s->count = count;
     for (uint32_t k = 0; k < count; k++) {
         s->ranks[k] = ranks[k];
         s->members.ranks[ranks[k] / 64] |= (uint64_t)1 << (ranks[k] % 64);
     }
-    pyhvd_board_unlock(b, &nobody);
+    pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since) {
+void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
+                                uint64_t version) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    since_of(b, set)[slot] = since;
-    lent_of(b, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
-    set_of(b, set)->changes++;
-    pyhvd_board_unlock(b, &nobody);
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    versions_of(t, set)[slot] = version;
+    delegated_of(t, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
+    set_of(t, set)->version++;
+    pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot) {
+void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    lent_of(b, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
-    set_of(b, set)->changes++;
-    pyhvd_board_unlock(b, &nobody);
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    delegated_of(t, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
+    set_of(t, set)->version++;
+    pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted) {
+void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
+                              uint64_t *marked) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    set_of(b, set)->changes++;
-    for (uint32_t w = 0; w < b->words; w++) {
-        lent_of(b, set)[w] &= ~bits[w];
-        for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++) {
-            pyhvd_posts *theirs = posted_of(b, set, rank);
-            posted[rank * b->words + w] = theirs[w].bits & bits[w];
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    set_of(t, set)->version++;
+    for (uint32_t w = 0; w < t->words; w++) {
+        delegated_of(t, set)[w] &= ~bits[w];
+        for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++) {
+            pyhvd_ready_word *theirs = ready_of(t, set, rank);
+            marked[rank * t->words + w] = theirs[w].bits & bits[w];
             theirs[w].bits &= ~bits[w];
         }
     }
-    pyhvd_board_unlock(b, &nobody);
+    pyhvd_ready_table_unlock(t, &nobody);
 }
 
-void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used) {
+void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used) {
     pyhvd_ranks nobody = {{0}};
-    if (!pyhvd_board_lock(b, NO_END)) return;
-    for (uint32_t rank = 0; rank < (uint32_t)b->size; rank++)
-        for (uint32_t w = 0; w < b->words; w++)
-            posted[rank * b->words + w] = posted_of(b, set, rank)[w].bits;
-    memcpy(used, used_of(b, set), b->words * sizeof(uint64_t));
-    memset(used_of(b, set), 0, b->words * sizeof(uint64_t));
-    pyhvd_board_unlock(b, &nobody);
+    if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
+    for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
+        for (uint32_t w = 0; w < t->words; w++)
+            marked[rank * t->words + w] = ready_of(t, set, rank)[w].bits;
+    memcpy(used, used_of(t, set), t->words * sizeof(uint64_t));
+    memset(used_of(t, set), 0, t->words * sizeof(uint64_t));
+    pyhvd_ready_table_unlock(t, &nobody);
 }

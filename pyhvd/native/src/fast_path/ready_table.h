@@ -1,177 +1,219 @@
-/* The board: where the ranks of one node agree on cached tensors, in shared memory and without the GIL.
+/* The ready table: where the ranks of one node agree on cached tensors, in shared memory and
+ * without the GIL.
  *
- * For each process set the board knows which cache slots it has been *lent* by the coordinator, and which of
- * them each rank has *posted* (submitted again exactly as the slot remembers it). What every member has
- * posted is taken down and becomes one *batch* in the log. The coordinator's response lists stand in the
- * same log, as *lists*; so one total order binds both lanes, and overlapping sets cannot wait in a circle.
- * A slot is either lent, and its posts lie here, or with the coordinator, which knows its submissions as
- * bits and requests: `recall` moves it back together with its posts.
+ * Each process set has cache slots. The coordinator *delegates* a slot to the table once all ranks
+ * have cached it, and *recalls* it when a message speaks of its tensor. While a slot is delegated,
+ * ranks submit its tensor by *marking* it ready. Once all members of the set have marked a slot,
+ * the table clears the marks and appends a *batch* to the ready log. The coordinator appends its
+ * response *lists* to the same log, so that one order binds cached and other tensors, and
+ * overlapping process sets cannot deadlock.
  *
- * Invariants. All of it but the seats and the log's entries is read and written under `lock` alone. An entry
- * is written under the lock before `tail` (release) says that it is there, and is read after `tail` has been
- * seen (acquire); it is written again only when every rank's `cursor` has passed it. A rank's cursor is moved
- * by the rank's engine, or, past entries that do not concern it, by whoever needs the room: both by
- * compare-and-swap. So a rank may look at an entry past which it has been moved, and which is just written again: of
- * such an entry it reads one word of `audience` only, which is stored with release and read with acquire, and counts
- * only if the cursor still stands there then, as it does not for whoever has read the new word. The rest of an entry
- * is read by the ranks that it concerns, whose cursors nobody else moves.
- * An abandoned job ends by `closed`. A rank that is stopped (SIGSTOP, a debugger) may hold the lock meanwhile: nobody
- * waits for it with the GIL or anything else in hand that the rank's watch needs, nor once the rank has given up.
+ * A slot is in one of two places:
  *
- * Waking: `driven` says that some thread of a rank drives its engine; if that thread sleeps, `asleep` is set
- * and it sleeps on `bell`. The background thread sleeps on `alarm`, with `dozing` set. Sleepers set their
- * flag and look again; wakers write first and look at the flag then; sequentially consistent fences between
- * the steps make sure that one of them sees the other.
+ *   from             event     to               effect
+ *   ---------------  --------  ---------------  ---------------------------------------------
+ *   the coordinator  delegate  the table        ranks may mark it under the given version
+ *   the table        match     the table        its marks become an entry of the log
+ *   the table        freeze    the coordinator  no rank may mark it; its marks await recall
+ *   the table        recall    the coordinator  its marks are cleared and returned
+ *
+ * A slot's *version* is the number of the response list that gave the slot its meaning. A rank that
+ * caches the slot under another version may not mark it. A set's version grows whenever any of its
+ * slots is delegated, frozen or recalled; so a call checks its slots once per version of the set.
+ *
+ * Invariants
+ *   1. Everything is read and written under `lock` alone, but for the rank states, the log's
+ *      entries, and atomics.
+ *   2. An entry is written under the lock, before `tail` is stored (release); ranks read it after
+ *      `tail` (acquire).
+ *   3. An entry is overwritten only after every rank's `cursor` has passed it.
+ *   4. A rank's cursor is moved by the holder of its progress lock past entries that concern the
+ *      rank, and by any thread that needs room past entries that do not. Both use atomic
+ *      read-modify-write operations.
+ *   5. So a rank may look at an entry while another one overwrites it. Of such an entry it reads
+ *      one word of `audience` only (stored with release, loaded with acquire), and then its cursor
+ *      again: if the word was new, the cursor has moved, and the rank ignores the word.
+ *   6. All other words of an entry are read only by ranks that it concerns, whose cursors no other
+ *      rank moves.
+ *   7. A stopped rank (SIGSTOP, a debugger) may hold the lock. No thread waits for the lock while
+ *      it holds the GIL or anything that the watchdog needs, nor after its rank's path was closed.
+ *
+ * Wake-ups
+ *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
+ *   2. The background thread sleeps on `background_bell`, with `background_asleep` set.
+ *   3. A sleeper sets its flag, then looks again; a waker writes first, then looks at the flag.
+ *      Sequentially consistent fences between the two steps of each make one of them see the other.
  */
-#ifndef PYHVD_BOARD_H
-#define PYHVD_BOARD_H
-
-#include <stddef.h>
-#include <stdint.h>
+#ifndef PYHVD_READY_TABLE_H
+#define PYHVD_READY_TABLE_H
 
 #include "common/futex.h"
 #include "window/window.h"
 
-#define PYHVD_BOARD_SETS 16    /* process sets with ids below; others agree by messages */
-#define PYHVD_BOARD_SLOTS 4096 /* most cache slots of a set */
-#define PYHVD_BOARD_WORDS (PYHVD_BOARD_SLOTS / 64)
-#define PYHVD_LOG 256          /* entries that the slowest rank may be behind */
+/* process sets with ids below it use the table; others agree by messages */
+#define PYHVD_MAX_SETS 16
+#define PYHVD_MAX_SLOTS 4096 /* cache slots of a set */
+#define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
+#define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 
 enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
 
+/* A set of ranks. */
 typedef struct {
     uint64_t ranks[PYHVD_MAX_LOCAL / 64];
 } pyhvd_ranks;
 
-/* One decision. */
+/* An entry of the ready log. */
 typedef struct {
-    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64]; /* as pyhvd_ranks */
+    /* the ranks that it concerns, as in pyhvd_ranks */
+    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number; /* of the response list */
-    uint32_t by; /* whose post completed the batch */
-    uint32_t first, last; /* words [first, last) are used */
-    uint64_t words[PYHVD_BOARD_WORDS];
-} pyhvd_entry;
+    uint64_t number;                 /* list: the response list's */
+    uint32_t last_rank;              /* batch: the rank whose marks completed it */
+    uint32_t first, end;             /* batch: words [first, end) are used */
+    uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
+} pyhvd_log_entry;
 
-/* One rank's own lines. */
+/* What a rank shows the others, on cache lines of its own. */
 typedef struct {
-    _Alignas(PYHVD_LINE) _Atomic uint64_t cursor;
-    _Alignas(PYHVD_LINE) _Atomic uint32_t driven;
-    _Alignas(PYHVD_LINE) _Atomic uint32_t bell;
-    _Atomic uint32_t asleep;
-    _Atomic uint32_t core; /* where the rank's engine was last driven; see pyhvd_here */
-    _Alignas(PYHVD_LINE) _Atomic uint32_t alarm;
-    _Atomic uint32_t dozing;
-    _Atomic uint32_t calls; /* why the background thread is wanted in Python: bits of the caller's choice */
-    _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors for which the rank was the last to post ... */
-    _Atomic uint64_t awaited;                   /* ... and how long (ns) others had waited by then; see charge() */
-} pyhvd_seat;
+    _Alignas(PYHVD_LINE) _Atomic uint64_t cursor; /* position in the log */
+    _Alignas(PYHVD_LINE) _Atomic uint32_t progress_lock;
+    _Alignas(PYHVD_LINE) _Atomic uint32_t progress_bell;
+    _Atomic uint32_t progress_asleep;
+    _Atomic uint32_t core; /* where the lock's holder last ran; see pyhvd_current_core */
+    _Alignas(PYHVD_LINE) _Atomic uint32_t background_bell;
+    _Atomic uint32_t background_asleep;
+    /* bits; why Python is wanted on the background thread */
+    _Atomic uint32_t wake_reasons;
+    _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors that the rank was the last to mark ... */
+    /* ... and for how long (ns) others had waited for them */
+    _Atomic uint64_t awaited;
+} pyhvd_rank_state;
 
-/* What a rank has posted of 64 slots, and when (ns) it last did; side by side, as both go from core to core. */
+/* A rank's marks of 64 slots, and when (ns) it made the last one. */
 typedef struct {
     uint64_t bits;
     int64_t time;
-} pyhvd_posts;
+} pyhvd_ready_word;
 
-/* One process set; behind it lie since[slots], lent[words], used[words] and posted[size][words]. */
+/* A process set. Behind it lie versions[slots], delegated[words], used[words] and
+ * ready[size][words]. */
 typedef struct {
     pyhvd_ranks members;
-    uint64_t changes; /* of what is lent, and of what it means; never 0 in a set that is open, and never goes back */
+    uint64_t version; /* never 0 while the set is open; never decreases */
     uint32_t count;
     uint32_t ranks[PYHVD_MAX_LOCAL];
-} pyhvd_board_set;
+} pyhvd_table_set;
 
 typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t lock;
     _Alignas(PYHVD_LINE) _Atomic uint64_t tail;
-    uint64_t floor; /* no cursor is below */
-    _Atomic uint32_t backlog; /* the log was full: something that is ready may not have been taken down */
-    _Atomic uint32_t closed;
-    int64_t charged[PYHVD_BOARD_SETS]; /* until when (ns) a set's waiting has been counted; see charge() */
-} pyhvd_board_head;
+    uint64_t lowest_cursor; /* a lower bound of all cursors */
+    /* the log was full: some slots may be marked by all and not be in the log */
+    _Atomic uint32_t backlog;
+    /* until when (ns) a set's waiting was counted; see count_waiting */
+    int64_t counted_until[PYHVD_MAX_SETS];
+} pyhvd_table_head;
 
 /* One rank's view. */
 typedef struct {
     int rank, size;
     uint32_t slots, words;
-    pyhvd_board_head *head;
-    pyhvd_entry *log;
-    pyhvd_seat *seats;
+    pyhvd_table_head *head;
+    pyhvd_log_entry *log;
+    pyhvd_rank_state *rank_states;
     uint8_t *sets;
     size_t set_bytes;
-    const _Atomic uint32_t *over; /* the lane's `closed`: the rank has given up, whoever waits for the lock stops */
-} pyhvd_board;
+    /* of the fast path: once it is set, no thread waits for the lock */
+    const _Atomic uint32_t *closed;
+} pyhvd_ready_table;
 
-size_t pyhvd_board_bytes(int size, uint32_t slots);
+/* Slots of one set, ascending, that a rank marks together, and their versions on this rank. */
+typedef struct {
+    uint32_t n;
+    uint32_t *ids;
+    uint64_t *versions;
+    /* the set's version when all were found delegated under `versions`; 0: check again */
+    uint64_t checked;
+} pyhvd_slot_list;
 
-/* Look at a board of that many bytes at `base`, which is aligned to a line. `slots` is a multiple of 64. */
-void pyhvd_board_attach(pyhvd_board *b, void *base, int rank, int size, uint32_t slots);
+static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint64_t version) {
+    list->versions[k] = version;
+    list->checked = 0;
+}
 
-/* Zero the board; by one rank, before any uses it. */
-void pyhvd_board_clear(pyhvd_board *b);
+/* ---- set-up ---- */
 
-/* ---- for the coordinator; each takes the lock, and does nothing where the rank gives up on it ---- */
+size_t pyhvd_ready_table_bytes(int size, uint32_t slots);
 
-void pyhvd_board_open(pyhvd_board *b, uint32_t set, const uint32_t *ranks, uint32_t count);
-void pyhvd_board_lend(pyhvd_board *b, uint32_t set, uint32_t slot, uint64_t since);
+/* View a table of that many bytes at `base`, which is aligned to PYHVD_LINE. `slots` is a multiple
+ * of 64. */
+void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size, uint32_t slots);
 
-/* Take back the slots in `bits`; `posted`, [size][words], gets who had posted which of them. */
-void pyhvd_board_recall(pyhvd_board *b, uint32_t set, const uint64_t *bits, uint64_t *posted);
+/* Zero the table; on one rank, before any rank uses it. */
+void pyhvd_ready_table_clear(pyhvd_ready_table *t);
 
-/* What is posted, [size][words], and which slots have been used since the last call. */
-void pyhvd_board_look(pyhvd_board *b, uint32_t set, uint64_t *posted, uint64_t *used);
+/* ---- for the coordinator: each takes the lock, and does nothing after the path was closed ---- */
 
-/* Write down a response list; 0 if the log is full, or the lock is not to be had: later. */
-int pyhvd_board_list(pyhvd_board *b, uint64_t number, const pyhvd_ranks *audience);
+void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
+                                uint32_t count);
+void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
+                                uint64_t version);
+
+/* Take back the slots in `bits`; `marked`, [size][words], gets which rank had marked which of
+ * them. */
+void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
+                              uint64_t *marked);
+
+/* Read all marks, [size][words], and the slots that were used since the last call. */
+void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used);
+
+/* Append a response list; return 0 if the log is full or the lock cannot be taken now. */
+int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
+                                  const pyhvd_ranks *audience);
 
 /* ---- for every rank ---- */
 
-/* Take the lock; 0 if it is not to be had for so long (negative: no end), or the rank has given up. */
-int pyhvd_board_lock(pyhvd_board *b, int64_t ns);
+/* Take the lock; return 0 if that takes longer than `ns` (negative: no limit), or the path was
+ * closed. */
+int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns);
 
-/* Release the lock, and wake the ranks that entries written meanwhile concern. */
-void pyhvd_board_unlock(pyhvd_board *b, const pyhvd_ranks *audience);
+/* Release the lock, and wake the other ranks in `audience`. */
+void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience);
 
-/* Let nobody post a slot any more, nor what is posted be taken down, until the coordinator has recalled it. */
-void pyhvd_board_freeze(pyhvd_board *b, uint32_t set, uint32_t slot);
+/* Let no rank mark a slot, nor a batch contain it, until the coordinator recalls it. */
+void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot);
 
-/* Slots of one set, in ascending order, that a rank posts together, and what they mean to it. */
-typedef struct {
-    uint32_t n;
-    uint32_t *slots;
-    uint64_t *since;
-    uint64_t checked; /* the set's `changes` when they were last found lent as `since` has them; 0: look again */
-} pyhvd_posting;
+/* Under the lock: mark slots, all or none; return 0 if one is not delegated under its version.
+ * `now`: the time (ns). */
+int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list,
+                                 int64_t now);
 
-/* What the k-th of them means to the rank from now on. */
-static inline void pyhvd_posting_renew(pyhvd_posting *p, uint32_t k, uint64_t since) {
-    p->since[k] = since;
-    p->checked = 0;
+/* Under the lock: append a batch of the slots in words [from, to) that all members have marked, and
+ * add the members to `audience`. `now` is when this rank marked the last of them, or 0 if another
+ * rank may have done so. */
+void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                             int64_t now, pyhvd_ranks *audience);
+
+/* Return the entry at this rank's cursor, after entries that do not concern the rank; NULL if there
+ * is none. */
+const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t);
+
+/* Move the cursor past the entry; append batches for which the log had no room. */
+void pyhvd_ready_table_advance(pyhvd_ready_table *t);
+
+/* Whether the log has entries behind this rank's cursor. */
+static inline int pyhvd_ready_table_behind(const pyhvd_ready_table *t) {
+    return atomic_load_explicit(&t->rank_states[t->rank].cursor, memory_order_acquire) !=
+           atomic_load_explicit(&t->head->tail, memory_order_acquire);
 }
 
-/* Under the lock: post slots, all or none; 0 if one of them is not lent as `since` has it. `now` is the time (ns). */
-int pyhvd_board_post(pyhvd_board *b, uint32_t set, pyhvd_posting *p, int64_t now);
-
-/* Under the lock: take down what all members have posted in words [first, last); adds to `audience`. `now` is when
- * this rank posted the last of it, or 0 where that may have been another rank. */
-void pyhvd_board_match(pyhvd_board *b, uint32_t set, uint32_t first, uint32_t last, int64_t now,
-                       pyhvd_ranks *audience);
-
-/* The entry at this rank's cursor if it concerns the rank; NULL if there is none. Skips what does not. */
-const pyhvd_entry *pyhvd_board_next(pyhvd_board *b);
-
-/* Step past the entry at the cursor; takes down what the log had no room for. */
-void pyhvd_board_advance(pyhvd_board *b);
-
-/* Whether the log goes on behind this rank's cursor. */
-int pyhvd_board_behind(const pyhvd_board *b);
-
-/* How far this rank's engine has come in the log. From any thread. */
-static inline uint64_t pyhvd_board_position(const pyhvd_board *b) {
-    return atomic_load_explicit(&b->seats[b->rank].cursor, memory_order_relaxed);
+/* This rank's position in the log. From any thread. */
+static inline uint64_t pyhvd_ready_table_position(const pyhvd_ready_table *t) {
+    return atomic_load_explicit(&t->rank_states[t->rank].cursor, memory_order_relaxed);
 }
 
-/* Add reasons to a rank's calls, and wake its background thread. From any thread of any rank. */
-void pyhvd_board_call(pyhvd_board *b, int rank, uint32_t reasons);
+/* Wake a rank's background thread for these reasons. From any thread of any rank. */
+void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons);
 
 #endif

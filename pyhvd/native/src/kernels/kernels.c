@@ -1,26 +1,26 @@
-/* Reduce, scale, fill, pack and unpack for every element type; kernels.h says what they promise. */
+/* Reduce, scale, fill, pack and unpack for every element type; kernels.h states the contract. */
 #include "kernels/loops.h"
 
-/* ---- Binary kernels: out[i] = a[i] op b[i] ------------------------------------------------------------
+/* ---- Binary kernels: out[i] = a[i] op b[i] ----
  *
- * Integers wrap: sums and products are computed unsigned, where that is defined, and the bits are the same.
- * Minimum and maximum of floats: a NaN on either side gives a NaN, and of two zeros min takes -0.0 and max
- * +0.0. Both come out of one trick that costs no more than the NaN test would: where neither x < y nor
- * y < x, the two are equal, or zeros, or one is a NaN, and OR-ing the bits gives a NaN if there is one,
- * and the negative zero. For the maximum the sign is AND-ed instead. So the source order does not matter.
+ *   1. Integers wrap. Sums and products are computed unsigned: C defines that, and the bits are the
+ *      same.
+ *   2. The minimum or maximum of a NaN and a number is a NaN. Of two zeros, min takes -0.0 and max
+ *      takes +0.0. So the order of the sources does not matter.
+ *   3. One trick gives both, at the cost of a NaN test. If neither x < y nor y < x, then the two
+ *      are equal, or are zeros, or one is a NaN. The bitwise OR is then a NaN if there is one, or
+ *      the negative zero. For the maximum, the sign is the bitwise AND.
  */
 typedef void binary_fn(void *out, const void *a, const void *b, size_t n);
 
-#define BINARY(name, T, expr)                                                                             \
-    CLONED static void name(void *out, const void *a, const void *b, size_t n)                            \
-    {                                                                                                     \
-        T *o = out;                                                                                       \
-        const T *pa = a, *pb = b;                                                                         \
-        EACH(i, n)                                                                                        \
-        {                                                                                                 \
-            const T x = pa[i], y = pb[i];                                                                 \
-            o[i] = (expr);                                                                                \
-        }                                                                                                 \
+#define BINARY(name, T, expr)                                                    \
+    CLONED static void name(void *out, const void *a, const void *b, size_t n) { \
+        T *o = out;                                                              \
+        const T *pa = a, *pb = b;                                                \
+        EACH(i, n) {                                                             \
+            const T x = pa[i], y = pb[i];                                        \
+            o[i] = (expr);                                                       \
+        }                                                                        \
     }
 
 BINARY(sum_8, u8, (uint8_t)(x + y))
@@ -30,19 +30,21 @@ BINARY(sum_64, u64, x + y)
 BINARY(sum_f32, f32, x + y)
 BINARY(sum_f64, f64, x + y)
 
-/* 16 bits: uint16 would be promoted to int, and 65535 * 65535 overflows it. */
+/* 16 bits: C promotes uint16 to int, which 65535 * 65535 overflows. */
 BINARY(product_8, u8, (uint8_t)(x * y))
 BINARY(product_16, u16, (uint16_t)((uint32_t)x * y))
-BINARY(product_32, u32, x * y)
-BINARY(product_64, u64, x * y)
-BINARY(product_f32, f32, x * y)
-BINARY(product_f64, f64, x * y)
+BINARY(product_32, u32, x *y)
+BINARY(product_64, u64, x *y)
+BINARY(product_f32, f32, x *y)
+BINARY(product_f64, f64, x *y)
 
 #define LEAST(F) (x < y ? x : y < x ? y : from_##F(bits_##F(x) | bits_##F(y)))
-#define GREATEST(F, S)                                                                                    \
-    (x > y ? x : y > x ? y : from_##F(((bits_##F(x) | bits_##F(y)) & ~(S)) | (bits_##F(x) & bits_##F(y))))
-#define ORDERED(T)                                                                                        \
-    BINARY(min_##T, T, x < y ? x : y)                                                                     \
+#define GREATEST(F, S) \
+    (x > y   ? x       \
+     : y > x ? y       \
+             : from_##F(((bits_##F(x) | bits_##F(y)) & ~(S)) | (bits_##F(x) & bits_##F(y))))
+#define ORDERED(T)                    \
+    BINARY(min_##T, T, x < y ? x : y) \
     BINARY(max_##T, T, x > y ? x : y)
 
 ORDERED(u8)
@@ -58,73 +60,69 @@ BINARY(max_f32, f32, GREATEST(f32, 0x80000000u))
 BINARY(min_f64, f64, LEAST(f64))
 BINARY(max_f64, f64, GREATEST(f64, 0x8000000000000000u))
 
+// cppcheck-suppress bitwiseOnBoolean - && would branch, and not vectorise
 BINARY(and_bool, u8, (uint8_t)((x != 0) & (y != 0)))
 BINARY(or_bool, u8, (uint8_t)((x | y) != 0))
 
-/* out[i] = (a[i] + b[i]) * factor: the last step of every average, in one pass over it instead of two. */
+/* out[i] = (a[i] + b[i]) * factor: the last step of an average, in one pass. */
 typedef void sum_scaled_fn(void *out, const void *a, const void *b, size_t n, double factor);
 
-#define SUM_SCALED(T, R)                                                                                  \
-    CLONED static void sum_scaled_##T(void *out, const void *a, const void *b, size_t n, double factor)   \
-    {                                                                                                     \
-        T *o = out;                                                                                       \
-        const T *pa = a, *pb = b;                                                                         \
-        const R f = (R)factor;                                                                            \
-        EACH(i, n) o[i] = (pa[i] + pb[i]) * f;                                                            \
+#define SUM_SCALED(T, R)                                                                 \
+    CLONED static void sum_scaled_##T(void *out, const void *a, const void *b, size_t n, \
+                                      double factor) {                                   \
+        T *o = out;                                                                      \
+        const T *pa = a, *pb = b;                                                        \
+        const R f = (R)factor;                                                           \
+        EACH(i, n) o[i] = (pa[i] + pb[i]) * f;                                           \
     }
 
 SUM_SCALED(f32, float)
 SUM_SCALED(f64, double)
 
-/* Complex: the plain formula, without C99's repair of infinities: it is what numpy does. The product is not
- * CLONED: gcc 12 turns it into vfmaddsub where there is one, -ffp-contract=off or not. */
-#define COMPLEX(name, T, R)                                                                               \
-    static void sum_##name(void *out, const void *a, const void *b, size_t n)                             \
-    {                                                                                                     \
-        sum_##T(out, a, b, 2 * n);                                                                        \
-    }                                                                                                     \
-    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n, double factor)       \
-    {                                                                                                     \
-        sum_scaled_##T(out, a, b, 2 * n, factor);                                                         \
-    }                                                                                                     \
-    static void product_##name(void *out, const void *a, const void *b, size_t n)                         \
-    {                                                                                                     \
-        T *o = out;                                                                                       \
-        const T *pa = a, *pb = b;                                                                         \
-        EACH(i, n)                                                                                        \
-        {                                                                                                 \
-            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1];               \
-            o[2 * i] = ar * br - ai * bi;                                                                 \
-            o[2 * i + 1] = ar * bi + ai * br;                                                             \
-        }                                                                                                 \
+/* Complex numbers use the plain formula, as numpy does, without C99's correction of infinities. The
+ * product is not CLONED: even with -ffp-contract=off, gcc 12 turns it into vfmaddsub. */
+#define COMPLEX(name, T, R)                                                                 \
+    static void sum_##name(void *out, const void *a, const void *b, size_t n) {             \
+        sum_##T(out, a, b, 2 * n);                                                          \
+    }                                                                                       \
+    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n,        \
+                                  double factor) {                                          \
+        sum_scaled_##T(out, a, b, 2 * n, factor);                                           \
+    }                                                                                       \
+    static void product_##name(void *out, const void *a, const void *b, size_t n) {         \
+        T *o = out;                                                                         \
+        const T *pa = a, *pb = b;                                                           \
+        EACH(i, n) {                                                                        \
+            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1]; \
+            o[2 * i] = ar * br - ai * bi;                                                   \
+            o[2 * i + 1] = ar * bi + ai * br;                                               \
+        }                                                                                   \
     }
 
 COMPLEX(c64, f32, float)
 COMPLEX(c128, f64, double)
 
-/* ---- Scaling: out[i] = in[i] * factor -----------------------------------------------------------------
+/* ---- Scaling: out[i] = in[i] * factor ----
  *
- * Horovod's rule: float32 and complex64 take the factor as float32, all others as float64. Integers are
- * multiplied as float64 and truncated toward zero; what does not fit saturates, and NaN gives 0 (a plain C
- * cast of such values is undefined).
+ *   1. As in Horovod, float32 and complex64 use the factor as float32, all others as float64.
+ *   2. Integers are multiplied as float64 and truncated toward zero. Values out of range saturate,
+ *      and NaN gives 0 (a plain C cast of such values is undefined).
  */
 typedef void scale_fn(void *out, const void *in, size_t n, double factor);
 
-#define SCALE(name, T, R, expr)                                                                           \
-    CLONED static void scale_##name(void *out, const void *in, size_t n, double factor)                   \
-    {                                                                                                     \
-        T *o = out;                                                                                       \
-        const T *p = in;                                                                                  \
-        const R f = (R)factor;                                                                            \
-        EACH(i, n)                                                                                        \
-        {                                                                                                 \
-            const R r = (R)p[i] * f;                                                                      \
-            o[i] = (expr);                                                                                \
-        }                                                                                                 \
+#define SCALE(name, T, R, expr)                                                           \
+    CLONED static void scale_##name(void *out, const void *in, size_t n, double factor) { \
+        T *o = out;                                                                       \
+        const T *p = in;                                                                  \
+        const R f = (R)factor;                                                            \
+        EACH(i, n) {                                                                      \
+            const R r = (R)p[i] * f;                                                      \
+            o[i] = (expr);                                                                \
+        }                                                                                 \
     }
 
-/* TOP is MAX + 1, which float64 holds exactly also where it does not hold MAX. */
-#define SCALE_INT(T, MIN, MAX, TOP)                                                                       \
+/* TOP is MAX + 1, which float64 represents exactly even if it cannot represent MAX. */
+#define SCALE_INT(T, MIN, MAX, TOP) \
     SCALE(T, T, double, r != r ? 0 : r >= (TOP) ? (MAX) : r <= (double)(MIN) ? (MIN) : (T)r)
 
 SCALE_INT(u8, 0, UINT8_MAX, 256.0)
@@ -138,36 +136,38 @@ SCALE_INT(i64, INT64_MIN, INT64_MAX, 9223372036854775808.0)
 SCALE(f32, f32, float, r)
 SCALE(f64, f64, double, r)
 
-static void scale_c64(void *out, const void *in, size_t n, double factor)
-{
+static void scale_c64(void *out, const void *in, size_t n, double factor) {
     scale_f32(out, in, 2 * n, factor);
 }
 
-static void scale_c128(void *out, const void *in, size_t n, double factor)
-{
+static void scale_c128(void *out, const void *in, size_t n, double factor) {
     scale_f64(out, in, 2 * n, factor);
 }
 
-/* ---- The table of element types ------------------------------------------------------------------------ */
+/* ---- The table of element types ---- */
 
 enum { SUM, MIN, MAX, PRODUCT, SLOTS };
 
 struct row {
-    size_t size;               /* bytes per element */
     binary_fn *op[SLOTS];      /* of float32 for the two 16-bit floats; NULL: not defined */
     scale_fn *scale;           /* likewise */
     sum_scaled_fn *sum_scaled; /* likewise; NULL: sum, then scale */
     uint64_t neutral[SLOTS];   /* bits of a real number, or of the real part */
 };
 
-#define INTEGER(N, T, LO, HI)                                                                             \
-    {sizeof(T), {sum_##N, min_##T, max_##T, product_##N}, scale_##T, NULL,                                \
+#define INTEGER(N, T, LO, HI)                  \
+    {{sum_##N, min_##T, max_##T, product_##N}, \
+     scale_##T,                                \
+     NULL,                                     \
      {0, (uint64_t)(HI), (uint64_t)(LO), 1}}
-#define FLOAT(W, F, ZERO, INF, NEGATIVE, ONE)                                                             \
-    {W, {sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F,                              \
-     {ZERO, INF, NEGATIVE, ONE}}
+#define FLOAT(F, ZERO, INF, NEGATIVE, ONE)                                     \
+    {                                                                          \
+        {sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F, { \
+            ZERO, INF, NEGATIVE, ONE                                           \
+        }                                                                      \
+    }
 
-/* The neutral of a float sum is -0.0: x + -0.0 is x also for x = -0.0, where x + 0.0 is not. */
+/* The neutral element of a float sum is -0.0: x + -0.0 is x for every x; -0.0 + 0.0 is 0.0. */
 static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_UINT8] = INTEGER(8, u8, 0, UINT8_MAX),
     [PYHVD_INT8] = INTEGER(8, i8, INT8_MIN, INT8_MAX),
@@ -177,23 +177,26 @@ static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_INT64] = INTEGER(64, i64, INT64_MIN, INT64_MAX),
     [PYHVD_UINT32] = INTEGER(32, u32, 0, UINT32_MAX),
     [PYHVD_UINT64] = INTEGER(64, u64, 0, UINT64_MAX),
-    [PYHVD_FLOAT16] = FLOAT(2, f32, 0x8000, 0x7c00, 0xfc00, 0x3c00),
-    [PYHVD_BFLOAT16] = FLOAT(2, f32, 0x8000, 0x7f80, 0xff80, 0x3f80),
-    [PYHVD_FLOAT32] = FLOAT(4, f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
-    [PYHVD_FLOAT64] = FLOAT(8, f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
+    [PYHVD_FLOAT16] = FLOAT(f32, 0x8000, 0x7c00, 0xfc00, 0x3c00),
+    [PYHVD_BFLOAT16] = FLOAT(f32, 0x8000, 0x7f80, 0xff80, 0x3f80),
+    [PYHVD_FLOAT32] = FLOAT(f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
+    [PYHVD_FLOAT64] = FLOAT(f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
                             0x3ff0000000000000u),
-    [PYHVD_BOOL] = {1, {NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
-    [PYHVD_COMPLEX64] = {8, {sum_c64, NULL, NULL, product_c64}, scale_c64, sum_scaled_c64,
+    [PYHVD_BOOL] = {{NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
+    [PYHVD_COMPLEX64] = {{sum_c64, NULL, NULL, product_c64},
+                         scale_c64,
+                         sum_scaled_c64,
                          {0x80000000u, 0, 0, 0x3f800000u}},
-    [PYHVD_COMPLEX128] = {16, {sum_c128, NULL, NULL, product_c128}, scale_c128, sum_scaled_c128,
+    [PYHVD_COMPLEX128] = {{sum_c128, NULL, NULL, product_c128},
+                          scale_c128,
+                          sum_scaled_c128,
                           {0x8000000000000000u, 0, 0, 0x3ff0000000000000u}},
 };
 
 static int known(int dtype) { return dtype >= 0 && dtype < PYHVD_DTYPES; }
 static int is_complex(int dtype) { return dtype == PYHVD_COMPLEX64 || dtype == PYHVD_COMPLEX128; }
 
-static int slot_of(int op)
-{
+static int slot_of(int op) {
     switch (op) {
     case PYHVD_AVERAGE:
     case PYHVD_SUM: return SUM;
@@ -204,40 +207,33 @@ static int slot_of(int op)
     }
 }
 
-size_t pyhvd_itemsize(int dtype) { return known(dtype) ? ROWS[dtype].size : 0; }
-
-int pyhvd_can_reduce(int dtype, int op)
-{
+int pyhvd_can_reduce(int dtype, int op) {
     return known(dtype) && slot_of(op) >= 0 && ROWS[dtype].op[slot_of(op)] != NULL;
 }
 
-int pyhvd_can_scale(int dtype, double factor)
-{
+int pyhvd_can_scale(int dtype, double factor) {
     return known(dtype) && (factor == 1.0 || ROWS[dtype].scale != NULL);
 }
 
-/* ---- The entry points ---------------------------------------------------------------------------------- */
+/* ---- The entry points ---- */
 
-/* out = (left op right) * factor; for the 16-bit floats all three are float32 already. */
-static void combine_and_scale(const struct row *row, int slot, void *out, const void *left, const void *right,
-                              size_t n, double factor)
-{
+/* out = (left op right) * factor; for the 16-bit floats, all three are float32. */
+static void combine_and_scale(const struct row *row, int slot, void *out, const void *left,
+                              const void *right, size_t n, double factor) {
     if (factor != 1.0 && slot == SUM && row->sum_scaled != NULL) {
         row->sum_scaled(out, left, right, n, factor);
         return;
     }
     row->op[slot](out, left, right, n);
-    if (factor != 1.0)
-        row->scale(out, out, n, factor);
+    if (factor != 1.0) row->scale(out, out, n, factor);
 }
 
-/* The 16-bit floats: everything in float32, and one rounding at the end. */
+/* Reduce 16-bit floats: compute in float32, and round once at the end. */
 static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int slot,
-                        double factor)
-{
+                        double factor) {
     widen_fn *const widen = pyhvd_widener(dtype);
     narrow_fn *const narrow = pyhvd_narrower(dtype);
-    /* 16 more, because arrays a power of two apart slow each other down in the cache (by a quarter here). */
+    /* 16 more: arrays a power of two apart collide in the cache, at a quarter of the speed. */
     _Alignas(64) float acc[BLOCK + 16], term[BLOCK];
     for (size_t start = 0; start < count; start += BLOCK) {
         const size_t n = lesser(BLOCK, count - start), at = start * 2;
@@ -246,110 +242,102 @@ static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, 
             widen(term, (const char *)(intptr_t)srcs[k] + at, n);
             combine_and_scale(&ROWS[dtype], slot, acc, acc, term, n, k + 1 < p ? 1.0 : factor);
         }
-        if (p == 1)
-            scale_f32(acc, acc, n, factor);
+        if (p == 1) scale_f32(acc, acc, n, factor);
         narrow(dst + at, acc, n);
     }
 }
 
-/* All others, p >= 2. Only the last step of a block writes to dst, when all sources of the block have been
- * read: that is what lets dst be any one of the sources. */
-static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, const struct row *row,
-                        int slot, double factor)
-{
+/* Reduce all other types, p >= 2. Only the last step of a block writes to dst, after all sources of
+ * the block were read. So dst may be any one of the sources. */
+static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int slot,
+                        double factor) {
+    const struct row *const row = &ROWS[dtype];
+    const size_t item = pyhvd_itemsize(dtype);
     _Alignas(64) char acc[BLOCK * sizeof(double)];
-    /* Two sources need no accumulator; a separate scaling needs the block while it is still in the cache. */
-    const size_t block = p == 2 && factor == 1.0 ? count : sizeof acc / row->size;
+    /* Two sources need no accumulator. Scaling needs the block while it is in the cache. */
+    const size_t block = p == 2 && factor == 1.0 ? count : sizeof acc / item;
     for (size_t start = 0; start < count; start += block) {
-        const size_t n = lesser(block, count - start), at = start * row->size;
+        const size_t n = lesser(block, count - start), at = start * item;
         const void *left = (const char *)(intptr_t)srcs[0] + at;
         for (size_t k = 1; k + 1 < p; k++) {
             row->op[slot](acc, left, (const char *)(intptr_t)srcs[k] + at, n);
             left = acc;
         }
-        combine_and_scale(row, slot, dst + at, left, (const char *)(intptr_t)srcs[p - 1] + at, n, factor);
+        combine_and_scale(row, slot, dst + at, left, (const char *)(intptr_t)srcs[p - 1] + at, n,
+                          factor);
     }
 }
 
-int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op, double factor)
-{
-    if (p == 0 || !pyhvd_can_reduce(dtype, op) || !pyhvd_can_scale(dtype, factor))
-        return -1;
-    const struct row *const row = &ROWS[dtype];
+int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
+                 double factor) {
+    if (p == 0 || !pyhvd_can_reduce(dtype, op) || !pyhvd_can_scale(dtype, factor)) return -1;
     const void *const first = (const void *)(intptr_t)srcs[0];
     if (p == 1 && dtype == PYHVD_BOOL)
-        and_bool(dst, first, first, count); /* for the 0 or 1 in place of any nonzero byte */
+        and_bool(dst, first, first, count); /* turns any nonzero byte into 1 */
     else if (p == 1)
         return pyhvd_scale(dst, first, count, dtype, factor);
     else if (is_half(dtype))
         reduce_half(dst, srcs, p, count, dtype, slot_of(op), factor);
     else
-        reduce_wide(dst, srcs, p, count, row, slot_of(op), factor);
+        reduce_wide(dst, srcs, p, count, dtype, slot_of(op), factor);
     return 0;
 }
 
-int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor)
-{
-    if (!pyhvd_can_scale(dtype, factor))
-        return -1;
+int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor) {
+    if (!pyhvd_can_scale(dtype, factor)) return -1;
     const int64_t source = (int64_t)(intptr_t)src;
     if (factor != 1.0 && is_half(dtype))
         reduce_half(dst, &source, 1, count, dtype, SUM, factor);
     else if (factor != 1.0)
         ROWS[dtype].scale(dst, src, count, factor);
     else if (dst != src && count != 0)
-        memcpy(dst, src, count * ROWS[dtype].size);
+        memcpy(dst, src, count * pyhvd_itemsize(dtype));
     return 0;
 }
 
-int pyhvd_fill(void *dst, size_t count, int dtype, int op)
-{
-    if (!pyhvd_can_reduce(dtype, op))
-        return -1;
-    const struct row *const row = &ROWS[dtype];
-    const uint64_t real = row->neutral[slot_of(op)];
+int pyhvd_fill(void *dst, size_t count, int dtype, int op) {
+    if (!pyhvd_can_reduce(dtype, op)) return -1;
+    const uint64_t real = ROWS[dtype].neutral[slot_of(op)];
     const int pairs = is_complex(dtype);
     /* A complex sum starts at -0.0 - 0.0i, a product at 1 + 0i. */
     const uint64_t odd = pairs && slot_of(op) == PRODUCT ? 0 : real;
     const size_t words = pairs ? 2 * count : count;
-    switch (row->size / (pairs ? 2 : 1)) {
+    switch (pyhvd_itemsize(dtype) / (pairs ? 2 : 1)) {
     case 1: memset(dst, (int)real, words); break;
-    case 2: EACH(i, words) ((u16 *)dst)[i] = (uint16_t)real; break;
-    case 4: EACH(i, words) ((u32 *)dst)[i] = (uint32_t)(i & 1 ? odd : real); break;
+    case 2:
+        EACH(i, words) ((u16 *)dst)[i] = (uint16_t)real;
+        break;
+    case 4:
+        EACH(i, words) ((u32 *)dst)[i] = (uint32_t)(i & 1 ? odd : real);
+        break;
     default: EACH(i, words) ((u64 *)dst)[i] = i & 1 ? odd : real;
     }
     return 0;
 }
 
 int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype, int op,
-               double factor)
-{
-    if (!pyhvd_can_scale(dtype, factor))
-        return -1;
+               double factor) {
+    if (!pyhvd_can_scale(dtype, factor)) return -1;
     char *out = dst;
-    for (size_t i = 0; i < n; i++) /* op matters only to pieces that have to be filled */
-        if (ptrs[i] == 0 && counts[i] > 0 && !pyhvd_can_reduce(dtype, op))
-            return -1;
+    for (size_t i = 0; i < n; i++) /* op matters only for pieces that are filled */
+        if (ptrs[i] == 0 && counts[i] > 0 && !pyhvd_can_reduce(dtype, op)) return -1;
     for (size_t i = 0; i < n; i++) {
         const size_t count = (size_t)counts[i];
         if (ptrs[i] == 0)
             pyhvd_fill(out, count, dtype, op);
         else
             pyhvd_scale(out, (const void *)(intptr_t)ptrs[i], count, dtype, factor);
-        out += count * ROWS[dtype].size;
+        out += count * pyhvd_itemsize(dtype);
     }
     return 0;
 }
 
-int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype)
-{
-    if (!known(dtype))
-        return -1;
+int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype) {
+    if (!known(dtype)) return -1;
     const char *in = src;
     for (size_t i = 0; i < n; i++) {
-        const size_t bytes = (size_t)counts[i] * ROWS[dtype].size;
-        if (ptrs[i] != 0 && bytes != 0)
-            memcpy((void *)(intptr_t)ptrs[i], in, bytes);
+        const size_t bytes = (size_t)counts[i] * pyhvd_itemsize(dtype);
+        if (ptrs[i] != 0 && bytes != 0) memcpy((void *)(intptr_t)ptrs[i], in, bytes);
         in += bytes;
     }
     return 0;

@@ -1,12 +1,13 @@
 /* The numeric kernels: plain C over plain addresses, no Python, no MPI, no state.
  *
- * Element types and ops are the codes of pyhvd/dtypes.py. Addresses need no alignment. Functions that
- * return int give 0, or -1 for a combination that is not defined, in which case no memory was touched.
- *
- * Bits: a result depends on the values and on the order of the sources only, never on the machine, the
- * instruction set or the block size. That is why the build says -ffp-contract=off (an FMA rounds once
- * where x86-64 rounds twice), and why sums run in source order. The one exception is a NaN: that it is
- * a NaN is certain, but its sign and payload are whatever the processor's adder makes of two NaNs.
+ * Contract
+ *   1. Element types and ops are the codes of pyhvd/dtypes.py. Addresses need no alignment.
+ *   2. A function that returns int returns 0, or -1 for an undefined combination; it has then
+ *      touched no memory.
+ *   3. The bits of a result depend on the values and the order of the sources only, never on the
+ *      machine, the instruction set or the block size. So sums run in source order, and the build
+ *      uses -ffp-contract=off: a fused multiply-add rounds once, plain x86-64 code rounds twice.
+ *   4. The exception is a NaN: its sign and payload depend on the processor.
  */
 #ifndef PYHVD_KERNELS_H
 #define PYHVD_KERNELS_H
@@ -21,11 +22,13 @@
 #endif
 
 /* pyhvd.dtypes.Code */
+// clang-format off
 enum {
     PYHVD_UINT8, PYHVD_INT8, PYHVD_UINT16, PYHVD_INT16, PYHVD_INT32, PYHVD_INT64, PYHVD_FLOAT16,
     PYHVD_FLOAT32, PYHVD_FLOAT64, PYHVD_BOOL, PYHVD_BFLOAT16, PYHVD_UINT32, PYHVD_UINT64,
     PYHVD_COMPLEX64, PYHVD_COMPLEX128, PYHVD_DTYPES
 };
+// clang-format on
 
 /* pyhvd.dtypes.ReduceOp */
 enum { PYHVD_AVERAGE, PYHVD_SUM, PYHVD_ADASUM, PYHVD_MIN, PYHVD_MAX, PYHVD_PRODUCT, PYHVD_OPS };
@@ -34,16 +37,25 @@ enum { PYHVD_AVERAGE, PYHVD_SUM, PYHVD_ADASUM, PYHVD_MIN, PYHVD_MAX, PYHVD_PRODU
 enum { PYHVD_F16_PORTABLE, PYHVD_F16_F16C, PYHVD_F16_AVX512, PYHVD_F16_PATHS };
 
 /* Bytes per element; 0 for an unknown code. */
-PYHVD_HIDDEN size_t pyhvd_itemsize(int dtype);
+static inline size_t pyhvd_itemsize(int dtype) {
+    static const uint8_t SIZES[PYHVD_DTYPES] = {
+        [PYHVD_UINT8] = 1,   [PYHVD_INT8] = 1,      [PYHVD_BOOL] = 1,        [PYHVD_UINT16] = 2,
+        [PYHVD_INT16] = 2,   [PYHVD_FLOAT16] = 2,   [PYHVD_BFLOAT16] = 2,    [PYHVD_INT32] = 4,
+        [PYHVD_UINT32] = 4,  [PYHVD_FLOAT32] = 4,   [PYHVD_INT64] = 8,       [PYHVD_UINT64] = 8,
+        [PYHVD_FLOAT64] = 8, [PYHVD_COMPLEX64] = 8, [PYHVD_COMPLEX128] = 16,
+    };
+    return dtype >= 0 && dtype < PYHVD_DTYPES ? SIZES[dtype] : 0;
+}
 
-/* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this pair. */
+/* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this
+ * pair. */
 PYHVD_HIDDEN int pyhvd_can_reduce(int dtype, int op);
 PYHVD_HIDDEN int pyhvd_can_scale(int dtype, double factor);
 PYHVD_HIDDEN int pyhvd_can_cast(int dst_dtype, int src_dtype);
 
 /* dst[i] = factor * (srcs[0][i] op srcs[1][i] op ...); dst may equal one of the srcs exactly. */
-PYHVD_HIDDEN int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
-                              double factor);
+PYHVD_HIDDEN int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype,
+                              int op, double factor);
 
 /* dst[i] = factor * src[i]; dst may equal src exactly. */
 PYHVD_HIDDEN int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor);
@@ -51,26 +63,29 @@ PYHVD_HIDDEN int pyhvd_scale(void *dst, const void *src, size_t count, int dtype
 /* Conversion among the four float types; the arrays may not overlap unless the sizes are equal. */
 PYHVD_HIDDEN int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count);
 
-/* count times the x for which "y op x" is y. */
+/* Fill dst with the neutral element x of the op: "y op x" is y. */
 PYHVD_HIDDEN int pyhvd_fill(void *dst, size_t count, int dtype, int op);
 
-/* n pieces, one after the other, into dst (scaled), or from src out again; address 0: fill, or skip. */
-PYHVD_HIDDEN int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype,
-                            int op, double factor);
+/* Copy n pieces into dst, one behind the other, scaled; or from src into the pieces. A piece with
+ * address 0 is filled with the neutral element, or skipped. */
+PYHVD_HIDDEN int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n,
+                            int dtype, int op, double factor);
 PYHVD_HIDDEN int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n,
                               int dtype);
 
-/* Adasum, of float32 and float64 (pyhvd_has_adasum), for n pieces, one after the other in a and in b. Terms: per
- * piece, in float64, the dot product of a and b, and of each with itself; the order of the sums depends on the
- * count alone. Combine: dst[i] = factors[0] * a[i] + factors[1] * b[i] with a pair of factors per piece, in
- * float64, rounded once; dst may equal a or b exactly. */
+/* Adasum of float32 and float64, for n pieces, one behind the other in a and in b.
+ *   terms    per piece, in float64: a . b, a . a, b . b; the order of the sums depends on the count
+ *   combine  dst[i] = factors[0] * a[i] + factors[1] * b[i], with two factors per piece, in
+ *            float64, rounded once; dst may equal a or b exactly
+ */
 PYHVD_HIDDEN int pyhvd_has_adasum(int dtype);
-PYHVD_HIDDEN int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_t *counts,
-                                    size_t n, int dtype);
-PYHVD_HIDDEN int pyhvd_adasum_combine(void *dst, const void *a, const void *b, const int64_t *counts,
-                                      const double *factors, size_t n, int dtype);
+PYHVD_HIDDEN int pyhvd_adasum_terms(double *terms, const void *a, const void *b,
+                                    const int64_t *counts, size_t n, int dtype);
+PYHVD_HIDDEN int pyhvd_adasum_combine(void *dst, const void *a, const void *b,
+                                      const int64_t *counts, const double *factors, size_t n,
+                                      int dtype);
 
-/* The float16 path chosen at load; whether this machine has a given one; a conversion by a given one. */
+/* The float16 path in use; whether this machine has a path; conversions by a given path. */
 PYHVD_HIDDEN int pyhvd_f16_path(void);
 PYHVD_HIDDEN int pyhvd_f16_has(int path);
 PYHVD_HIDDEN void pyhvd_f16_widen(int path, float *dst, const void *src, size_t count);

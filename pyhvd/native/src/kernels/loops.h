@@ -1,11 +1,11 @@
-/* What the kernels' loops are made of: run-time dispatch, vectorisation hints, unaligned types, bit casts. */
+/* Tools for the kernels' loops: run-time dispatch, vectorisation, unaligned types, bit casts. */
 #ifndef PYHVD_LOOPS_H
 #define PYHVD_LOOPS_H
 
 #include "kernels/kernels.h"
 
 #include <float.h>
-#include <stdlib.h> /* also defines __GLIBC__ where there is glibc */
+#include <stdlib.h> /* also defines __GLIBC__ under glibc */
 #include <string.h>
 
 #if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
@@ -22,11 +22,13 @@
 #define __has_attribute(x) 0
 #endif
 
-/* A function under CLONED is compiled three times, and the dynamic linker picks one; that needs ifuncs, so
- * glibc. The levels v3 and v4 of gcc 12 have the byte and word instructions that the 16-bit floats want.
- * They have FMA too: see -ffp-contract=off in kernels.h. Not under ThreadSanitizer, which the linker calls then, before
- * it is there. */
-#if defined(__SANITIZE_THREAD__) || !HAVE_X86 || !defined(__GLIBC__) || !__has_attribute(target_clones)
+/* A CLONED function is compiled three times, and the dynamic linker picks one, by ifuncs of glibc.
+ *   1. The levels v3 and v4 of gcc 12 have the byte and word instructions that 16-bit floats need.
+ *      They have FMA too: see the contract in kernels.h.
+ *   2. There are no clones under ThreadSanitizer: the linker would call it before it is set up.
+ */
+#if defined(__SANITIZE_THREAD__) || !HAVE_X86 || !defined(__GLIBC__) || \
+    !__has_attribute(target_clones)
 #define CLONED
 #elif !defined(__clang__) && __GNUC__ >= 12
 #define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -34,9 +36,9 @@
 #define CLONED __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
-/* Every loop reads element i before it writes element i, and nothing else: so an output that is exactly
- * one of the inputs is fine, and the compiler needs no overlap test (which would send just that case, the
- * in-place one, to the scalar loop). */
+/* Every loop reads element i, then writes element i, and touches nothing else. So an output may be
+ * exactly one of the inputs, and the compiler needs no overlap test; that test would send the
+ * in-place case to the scalar loop. */
 #if defined(__clang__)
 #define EACH(i, n) _Pragma("clang loop vectorize(assume_safety)") for (size_t i = 0; i < (n); i++)
 #elif defined(__GNUC__)
@@ -45,7 +47,7 @@
 #define EACH(i, n) for (size_t i = 0; i < (n); i++)
 #endif
 
-/* Elements per block: the accumulator and the converted source (4 KiB each in float) stay in the L1 cache. */
+/* Elements of a block: accumulator and converted source, 2 KiB each in float, fit the L1 cache. */
 enum { BLOCK = 512 };
 
 /* Callers pass views at any byte offset: without aligned(1) the compiler may use aligned moves. */
@@ -61,14 +63,31 @@ typedef int64_t i64 LOOSE;
 typedef float f32 LOOSE;
 typedef double f64 LOOSE;
 
-static inline uint32_t bits_f32(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
-static inline uint64_t bits_f64(double x) { uint64_t u; memcpy(&u, &x, sizeof u); return u; }
-static inline float from_f32(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
-static inline double from_f64(uint64_t u) { double x; memcpy(&x, &u, sizeof x); return x; }
+static inline uint32_t bits_f32(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+static inline uint64_t bits_f64(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+static inline float from_f32(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+static inline double from_f64(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
 
 static inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
 
-/* ---- convert.c's face to kernels.c: from and to float32, n elements, the 16-bit side unaligned. ---- */
+/* ---- convert.c's face to kernels.c: from and to float32, n elements, the 16-bit side unaligned.
+ * ---- */
 typedef void widen_fn(float *out, const void *in, size_t n);
 typedef void narrow_fn(void *out, const float *in, size_t n);
 PYHVD_HIDDEN widen_fn *pyhvd_widener(int dtype);

@@ -1,6 +1,7 @@
-/* What lies in a window, and how its ranks wait for each other: for window.c (reductions) and move.c (the rest). */
-#ifndef PYHVD_SLOTS_H
-#define PYHVD_SLOTS_H
+/* What lies in a window, and how its ranks wait for each other; for window.c (reductions) and
+ * move.c (the rest). */
+#ifndef PYHVD_LAYOUT_H
+#define PYHVD_LAYOUT_H
 
 #include "common/futex.h"
 #include "window/window.h"
@@ -8,41 +9,46 @@
 #define LINE PYHVD_LINE
 
 typedef struct {
-    _Alignas(LINE) _Atomic uint32_t core; /* where the owner last announced something */
+    _Alignas(LINE) _Atomic uint32_t core; /* where the owner last ran; see pyhvd_current_core */
     _Alignas(LINE) _Atomic uint64_t packed;
     _Alignas(LINE) _Atomic uint64_t reduced;
     _Alignas(LINE) _Atomic uint64_t flat;
     _Alignas(LINE) _Atomic uint32_t bell;
     _Alignas(LINE) _Atomic uint32_t asleep;
-    _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that has aborted the window, or 0 */
-    uint32_t noted, note_bytes;              /* whether the owner has left a note, and of what length */
+    _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that aborted the window, or 0 */
+    /* whether the owner has written a note, and its length */
+    uint32_t noted, note_bytes;
 } control;
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-static inline control *control_of(const pyhvd_window *w, int rank) { return (control *)w->area[rank]; }
+static inline control *control_of(const pyhvd_window *w, int rank) {
+    return (control *)w->area[rank];
+}
 
 static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
     return w->area[rank] + sizeof(control) + (w->flats & 1) * PYHVD_FLAT;
 }
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
-    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift + (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
+    return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift +
+           (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
 }
 
-/* Where a rank leaves its note: behind all the rest. */
+/* A rank's note, at the end of its area. */
 static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
     return w->area[rank] + pyhvd_window_area(w->capacity) - PYHVD_NOTE;
 }
 
-/* Wait until a counter has reached a value; with w->brief no longer than a nap, and perhaps in vain. */
+/* Wait until a counter has reached a value. With w->interruptible, return PYHVD_LATER after a nap
+ * without news. */
 int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
 
-/* Wait until a slot may be filled with a chunk: every rank is done with the chunk that it held. */
+/* Wait until this chunk's slot is free: every rank is done with its last chunk. */
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk);
 
-/* Store a counter of this rank's, and wake who sleeps. */
+/* Store a counter of this rank, and wake the sleepers. */
 void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
 
 #endif

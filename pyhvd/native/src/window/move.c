@@ -1,4 +1,5 @@
-/* Collectives that move bytes through the slots, and reduce nothing. */
+/* Collectives that move bytes through the slots and reduce nothing; window.h states the
+ * invariants. */
 #include "window/layout.h"
 
 #include <string.h>
@@ -7,17 +8,19 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
                         const int64_t *starts) {
     int64_t longest = 0, chunk = (int64_t)w->chunk;
     for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
-    if (recv + starts[w->rank] != send) memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
+    if (recv + starts[w->rank] != send)
+        memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
     for (int64_t from = 0; from < longest; from += chunk) {
         int64_t mine = MIN(counts[w->rank] - from, chunk);
         if (pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
         if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
         pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
-        for (int k = 1; k < w->size; k++) { /* each rank begins with another peer */
+        for (int k = 1; k < w->size; k++) { /* each rank begins with a different peer */
             int q = (w->rank + k) % w->size;
             int64_t theirs = MIN(counts[q] - from, chunk);
             if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
-            if (theirs > 0) memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
+            if (theirs > 0)
+                memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
         }
         pyhvd_announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
         w->chunks++;
@@ -25,13 +28,14 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
     return PYHVD_OK;
 }
 
-/* The largest of the ranks' values. */
+/* Store the largest of the ranks' values in all of them. */
 static int largest(pyhvd_window *w, int64_t *value) {
     memcpy(flat_of(w, w->rank), value, sizeof *value);
     pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
     for (int q = 0; q < w->size; q++) {
         int64_t theirs;
-        if (q != w->rank && pyhvd_await(w, &control_of(w, q)->flat, w->flats + 1)) return PYHVD_ABORTED;
+        if (q != w->rank && pyhvd_await(w, &control_of(w, q)->flat, w->flats + 1))
+            return PYHVD_ABORTED;
         memcpy(&theirs, flat_of(w, q), sizeof theirs);
         *value = MAX(*value, theirs);
     }
@@ -73,16 +77,17 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
     return PYHVD_OK;
 }
 
-int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
-                      int64_t recv_count) {
+int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
+                          uint8_t *recv, int64_t recv_count) {
     control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
     int64_t longest = send_count, chunk = (int64_t)w->chunk;
     if (largest(w, &longest)) return PYHVD_ABORTED;
     for (int64_t from = 0; from < longest; from += chunk) {
         int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
-        /* What a slot holds from before is anybody's; then only the partner reads it. */
+        /* Any rank may read what the slot held before; from then on only the partner does. */
         if (from < PYHVD_SLOTS * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
-        if (from >= PYHVD_SLOTS * chunk && pyhvd_await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
+        if (from >= PYHVD_SLOTS * chunk &&
+            pyhvd_await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
             return PYHVD_ABORTED;
         if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
         pyhvd_announce(w, &mine->packed, w->chunks + 1);

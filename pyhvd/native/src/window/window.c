@@ -1,22 +1,26 @@
+/* Reductions through a window, and waiting in it; window.h states the invariants. */
 #include "window/layout.h"
 
 #include <string.h>
 
+#include "common/cpu_affinity.h"
 #include "common/prefetch.h"
 #include "kernels/kernels.h"
 
-#define BLOCK 4096 /* bytes reduced, and sent home, while they are in the first-level cache */
-#define SHIFT 16   /* where malloc's large blocks begin in a line: slots for one of them do so too */
-#define AHEAD 8192 /* bytes by which the lines that are about to be written are fetched: two blocks */
-#define SOON 4     /* tensors by which the beginnings of small ones are fetched */
+#define BLOCK 4096 /* bytes reduced and stored with the peers while they are in the L1 cache */
+/* malloc's large blocks begin 16 bytes behind a line; so do the slots for one of them */
+#define SHIFT 16
+#define AHEAD 8192 /* bytes by which lines for writing are prefetched: two blocks */
+#define SOON 4     /* tensors by which small ones are prefetched */
 
 size_t pyhvd_window_area(size_t capacity) {
-    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE; /* a line for the shift */
+    /* a line for the shift */
+    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE;
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {
-    w->patience = PYHVD_YIELDS;
-    w->parted = pyhvd_may_part(w->size);
+    w->spin_budget = PYHVD_YIELDS;
+    w->left_core_ns = pyhvd_first_leave_ns(w->size);
     memset(w->area[w->rank], 0, pyhvd_window_area(w->capacity));
 }
 
@@ -26,63 +30,74 @@ static inline int reached(_Atomic uint64_t *counter, uint64_t value) {
     return atomic_load_explicit(counter, memory_order_acquire) >= value;
 }
 
-/* Leave a core that a peer works on, if there is another one. */
-static void part(pyhvd_window *w) {
+/* Leave a core that a peer works on, if another one is free. */
+static void leave_shared_core(pyhvd_window *w) {
     uint32_t taken[PYHVD_MAX_LOCAL];
     int n = 0;
     for (int q = 0; q < w->size; q++)
-        if (q != w->rank) taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
-    if (pyhvd_part(taken, n, &w->parted))
-        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_here(), memory_order_relaxed);
+        if (q != w->rank)
+            taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
+    // cppcheck-suppress uninitvar - the first n elements are set
+    if (pyhvd_leave_shared_core(taken, n, &w->left_core_ns))
+        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_current_core(),
+                              memory_order_relaxed);
 }
 
 static inline int is_aborted(const control *mine) {
     return atomic_load_explicit(&mine->aborted, memory_order_acquire) != 0;
 }
 
-/* One nap: returns PYHVD_LATER if it has brought nothing. */
+/* Sleep once; return PYHVD_LATER if the counter has not reached the value. */
 static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     control *mine = control_of(w, w->rank);
     uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
     atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now();
-    if (!reached(counter, value) && !is_aborted(mine)) pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
-    w->patience = pyhvd_patience(w->patience, pyhvd_now() - before);
+    if (!reached(counter, value) && !is_aborted(mine))
+        pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
+    w->spin_budget = pyhvd_next_spin_budget(w->spin_budget, pyhvd_now() - before);
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
-    part(w); /* the kernel likes to place a sleeper beside who wakes it */
+    leave_shared_core(w); /* the kernel may have placed this thread beside the one that woke it */
     if (reached(counter, value)) return PYHVD_OK;
     return is_aborted(mine) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
 int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
-    int yields = w->patience, status = PYHVD_LATER;
+    int yields = w->spin_budget, status = PYHVD_LATER;
     int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (reached(counter, value)) return PYHVD_OK;
             pyhvd_pause();
         }
-        part(w);
+        leave_shared_core(w);
         yielded = pyhvd_yield(&yields);
     } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
     while (status == PYHVD_LATER) {
         uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
         status = nap_until(w, counter, value);
-        if (w->brief && before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
+        if (w->interruptible &&
+            before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
             break;
     }
     return status;
 }
 
-/* Where a counter lies in a rank's control lines. */
+/* Returns the address of a rank's counter. */
 typedef _Atomic uint64_t *(*counter_of)(const pyhvd_window *w, int rank);
 
-static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->packed; }
-static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->reduced; }
-static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) { return &control_of(w, rank)->flat; }
+static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->packed;
+}
+static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->reduced;
+}
+static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) {
+    return &control_of(w, rank)->flat;
+}
 
-/* As await_all, and record for how long, and for which rank last. */
+/* await_all, with a record of how long it took and of the last rank awaited. */
 static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value) {
     int64_t begin = pyhvd_now();
     int status = PYHVD_OK, last = -1;
@@ -95,7 +110,7 @@ static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value)
     return status;
 }
 
-/* Wait until every rank's counter has reached a value; returns what `await` returned, if it was not PYHVD_OK. */
+/* Wait until every rank's counter has reached a value; return the status. */
 static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value) {
     int status = PYHVD_OK;
     if (pyhvd_traced(w->trace)) return await_all_traced(w, counter, value);
@@ -105,7 +120,9 @@ static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value)
 }
 
 static int await_packed(pyhvd_window *w, uint64_t value) { return await_all(w, packed_of, value); }
-static int await_reduced(pyhvd_window *w, uint64_t value) { return await_all(w, reduced_of, value); }
+static int await_reduced(pyhvd_window *w, uint64_t value) {
+    return await_all(w, reduced_of, value);
+}
 static int await_flat(pyhvd_window *w, uint64_t value) { return await_all(w, flats_of, value); }
 
 /* Record a stage that began at `begin`. */
@@ -115,7 +132,7 @@ static inline void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint
 
 void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
     _Atomic uint32_t *core = &control_of(w, w->rank)->core;
-    uint32_t here = pyhvd_here();
+    uint32_t here = pyhvd_current_core();
     if (atomic_load_explicit(core, memory_order_relaxed) != here) /* the peers read this line */
         atomic_store_explicit(core, here, memory_order_relaxed);
     atomic_store_explicit(counter, value, memory_order_release);
@@ -131,7 +148,7 @@ int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
     return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
 }
 
-void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes) {
+void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
     control *mine = control_of(w, w->rank);
     if (!mine->noted) {
         mine->note_bytes = (uint32_t)MIN(bytes, PYHVD_NOTE);
@@ -156,12 +173,14 @@ const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes) {
 
 /* ---- reductions ---- */
 
-/* Elements [from, to) of a job, piece by piece; `at` remembers the tensor, as the next range is seldom far. */
+/* A range of elements within one tensor. */
 typedef struct {
     size_t tensor;
     int64_t offset, count;
 } piece;
 
+/* Take the next piece of elements [from, to). `at` is the tensor where the search begins: the next
+ * range is near. */
 static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
     if (*from >= to) return 0;
     const int64_t *starts = job->starts;
@@ -178,16 +197,20 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
     return (uint8_t *)(intptr_t)base + (size_t)offset * item;
 }
 
-/* Fetch the beginning of a tensor that comes soon: the processor cannot guess where small ones lie. */
-static inline void fetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor, size_t item) {
+/* Prefetch the start of a tensor that comes soon: the processor cannot guess where small tensors
+ * lie. */
+static inline void prefetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor,
+                                   size_t item) {
     size_t next = tensor + SOON;
     if (next >= job->n || !bases[next]) return;
     size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
-    pyhvd_fetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, BLOCK));
+    pyhvd_prefetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, BLOCK));
 }
 
-/* Lay elements [from, to) down at `out`. With own == 1 only those that the owner cannot read at home. */
-static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out, int own) {
+/* Copy elements [from, to) to `out`. With `own`, copy only elements that the owner cannot read from
+ * its array. */
+static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out,
+                       int own) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
@@ -198,14 +221,15 @@ static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t
         else if (job->prescale != 1.0)
             pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
         else if (!own) {
-            if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
+            if (!p.offset) prefetch_tensor(job, job->srcs, p.tensor, item);
             memcpy(out, address_of(src, p.offset, item), count * item);
         }
         out += count * item;
     }
 }
 
-static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, const uint8_t *in) {
+static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
+                         const uint8_t *in) {
     size_t item = pyhvd_itemsize(job->dtype);
     piece p;
     while (next_piece(job, walk, &from, to, &p)) {
@@ -215,50 +239,55 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     }
 }
 
-/* Copy a block of the result to a peer, and with each line fetch those AHEAD of it, there and here, if there are as many
- * bytes left. Fetching takes longer than copying, and hides it; in a burst before the reduction it hid nothing. */
-static inline void take_home(uint8_t *there, size_t left_there, const uint8_t *here, size_t left_here, size_t length) {
+/* Copy a block of the result to a peer. With each line, prefetch the lines AHEAD of it on both
+ * sides, as far as the ranges go. Prefetching takes longer than copying and hides it; one burst
+ * before the reduction hid nothing. */
+static inline void store_with_peer(uint8_t *there, size_t left_there, const uint8_t *here,
+                                   size_t left_here, size_t length) {
     size_t j = 0;
-    for (; j + PYHVD_FETCHED <= length; j += PYHVD_FETCHED) {
+    for (; j + PYHVD_PREFETCH_BYTES <= length; j += PYHVD_PREFETCH_BYTES) {
         if (j + AHEAD < left_there) __builtin_prefetch(there + j + AHEAD, 1, 3);
         if (j + AHEAD < left_here) __builtin_prefetch(here + j + AHEAD, 1, 3);
-        memcpy(there + j, here + j, PYHVD_FETCHED);
+        memcpy(there + j, here + j, PYHVD_PREFETCH_BYTES);
     }
     memcpy(there + j, here + j, length - j);
 }
 
-/* Before the first block: fetch the second one, as take_home fetches from the third one on. */
-static inline void fetch_second(const uint8_t *at, size_t bytes) {
-    if (bytes > BLOCK) pyhvd_fetch_for_writing(at + BLOCK, MIN(bytes, AHEAD) - BLOCK);
+/* Prefetch the second block: store_with_peer prefetches from the third one on. */
+static inline void prefetch_second(const uint8_t *at, size_t bytes) {
+    if (bytes > BLOCK) pyhvd_prefetch_for_writing(at + BLOCK, MIN(bytes, AHEAD) - BLOCK);
 }
 
-/* Reduce a range of bytes, `own` of which is this rank's and theirs[q] rank q's, into `out`, and take the result home to the peers: each of
- * their lines changes owner twice, instead of three times if they fetched the result themselves. Behind theirs[q]
- * lie `more` bytes that come next. */
-static void reduce_bytes(pyhvd_window *w, const pyhvd_job *job, const uint8_t *own, uint8_t *out, uint8_t *const *theirs,
-                         size_t bytes, size_t more) {
+/* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
+ * result at theirs[q] too. So each line of a peer changes owner twice; it would change three times
+ * if the peer fetched the result. `more` bytes behind theirs[q] come next. */
+static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
+                         uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
-    size_t length = BLOCK - (uintptr_t)out % PYHVD_FETCHED; /* from the second block on, whole lines are written */
+    /* later blocks begin with a line */
+    size_t length = BLOCK - (uintptr_t)out % PYHVD_PREFETCH_BYTES;
     length -= length % item;
-    if (inplace) fetch_second(own, bytes);
+    if (inplace) prefetch_second(own, bytes);
     for (size_t k = 0; k < bytes; k += length, length = BLOCK) {
         length = MIN(bytes - k, length);
-        for (int q = 0; q < w->size; q++) from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
-        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op, job->postscale);
+        for (int q = 0; q < w->size; q++)
+            from[q] = (int64_t)(intptr_t)((q == w->rank ? own : theirs[q]) + k);
+        pyhvd_reduce(out + k, from, (size_t)w->size, length / item, job->dtype, job->op,
+                     job->postscale);
         size_t left = inplace ? bytes - k : 0;
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
-            take_home(theirs[q] + k, bytes - k + more, out + k, left, length);
-            left = 0; /* fetched once */
+            store_with_peer(theirs[q] + k, bytes - k + more, out + k, left, length);
+            left = 0; /* prefetch once */
         }
     }
 }
 
-/* Reduce one piece of this rank's slice, which lies `at` bytes into the chunk. */
-static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, uint64_t chunk, size_t at,
-                         size_t more) {
+/* Reduce one piece of this rank's slice, `at` bytes into the chunk. */
+static void reduce_piece(const pyhvd_window *w, const pyhvd_job *job, const piece *p,
+                         uint64_t chunk, size_t at, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
     uint8_t *slots[PYHVD_MAX_LOCAL];
@@ -269,20 +298,22 @@ static void reduce_piece(pyhvd_window *w, const pyhvd_job *job, const piece *p, 
     reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
 }
 
-static void reduce_range(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first, int64_t from,
-                         int64_t to, uint64_t chunk) {
+static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
+                         int64_t from, int64_t to, uint64_t chunk) {
     size_t item = pyhvd_itemsize(job->dtype);
     for (int q = 0; q < w->size; q++)
-        if (q != w->rank) fetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item, (size_t)(to - from) * item);
+        if (q != w->rank)
+            prefetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item,
+                            (size_t)(to - from) * item);
     piece p;
     for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
-        if (!p.offset) fetch_tensor(job, job->srcs, p.tensor, item);
+        if (!p.offset) prefetch_tensor(job, job->srcs, p.tensor, item);
         reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
     }
 }
 
-/* Everything lies in the flat buffers: one step, and everybody reduces everything. */
-static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
+/* Reduce through the flat buffers: every rank reduces all elements. */
+static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     size_t item = pyhvd_itemsize(job->dtype);
     int64_t total = job->starts[job->n], from = 0, blocks[PYHVD_MAX_LOCAL];
@@ -298,7 +329,8 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
     int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
-        for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
+        for (int q = 0; q < w->size; q++)
+            blocks[q] = (int64_t)(intptr_t)(flat_of(w, q) + (size_t)at * item);
         if (job->dsts[p.tensor])
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
                          (size_t)p.count, job->dtype, job->op, job->postscale);
@@ -309,7 +341,7 @@ static int reduce_flat(pyhvd_window *w, pyhvd_course *c) {
 }
 
 typedef struct {
-    int64_t from, to, mine_from, mine_to; /* elements of a chunk, and of this rank's slice of it */
+    int64_t from, to, mine_from, mine_to; /* elements of a chunk; of this rank's slice of it */
 } span;
 
 static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
@@ -320,21 +352,22 @@ static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int
     return s;
 }
 
-static int pack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = pyhvd_await_free_slot(w, chunk);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
-    pack_range(c->job, &c->packing, s.mine_from, s.mine_to, slot + (size_t)(s.mine_from - s.from) * item, 1);
+    pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
+               slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
     add_stage(w, PYHVD_PACKING, begin, chunk);
     pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
     return PYHVD_OK;
 }
 
-static int reduce_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+static int reduce_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
     int status = await_packed(w, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
@@ -344,20 +377,22 @@ static int reduce_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk
     return PYHVD_OK;
 }
 
-static int unpack_chunk(pyhvd_window *w, pyhvd_course *c, span s, uint64_t chunk) {
+static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     const uint8_t *slot = slot_of(w, w->rank, chunk);
     int status = await_reduced(w, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
-    unpack_range(c->job, &c->unpacking, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item);
+    unpack_range(c->job, &c->unpacking, s.mine_to, s.to,
+                 slot + (size_t)(s.mine_to - s.from) * item);
     add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
 
-/* Reduce elements [from, to) of arrays that all lie in arenas. */
-static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t from, int64_t to) {
+/* Reduce elements [from, to) directly in the arenas. */
+static void reduce_in_arenas(const pyhvd_window *w, const pyhvd_job *job, size_t *walk,
+                             int64_t from, int64_t to) {
     size_t item = pyhvd_itemsize(job->dtype);
     uint8_t *theirs[PYHVD_MAX_LOCAL];
     piece p;
@@ -365,32 +400,35 @@ static void reduce_at_home(pyhvd_window *w, const pyhvd_job *job, size_t *walk, 
         for (int q = 0; q < w->size; q++) {
             const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
             theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
-            if (q != w->rank) fetch_second(theirs[q], (size_t)p.count * item);
+            if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
         }
         uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
         reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
     }
 }
 
-/* A share of every chunk rather than one of the whole, and the last chunk first: what lies in the cache is as a
- * rule the end of an array. */
-static void reduce_shares(pyhvd_window *w, const pyhvd_job *job) {
-    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
+/* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in
+ * the cache. */
+static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
+    int64_t total = job->starts[job->n],
+            per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
     size_t walk = 0;
     for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
-        reduce_at_home(w, job, &walk, s.mine_from, s.mine_to);
+        reduce_in_arenas(w, job, &walk, s.mine_from, s.mine_to);
     }
 }
 
-/* All arrays lie in arenas: say where, reduce, and wait until the peers have reduced the rest. */
-static int reduce_direct(pyhvd_window *w, pyhvd_course *c) {
+/* Reduce directly: tell the peers where the arrays are, reduce the own share, wait for the other
+ * shares. */
+static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
     int status = PYHVD_OK;
     if (c->stage == 0) {
         if ((status = pyhvd_await_free_slot(w, chunk))) return status;
-        for (size_t t = 0; t < job->n; t++) places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
+        for (size_t t = 0; t < job->n; t++)
+            places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
         pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
         c->stage = 1;
     }
@@ -407,12 +445,12 @@ static int reduce_direct(pyhvd_window *w, pyhvd_course *c) {
     return PYHVD_OK;
 }
 
-void pyhvd_window_begin(pyhvd_course *course, const pyhvd_job *job) {
-    memset(course, 0, sizeof *course);
-    course->job = job;
+void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job) {
+    memset(cursor, 0, sizeof *cursor);
+    cursor->job = job;
 }
 
-int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
+int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
@@ -422,7 +460,8 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
     w->shift = c->job->n == 1 && !direct ? SHIFT : 0;
     if (direct) return reduce_direct(w, c);
     int64_t count = (total + per_chunk - 1) / per_chunk;
-    /* Three stages in step: while the peers reduce chunk k - 1, chunk k is packed and k - 2 taken out. */
+    /* Three stages overlap: while chunk k is packed, chunk k - 1 is reduced and chunk k - 2
+     * unpacked. */
     for (; c->step < count + 2; c->step++, c->stage = 0) {
         for (; c->stage < 3; c->stage++) {
             int64_t k = c->step - c->stage;
@@ -440,8 +479,8 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *c) {
 }
 
 int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job) {
-    pyhvd_course course;
-    pyhvd_window_begin(&course, job);
-    w->brief = 0;
-    return pyhvd_window_proceed(w, &course);
+    pyhvd_job_cursor cursor;
+    pyhvd_window_begin(&cursor, job);
+    w->interruptible = 0;
+    return pyhvd_window_proceed(w, &cursor);
 }

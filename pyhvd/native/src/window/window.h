@@ -1,35 +1,53 @@
-/* Collectives of one node over a shared window: plain C over addresses, no Python, no MPI.
+/* Collectives of one node through a shared window: plain C over addresses, no Python, no MPI.
  *
- * Every rank owns one area of the window: a few counters, two small "flat" buffers, and SLOTS slots of
- * one chunk each. An operation is cut into chunks, which all ranks number alike; chunk c uses slot
- * c % SLOTS. A chunk may be smaller than its slot, and its size may change between two operations, at the same
- * one on every rank: where a slot lies follows from the chunk's number alone, so that ranks which are still
- * busy with the operation before share no slot with those that are ahead. The counters only ever grow:
+ * Each rank owns one *area* of the window: counters, two small *flat* buffers, PYHVD_SLOTS slots of
+ * one chunk each, and a note. An operation is cut into chunks, which all ranks number alike; chunk
+ * c uses slot c % PYHVD_SLOTS.
  *
- *   packed   chunks that the owner has laid into its slots
- *   reduced  chunks that the owner needs no slot of any rank for any more, but its own
- *   flat     flat operations for which the owner has laid down its part
+ * Counters. They only grow.
+ *   packed   chunks that the owner has copied into its slots
+ *   reduced  chunks for which the owner no longer needs any other rank's slot
+ *   flat     flat operations for which the owner has written its part
  *
- * Memory ordering: data is written before the counter that announces it (release), and read after the
- * counter has been seen (acquire). A slot is written again only when every rank that reads it has announced
- * that it is done with what the slot held; a flat buffer when its owner begins the operation after next, which it
- * can only do once every rank has begun the next one, and so has ended this one.
+ * Three ways to reduce
+ *   1. Flat: at most PYHVD_FLAT bytes. Each rank writes all into its flat buffer, and reduces all
+ *      flat buffers.
+ *   2. Chunks: each rank packs a chunk, reduces its slice of it, stores the slice with every rank,
+ *      and unpacks.
+ *   3. Direct: all arrays lie in their owners' *arenas*, which every rank has mapped. The ranks
+ *      write into a slot where their arrays are; each reduces its share, and stores it in every
+ *      rank's array. `packed` then means that the owner's arrays are ready, `reduced` that the
+ *      owner no longer needs the other ranks' arrays.
  *
- * Arrays that lie in their owners' *arenas*, which every rank has mapped, need not be moved: in place of a chunk the
- * ranks lay down where their tensors are, each reduces its share of all elements, and stores the result in every
- * rank's array. `packed` then says that the owner's arrays are ready, `reduced` that it is done with the others'.
+ * Invariants
+ *   1. Data is written before the counter that announces it (release), and read after the counter
+ *      (acquire).
+ *   2. A slot is overwritten only after every rank that reads it has announced that it is done with
+ *      it.
+ *   3. A flat buffer is overwritten when its owner begins the next operation but one. The owner
+ *      gets there only after every rank has begun the next operation, and so has ended this one.
+ *   4. The chunk size may change between two operations, at the same one on all ranks. The position
+ *      of a slot depends on the chunk's number and on `shift` alone, not on the chunk size: so a
+ *      rank that is ahead writes into no slot that another still reads.
+ *   5. An aborted window is not used again: its counters may disagree, and arrays reduced in place
+ *      hold anything.
  *
- * Waiting: a short spin with yields, then a futex. A sleeper sets `asleep`, then looks again, then
- * sleeps on `bell` as it was before; an announcer stores its counter, then looks for sleepers. The
- * sequentially consistent fences between the two steps of each make sure that one of them sees the other.
+ * Waiting
+ *   1. A rank spins, then yields, then sleeps on `bell`.
+ *   2. A sleeper sets `asleep`, then looks again; an announcer stores its counter, then looks at
+ *      `asleep`. Sequentially consistent fences between the two steps of each make one of them see
+ *      the other.
  *
- * A rank that cannot go on *aborts* the window, from any of its threads: it writes a note into its own area, once, and
- * then its number into every rank's `aborted`, unless another's is there, and wakes the sleepers. `aborted` is stored
- * with release behind the note, and read with acquire before it: whoever sees a number can read that rank's note, and
- * the first number that a rank sees stays. It is looked at only by who is about to sleep, or has slept, so that waiting costs nothing
- * more: what all ranks have done their part of still ends well, and a rank that comes later does not sleep. The bell is
- * read before `aborted` is, and changed behind it: no sleeper is missed. An aborted window is used no more: its
- * counters need not agree any longer, nor are arrays that were reduced in place of any use.
+ * Aborting
+ *   1. A rank that cannot go on writes a note into its own area, once, and then its number into
+ *      every rank's `aborted`, unless another rank's number is there. Then it wakes the sleepers.
+ *      Any of its threads may do so.
+ *   2. `aborted` is stored (release) after the note, and loaded (acquire) before the note is read.
+ *      The first number that a rank sees stays.
+ *   3. A rank reads `aborted` only before and after a sleep, so it costs nothing otherwise. A chunk
+ *      for which all ranks have done their part still ends well; a rank that would sleep returns.
+ *   4. A sleeper reads `bell` before `aborted`; an aborter changes `bell` after it. So no sleeper
+ *      is missed.
  */
 #ifndef PYHVD_WINDOW_H
 #define PYHVD_WINDOW_H
@@ -41,60 +59,64 @@
 
 #define PYHVD_MAX_LOCAL 256 /* ranks on one node */
 #define PYHVD_SLOTS 3
-#define PYHVD_FLAT 16384 /* bytes of a rank's part in a flat operation */
-#define PYHVD_NOTE 8192  /* bytes, at most, that a rank can leave to the others when it aborts the window */
+#define PYHVD_FLAT 16384 /* bytes of a flat operation, at most */
+/* bytes of the note that a rank leaves when it aborts the window, at most */
+#define PYHVD_NOTE 8192
 
 enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
 
 typedef struct {
     int rank, size;
-    size_t chunk;     /* bytes of a chunk; at most `capacity` */
-    size_t capacity;  /* bytes of a slot */
-    size_t shift;     /* where slots begin in a line, in the current operation */
-    uint64_t chunks;  /* chunks of all operations so far, the same on every rank */
-    uint64_t flats;   /* flat operations so far, the same on every rank */
-    int64_t parted;   /* when this rank last left a core to a peer (monotonic ns) */
-    int patience;     /* yields before this rank falls asleep */
-    int brief;        /* whether a reduction may return before its end; see pyhvd_window_proceed */
-    pyhvd_trace *trace; /* where stages are recorded; NULL: nowhere */
+    size_t chunk;         /* bytes of a chunk; at most `capacity` */
+    size_t capacity;      /* bytes of a slot */
+    size_t shift;         /* offset of the slots from a line, in the current operation */
+    uint64_t chunks;      /* chunks of all operations so far, the same on every rank */
+    uint64_t flats;       /* flat operations so far, the same on every rank */
+    int64_t left_core_ns; /* see pyhvd_leave_shared_core */
+    int spin_budget;      /* yields before this rank falls asleep */
+    int interruptible;    /* whether pyhvd_window_proceed may return before the end */
+    pyhvd_trace *trace;   /* NULL: nothing is recorded */
     uint8_t *area[PYHVD_MAX_LOCAL];
-    uint8_t *arena[PYHVD_MAX_LOCAL]; /* where each rank's own arrays in shared memory are, as this process sees them */
+    uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
 
-/* What one rank brings into a reduction: n tensors, one behind the other. */
+/* One rank's part of a reduction: n tensors, treated as one sequence of elements. */
 typedef struct {
-    const int64_t *srcs;   /* addresses; 0: this rank has joined, and brings the neutral element */
-    const int64_t *dsts;   /* addresses, or 0 for a result that nobody wants; may equal srcs */
+    /* addresses; 0: this rank has joined, and contributes the neutral element */
+    const int64_t *srcs;
+    const int64_t *dsts;   /* addresses; 0: the result is dropped; may equal srcs */
     const int64_t *starts; /* n + 1 prefix sums of the element counts */
     size_t n;
     int dtype, op;
     double prescale, postscale;
-    int direct; /* whether all ranks reduce in place, without prescale, what lies in their arenas; the same on every rank */
+    /* whether every rank reduces in place, in its arena, without prescale; the same on all ranks */
+    int direct;
 } pyhvd_job;
 
-/* How far a reduction has come: chunk by chunk, three stages each; where each stage is in the job. */
+/* How far a reduction has come: the chunk step, the stage, and the tensor at which each stage
+ * is. */
 typedef struct {
     const pyhvd_job *job;
     int64_t step;
     int stage;
     size_t packing, reducing, unpacking;
-} pyhvd_course;
+} pyhvd_job_cursor;
 
-/* Bytes of one rank's area, whose slots have room for chunks of `capacity` bytes. */
+/* Bytes of one rank's area, with slots of `capacity` bytes. */
 size_t pyhvd_window_area(size_t capacity);
 
 /* Zero this rank's area, touching its pages; before any rank uses the window. */
 void pyhvd_window_clear(pyhvd_window *w);
 
-/* Reduce every element in rank order 0 .. size-1, and leave the result with every rank. */
+/* Reduce every element in rank order 0 .. size-1; every rank gets the result. */
 int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
 
-/* The same in pieces: with w->brief set, `proceed` returns PYHVD_LATER after a sleep that brought nothing,
- * and is then called again, by any thread. Nothing else may use the window in between. */
-void pyhvd_window_begin(pyhvd_course *course, const pyhvd_job *job);
-int pyhvd_window_proceed(pyhvd_window *w, pyhvd_course *course);
+/* The same in pieces: with w->interruptible set, `proceed` returns PYHVD_LATER after a sleep
+ * without news. Any thread may call it again; no other operation may use the window in between. */
+void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job);
+int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *cursor);
 
-/* Gather blocks: rank q's counts[q] bytes come to lie at recv + starts[q], on every rank. */
+/* Gather blocks: every rank gets rank q's counts[q] bytes at recv + starts[q]. */
 int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
                         const int64_t *starts);
 
@@ -103,18 +125,18 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
                           const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
                           const int64_t *recv_starts);
 
-/* Give the partner some bytes and take as many as it gives. All ranks do so, in pairs. */
-int pyhvd_window_swap(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count, uint8_t *recv,
-                      int64_t recv_count);
+/* Exchange bytes with a partner. All ranks call it, in pairs. */
+int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
+                          uint8_t *recv, int64_t recv_count);
 
 /* Return when every rank has called it. */
 int pyhvd_window_barrier(pyhvd_window *w);
 
-/* Let no rank wait any longer: their calls return PYHVD_ABORTED, and `note` is there to be read. Of a rank's notes the
- * first counts. Not from two threads of a rank at a time; otherwise from any thread, whatever the others do. */
-void pyhvd_window_abort(pyhvd_window *w, const uint8_t *note, size_t bytes);
+/* Let no rank wait any longer: their calls return PYHVD_ABORTED, and they can read `note`, the
+ * first one of this rank. From any thread, but not from two threads of a rank at a time. */
+void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes);
 
-/* The note of whoever has aborted the window, and its length; NULL if nobody has. */
+/* The note of the rank that aborted the window, and its length; NULL if none has. */
 const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes);
 
 #endif

@@ -1,4 +1,4 @@
-"""A keeper whose process has ended well, and who does not end."""
+"""A guardian that runs on although its process has ended without error."""
 
 from __future__ import annotations
 
