@@ -23,9 +23,11 @@ from pyhvd.job.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
 _CHUNK = 1 << 16
-# Variables of the job that the executor itself belongs to. Open MPI's other parameters (OMPI_MCA_, PRTE_MCA_)
-# stay: users set them by spark.executorEnv.
-_OF_THE_EXECUTOR = ("SLURM_", "HYDRA_", "OMPI_MCA_orte_", "OMPI_MCA_ess_")
+# Variables of the job that the executor itself belongs to.
+_OF_THE_EXECUTOR = ("SLURM_", "HYDRA_", "OMPI_", "PRTE_")
+# Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.
+_PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
+_OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
 
 
 def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
@@ -51,7 +53,9 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     wanted = set(environ.get("PYTHONPATH", "").split(os.pathsep))
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
     paths = [path for path in sys.path if path and (path in wanted or not path.startswith(installed))]
-    return without(environ, *OF_RANKS, *_OF_THE_EXECUTOR) | {"PYTHONPATH": os.pathsep.join(paths)}
+    parameters = {name: value for name, value in environ.items() if name.startswith(_PARAMETERS)}
+    own = without(environ, *OF_RANKS, *_OF_THE_EXECUTOR) | without(parameters, *_OF_A_JOB)
+    return own | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class RankProcess:

@@ -96,7 +96,7 @@ def run(
     Raises
     ------
     RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
-        A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; a wrong argument.
+        A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))

@@ -83,8 +83,8 @@ HOSTS: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         (
             "problem",
             "pyhvd",
-            "extension native.shared_memory cannot be imported (ImportError: undefined symbol): install a wheel"
-            " for this Python, or, in a source tree, run python setup.py build_ext --inplace",
+            "extension native.shared_memory cannot be imported (ImportError: undefined symbol): install a"
+            " wheel for this Python, or, in a source tree, run python setup.py build_ext --inplace",
         ),
     ),
     (
