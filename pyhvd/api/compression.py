@@ -1,4 +1,4 @@
-"""Compression of tensors on the way: ``Compression.none`` and ``Compression.fp16``, or one of the user's."""
+"""Compression of tensors in transit: ``Compression.none``, ``Compression.fp16``, or the user's own."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _PROTOCOLS = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
 
 
 class Compressor:
-    """Interface: subclass it for a compression of your own; both methods are static."""
+    """Interface of compressions; subclass it for your own. Both methods are static."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor to send, and what :meth:`decompress` needs to know."""
+        """Return the tensor to send, and a context for :meth:`decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the result as the caller expects it."""
+        """Return the result in the caller's form."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -42,16 +42,16 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends floating tensors as float16; others as they are. Values beyond 65,504 become infinite."""
+    """Sends floating tensors as float16, others unchanged. Values beyond 65,504 become infinite."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor as float16 where it lies, and its dtype.
+        """Return the tensor as float16 in its own memory space, and its dtype.
 
         Raises
         ------
         TypeError
-            It is on a GPU, and of a library that pyhvd cannot ask to cast it.
+            The tensor is on a GPU, and pyhvd cannot cast arrays of its library.
         """
         dtype = getattr(tensor, "dtype", None)
         if isinstance(dtype, np.dtype) and hasattr(tensor, "astype"):  # numpy, CuPy, JAX
@@ -81,15 +81,15 @@ class FP16Compressor(Compressor):
             return tensor
         if not hasattr(tensor, "astype"):
             return tensor.to(ctx)
-        # A torch tensor in host memory comes back as numpy's.
+        # The result of a torch tensor in host memory is a numpy array.
         return tensor.astype(ctx if isinstance(ctx, np.dtype) else str(ctx).removeprefix("torch."))
 
 
 class Compression:
-    """The compressions that pyhvd brings.
+    """The built-in compressions.
 
-    ``Compression.none``, the default, sends tensors as they are; ``Compression.fp16`` sends floating tensors
-    as float16, where values beyond 65,504 become infinite, and others as they are.
+    ``Compression.none``, the default, sends tensors unchanged. ``Compression.fp16`` sends floating tensors as
+    float16, in which values beyond 65,504 become infinite, and other tensors unchanged.
     """
 
     none = NoneCompressor
@@ -97,14 +97,14 @@ class Compression:
 
 
 def compress_one(compression: type[Compressor], tensor: Any) -> tuple[Any, Any]:
-    """Compress a tensor; ValueError if ``compression`` is none."""
+    """Compress a tensor; raise ValueError if ``compression`` is not a compression."""
     if not hasattr(compression, "compress"):
         raise ValueError(f"compression is Compression.none, .fp16 or a Compressor, not {compression!r}")
     return compression.compress(tensor)
 
 
 def compress_all(compression: type[Compressor], tensors: Any) -> tuple[Any, list[Any]]:
-    """Compress a grouped call's list; anything else is passed on, for the call itself to refuse."""
+    """Compress the list of a grouped call; pass anything else on to the call, which rejects it."""
     if not isinstance(tensors, (list, tuple)):
         return tensors, []
     pairs = [compress_one(compression, tensor) for tensor in tensors]

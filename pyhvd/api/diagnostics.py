@@ -1,4 +1,4 @@
-"""What this rank has done so far, for the program itself to see."""
+"""Metrics of this rank, and starting and stopping the timeline."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Histogram", "Metrics", "metrics"]
 
 
 def metrics() -> Metrics:
-    """Return a snapshot of what this rank has counted since ``init()``. Not collective; costs some 50 us.
+    """Return a snapshot of this rank's counters since ``init()``. Not collective; takes about 50 us.
 
     Two snapshots make a rate: subtract their fields, and divide by the difference of ``seconds``.
 
     Returns
     -------
     Metrics
-        A frozen dataclass; ``dataclasses.asdict`` makes it fit for JSON.
+        A frozen dataclass; ``dataclasses.asdict`` converts it for JSON.
 
     Raises
     ------
@@ -41,11 +41,11 @@ def metrics() -> Metrics:
 
 
 def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what every rank does from now on, one file per rank, until :func:`stop_timeline`.
+    """Start a timeline of every rank, one file per rank, until :func:`stop_timeline`.
 
-    Rank 0's call takes effect on all ranks, at one place in the order of what they carry out, and returns
-    once every rank records; a recording that is under way ends first. On other ranks the call checks its
-    arguments, and does nothing: a program may call it everywhere.
+    Rank 0's call takes effect on all ranks, at one place in the order of responses, and returns when every
+    rank records. A running recording ends first. On other ranks the call only checks its arguments, so a
+    program may call it everywhere.
 
     Parameters
     ----------
@@ -54,18 +54,18 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
         in a slash, stands for ``timeline.json`` in it. Relative paths are relative to each rank's own
         directory.
     mark_cycles : bool
-        Whether to mark when response lists, and the fast lane's decisions, are taken up (CYCLE_START).
+        Whether to mark each response list, and each batch of the fast lane (CYCLE_START).
 
     Raises
     ------
     NotInitializedError
         Before ``init()``.
     ValueError
-        The timeline was not allowed: PYHVD_TIMELINE was not set for ``init()``.
+        PYHVD_TIMELINE was not set at ``init()``.
     TimelineError
-        Some rank cannot write its file; nothing is recorded. Raised on rank 0. Or the path is no text.
+        Some rank cannot write its file, and none records (raised on rank 0); or the path is not text.
     HorovodInternalError
-        pyhvd was shut down meanwhile.
+        pyhvd was shut down during the call.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
@@ -76,16 +76,16 @@ def start_timeline(path: str | os.PathLike[str], mark_cycles: bool = False) -> N
 
 
 def stop_timeline() -> None:
-    """End the recording on all ranks, and close the files; does nothing if there is none.
+    """Stop the timeline on all ranks, and close the files; do nothing without a recording.
 
-    As with :func:`start_timeline`, rank 0's call counts; it returns once its own file is complete.
+    Only rank 0's call has an effect, as with :func:`start_timeline`. It returns when its file is complete.
 
     Raises
     ------
     NotInitializedError
         Before ``init()``.
     ValueError
-        The timeline was not allowed.
+        PYHVD_TIMELINE was not set at ``init()``.
     """
     _order(TimelineOrder(), "stop_timeline")
 

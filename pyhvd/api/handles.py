@@ -1,12 +1,15 @@
 """Handles: the promise of a collective's result; ``poll`` and ``synchronize`` over them.
 
-Owns: :class:`QueuedHandle`, of what goes by message; :class:`Handle` itself, the base of both, is the fast
-lane's. A queued handle knows nothing of the runtime beyond two things it is given: the number of tensors to
-wait for, and a function that asks the runtime to flush.
+Owns :class:`QueuedHandle`, the handle of calls that go by message. Its base :class:`Handle` is the fast
+path's handle. A queued handle knows two things of the runtime: the number of tensors to wait for, and a
+function that flushes.
 
-Memory ordering: ``_results`` and ``_error`` are written by the completing thread before ``_latch`` is
-released, and read by others only after they have acquired it (or have seen ``_done``, written last under
-``_lock``). The latch is a lock that is held until completion; each waiter passes it on.
+Memory ordering:
+
+1. The completing thread writes ``_results`` and ``_error``, then releases ``_latch``.
+2. Other threads read them after they acquired ``_latch``, or saw ``_done``, which is written last, under
+   ``_lock``.
+3. The latch is a lock that is held until completion; each waiter passes it on.
 """
 
 from __future__ import annotations
@@ -25,24 +28,24 @@ _log = logging.getLogger("pyhvd")
 
 
 _OPEN = object()
-"""In the place of a result that has not come."""
+"""Placeholder of a missing result."""
 
 
 class QueuedHandle(Handle):
-    """The promise of what goes by message; see :class:`Handle`.
+    """The handle of a call that goes by message; see :class:`Handle`.
 
     Parameters
     ----------
     name : str
-        Of the tensor, or of the grouped call.
+        Name of the tensor, or of the grouped call.
     parts : int
         Number of tensors to wait for.
     flush : callable
-        Asks the runtime to send what has gathered.
+        Makes the runtime send the gathered submissions.
     result : callable
-        Makes the call's result of the tensors' results.
+        Builds the call's result from the tensors' results.
     meter : Meter, optional
-        Told how long callers wait, and of errors.
+        Counts waits and errors.
     """
 
     __slots__ = (
@@ -140,7 +143,7 @@ class QueuedHandle(Handle):
         callback(self)
 
     def flush(self) -> None:
-        """Send what has gathered: somebody waits."""
+        """Send the gathered submissions: a thread waits."""
         self._flush()
 
     def __repr__(self) -> str:
@@ -154,7 +157,7 @@ class QueuedHandle(Handle):
     # -- for the runtime -----------------------------------------------------------------------------
 
     def complete(self, part: int, result: Any, error: BaseException | None) -> None:
-        """One tensor of the collective has ended; called by the runtime alone. The first word counts."""
+        """Complete one tensor of the call; for the runtime. The first completion of a tensor counts."""
         with self._lock:
             if self._results[part] is not _OPEN:
                 return
@@ -186,7 +189,7 @@ def poll(handle: Handle) -> bool:
     Raises
     ------
     ValueError
-        ``handle`` is not what an ``*_async`` function returned.
+        ``handle`` was not returned by an ``*_async`` function.
     """
     return _checked(handle).done()
 
@@ -199,7 +202,7 @@ def synchronize(handle: Handle) -> Any:
     Raises
     ------
     ValueError
-        ``handle`` is not what an ``*_async`` function returned.
+        ``handle`` was not returned by an ``*_async`` function.
     HorovodInternalError
         The collective failed.
     """

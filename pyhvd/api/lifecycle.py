@@ -1,4 +1,4 @@
-"""``init()`` and ``shutdown()``: the start and the end of pyhvd on this rank."""
+"""``init()`` and ``shutdown()``: starting and stopping pyhvd on this rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _HOW = "called shutdown()"
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
-    """Start pyhvd on this rank. Collective; a second call while it is up does nothing.
+    """Start pyhvd on this rank. Collective; a second call before ``shutdown()`` does nothing.
 
     Parameters
     ----------
     comm : list of int, or mpi4py.MPI.Intracomm, optional
-        Who takes part: some of the world's ranks, which then count from 0, or a communicator, which is
-        duplicated. None is everybody.
+        The ranks that take part: some ranks of the world, which then count from 0, or a communicator, which
+        is duplicated. None for all ranks.
     process_sets : list of ProcessSet, or ``"dynamic"``, optional
-        Sets that exist from the start, the same on every rank; ``"dynamic"`` allows
+        Static process sets, the same on every rank; ``"dynamic"`` permits
         :func:`add_process_set` and :func:`remove_process_set`, as PYHVD_DYNAMIC_PROCESS_SETS=1 does.
 
     Raises
@@ -47,9 +47,9 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     TransportError
         MPI's thread level does not allow a background thread.
     ImportError
-        There is no MPI library for mpi4py.
+        mpi4py finds no MPI library.
     RuntimeError
-        It is called in a callback of a handle.
+        Called in a callback of a handle.
 
     Examples
     --------
@@ -100,7 +100,7 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
             log.close()
         if endpoint is not None:
             endpoint.close()
-        if not isinstance(exc, ValueError):  # what the other ranks do is not known
+        if not isinstance(exc, ValueError):  # the state of the other ranks is not known
             raise
         world.fabric.close()
         raise (error or exc) from None
@@ -132,7 +132,7 @@ def _say_hello(active: Context) -> None:
 def _read_config(
     slot: Slot, sets: Iterable[ProcessSet] | str | None
 ) -> tuple[Config, list[str], Exception | None]:
-    """Return configuration and notices; or defaults and what is wrong, for all ranks to hear of."""
+    """Return the configuration and notices, or defaults and an error to announce to all ranks."""
     dynamic = sets == "dynamic"
     overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
     try:
@@ -174,13 +174,13 @@ def _mpi_world(comm: Any, config: Config) -> World:
 
 
 def shutdown() -> None:
-    """End pyhvd on every rank. Does nothing where it is not up; ``init()`` may be called again.
+    """Stop pyhvd on every rank. Does nothing before ``init()``; ``init()`` may be called again.
 
-    Collectives that are pending anywhere fail with :class:`~pyhvd.errors.ShutDownError`, which says which
-    rank asked for the shutdown; the other ranks go on answering ``rank()`` until they call it themselves.
+    Pending collectives of all ranks fail with :class:`~pyhvd.errors.ShutDownError`, which names the rank that
+    asked for the shutdown. The other ranks still answer ``rank()`` until they call ``shutdown()`` themselves.
 
-    In a callback of a handle, which runs on the thread that is to end, it asks for the end and does not wait
-    for it: whoever calls it next does. In a forked child it does nothing.
+    In a callback of a handle it asks for the shutdown but does not wait, because the callback runs on the
+    thread that must end; the next call waits. In a forked child it does nothing.
     """
     slot = context.current_slot()
     active = slot.context
@@ -192,13 +192,13 @@ def shutdown() -> None:
 
 
 def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
-    """End a slot's context; ``cause`` is what this rank failed of, if it did; ``how`` it ended otherwise."""
+    """End a slot's context; ``cause`` is this rank's failure, if any; ``how`` describes any other end."""
     active = slot.context
-    if active is None or active.where.is_forked():  # whose it is, in a forked child, is the parent's affair
+    if active is None or active.where.is_forked():  # in a forked child the context belongs to the parent
         return
     if slot.make_world is None:
         launcher_hooks.is_up(False)
-    active.shutdown(cause, how)  # if this is interrupted, it can be called again
+    active.shutdown(cause, how)  # after an interrupt, the caller can call it again
     if active.endpoint is not None:
         active.endpoint.close()
     process_sets.forget(active)
@@ -207,7 +207,7 @@ def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
 
 
 def _at_exit() -> None:
-    """Let nobody wait for a rank that has gone, and let them know what it died of."""
+    """Announce the failure of an ending rank, so that no rank waits for it."""
     slot = context.current_slot()
     cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     leave(slot, cause, "has ended")

@@ -1,9 +1,8 @@
-"""The ``pyhvd`` logger of the standard library: its level, the rank in every record, and its last resort.
+"""The logger ``pyhvd``: its level, the rank in every record, and its handler of last resort.
 
-Owns: that logger, and no other: the root logger is never touched. A program that has handlers, on the root or
-on ``pyhvd``, sooner or later, gets every record there, once; only while there are none does pyhvd write to
-stderr itself. INFO is news of the job, and comes from rank 0 alone; every rank warns, and every rank
-debugs.
+Owns this logger only; it never changes the root logger. If the program has handlers, on the root or on
+``pyhvd``, they get every record once. While there are none, pyhvd writes to stderr. Only rank 0 logs INFO;
+every rank logs warnings and DEBUG.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _LEVELS = {
 _LOGGER = logging.getLogger("pyhvd")
 _DEFAULT = Config().log_level
 _lock = threading.Lock()
-_level_set = logging.NOTSET  # what set_up() has set; guarded by _lock
+_level_set = logging.NOTSET  # set by set_up(); guarded by _lock
 
 
 class RankFilter(logging.Filter):
-    """Puts the rank into records, as ``%(pyhvd_rank)s``; lets all of them pass.
+    """A filter that adds the rank to records, as ``%(pyhvd_rank)s``, and drops none.
 
-    pyhvd's own records have it already. A handler that gets other loggers' records too, and whose format
-    shows the rank, needs this filter: ``handler.addFilter(RankFilter())``.
+    pyhvd's own records have the rank already. A handler of other loggers' records needs this filter if its
+    format shows the rank: ``handler.addFilter(RankFilter())``.
 
-    The rank is that of the thread that logs, where ranks are threads; ``"-"`` before ``init()``.
+    The rank is ``"-"`` before ``init()``. If ranks are threads, it is the rank of the logging thread.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Mark a record."""
+        """Add the rank to a record."""
         if not hasattr(record, "pyhvd_rank"):
             rank = current_slot().rank
             record.pyhvd_rank = "-" if rank is None else rank
@@ -47,7 +46,7 @@ class RankFilter(logging.Filter):
 
 
 class _OwnRecords(RankFilter):
-    """Marks pyhvd's records, and keeps back INFO where rank 0 says it."""
+    """Adds the rank to pyhvd's records, and drops INFO on all ranks but rank 0."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         super().filter(record)
@@ -56,13 +55,13 @@ class _OwnRecords(RankFilter):
 
 
 class _LastResort(logging.Handler):
-    """Writes to stderr while nobody else takes the records."""
+    """Writes to stderr while no other handler takes the records."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if _is_handled_elsewhere():
             return
         try:
-            sys.stderr.write(self.format(record) + "\n")  # one piece: lines of several ranks stay whole
+            sys.stderr.write(self.format(record) + "\n")  # one write: lines of several ranks stay whole
             sys.stderr.flush()
         except Exception:
             self.handleError(record)
@@ -78,10 +77,9 @@ def _is_handled_elsewhere() -> bool:
 
 
 def set_up(config: Config) -> None:
-    """Set level and format; called by every ``init()``, and by several ranks where they are threads.
+    """Set level and format; every ``init()`` calls it, on several threads if ranks are threads.
 
-    A level that the program has set on the logger itself stays, unless the configuration asks for another
-    than the default.
+    A level that the program has set on the logger stays, unless the configuration has a non-default level.
     """
     global _level_set
     with _lock:
@@ -93,5 +91,5 @@ def set_up(config: Config) -> None:
         _last_resort.setFormatter(
             logging.Formatter(f"{clock}pyhvd[%(pyhvd_rank)s] %(levelname)s: %(message)s")
         )
-        _LOGGER.addFilter(_own_records)  # adding twice changes nothing
+        _LOGGER.addFilter(_own_records)  # adding it twice has no effect
         _LOGGER.addHandler(_last_resort)

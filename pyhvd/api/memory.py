@@ -1,4 +1,4 @@
-"""Arrays that reduce without being moved: memory that all ranks of a node reach."""
+"""Arrays in memory that all ranks of a node share, which the ranks reduce in place."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _log = logging.getLogger("pyhvd")
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
-    """Return a new array that in-place allreduces of this node need not move.
+    """Return a new array in shared memory, which in-place allreduces of this node do not copy.
 
-    A numpy array like any other, but in shared memory: the ranks reduce it where it lies, each its share of
-    it, which takes about half the memory traffic. This is so from the second in-place allreduce of a name on,
-    if every rank's array comes from here and there is no prescale factor; else it is reduced as any array is.
-    Allocate once, and use it again: new shared memory is slower to come by than other memory. It is given
-    back when nothing refers to it any longer. Not collective.
+    The result is an ordinary numpy array. The ranks reduce it in place, each rank its share, with about half
+    the memory traffic. This holds from the second in-place allreduce of a name on, if every rank's array
+    comes from this function and there is no prescale factor. Otherwise it is reduced as any other array.
+    Allocate once and reuse the array: new shared memory is slower to get than other memory. The memory is
+    freed with the last reference. Not collective.
 
     Parameters
     ----------
     shape : int or sequence of int
-        Its shape.
+        Shape of the array.
     dtype : dtype, optional
-        Any that can be reduced; float32 by default.
+        Any dtype that can be reduced; float32 by default.
 
     Returns
     -------
     numpy.ndarray
-        Page-aligned, with arbitrary contents. Where there is no shared memory to be had it is an ordinary
-        one, and a warning says why.
+        Page-aligned, with arbitrary contents. Without shared memory it is an ordinary array, and a warning
+        says why.
 
     Raises
     ------
     NotInitializedError
         Before ``init()``.
     UnsupportedDtypeError
-        The dtype cannot travel.
+        pyhvd does not support the dtype.
 
     Notes
     -----
-    A process that is forked shares the array with its parent, rather than getting a copy.
+    A forked process shares the array with its parent; it gets no copy.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Arra
 
 
 def empty_like(array: Any) -> Array:
-    """Return a new array of the shape and dtype of another one; see :func:`empty`."""
+    """Return a new array with the shape and dtype of another one; see :func:`empty`."""
     given = np.asanyarray(array)
     return empty(given.shape, given.dtype)
 

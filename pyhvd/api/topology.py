@@ -1,4 +1,4 @@
-"""Who am I, and what has been built: ranks, sizes, and Horovod's questions about the build."""
+"""Ranks and sizes, and Horovod's functions about the build."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that CuPy finds as an int, 22304 for 2.23.4; 0 where there is none.
+    """Return the version of CuPy's NCCL as an int, 22304 for 2.23.4; 0 if there is none.
 
     Imports CuPy, if it is installed.
     """
@@ -101,7 +101,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether arrays on CUDA devices are taken: where CuPy is installed."""
+    """Return whether pyhvd takes arrays on CUDA devices: whether CuPy is installed."""
     return importlib.util.find_spec("cupy") is not None
 
 

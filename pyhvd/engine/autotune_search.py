@@ -1,14 +1,16 @@
-"""Autotuning's search: which knobs to try next, given how fast the last ones were.
+"""The autotuner's search: which knobs to try next, from the samples so far.
 
-Pure: it is fed with samples and asked for knobs; no clock, no I/O, no threads. The same samples lead to the
-same search. Measuring, and telling the ranks, is the business of :mod:`pyhvd.engine.autotuner`.
+Pure: no clock, no I/O, no threads; the same samples give the same search. :mod:`pyhvd.engine.autotuner`
+measures, and tells the ranks.
 
 The algorithm is a pattern search (Hooke and Jeeves, "Direct search solution of numerical and statistical
-problems", 1961) on ladders of values a factor of two apart: from the defaults, one knob at a time, in long
-strides and then in short ones, on in a direction as long as it helps. A place is worth the median of a few
-samples. The search is short and greedy, and the machine may have been busy with other things meanwhile. So
-the place that it ends at is measured again at the end, in turns with the defaults, and is taken only if it is
-faster by more than a margin, and by more than the defaults' own samples differ.
+problems", 1961) on ladders of values, each twice the one before:
+
+1. It starts at the defaults and changes one knob at a time, first by long strides, then by short ones. It
+   continues in a direction while that helps. The value of a place is the median of a few samples.
+2. Noise may mislead this short, greedy search. At the end it measures the last place again, in turns with
+   the defaults. It keeps that place only if it is faster by more than a margin, and by more than the
+   spread of the defaults' samples.
 """
 
 from __future__ import annotations
@@ -26,59 +28,59 @@ LADDERS: dict[str, tuple[float, ...]] = {
     "staging_size": tuple(1 << k for k in range(18, 25)),
     "cycle_time_ms": (0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
 }
-"""The values that are tried, in the order in which knobs are; Config's defaults are among them."""
+"""The values to try, with Config's defaults among them; knobs are tried in this order."""
 
 LARGEST_CHUNK = int(LADDERS["chunk_size"][-1])
-"""Bytes: windows of a job that is tuned have slots of this size."""
+"""Bytes of a slot in the windows of a tuned job."""
 
 STRIDES = (3, 1)
-"""Rungs of a ladder that one step of the search goes."""
+"""Rungs of a ladder per stride of the search."""
 
 REPEATS = 3
 """Samples of a place in the search."""
 
 CONFIRMATIONS = 5
-"""Samples of the winner, and of the defaults, at the end."""
+"""Samples of the last place, and of the defaults, at the end."""
 
 MOST_PLACES = 24
-"""Places that are measured, the defaults included, before the search ends where it is."""
+"""Places to measure, the defaults included, before the search stops."""
 
 GAIN = 0.01
-"""By what part a place must be faster for the search to go there."""
+"""Relative gain that a place needs for the search to move there."""
 
 MARGIN = 0.03
-"""By what part the winner must be faster than the defaults to be kept."""
+"""Relative gain over the defaults that the last place needs to be kept."""
 
 _Plan = Generator[tuple[str, Tuning], float, Tuning]
 
 
 def most_samples(warmup: int) -> int:
-    """Return the number of samples after which every search has ended."""
+    """Return an upper bound of the samples of a search."""
     return warmup + REPEATS * MOST_PLACES + 2 * CONFIRMATIONS
 
 
 class Search:
-    """One search, from the defaults to the place that is kept.
+    """One search, from the defaults to the kept place.
 
     Parameters
     ----------
     defaults : Tuning
-        Where it begins, and where it ends unless something is better.
+        The start, and the result unless another place is better.
     free : collection of str
-        Fields of :class:`Tuning` that may be changed; the others stay as the defaults have them. A value that
-        is not on its ladder is not changed either.
+        Fields of :class:`Tuning` that may change; the others keep their defaults. A value that is not on its
+        ladder does not change either.
     warmup : int
-        Samples that are thrown away before anything is compared.
+        Samples to drop at the start.
 
     Attributes
     ----------
     current : Tuning
-        What the next sample is to be taken with; once ``done``, what is kept.
+        The knobs of the next sample; once ``done``, the result.
     state : str
-        What the next sample is for: ``"warmup"``, ``"search"`` or ``"confirm"``; or ``"done"``.
+        Purpose of the next sample: ``"warmup"``, ``"search"`` or ``"confirm"``; or ``"done"``.
     gain : float
-        Once ``done``: by what part the winner was faster than the defaults when both were measured in turns;
-        0.0 if the defaults are kept.
+        Once ``done``: relative gain of the result over the defaults, measured in turns; 0.0 if the defaults
+        are kept.
     """
 
     def __init__(self, defaults: Tuning, free: Collection[str], warmup: int = 3) -> None:
@@ -99,14 +101,14 @@ class Search:
         return self.state == "done"
 
     def feed(self, nbytes: float, seconds: float) -> None:
-        """Take the sample that was taken with ``current``, and choose what comes next.
+        """Add a sample of ``current``, and choose the next knobs.
 
         Parameters
         ----------
         nbytes : float
-            Bytes that were reduced or moved.
+            Bytes reduced or moved.
         seconds : float
-            In how much time; more than 0.
+            Duration of the sample; more than 0.
 
         Raises
         ------
@@ -148,7 +150,7 @@ class Search:
                             break
                         best, rate = place, found
                     if best != before:
-                        break  # it was the right direction: the other one leads back
+                        break  # this direction helped: the opposite one leads back
         return best
 
     def _measure(self, place: Tuning) -> Generator[tuple[str, Tuning], float, float]:
@@ -158,7 +160,7 @@ class Search:
         return statistics.median(rates)
 
     def _confirm(self, best: Tuning) -> Generator[tuple[str, Tuning], float, bool]:
-        """Measure in turns, so that what else goes on hits both; the defaults last."""
+        """Measure both places in turns, so that noise affects both; the defaults last."""
         winners, defaults = [], []
         for _ in range(CONFIRMATIONS):
             winners.append((yield "confirm", best))
@@ -171,13 +173,13 @@ class Search:
 
 
 def _step(place: Tuning, knob: str, stride: int) -> Tuning:
-    """Return the place so many rungs further, or at the end of the ladder."""
+    """Return the place ``rungs`` further, or at the end of the ladder."""
     ladder = LADDERS[knob]
     rung = ladder.index(getattr(place, knob)) + stride
     return msgspec.structs.replace(place, **{knob: ladder[min(max(rung, 0), len(ladder) - 1)]})
 
 
 def _spread(rates: Sequence[float]) -> float:
-    """Return the median distance of samples from their median: one or two outliers do not count."""
+    """Return the median absolute deviation of samples; it ignores one or two outliers."""
     middle = statistics.median(rates)
     return statistics.median(abs(rate - middle) for rate in rates)

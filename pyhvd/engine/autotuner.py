@@ -1,12 +1,12 @@
-"""Autotuning on rank 0: measures what the search asks for, and says when the ranks are to change knobs.
+"""The autotuner of rank 0: measures the knobs that the search proposes, and orders changes of knobs.
 
-Owns: the search, the sampler, and the CSV file. Runs on the runtime's thread. The sampler is fed by whoever
-carries batches out: the engine of the fast lane for itself, :meth:`Tuner.count` for all else.
+Owns the search, the sampler, and the CSV file. Runs on the runtime's thread. Two callers feed the sampler:
+the fast path counts its own batches, :meth:`Tuner.count` counts all others.
 
-A *step* of the program lies between two batches in which the same tensor comes: there are no cycles to count.
-A sample is so many steps, and lasts long enough that what this thread itself does in between does not matter.
-It begins at the end of its first batch, so that the change of the knobs before is not in it. Where no tensor
-ever comes again, a sample is a number of batches.
+A *step* of the program ends when a tensor comes for the second time. A sample is a number of steps, and lasts
+at least SHORTEST_SAMPLE, so that this thread's own work does not matter. It begins at the end of its first
+batch, so that the change of knobs is not part of it. If no tensor ever repeats, a sample is a number of
+batches.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pyhvd.negotiation.messages import Response, Tuning
 _log = logging.getLogger("pyhvd")
 
 BATCHES_PER_STEP = 1000
-"""A step ends after so many batches if no tensor comes again."""
+"""Batches after which a step ends if no tensor repeats."""
 
 SHORTEST_SAMPLE = 0.02
-"""Seconds; quick steps are counted on until so much time has passed."""
+"""Shortest duration (s) of a sample."""
 
 COLUMNS = (
     "time_s",
@@ -48,22 +48,22 @@ COLUMNS = (
 
 
 def tuning_of(config: Config) -> Tuning:
-    """Return the knobs that hold at the start."""
+    """Return the knobs of the start."""
     return Tuning(config.fusion_threshold, config.cycle_time_ms, config.chunk_size, config.staging_size)
 
 
 class SampleLog:
-    """The CSV file: a line for each sample, written at once, and one for what is kept.
+    """The CSV file: one line per sample, written at once, and one line for the result.
 
     Parameters
     ----------
     path : str
-        Overwritten if it is there.
+        An existing file is overwritten.
 
     Raises
     ------
     ConfigError
-        It cannot be written.
+        The file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
@@ -79,19 +79,19 @@ class SampleLog:
             raise ConfigError(f"PYHVD_AUTOTUNE_LOG={path!r} cannot be written: {exc.strerror}") from None
 
     def sample(self, state: str, tuning: Tuning, nbytes: int, seconds: float) -> None:
-        """Write down one sample."""
+        """Write one sample."""
         self._samples += 1
         self._line(state, tuning, (nbytes, f"{seconds:.6f}", f"{nbytes / seconds:.0f}"))
 
     def kept(self, tuning: Tuning) -> None:
-        """Write down what is kept."""
+        """Write the result."""
         self._line("done", tuning, ("", "", ""))
 
     def close(self) -> None:
         """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what could not be written, which has been told
+            with contextlib.suppress(OSError):  # the rest could not be written; the log says so
                 file.close()
 
     def _line(self, state: str, tuning: Tuning, measured: Sequence[object]) -> None:
@@ -106,27 +106,27 @@ class SampleLog:
     def _write(self, cells: Sequence[object]) -> None:
         if self._file is not None:
             csv.writer(self._file, lineterminator="\n").writerow(cells)
-            self._file.flush()  # a job that is killed leaves what it has measured
+            self._file.flush()  # a killed job leaves its samples
 
 
 def open_log(config: Config, rank: int) -> SampleLog | None:
-    """Return the file that this rank is to write, if it is; raises ConfigError if it cannot be written."""
+    """Return the log that this rank writes, or None; raise ConfigError if it cannot be written."""
     return SampleLog(config.autotune_log) if config.autotune and config.autotune_log and rank == 0 else None
 
 
 class Tuner:
-    """See the module's docstring.
+    """The autotuner.
 
     Parameters
     ----------
     search : Search
-        Chooses.
+        Chooses the knobs.
     steps : int
         Steps of a sample.
     sampler : Sampler
-        Measures; the fast lane's engine is to be told of it.
+        Measures; the fast path must get it too.
     log : SampleLog or None
-        Closed with the tuner.
+        The tuner closes it.
     """
 
     def __init__(self, search: Search, steps: int, sampler: Sampler, log: SampleLog | None) -> None:
@@ -141,11 +141,11 @@ class Tuner:
 
     @property
     def done(self) -> bool:
-        """Whether the search has ended, and what it found is in force."""
+        """Whether the search has ended and its result is in use."""
         return self._search.done and self._in_force == self._search.current
 
     def count(self, batch: Sequence[Response]) -> None:
-        """A batch of responses has been carried out, not by the engine."""
+        """Count a batch of responses that did not run on the fast path."""
         if not self.sampler.counts() or batch[0].error is not None:
             return
         most = 0
@@ -156,7 +156,7 @@ class Tuner:
         self.sampler.count(sum(map(response_bytes, batch)), most)
 
     def look(self) -> Tuning | None:
-        """Return the knobs that every rank is to use from now on, if they are to change."""
+        """Return new knobs for all ranks, or None for no change."""
         if not self._measuring or (sample := self.sampler.read()) is None:
             return None
         self._measuring = False
@@ -172,12 +172,12 @@ class Tuner:
         return None
 
     def applied(self) -> None:
-        """What :meth:`look` returned is in force."""
+        """Note that the knobs of :meth:`look` are in use."""
         self._in_force = self._search.current
         self._start()
 
     def close(self) -> None:
-        """The job ends, whether or not the search has."""
+        """Close the log; the search may not have ended."""
         if self._log is not None:
             self._log.close()
         if not self._search.done:
@@ -206,18 +206,18 @@ class Tuner:
 
 
 def make_tuner(config: Config, size: int, windowed: bool, log: SampleLog | None) -> Tuner | None:
-    """Return rank 0's tuner, or None where there is nothing to tune.
+    """Return rank 0's tuner, or None if there is nothing to tune.
 
     Parameters
     ----------
     config : Config
-        Rank 0's; knobs that were given stay as they are.
+        Rank 0's configuration; knobs that the user gave are not tuned.
     size : int
         Number of ranks.
     windowed : bool
-        Whether all ranks share a window: then its chunks are tuned, else what goes in one piece through MPI.
+        Whether all ranks share a window: then its chunk size is tuned, else the staging size of MPI.
     log : SampleLog or None
-        Closed with the tuner; now if there is none.
+        The tuner closes it; without a tuner this function does.
     """
     elsewhere = "staging_size" if windowed else "chunk_size"
     free = [knob for knob in Tuning.__struct_fields__ if knob not in config.given and knob != elsewhere]

@@ -1,8 +1,8 @@
 """Context: one rank's runtime, built by ``init()``, torn down by ``shutdown()``.
 
-Owns: the handshake of the ranks, the engine, the names of unnamed tensors, and which context the module-level
-functions use: the process's default one, or that of a thread that plays a rank (tests do). Knows nothing of
-verbs, nor of :class:`~pyhvd.api.process_sets.ProcessSet` objects, only of their ids and ranks.
+Owns the handshake of the ranks, the engine, the names of unnamed tensors, and the choice of the context that
+the module-level functions use: the process's, or that of a thread that plays a rank (in tests). Knows no
+verbs; of process sets it knows only ids and ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StaticSet:
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks tell each other before anything else."""
+    """The first message between ranks."""
 
     version: str
     shared: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     place: Place = Place("", 0)
 
 
-# Made here: where ranks are threads, several would be the first to use it, and msgspec may crash of that.
+# Made here: with ranks as threads, several first uses at once may crash msgspec.
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
@@ -75,22 +75,22 @@ class Context:
     Parameters
     ----------
     world : World
-        What to build on.
+        The transports to build on.
     config : Config
         This rank's configuration.
     static_sets : sequence of StaticSet
         Process sets that exist from the start.
     error : str
-        Set when this rank cannot go on: every rank's ``init`` then fails.
+        Why this rank cannot start, or empty; with an error every rank's ``init`` fails.
     autotune_log : SampleLog, optional
-        Where rank 0 writes down what is tuned; owned once this has returned.
+        Rank 0's log of the autotuner; the context closes it.
 
     Raises
     ------
     ValueError
         The ranks differ in version or in process sets, or one of them reported an error.
     TimelineError
-        One of them cannot write its timeline.
+        A rank cannot write its timeline.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Context:
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
-        # What is agreed on the board passes by the checks, so while they are on, nothing is.
+        # Tensors of the ready table bypass the checks, so with checks there is no ready table.
         checked = config.check != "off"
         self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
@@ -159,7 +159,7 @@ class Context:
         if config.autotune and rank == 0:
             windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
             tuner = make_tuner(config, self.topology.size, windowed, log)
-        slot = current_slot()  # callbacks of handles act for this rank too
+        slot = current_slot()  # callbacks of handles use this rank's context too
         threads = None if slot is process_slot else (threading.get_ident(),)
         self.where = RankLocations(rank, places, threads)
         return Runtime(
@@ -180,7 +180,7 @@ class Context:
         )
 
     def _make_recorder(self, world: World) -> Recorder:
-        """Open this rank's timeline, if one is recorded from the start."""
+        """Open this rank's timeline, if recording starts with init()."""
         recorder = Recorder(self.topology.rank, self.topology.size, self.hooks)
         if self.config.timeline not in ("", DYNAMIC):
             order = TimelineOrder(self.config.timeline, self.config.timeline_mark_cycles, new_job())
@@ -188,7 +188,7 @@ class Context:
         return recorder
 
     def _adopt(self, config: Config, heard: Sequence[Hello]) -> Config:
-        """Take the shared knobs from rank 0, and say so where they differ."""
+        """Take the shared knobs from rank 0; log each difference."""
         for index, knob in enumerate(SHARED):
             if heard[self.topology.rank].shared[index] != heard[0].shared[index]:
                 self.notices.append(
@@ -200,8 +200,8 @@ class Context:
     def next_name(self, process_set: int, prefix: str = UNNAMED) -> str:
         """Return the name of an unnamed tensor; ranks that call in the same order get the same names.
 
-        A call that is refused for its process set takes no number: on such a rank the order is lost, and
-        tensors should have names.
+        A call that is rejected because of its process set gets no number, and that rank's order is lost: give
+        tensors names.
         """
         with self._lock:
             counter = self._counters.setdefault((process_set, prefix), itertools.count())
@@ -229,12 +229,12 @@ class Context:
         return set_id, ranks
 
     def settle_on(self, device: Device) -> None:
-        """Let this rank's arrays be on a device: the first one that comes in, for as long as pyhvd is up.
+        """Note the device of this rank's arrays: that of the first array, until shutdown.
 
         Raises
         ------
         ValueError
-            It was another one before.
+            An earlier array was on another device.
         """
         if self._device is device:
             return
@@ -247,16 +247,15 @@ class Context:
             )
 
     def admit(self, set_id: int, ranks: Ranks) -> None:
-        """Let a process set be used. Its unnamed tensors are counted anew: the id may have been another's."""
-        self.recount(set_id)  # until the set is there, nobody counts in it
+        """Register a process set, and restart its count of unnamed tensors: the id may be reused."""
+        self.recount(set_id)  # no thread counts in the set before it is registered
         with self._lock:
             self.process_sets[set_id] = ranks
 
     def recount(self, set_id: int) -> None:
-        """Count the unnamed tensors of a process set anew: every rank at the same place in their order.
+        """Restart the count of a process set's unnamed tensors, at the same place in the order on every rank.
 
-        It is needed where every rank has joined: some have called more often than others, and nothing of what
-        they have called is left.
+        A join needs this: some ranks have called more often than others, and none of those calls is left.
         """
         with self._lock:
             for key in [key for key in self._counters if key[0] == set_id]:
@@ -270,7 +269,7 @@ class Context:
             )
 
     def shutdown(self, cause: BaseException | None, how: str) -> None:
-        """End the runtime of every rank; pending collectives fail with the cause."""
+        """Stop the runtime of every rank; pending collectives fail with the cause."""
         rank = self.topology.rank
         failed = cause is not None
         if isinstance(cause, HorovodInternalError) and self.runtime.ended is not None:
@@ -281,13 +280,13 @@ class Context:
             text = f"rank {rank} failed: {describe_exception(cause)}"
             reason = ErrorInfo(ErrorKind.RANK_FAILED, text, rank, traceback=describe_traceback(cause))
         self.runtime.stop(reason)
-        # A supervisor that has been told of a failure shows it, and then ends the job: MPI would be faster.
+        # A supervisor prints a reported failure before it ends the job; MPI would end the job first.
         if self.runtime.broken and not (failed and launcher_hooks.supervised):
             self._world.abort()
 
 
 def _make_job_name() -> str:
-    """Return a name that people recognise and no other job has; rank 0's counts."""
+    """Return a readable, unique name of the job; rank 0's name counts."""
     script = re.sub(r"[^A-Za-z0-9_]+", "-", Path(sys.argv[0]).stem)[:40].strip("-") if sys.argv else ""
     return f"{script or 'python'}-{secrets.token_hex(3)}"
 
@@ -319,7 +318,7 @@ def _agree(heard: Sequence[Hello]) -> list[Ranks]:
     return agreed
 
 
-# -- which context the module-level functions use ------------------------------------------------------
+# -- the context of the module-level functions ------------------------------------------------------
 
 
 class _ThreadSlot(threading.local):
@@ -329,21 +328,21 @@ class _ThreadSlot(threading.local):
 
 
 class Slot(FastPathSlot):
-    """A place for a context: the process's own, or that of a thread that plays a rank.
+    """A slot for a context: the process's own, or that of a thread that plays a rank.
 
-    ``rank`` is known from the moment on in which ``init()`` knows it, for log records. ``lane`` is the
-    context's, where a submission finds it without asking for the context.
+    ``rank`` is set as soon as ``init()`` knows it, for log records. ``lane`` is the context's fast path; a
+    submission reads it without the context.
     """
 
     def __init__(self) -> None:
         self.rank: int | None = None
         self.context: Context | None = None
-        self.lock = threading.RLock()  # a signal's handler may call shutdown() in the middle of it
+        self.lock = threading.RLock()  # a signal handler may call shutdown() meanwhile
         self.make_world: Callable[[], World] | None = None
         self.overrides: dict[str, Any] = {}
 
     def use(self, context: Context | None) -> None:
-        """Let the module-level functions use a context, or none."""
+        """Set the context of the module-level functions, or clear it."""
         self.context = context
         self.lane = None if context is None else context.lane
 
@@ -361,9 +360,9 @@ def current_slot() -> Slot:
 
 @contextlib.contextmanager
 def playing_rank(slot: Slot) -> Iterator[None]:
-    """Let this thread use a slot: one of its own, or, as the background thread does, the process's."""
+    """Set this thread's slot: one of its own, or the process's, as the background thread does."""
     before, _thread.rank = _thread.rank, slot
-    own = int(slot is not process_slot)  # as long as no thread has one, nobody need be asked for his
+    own = int(slot is not process_slot)  # while no thread has a slot of its own, submissions skip the lookup
     with _players:
         count_rank_threads(own)
     try:
@@ -380,7 +379,7 @@ def current() -> Context:
     Raises
     ------
     NotInitializedError
-        There is none.
+        No context exists.
     """
     context = current_slot().context
     if context is None:

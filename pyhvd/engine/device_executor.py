@@ -1,11 +1,11 @@
-"""Carries out agreed responses whose tensors are on devices.
+"""The device executor: runs agreed responses whose tensors are on devices.
 
-Owns: this rank's device, its communication stream, and the device backends by process set. Runs on the
-runtime's thread alone. A collective's work is queued on the communication stream, which waits for the inputs;
-a handle is completed when all is queued, and its result waits for the event behind. No stream of the caller's
-ever waits for anything before the caller asks for the result.
+Owns this rank's device, its communication stream, and the device backends by process set. Only the runtime's
+thread calls it. It queues the work of a collective on the communication stream, which waits for the inputs.
+The handle completes when all work is queued; its result waits for the event after that work. A stream of the
+caller waits for nothing before the caller asks for the result.
 
-Adasum, and everything while results are checked, goes by host memory, tensor by tensor.
+Adasum, and every collective while results are checked, goes through host memory, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 
 SWEEP_SECONDS = 0.01
-"""How soon to look again whether the device still uses memory that is kept for it."""
+"""Seconds between two checks of memory that the device may still use."""
 
 
 ABORT_SECONDS = 10.0
-"""How long, at most, a device may take to end work that has been aborted."""
+"""Seconds that a device may take to end aborted work."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """Where this rank's work is done.
+    """This rank's device and its streams.
 
     Attributes
     ----------
     device : Device
-        Its device.
+        The device of this rank.
     stream : Stream
         The communication stream.
     packer : Packer or None
-        Moves many tensors at once.
+        Packs many tensors by one kernel.
     """
 
     device: Device
@@ -65,24 +65,24 @@ class DeviceContext:
 
 
 class DeviceExecutor:
-    """See the module's docstring.
+    """Runs responses of device tensors on one rank.
 
     Parameters
     ----------
     rank : int
-        This rank, globally.
+        This rank's global number.
     places : sequence of Place
-        Of every rank.
+        Location of every rank.
     backends : mapping of int to Backend
-        The host's, by process set; kept by the executor, read here.
+        Host backends by process set; the executor updates the mapping.
     sets : mapping of int to tuple of int
         Members of every process set.
     hooks : Instruments
-        Told of phases.
+        Notified of phases.
     on_host : callable
-        Carries out a batch whose tensors are in host memory.
+        Runs a batch whose tensors are in host memory.
     checked : bool
-        Whether results are checked, on the host.
+        Whether results are checked; the checks run on the host.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DeviceExecutor:
         self._device_context: DeviceContext | None = None
         self._opened: dict[int, DeviceBackend] = {}
         self._keep_alive = KeepAlive()
-        self.busy = False  # whether the device may still use memory that is kept for it
+        self.busy = False  # whether the device may still use kept memory
         self._aborted = False
         self._run: dict[int, Callable[[DeviceBackend, list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
@@ -115,7 +115,7 @@ class DeviceExecutor:
         }
 
     def run(self, batch: list[Response], entries: Entries) -> None:
-        """Carry out a batch of responses, and complete their entries."""
+        """Run a batch of responses, and complete their entries."""
         self.busy = True
         self._keep_alive.sweep()
         context = self._settle(entries)
@@ -128,12 +128,12 @@ class DeviceExecutor:
                 carry_out(self._backend(batch[0].process_set, context), batch, entries)
 
     def look(self, now: float) -> float | None:
-        """Let go of memory that the device uses no longer; return when (monotonic s) to look again.
+        """Release memory that the device no longer uses; return the time (monotonic s) of the next check.
 
         Raises
         ------
         TransportError
-            What is under way has failed.
+            Queued work has failed.
         """
         self.busy = self._keep_alive.sweep()
         if not self.busy:
@@ -146,17 +146,17 @@ class DeviceExecutor:
             backend.check()
 
     def close_set(self, set_id: int) -> None:
-        """Give up a process set's backend; collective over the set."""
+        """Close a process set's backend; collective over the set."""
         if set_id in self._opened:
             self._opened.pop(set_id).close()
 
     def close(self) -> None:
-        """Give up the backends, in the order of their sets, when the device has done its work; collective.
+        """Close the backends, in the order of their sets, after the device's work; collective.
 
         Raises
         ------
         TransportError
-            What is under way has failed; or, after :meth:`abort`, does not end.
+            Queued work has failed or, after :meth:`abort`, does not end.
         """
         patience = partial(_be_patient, time.monotonic() + ABORT_SECONDS)
         self._keep_alive.settle(patience if self._aborted else self._check)
@@ -164,15 +164,15 @@ class DeviceExecutor:
             self.close_set(set_id)
 
     def abort(self, why: str) -> None:
-        """Let the device wait for no other rank: some rank has failed. Not collective; from any thread."""
+        """Abort the device's waits for other ranks: a rank has failed. Not collective; from any thread."""
         self._aborted = True
-        for backend in list(self._opened.values()):  # another thread may be opening one
+        for backend in list(self._opened.values()):  # another thread may open one
             backend.abort(why)
 
-    # -- where, and by which way ---------------------------------------------------------------------
+    # -- device and backend ---------------------------------------------------------------------
 
     def _settle(self, entries: Entries) -> DeviceContext:
-        """Return this rank's device and stream: that of its arrays, or any if it has joined."""
+        """Return this rank's device and stream: those of its arrays, or any if the rank has joined."""
         device = next((view.on for view in _distinct(entries)), None)
         if self._device_context is not None and device in (None, self._device_context.device):
             return self._device_context
@@ -190,7 +190,7 @@ class DeviceExecutor:
         return self._device_context
 
     def _own_device(self) -> Device:
-        """Return the device of this rank's number on its node; host memory where there is none."""
+        """Return the device with this rank's local number; host memory if there is none."""
         here = self._places[self._rank]
         neighbours = [
             r for r, place in enumerate(self._places) if (place.host, place.node) == (here.host, here.node)
@@ -208,7 +208,7 @@ class DeviceExecutor:
         return self._opened[set_id]
 
     def _open(self, set_id: int, context: DeviceContext) -> DeviceBackend:
-        """Agree on the way that a set's arrays take; collective over the set."""
+        """Open a set's backend for device arrays; collective over the set."""
         return open_backend(
             self._hosts[set_id], context.device, context.stream, context.packer, self._sets[set_id]
         )
@@ -277,17 +277,17 @@ class DeviceExecutor:
         splits = np.array(received, np.int32 if few else np.int64)
         self._deliver(backend.stream, entries, outputs, lambda arrival: (arrival, splits))
 
-    # -- by host memory ------------------------------------------------------------------------------
+    # -- through host memory ------------------------------------------------------------------------------
 
     def _by_host(self, context: DeviceContext, batch: list[Response], entries: Entries) -> None:
-        """Carry a batch out on host arrays, tensor by tensor, and send the results up again."""
+        """Run a batch on host arrays, tensor by tensor, and copy the results to the device."""
         device, stream = context.device, context.stream
         mirrored = [self._mirror(context, entry) if entry is not None else None for entry in entries]
         device.synchronize(device.mark(stream))
         self._on_host(batch, mirrored)
 
     def _mirror(self, context: DeviceContext, entry: TensorEntry) -> TensorEntry:
-        """Return an entry of the same tensor in host memory, whose contents are on their way down."""
+        """Return an entry of the same tensor in host memory; the copy from the device is queued."""
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
         given = _host_view(context.device, source)
@@ -300,7 +300,7 @@ class DeviceExecutor:
     def _send_up(
         self, context: DeviceContext, entry: TensorEntry, result: Any, error: BaseException | None
     ) -> None:
-        """Complete an entry with a result that lies in host memory."""
+        """Complete an entry with a result in host memory."""
         if error is not None:
             entry.done(None, error)
             return
@@ -329,7 +329,7 @@ class DeviceExecutor:
     def _allocate(
         self, batch: list[Response], entries: Entries, shapes: Sequence[Shape]
     ) -> list[DeviceView | Memory] | None:
-        """Allocate outputs in the callers' libraries; a rank that has joined gets memory to throw away."""
+        """Allocate outputs in the callers' libraries; a joined rank gets scratch memory."""
         context = self._here
         set_id = batch[0].process_set
 
@@ -354,7 +354,7 @@ class DeviceExecutor:
         outputs: Sequence[DeviceView | Memory | None],
         finish: Callable[[PendingArray], Any] = lambda arrival: arrival,
     ) -> None:
-        """Hand results back that are there when the stream has come to its end."""
+        """Return results that are ready when the stream's queued work has ended."""
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView) and output.home is not None:
                 output.library.copy_home(output, stream)
@@ -367,13 +367,13 @@ class DeviceExecutor:
 
 
 def _be_patient(until: float) -> None:
-    """Let work that has been aborted end by itself, until a moment (monotonic s)."""
+    """Wait for aborted work to end, until a deadline (monotonic s)."""
     if time.monotonic() > until:
         raise TransportError(f"the device has not ended aborted work within {ABORT_SECONDS:g} s")
 
 
 def _view(view: Any) -> DeviceView | None:
-    """Return a view, of which agreement has it that it is on a device."""
+    """Return a view; the ranks have agreed that the tensor is on a device."""
     assert view is None or isinstance(view, DeviceView)
     return view
 
@@ -387,14 +387,14 @@ def _targets(entries: Entries) -> list[DeviceView | None]:
 
 
 def _distinct(entries: Entries) -> list[DeviceView]:
-    """Return all views, sources and targets; one that is both once."""
+    """Return all views of sources and targets, without duplicates."""
     pairs = zip(_sources(entries), _targets(entries), strict=True)
     found = [view for source, target in pairs for view in (source, None if target is source else target)]
     return [view for view in found if view is not None]
 
 
 def _await_all(context: DeviceContext, views: Sequence[DeviceView]) -> None:
-    """Let the communication stream wait until views may be used; those of one call share an event."""
+    """Make the communication stream wait for the views' events; the views of one call share an event."""
     for event in {id(view.ready): view.ready for view in views}.values():
         context.device.wait(context.stream, event)
 
@@ -404,7 +404,7 @@ def _span(memory: DeviceView | Memory) -> Span:
 
 
 def _host_view(device: Device, view: DeviceView) -> TensorView:
-    """Return page-locked memory for a tensor; bfloat16, which numpy has not got, as 16-bit words."""
+    """Return page-locked memory for a tensor; as 16-bit words for bfloat16, which numpy lacks."""
     dtype = np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name
     memory = device.allocate_pinned(max(view.nbytes, 1))[: view.nbytes]
     return TensorView(memory.view(dtype).reshape(view.shape), view.info)

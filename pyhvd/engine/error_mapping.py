@@ -1,8 +1,8 @@
 """Errors of a rank: as exceptions for its callers, and as messages for the other ranks.
 
-Owns: which exception an :class:`~pyhvd.negotiation.messages.ErrorInfo` stands for, and the reverse; and the
-*note*, an encoded ErrorInfo for ranks that wait in shared memory (:meth:`pyhvd.backends.base.Backend.abort`).
-A rank that a note has ended passes the same note on, so that all ranks report the first failure. Pure.
+Owns the mapping between exceptions and :class:`~pyhvd.negotiation.messages.ErrorInfo`, and the *note*: an
+encoded ErrorInfo for ranks that wait in shared memory (:meth:`pyhvd.backends.base.Backend.abort`). A rank
+that ends with a note passes the same note on, so that all ranks report the first failure. Pure.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response, verb
 from pyhvd.transport.fabric import Aborted
 
 _FRAME = 64
-"""Bytes, at most, of an ErrorInfo of which only kind, rank and text are given, beside the text."""
+"""Upper bound of the bytes of an ErrorInfo with only kind, rank and text, without its text."""
 
 
 def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) -> HorovodInternalError:
-    """Return the exception that an error on the wire stands for; ``places`` are those of the ranks."""
+    """Return the exception of an error on the wire; ``places`` are the ranks' locations."""
     if info.kind == ErrorKind.MISMATCH:
         hosts = {rank: places[rank].host for rank in info.per_rank if rank < len(places)}
         per_rank = {
@@ -52,10 +52,10 @@ def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) 
 
 
 def info_of(exc: BaseException, rank: int) -> ErrorInfo:
-    """Return what the others are told of the exception that ends a rank's engine.
+    """Return the error to announce for the exception that ends a rank's engine.
 
-    Of an :class:`~pyhvd.transport.fabric.Aborted` that is what this rank was told itself; its ``rank`` is the
-    one that failed first.
+    For an :class:`~pyhvd.transport.fabric.Aborted` it is the note that this rank received. Its ``rank`` is
+    the rank that failed first.
     """
     if isinstance(exc, Aborted):
         return _read(exc.note)
@@ -66,7 +66,7 @@ def info_of(exc: BaseException, rank: int) -> ErrorInfo:
 
 
 def note_of(info: ErrorInfo) -> bytes:
-    """Return an error as a note; what does not fit is left out: stacks and traceback first, text last."""
+    """Return an error as a note; if it is too long, cut stacks and traceback first, text last."""
     return next(note for note in map(msgspec.msgpack.encode, _shorter(info)) if len(note) <= NOTE)
 
 
@@ -74,7 +74,7 @@ def _shorter(info: ErrorInfo) -> Iterator[ErrorInfo]:
     yield info
     yield (bare := msgspec.structs.replace(info, stacks={}, traceback=""))
     yield msgspec.structs.replace(bare, missing={})
-    text = info.message.encode()[: NOTE - _FRAME].decode(errors="ignore")  # but for half a character
+    text = info.message.encode()[: NOTE - _FRAME].decode(errors="ignore")  # drop a cut character
     yield ErrorInfo(info.kind, text, info.rank)
 
 
@@ -88,7 +88,7 @@ def _read(note: bytes) -> ErrorInfo:
 
 
 def error_of_thread(exc: BaseException) -> HorovodInternalError:
-    """Return what is said where an exception ends the background thread."""
+    """Return the text of an exception that ends the background thread."""
     if isinstance(exc, HorovodInternalError):
         return exc
     if isinstance(exc, Aborted):
@@ -97,7 +97,7 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
 
 
 def error_of_response(exc: BaseException, response: Response) -> HorovodInternalError:
-    """Return what is said where an exception ends what was agreed on."""
+    """Return the text of an exception that ends an agreed collective."""
     if isinstance(exc, HorovodInternalError | Aborted):
         return error_of_thread(exc)
     what = f"{verb(response.request.type)} {response.request.name!r}"
@@ -105,7 +105,7 @@ def error_of_response(exc: BaseException, response: Response) -> HorovodInternal
 
 
 def _wrapped(exc: BaseException, where: str, ours: str) -> HorovodInternalError:
-    """Return what a library that moves data has reported, or, in our words, what is nobody else's fault."""
+    """Return the text of an error of a transport library, or of pyhvd itself."""
     library = _reporter_of(exc)
     error = TransportError(f"{where}{library} reported: {exc}") if library else InternalError(ours)
     error.__cause__ = exc
@@ -113,6 +113,6 @@ def _wrapped(exc: BaseException, where: str, ours: str) -> HorovodInternalError:
 
 
 def _reporter_of(exc: BaseException) -> str:
-    """Return which library an exception is the word of, if it is one that moves data."""
+    """Return the transport library that raised an exception, or an empty text."""
     root = type(exc).__module__.partition(".")[0]
     return {"mpi4py": "MPI", "cupy": "CUDA", "cupy_backends": "CUDA"}.get(root, "")

@@ -1,7 +1,7 @@
-"""Carries out agreed responses: finds the entries, gets the outputs, calls the backend, completes handles.
+"""The executor: runs agreed responses, from the entries to the backend's call to the completed handles.
 
-Owns: the backends, by process set. Runs on the runtime's thread alone. Knows nothing of how agreement came
-about. A rank that has joined has no entries, and takes part with neutral elements or empty parts.
+Owns the backends, by process set. Only the runtime's thread calls it. Knows nothing of negotiation. A joined
+rank has no entries: it contributes identity elements or empty parts.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ Views = Sequence[TensorView | None]
 
 
 class Executor:
-    """See the module's docstring.
+    """Runs responses on one rank.
 
     Parameters
     ----------
     rank : int
-        This rank, globally.
+        This rank's global number.
     queue : TensorQueue
-        Where submitted tensors wait.
+        Submitted tensors that wait for agreement.
     backends : dict of int to Backend
-        By process set; sets that this rank is not a member of are absent. Owned.
+        Backends by process set, without sets of other ranks; the executor closes them.
     sets : dict of int to tuple of int
-        Members of every process set; kept by the worker machine, read here.
+        Members of every process set; the worker updates it, the executor only reads it.
     make_backend : callable
         Returns the backend of a new set, from its fabric; collective over the set.
     meter : Meter
-        Counts what is carried out.
+        Counts the responses.
     places : sequence of Place
-        Of every rank.
+        Location of every rank.
     fast_path : NoFastPath
-        Told of sets that come and go.
+        Notified of added and removed sets.
     hooks : Instruments
-        Told of batches.
+        Notified of batches.
     config : Config
-        Says whether results are checked, and whether MPI may be given addresses on devices.
+        Says whether results are checked.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Executor:
         self._places = places
         self._fast_path = fast_path
         self._pieces: Pieces | None = None
-        # For whoever looks on: entries of the batch that is being carried out, and batches that have ended.
+        # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
         self.ended = 0
         self._devices = DeviceExecutor(
@@ -122,7 +122,7 @@ class Executor:
         return self._backends[GLOBAL_SET].fabric
 
     def run(self, batch: list[Response]) -> None:
-        """Carry out responses that ride together, and complete their entries."""
+        """Run responses that are fused, and complete their entries."""
         if self._hooks.active and batch[0].error is None:
             self._hooks.batch_started(batch)
             self._carry_out(batch)
@@ -150,7 +150,7 @@ class Executor:
                 self._devices.run(batch, entries)
             self._meter.carried_out(ready)
         except BaseException as exc:
-            # What was taken out of the queue is nobody else's to answer.
+            # Entries that left the queue must be completed here.
             for entry in entries:
                 if entry is not None:
                     entry.done(None, error_of_response(exc, first))
@@ -163,7 +163,7 @@ class Executor:
         self._run[batch[0].request.type](batch, entries)
 
     def look(self, now: float) -> float | None:
-        """Before a sleep: return when (monotonic s) hooks, or what devices have done, are to be looked at."""
+        """Do what is due before a sleep; return the time (monotonic s) of the next call."""
         times = [
             self._hooks.look(now) if self._hooks.active else None,
             self._devices.look(now) if self._devices.busy else None,
@@ -171,35 +171,34 @@ class Executor:
         return min((time for time in times if time is not None), default=None)
 
     def resize(self, pieces: Pieces) -> None:
-        """Cut what comes next, in every set, into other pieces."""
+        """Use other piece sizes from now on, in every set."""
         self._pieces = pieces
         for backend in self._backends.values():
             backend.resize(pieces)
 
     def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
         if not entries:
-            return  # this rank has joined: it helps with what the others have submitted
+            return  # this rank has joined: it contributes to the others' tensors
         lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
         told = [entry.announced_ns for entry in entries]
         self._meter.agreed(verb(first.request.type), lane, sizes, told, ready)
 
     def abort(self, info: ErrorInfo) -> None:
-        """Let no rank wait for this one, which cannot go on, nor a device for a rank; from any thread.
+        """Abort the collectives of every set, so that no rank and no device waits for this rank.
 
-        Not collective. In every set: what this rank has not done its part of now, it will not do.
-        An abort that fails leaves out none of the others.
+        Not collective; from any thread. If the abort of one set fails, the other sets are still aborted.
         """
         note = note_of(info)
         with contextlib.ExitStack() as aborts:
             aborts.callback(self._devices.abort, info.message)
-            for backend in reversed(list(self._backends.values())):  # another thread may be adding one
+            for backend in reversed(list(self._backends.values())):  # another thread may add a set
                 aborts.callback(backend.abort, note)
 
     def close(self, stop: ErrorInfo) -> None:
-        """Give up the backends, in the order of their sets; collective.
+        """Close the backends, in the order of their sets; collective.
 
-        Other ranks may still be carrying out what this one has done its part of: that is not aborted.
+        Nothing is aborted: other ranks may still run collectives to which this rank has contributed.
         """
         if stop.kind != ErrorKind.SHUT_DOWN:
             self._devices.abort(stop.message)
@@ -246,7 +245,7 @@ class Executor:
             whole = self._checker.whole(batch, _targets(entries), firsts, reduce)
         self._deliver_targets(batch, entries, whole)
 
-    # -- outputs whose size only the response tells ----------------------------------------------------
+    # -- outputs whose size comes with the response ----------------------------------------------------
 
     def _allgather(self, batch: list[Response], entries: Entries) -> None:
         backend = self._backends[batch[0].process_set]
@@ -335,7 +334,7 @@ class Executor:
     def _deliver_targets(
         self, batch: list[Response], entries: Entries, results: Sequence[Bytes | None] | None = None
     ) -> None:
-        """Hand targets back, once they have passed the checks; ``results`` is compared in their stead."""
+        """Return targets to the callers after the checks; the checks compare ``results`` instead."""
         errors: Sequence[CorruptionError | None] = [None] * len(batch)
         targets = _targets(entries)
         if self._checker is not None:
@@ -347,7 +346,7 @@ class Executor:
                 continue
             try:
                 target.copy_home()
-            except ValueError as exc:  # the caller's array has become read-only meanwhile
+            except ValueError as exc:  # the caller's array became read-only after the submission
                 entry.done(None, exc)
                 continue
             entry.done(None if error else target.array, error)
@@ -390,19 +389,19 @@ def _targets(entries: Entries) -> list[TensorView | None]:
 
 
 def _on_host(view: View | None) -> TensorView | None:
-    """Return a view, of which agreement has it that it is in host memory."""
+    """Return a view; the ranks have agreed that the tensor is in host memory."""
     assert view is None or isinstance(view, TensorView)
     return view
 
 
 def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    """Cut a buffer into what belongs to each rank."""
+    """Split a buffer into the parts of the ranks."""
     ends = list(itertools.accumulate(counts))
     return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
-    """Return the dtype of an output; a joined rank's own is thrown away, so plain bytes of that size do."""
+    """Return the dtype of an output; a joined rank drops its output, so bytes of that size suffice."""
     if entry is not None and (source := _on_host(entry.source)) is not None:
         return source.array.dtype
     return np.dtype((np.void, info.itemsize))

@@ -44,18 +44,18 @@ KernelTerms = Callable[[Request, int], ReduceSpec]
 def open_lane(
     fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
 ) -> FastPath | None:
-    """Return this rank's end of a new lane, or None where there is none to be had. Collective.
+    """Return this rank's end of a new fast path, or None if there cannot be one. Collective.
 
     Parameters
     ----------
     fabric : Fabric
-        Of all ranks.
+        Reaches all ranks.
     open_window : callable or None
         Makes shared memory.
     backend : Backend
-        Of all ranks: unless it has a window there is no lane.
+        Backend of all ranks; without a window there is no fast path.
     config : Config
-        The knobs, agreed.
+        The knobs, with rank 0's values.
     """
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
@@ -90,7 +90,7 @@ def _code_of(dtype: np.dtype[Any]) -> int:
 
 
 class NoFastPath:
-    """The fast path where it is off: it takes no call, and every call goes by message.
+    """A fast path that is off: every call goes by message.
 
     :class:`FastPathAdapter` overrides each method for a fast path that exists.
     """
@@ -145,22 +145,22 @@ class NoFastPath:
 
 
 class FastPathAdapter(NoFastPath):
-    """See the module's docstring.
+    """The fast path as the runtime sees it.
 
     Parameters
     ----------
     lane : FastPath
-        The engine.
+        The fast path's Cython object.
     worker : Worker
-        This rank's machine.
+        This rank's side of the negotiation.
     queue : TensorQueue
-        Where tensors wait that do not go this way.
+        Tensors that go by message.
     terms : callable
         ``terms(request, size)`` returns the reduction's :class:`~pyhvd.dtypes.ReduceSpec`.
     arena : Arena or None
-        Where arrays are that need not be moved.
+        Shared memory of arrays that need not be copied.
     meter : Meter
-        Told of tensors that leave the lane; the lane counts those that it ends.
+        Counts tensors that leave the fast path; the fast path counts those it completes.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class FastPathAdapter(NoFastPath):
         lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: Backend) -> None:
-        """Let a process set's allreduces go this way, if its ranks share a window."""
+        """Let a process set's allreduces use the fast path, if its ranks share a window."""
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts
             ranks = self._worker.sets[set_id]
             self._lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
-        """Forget a process set; return what was in flight."""
+        """Forget a process set; return its tensors in flight."""
         if not self._lane.has_set(set_id):
             return []
         left = [entry for unit in self._lane.in_flight(set_id) for entry in self._entries(unit)[1]]
@@ -205,15 +205,15 @@ class FastPathAdapter(NoFastPath):
         return [entry for unit in self._lane.in_flight() for entry in self._entries(unit)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
-        """Return what is in flight, whether a batch is being carried out, and how far. From any thread."""
+        """Return the names in flight, whether a batch is running, and the position. From any thread."""
         names = [unit.name for unit in self._lane.in_flight()]
         return names, self._lane.is_running(), self._lane.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-        """Return what is to be sent: behind what this rank has submitted on the lane before.
+        """Return the requests to send, after all calls that this rank has marked ready.
 
-        What the board refuses goes by message, first. A tensor that this rank has refused is frozen: what the
-        other ranks have posted is not to meet what this rank submits next under its name.
+        1. Calls that the ready table refused go by message first.
+        2. A tensor that this rank rejected is frozen: its next call must not match the others' current call.
         """
         if fresh:
             self._lane.mark_ready()
@@ -257,7 +257,7 @@ class FastPathAdapter(NoFastPath):
         self._lane.tune(threshold, cycle)
 
     def prepare(self, message: ResponseList) -> None:
-        """Take over what a response list is about to answer, and the board has had to give back."""
+        """Take back the calls that a response list answers: the coordinator recalled their slots."""
         for set_id, data in message.cached.items():
             if self._lane.has_set(set_id):
                 names = (
@@ -269,7 +269,7 @@ class FastPathAdapter(NoFastPath):
                 self._take_over(response.process_set, (response.request.name,))
 
     def follow(self, todo: Iterable[Response]) -> None:
-        """Some slots mean something else from now on: no unit stays on the lane that knew them as before."""
+        """Take back the calls whose cache slots a response list reassigns."""
         for response in todo:
             if response.slot >= 0 and self._lane.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
@@ -278,13 +278,13 @@ class FastPathAdapter(NoFastPath):
                     self._convert(unit)
 
     def install(self, todo: Sequence[Response]) -> None:
-        """Let in from now on what a response list, carried out by now, has put into the cache."""
+        """Accept the calls that a finished response list has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
             if not 0 <= slot < self._lane.slots or not self._lane.has_set(set_id):
                 continue
             own = self._worker.request_of(set_id, slot)
-            # A list may give a small cache's slot away more than once: the last one counts.
+            # With a small cache a list may reassign a slot several times: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 spec = self._terms(own, len(self._worker.sets[set_id]))
@@ -298,7 +298,7 @@ class FastPathAdapter(NoFastPath):
                 self._convert(unit)
 
     def _convert(self, unit: CachedCall) -> None:
-        """Let a unit end by message."""
+        """Move a call from the fast path to the queue."""
         known, entries = self._entries(unit)
         self._queue.adopt(entries)
         if known:
@@ -310,7 +310,7 @@ class FastPathAdapter(NoFastPath):
                 self._unsent.append((entry.process_set, entry.request))
 
     def _entries(self, unit: CachedCall) -> tuple[bool, list[TensorEntry]]:
-        """Take a unit; return whether the coordinator may know of it, and its tensors."""
+        """Take a call; return whether the coordinator may know of it, and its tensors."""
         taken = unit.take()
         if taken is None:
             return False, []
@@ -335,9 +335,9 @@ class FastPathAdapter(NoFastPath):
 
 
 class LaneBell:
-    """A doorbell on the board: the background thread sleeps on the lane, and does its work meanwhile.
+    """A doorbell in the ready table: the background thread makes progress on the fast path, or sleeps there.
 
-    The address of a bell is the rank.
+    A bell's address is the rank.
     """
 
     shortest = 0.0
@@ -364,4 +364,4 @@ class LaneBell:
         return rung
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing: there is nothing to release."""

@@ -1,4 +1,4 @@
-"""Memory for outputs whose size only a response tells."""
+"""Allocation of outputs whose size comes with the response."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def allocate(
     make: Callable[[Response, TensorEntry | None, Shape], T],
     members: Sequence[int],
 ) -> list[T] | None:
-    """Allocate outputs; where one rank cannot, all ranks fail these tensors and go on. Collective.
+    """Allocate outputs; if one rank cannot, all ranks fail these tensors and continue. Collective.
 
     Parameters
     ----------
     backend : Backend
-        By which the ranks agree.
+        Backend by which the ranks agree on the outcome.
     batch, entries, shapes
         The tensors, and the shapes of their outputs.
     make : callable
@@ -40,7 +40,7 @@ def allocate(
     Returns
     -------
     list or None
-        What ``make`` returned; None if the entries have been failed.
+        The outputs; None if the entries have failed.
     """
     outputs: list[T] = []
     failure: MemoryError | ValueError | None = None

@@ -1,12 +1,12 @@
-"""Response lists on their way, and those that this rank is still to carry out, in their order.
+"""The response lists that this rank has yet to run, in order, and on rank 0 their delivery.
 
-Owns: the lists of one rank, and on rank 0 what is known of their delivery. Used by the runtime's thread.
+Only the runtime's thread uses it.
 
-Rank 0 carries out a list only once all others can have it, and all lists before it, whomever they concern.
-MPI brings a message that it had to queue no further while its sender is elsewhere, and a collective in
-shared memory is elsewhere: its peers would wait for their list, or for other ranks that wait for an earlier
-one, and rank 0 for its peers. That it does not wait for later lists keeps the wait finite: the others have
-carried out, or can, all that is before this one, and then come to receive it.
+Rank 0 runs a list only after this list and all earlier lists have left for every rank. The reason: MPI does
+not progress a queued send while its sender waits outside MPI, as in shared memory. Rank 0 would wait for its
+peers in shared memory, and they for their list, or for ranks that wait for an earlier list. The wait is
+finite because rank 0 does not wait for later lists: the others can run all earlier lists, and then receive
+this one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pyhvd.transport.control import ControlTransport, Sending
 
 _STOP_SECONDS = 0.2
-"""For how long the last list waits for its delivery: it also ends ranks whose peers are gone, or stopped."""
+"""Time limit (s) for the delivery of the last list, whose receiver may be dead or stopped."""
 
 
 class ResponseQueue:
-    """See the module's docstring.
+    """A queue of response lists.
 
     Parameters
     ----------
@@ -37,14 +37,14 @@ class ResponseQueue:
     def __init__(self, control: ControlTransport) -> None:
         self._control = control
         self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
-        self._under_way: list[Sending] = []  # as far as is known; of lists that concern other ranks, too
+        self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
 
     def hear(self, payload: bytes | bytearray) -> None:
-        """Take a list that has arrived."""
+        """Append an arrived list."""
         self._lists.append((decode_responses(payload), [], 0.0))
 
     def publish(self, responses: ResponseList, audience: Collection[int]) -> None:
-        """Send a list to the ranks that it concerns, of which this one, rank 0, may be one."""
+        """Send a list to the ranks that it concerns; on rank 0, which may be one of them."""
         payload = encode(responses)
         here = self._control.rank
         earlier = [sending for sending in self._under_way if not sending.gone()]
@@ -53,7 +53,7 @@ class ResponseQueue:
             self._lists.append((responses, self._under_way, time.monotonic() + _STOP_SECONDS))
 
     def first(self) -> ResponseList | None:
-        """Return the next list to carry out, if it may be carried out by now."""
+        """Return the next list if this rank may run it now."""
         if not self._lists:
             return None
         responses, sendings, until = self._lists[0]
@@ -62,11 +62,11 @@ class ResponseQueue:
         return responses if responses.stop is not None and time.monotonic() >= until else None
 
     def pop(self) -> ResponseList:
-        """Return and forget the first list."""
+        """Remove and return the first list."""
         return self._lists.popleft()[0]
 
     def look_at(self) -> float | None:
-        """Return when to look again at the first list, though nothing has gone out; None: never."""
+        """Return when to check the first list again without an event; None for never."""
         if not self._lists or self._lists[0][0].stop is None or self.first() is not None:
             return None
         return self._lists[0][2]

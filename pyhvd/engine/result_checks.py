@@ -1,13 +1,13 @@
-"""PYHVD_CHECK: whether the ranks have the same results, and whether what they reduce is finite.
+"""PYHVD_CHECK: tests that all ranks have the same results, and that reduced values are finite.
 
-Owns: the comparison of results by checksum, the search for the first element that differs, and the warnings
-about NaN and infinity. Every method is collective over a process set, and runs on the runtime's thread, right
-before or right after the collective that it checks. Knows nothing of queues and handles.
+Owns the comparison of results by checksum, the search for the first different element, and the warnings about
+NaN and infinity. Every method is collective over a process set. The runtime's thread calls it right before or
+right after the checked collective. Knows nothing of queues and handles.
 
-While anything is checked the ranks agree by messages alone: a tensor on the fast lane never comes by here.
-The shared window stays in use.
+With checks on, the ranks negotiate by messages only, because the fast path bypasses this module. They still
+use the shared window.
 
-What equal checksums do not show: a slice that one rank reduced wrongly, and then handed to everybody.
+Limit: equal checksums do not reveal a slice that one rank reduced wrongly and then sent to all ranks.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _INEXACT = frozenset(
     (Code.FLOAT16, Code.BFLOAT16, Code.FLOAT32, Code.FLOAT64, Code.COMPLEX64, Code.COMPLEX128)
 )
 _PIECE = 1 << 20
-"""Elements that are tested for NaN at a time, so that the marks stay small."""
+"""Elements tested for NaN at a time, to bound temporary memory."""
 
 
 class Checker:
-    """See the module's docstring.
+    """The checks of one rank.
 
     Parameters
     ----------
     what : str
-        The knob: ``"results"``, ``"finite"``, or ``"results,finite"``.
+        The knob's value: ``"results"``, ``"finite"``, or ``"results,finite"``.
     """
 
     def __init__(self, what: str) -> None:
@@ -67,10 +67,7 @@ class Checker:
         fabric: Fabric,
         members: Sequence[int],
     ) -> None:
-        """Warn of NaN and infinity in what is about to be reduced; the set's first rank speaks for all.
-
-        Each tensor is spoken of once.
-        """
+        """Warn of NaN and infinity in the inputs of a reduction, on the set's first rank, once per tensor."""
         if not self._finite or not _is_inexact(batch[0]):
             return
         found = _exchange(fabric, np.array([_count_not_finite(source) for source in sources], np.int64))
@@ -83,7 +80,7 @@ class Checker:
     def look_at_results(
         self, batch: Sequence[Response], results: Sequence[TensorView | None], fabric: Fabric
     ) -> None:
-        """Warn where only the result is not finite: it has overflowed. No rank asks another one."""
+        """Warn of an overflow: the result is not finite, the inputs were. Needs no communication."""
         if not self._finite or not _is_inexact(batch[0]):
             return
         everywhere = batch[0].request.type != RequestType.REDUCESCATTER
@@ -116,16 +113,16 @@ class Checker:
         fabric: Fabric,
         members: Sequence[int],
     ) -> Errors:
-        """Compare what all ranks must have alike; return an error, the same on every rank, or None, for each.
+        """Compare results that must be equal on all ranks; return an error or None for each, on every rank.
 
         Parameters
         ----------
         batch : sequence of Response
-            What has been carried out.
+            The responses that ran.
         results : sequence of (flat bytes or None)
-            This rank's results; None where it has joined and has none.
+            This rank's results; None if it has joined.
         fabric : Fabric
-            Of the process set.
+            Fabric of the process set.
         members : sequence of int
             The set's global ranks.
         """
@@ -151,19 +148,19 @@ class Checker:
         first_rows: Sequence[int],
         reduce: Callable[[Sequence[TensorView | None]], None],
     ) -> list[Bytes | None]:
-        """Return what a reducescatter would have been as an allreduce, with this rank's own rows in place.
+        """Return the result of a reducescatter as an allreduce, with this rank's own rows in place.
 
-        Every rank has rows of its own, which no other rank has. So all is reduced once more, to everybody;
-        where some rank's rows are not what the others have worked out for them, :meth:`compare` finds it.
+        No two ranks have the same rows, so the tensors are reduced once more, to all ranks. If a rank's rows
+        differ from the others' result for them, :meth:`compare` finds the difference.
 
         Parameters
         ----------
         batch : sequence of Response
-            The reducescatters that have been carried out.
+            The reducescatters that ran.
         targets : sequence of (TensorView or None)
-            This rank's rows; None where it has joined.
+            This rank's rows; None if it has joined.
         first_rows : sequence of int
-            Which row of each tensor is this rank's first.
+            This rank's first row of each tensor.
         reduce : callable
             ``reduce(outputs)`` runs the allreduce of the same tensors.
         """
@@ -189,7 +186,7 @@ class Checker:
         backend: Backend,
         members: Sequence[int],
     ) -> CorruptionError | None:
-        """Compare what each rank has received in an alltoall with what was sent to it."""
+        """Compare the blocks that each rank received in an alltoall with the sent blocks."""
         told = backend.exchange_counts([_checksum(block) for block in sent])
         wrong = [rank for rank, block in enumerate(received) if _checksum(block) != told[rank]]
         firsts = _exchange(backend.fabric, np.array([[wrong[0] if wrong else -1]], np.int64))[:, 0, 0]
@@ -207,7 +204,7 @@ class Checker:
 
 
 class _Search:
-    """Finds the first element in which the ranks' results differ, by halving; collective."""
+    """Finds the first element in which the ranks' results differ, by bisection; collective."""
 
     def __init__(
         self, fabric: Fabric, holders: Sequence[int], response: Response, result: Bytes | None
@@ -218,7 +215,7 @@ class _Search:
         self._dtype = BY_CODE[response.request.dtype]
         item = self._dtype.itemsize
         self.count = response_bytes(response) // item
-        low, high = 0, self.count  # all is alike before low, and not all between the two
+        low, high = 0, self.count  # invariant: results are equal before low, and differ between low and high
         while high - low > 1:
             middle = (low + high) // 2
             if self._is_alike(low * item, middle * item):
@@ -233,7 +230,7 @@ class _Search:
         return len({int(sums[rank]) for rank in self._holders}) == 1
 
     def values(self) -> dict[int, str]:
-        """Return what each rank (of the set) has there: the value and its bits."""
+        """Return each set rank's value there, with its bits."""
         item = self._dtype.itemsize
         mine = np.zeros(item, np.uint8)
         if self._result is not None:
@@ -270,7 +267,7 @@ def _difference(
 
 
 def _meaning(ranks: Sequence[int], sure: bool) -> str:
-    """Say what may have happened, and what to do."""
+    """Return the text of likely causes and remedies."""
     who = describe_ranks(ranks)
     lead = f"Most ranks agree against {who}" if sure else f"One of {who} is wrong, and there is no majority"
     return (
@@ -289,14 +286,14 @@ def _is_inexact(response: Response) -> bool:
 
 
 def _checksum(data: Bytes | None) -> int:
-    """Return 64 bits of BLAKE2b (RFC 7693), as a signed word; 0 where there is nothing to sum."""
+    """Return 64 bits of BLAKE2b (RFC 7693) as a signed word; 0 for no data."""
     if data is None:
         return 0
     return int.from_bytes(hashlib.blake2b(data.data, digest_size=8).digest(), "little", signed=True)
 
 
 def _exchange(fabric: Fabric, mine: Words) -> Words:
-    """Return every rank's words, all of one shape, by rank."""
+    """Return every rank's words, which have one shape, by rank."""
     heard = np.empty((fabric.size, *mine.shape), np.int64)
     if mine.size:
         fabric.allgather(flat_bytes(np.ascontiguousarray(mine)), flat_bytes(heard))
@@ -304,7 +301,7 @@ def _exchange(fabric: Fabric, mine: Words) -> Words:
 
 
 def _pieces(view: TensorView | None) -> Iterator[tuple[int, Array]]:
-    """Yield a tensor's elements, a part at a time; bfloat16, which numpy has not got, as float32."""
+    """Yield a tensor's elements in pieces; bfloat16, which numpy lacks, as float32."""
     if view is None:
         return
     flat = view.bytes.view(np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name)
@@ -316,7 +313,7 @@ def _pieces(view: TensorView | None) -> Iterator[tuple[int, Array]]:
 
 
 def _count_not_finite(view: TensorView | None) -> tuple[int, int, int]:
-    """Return the number of NaNs and of infinities, and the index of the first of either."""
+    """Return the numbers of NaNs and infinities, and the index of the first of both."""
     nans = infinities = 0
     earliest = -1
     for first, piece in _pieces(view):
@@ -336,5 +333,5 @@ def _describe_counts(nans: int, infinities: int, first: int) -> str:
 
 
 def make_checker(config: Config) -> Checker | None:
-    """Return what PYHVD_CHECK asks for, if it asks for anything."""
+    """Return the checks of PYHVD_CHECK, or None."""
     return Checker(config.check) if config.check != "off" else None

@@ -1,13 +1,13 @@
-"""The background thread: gather, negotiate, plan, run, complete. A rank's watch may be a second thread.
+"""The background thread: gather, negotiate, plan, run, complete. A rank may have a watchdog thread besides.
 
-It is driven by events. With nothing to do it sleeps in the transport, and uses no CPU; it wakes when a
-thread submits or waits, or when a message arrives. What is submitted gathers for at most the cycle time,
-or until somebody waits.
+Events drive the thread. With nothing to do it sleeps in the transport and uses no CPU. It wakes when a thread
+submits or waits, or when a message arrives. Submissions gather for at most the cycle time, or until a thread
+waits.
 
-The end: one rank's ``stop`` travels through the coordinator to all. Every rank has then carried out the same
-responses, fails what is left with the cause, says goodbye to rank 0, and frees its communicators together
-with the others. If the thread itself breaks, it fails everything, tells the coordinator if it still can, and
-leaves the communicators alone.
+Shutdown: the coordinator passes one rank's ``stop`` to all ranks. By then every rank has run the same
+responses. It fails the remaining tensors with the cause, says goodbye to rank 0, and frees its communicators
+together with the others. If the thread itself breaks, it fails all tensors, tells the coordinator if
+possible, and does not free communicators.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ _log = logging.getLogger("pyhvd")
 
 @dataclass(slots=True, kw_only=True)
 class RuntimeParts:
-    """What a runtime is fitted out with, beside what it works on.
+    """Objects that a runtime uses besides its transport and backends.
 
     Attributes
     ----------
     where : RankLocations
-        Of the ranks.
+        Locations of the ranks.
     hooks : Instruments
-        Told of what happens.
+        The instruments to notify.
     recorder : Recorder
-        Begins and ends timelines.
+        Starts and stops timelines.
     lane : FastPath or None
-        The fast lane, which the thread drives where nobody waits, and sleeps on.
+        The fast path; the thread makes progress on it while no other thread waits, and sleeps on it.
     arena : Arena or None
-        Where arrays are that the fast lane need not move.
+        Shared memory of arrays that the fast path need not copy.
     surroundings : callable
-        Entered by the background thread, in which callbacks of handles run.
+        A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
-        On rank 0 of a job that is tuned; owned.
+        The autotuner, on rank 0 of a tuned job; the runtime closes it.
     """
 
     where: RankLocations
@@ -98,18 +98,18 @@ class RuntimeParts:
 
 
 class Runtime:
-    """One rank's engine.
+    """One rank's engine: its background thread and the state of that thread.
 
     Parameters
     ----------
     control : ControlTransport
-        Carries messages; owned.
+        Carries messages; the runtime closes it.
     backends : dict of int to Backend
-        By process set id; owned.
+        Backends by process set id; the runtime closes them.
     sets : sequence of tuple of int
-        Members of the process sets 1, 2, ... that exist from the start.
+        Members of the static process sets 1, 2, ...
     config : Config
-        This rank's configuration, with the shared knobs agreed.
+        This rank's configuration, with rank 0's values of the shared knobs.
     make_backend : callable
         Returns the backend of a new set, from its fabric.
     parts : RuntimeParts
@@ -161,10 +161,10 @@ class Runtime:
         self._outgoing: ResponseList | None = None
         self._lists = ResponseQueue(control)
         self._abandoned = self.broken = False
-        # Written by any thread before wake(), read by the runtime's thread after it has woken.
+        # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
-        # As _stop, but from the watch: why this rank gives up.
+        # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
         self._probe = ProgressProbe(self._where, self._queue, self._executor, self._fast_path, self._recorder)
@@ -188,7 +188,7 @@ class Runtime:
             self._watch.start()
 
     def submit(self, entries: Sequence[TensorEntry]) -> None:
-        """Submit tensors as one unit; see :meth:`pyhvd.queue.TensorQueue.add`."""
+        """Submit the tensors of one call; see :meth:`pyhvd.queue.TensorQueue.add`."""
         if self._hooks.active:
             self._hooks.queued(entries)
         self._queue.add(entries)
@@ -198,7 +198,7 @@ class Runtime:
         self._queue.check_joined(process_set, request)
 
     def record(self, order: TimelineOrder) -> None:
-        """On rank 0: let all ranks begin or end a timeline; return when this one has."""
+        """Start or stop a timeline on all ranks; return when this rank has. On rank 0 only."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback of a handle must not start or stop the timeline: that waits")
         future = self._recorder.ask(order)
@@ -206,11 +206,11 @@ class Runtime:
         future.result()
 
     def announce(self, process_set: int, refusal: Request) -> None:
-        """Tell the other ranks that this one refused a tensor."""
+        """Announce to the other ranks that this rank rejected a tensor."""
         self._queue.announce(process_set, refusal)
 
     def flush(self) -> None:
-        """Somebody waits: send what has gathered."""
+        """Send the gathered submissions: a thread waits."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
@@ -221,19 +221,19 @@ class Runtime:
         self._fast_path.flush()
 
     def is_here(self) -> bool:
-        """Return whether this is one of the runtime's own threads, which cannot wait for its end."""
+        """Return whether the calling thread is one of the runtime's own, which cannot wait for its end."""
         here = threading.current_thread()
         return here is self._thread or (self._watch is not None and self._watch.is_here())
 
     def stop(self, reason: ErrorInfo) -> None:
-        """End every rank's runtime, and wait until this one's has ended."""
+        """Stop every rank's runtime, and wait for the end of this rank's."""
         if self._stop is None:
             self._stop = reason
         self._control.wake()
         self.join()
 
     def join(self) -> None:
-        """Wait until the background thread has ended, or can no longer be waited for."""
+        """Wait until the background thread has ended, or has been abandoned."""
         if self.is_here():
             return
         limit = give_up_time(self._config)
@@ -256,7 +256,7 @@ class Runtime:
             stop = self._loop()
             self._end(exception_of(stop))
             self._shutdown_barrier.say()
-            # A rank whose engine has broken does not come to measure its clock.
+            # A rank with a broken engine does not take part in measuring clocks.
             self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
             self._executor.close(stop)
             self._control.close()
@@ -280,7 +280,7 @@ class Runtime:
                 self._sleep()
 
     def _communicate(self) -> bool:
-        """Send what is new, take what has arrived; return whether anything moved."""
+        """Send new messages, take arrived ones; return whether there were any."""
         active = self._send_requests()
         for source, payload in self._control.receive():
             active = True
@@ -313,19 +313,19 @@ class Runtime:
         coordinator.receive(source, message, time.monotonic())
 
     def _publish(self) -> bool:
-        """Send the coordinator's answer, which has its place in the order of what the fast lane does."""
+        """Send the coordinator's response list, at its place in the ready log."""
         responses = self._outgoing
         if responses is None or self._coordinator is None:
             return False
         audience = self._coordinator.audience(responses)
         if not self._fast_path.announce(responses.seq, audience):
-            return False  # a rank is far behind: try again later
+            return False  # the log is full because a rank is far behind: try again later
         self._outgoing = None
         self._lists.publish(responses, audience)
         return True
 
     def _next_list(self) -> ResponseList | None:
-        """Return the next list if it is its turn."""
+        """Return the next response list if its turn has come."""
         if self._verdict is not None:
             raise self._verdict
         if (responses := self._lists.first()) is None:
@@ -350,11 +350,11 @@ class Runtime:
             self._recorder.follow(responses.timeline, self._executor.fabric)
 
     def _tune(self, tuning: Tuning) -> None:
-        """Change the knobs, at the same place in the order of all that is carried out on every rank.
+        """Change the knobs, at the same place in the order of responses on every rank.
 
-        Nothing is under way here: where there is a fast lane, its engine is ours until we leave.
+        No batch runs meanwhile: this thread holds the progress lock of the fast path, if there is one.
         """
-        if "cycle_time_ms" in self._config.given:  # this rank's own affair
+        if "cycle_time_ms" in self._config.given:  # local to this rank
             tuning = msgspec.structs.replace(tuning, cycle_time_ms=self._config.cycle_time_ms)
         self.tuning = tuning
         self._executor.resize(Pieces(tuning.chunk_size, tuning.staging_size))
@@ -383,7 +383,7 @@ class Runtime:
         return True
 
     def _is_known(self, process_set: int, request: Request) -> bool:
-        """Return whether a set is still there; a thread may have submitted to it while it was removed."""
+        """Return whether a set still exists; a thread may submit to a set during its removal."""
         if process_set in self._worker.sets:
             return True
         if not request.error and (entry := self._queue.pop(process_set, request.name)) is not None:
@@ -406,7 +406,7 @@ class Runtime:
         self._queue.awake()
 
     def _inspect(self, now: float) -> float | None:
-        """Look for stalled tensors if it is time to; return when to look again."""
+        """Look for stalled tensors if a look is due; return the time of the next look."""
         if self._coordinator is None or self._hangs is None:
             return None
         look, error = self._hangs.inspect(now)
@@ -414,10 +414,10 @@ class Runtime:
             self._coordinator.receive(0, self._worker.compose([], error), now)
         return look
 
-    # -- for the watch -------------------------------------------------------------------------------
+    # -- for the watchdog -------------------------------------------------------------------------------
 
     def _give_up(self, passed: float) -> None:
-        """Let the background thread end this rank; if it is inside a collective, do it here."""
+        """Make the background thread end this rank; if it is inside a collective, end the rank here."""
         self._verdict = error = self._probe.error(passed)
         self._executor.abort(info_of(error, self._control.rank))
         self._control.wake()
@@ -426,7 +426,7 @@ class Runtime:
         self._abandoned = self.broken = True
         self.ended = error
         _log.error("rank %d: %s", self._control.rank, error)
-        # Whatever the thread may still do with them: the first word counts.
+        # The thread may still complete them later; the first completion counts.
         left = [*self._executor.running, *self._queue.close(error), *self._fast_path.close(stuck=True)]
         for entry in left:
             if entry is not None:
@@ -435,7 +435,7 @@ class Runtime:
         self._fast_path.forget(keep=True)
         self._over.set()
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- shutdown -------------------------------------------------------------------------------------
 
     def _end(self, error: HorovodInternalError) -> None:
         self.ended = error
@@ -447,13 +447,13 @@ class Runtime:
         self._fast_path.forget()
 
     def _break(self, exc: BaseException) -> None:
-        """This thread cannot go on: say so to everybody who can still be reached."""
+        """Announce that this thread has failed, to all callers and ranks that can be reached."""
         rank, error, info = self._control.rank, error_of_thread(exc), info_of(exc, self._control.rank)
-        with contextlib.suppress(Exception):  # whatever fails, callers get their error
+        with contextlib.suppress(Exception):  # callers must get their error even if a step fails
             self._executor.abort(info)
         if self._abandoned:
             return
-        first = info.rank == rank  # else another one says so, and sees to the end of the job
+        first = info.rank == rank  # otherwise another rank reports the failure, and ends the job
         self.broken = self.broken or first
         if self.ended is not None:
             _log.error("shutting down did not end well: %s", error)
@@ -472,7 +472,7 @@ class Runtime:
         self._recorder.finish(None)
 
     def _publish_end(self, coordinator: Coordinator) -> None:
-        """Send what was held back, and then the end; both have their place in the fast lane's order."""
+        """Send the lists that were held back, then the last one; each at its place in the ready log."""
         until = time.monotonic() + 1.0
         for _ in range(2):
             if self._outgoing is None:

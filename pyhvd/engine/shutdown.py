@@ -1,6 +1,6 @@
-"""The last messages of a job: rank 0 hears from every rank before the communicators are freed.
+"""The shutdown barrier: rank 0 hears from every rank before the ranks free their communicators.
 
-Owns: which ranks have said goodbye, which they may do before rank 0 itself ends.
+Owns the set of ranks that have said goodbye. A rank may do so before rank 0 itself ends.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _SECONDS = 10.0
 
 
 class ShutdownBarrier:
-    """See the module's docstring; used by the runtime's thread alone."""
+    """The barrier of one rank; only the runtime's thread uses it."""
 
     def __init__(self, control: ControlTransport) -> None:
         self._control = control
         self._left = set(range(1, control.size))
 
     def hear(self, rank: int) -> None:
-        """A rank has said goodbye to this one, which is rank 0."""
+        """Note on rank 0 that a rank has said goodbye."""
         self._left.discard(rank)
 
     def say(self) -> None:
-        """Leave no message behind.
+        """Wait until no message is left.
 
-        A rank may compute for long without giving up the GIL: it is late, not lost. A dead one ends the
-        whole job.
+        There is no time limit: a rank that computes without releasing the GIL is late, not lost, and a dead
+        rank ends the whole job.
         """
         control = self._control
         if control.rank:

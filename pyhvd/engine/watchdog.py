@@ -30,22 +30,22 @@ from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorQueue
 
 GRACE_SECONDS = 1.0 + ANSWER_SECONDS
-"""How much later than rank 0 a rank gives up by itself, beside half the time itself."""
+"""Seconds by which a rank gives up later than rank 0, besides half of the shutdown time."""
 
 
 def give_up_after(end_after: float) -> float:
-    """Return when (s) a rank gives up that rank 0 should have ended after ``end_after``; 0 for never."""
+    """Return the time (s) after which a rank gives up by itself, if rank 0 ends jobs after ``end_after``."""
     return 1.5 * end_after + GRACE_SECONDS if end_after else 0.0
 
 
 @dataclass(slots=True)
 class ProgressTimer:
-    """For how long nothing has ended although something is in flight.
+    """Measures the time without progress while something is in flight.
 
     Attributes
     ----------
     longest : float
-        Most seconds between two looks that count: of a longer pause this process has been suspended.
+        Longest counted pause (s) between two looks: in a longer one this process was suspended.
     """
 
     longest: float = math.inf
@@ -55,7 +55,7 @@ class ProgressTimer:
     _waiting: bool = False
 
     def look(self, waiting: bool, progress: Hashable, now: float) -> float:
-        """Return for how long (s), given whether something is in flight and what changes as things end."""
+        """Return the time (s) without progress, from whether something is in flight, and a position."""
         self._since += max(now - self._last - self.longest, 0.0)
         self._last = now
         if not waiting or not self._waiting or progress != self._progress:
@@ -65,18 +65,18 @@ class ProgressTimer:
 
 
 class Watch:
-    """The thread.
+    """The watchdog thread.
 
     Parameters
     ----------
     rank : int
         This rank.
     warn_after, end_after : float
-        Seconds; 0 for never.
+        Times (s) after which it warns and ends; 0 for never.
     look : callable
-        ``look()`` returns whether something is in flight, and what changes as things end.
+        ``look()`` returns whether something is in flight, and a position that changes with progress.
     warn, end : callable
-        What to do after the two times; each is called with the seconds that have passed, and returns at once.
+        Called after the two times with the seconds that have passed; each returns at once.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Watch:
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{rank}-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, from whichever thread; it may be about to end by itself."""
+        """Ask the thread to end; from any thread."""
         self._over.set()
 
     def is_here(self) -> bool:
-        """Return whether this is the thread that looks."""
+        """Return whether the calling thread is the watchdog."""
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait for its end, which is near after :meth:`stop`; in a callback that it runs, do not."""
+        """Wait for the thread's end after :meth:`stop`; return at once in one of its callbacks."""
         if not self.is_here():
             self._thread.join()
 
@@ -135,20 +135,20 @@ _log = logging.getLogger("pyhvd")
 
 
 class ProgressProbe:
-    """See the module's docstring.
+    """Reads one rank's progress, from any thread.
 
     Parameters
     ----------
     where : RankLocations
-        Of the ranks.
+        Locations of the ranks.
     queue : TensorQueue
-        What goes by message.
+        Tensors that go by message.
     executor : Executor
-        What is carried out.
+        The running batch.
     fast_path : NoFastPath
-        What goes past both.
+        Calls on the fast path.
     recorder : Recorder
-        Begins and ends timelines, which all ranks do together.
+        Starts and stops of timelines, which are collective.
     """
 
     def __init__(
@@ -166,26 +166,26 @@ class ProgressProbe:
         self._recorder = recorder
 
     def look(self) -> tuple[bool, Hashable]:
-        """Return whether something is in flight here, and what changes as things end."""
+        """Return whether something is in flight on this rank, and a position that changes with progress."""
         names, joins = self._queue.names()
         on_lane, _, position = self._fast_path.look()
-        # Whoever waits in a join has to wait while others work, but not for a rank 0 that is no more.
+        # A rank in join() waits while others work, but not for a dead rank 0.
         waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
         waiting = waiting or (joins and self._where.states([0])[0].is_lost)
         return waiting, (self._executor.ended, position)
 
     def warn(self, passed: float) -> None:
-        """Say that a collective does not end; what has not been submitted is told by the hang report."""
+        """Warn that a collective does not end; the hang report covers missing submissions."""
         standing = self._standing(passed)
         if standing.under_way:
             _log.warning("%s", describe_standing(standing, self._where.places))
 
     def error(self, passed: float) -> HorovodInternalError:
-        """Return what a rank ends with where nothing has ended for so long (s)."""
+        """Return the error of a rank without progress for ``passed`` s."""
         return error_of_standing(self._standing(passed), self._where.places)
 
     def late_end(self, passed: float) -> str:
-        """Return what is said where a shutdown does not come to its end for so long (s)."""
+        """Return the text about a shutdown that has not ended for ``passed`` s."""
         return describe_late_end(self._standing(passed), self._where.places)
 
     def _standing(self, passed: float) -> StallSnapshot:
@@ -200,7 +200,7 @@ class ProgressProbe:
 
 
 def give_up_time(config: Config) -> float:
-    """Return when (s) a rank gives up by itself; 0 for never."""
+    """Return the time (s) after which a rank gives up by itself; 0 for never."""
     off = config.stall_check_disable or not config.stall_check_time_seconds
     return 0.0 if off else give_up_after(config.stall_shutdown_time_seconds)
 
@@ -208,7 +208,7 @@ def give_up_time(config: Config) -> float:
 def make_watch(
     config: Config, rank: int, probe: ProgressProbe, give_up: Callable[[float], None]
 ) -> Watch | None:
-    """Return a rank's watch, if it needs one; ``give_up(passed)`` ends the rank."""
+    """Return a rank's watchdog, or None if it needs none; ``give_up(passed)`` ends the rank."""
     if config.stall_check_disable or not config.stall_check_time_seconds:
         return None
     warn = config.stall_check_time_seconds if rank == 0 else 0.0

@@ -1,4 +1,4 @@
-"""Public tools for tests: ranks as threads of one process, with no MPI at all; and faults."""
+"""Public tools for tests: ranks as threads of one process, without MPI, and injected faults."""
 
 from pyhvd.testing.faults import Fault, FaultPlan, InjectedFault
 from pyhvd.testing.ranks import RanksFailed, run_ranks

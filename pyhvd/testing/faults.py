@@ -1,7 +1,7 @@
-"""Faults, drawn by a seed: ranks that are late, stopped, killed, or that raise.
+"""Injected faults from a seed: ranks that are delayed, stopped, killed, or that raise.
 
-For tests of programs that use pyhvd, and of pyhvd itself. A plan is the same on every rank that makes it from
-the same seed, so that a test knows whom it will hit. What is hit notices nothing beforehand.
+For tests of pyhvd and of programs that use it. Every rank makes the same plan from the same seed, so that a
+test knows which ranks fail. A rank gets no notice before its fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["delay", "stop", "kill", "raise"]
 
 
 class InjectedFault(RuntimeError):
-    """Raised by a fault of the kind ``"raise"``."""
+    """The exception of a fault of kind ``"raise"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Fault:
     Attributes
     ----------
     rank : int
-        Whom it hits.
+        The rank that fails.
     kind : str
-        ``"delay"``: the rank is late; from :meth:`FaultPlan.inject` all of its Python is, because the GIL is
-        held. ``"stop"``: SIGSTOP. ``"kill"``: SIGKILL. ``"raise"``: :class:`InjectedFault`.
+        ``"delay"``: the rank is late; with :meth:`FaultPlan.inject` all its Python threads are, because the
+        fault holds the GIL. ``"stop"``: SIGSTOP. ``"kill"``: SIGKILL. ``"raise"``: :class:`InjectedFault`.
     when : float
         Seconds after the start of :meth:`FaultPlan.inject`, or the step of :meth:`FaultPlan.strike`.
     seconds : float
-        How long a delay or a stop lasts; infinite for a stop that nobody ends.
+        Duration of a delay or a stop; infinite for a stop without an end.
     """
 
     rank: int
@@ -61,25 +61,25 @@ class FaultPlan:
     size : int
         Number of ranks.
     kinds : sequence of str
-        What may happen; see :class:`Fault`.
+        Kinds of faults to draw from; see :class:`Fault`.
     count : int
-        How many faults.
+        Number of faults.
     within : float
-        Latest time (s), or step.
+        Latest time (s) or step of a fault.
     seconds : float
-        Longest delay or stop; ``math.inf`` lets a stop last for ever.
+        Longest delay or stop; with ``math.inf`` a stop has no end.
     spare : collection of int
-        Ranks that are not hit.
+        Ranks without faults.
 
     Attributes
     ----------
     faults : list of Fault
-        In the order of their times.
+        The faults, ordered by time.
 
     Raises
     ------
     ValueError
-        A kind is not known, or all ranks are spared.
+        A kind is unknown, or every rank is spared.
 
     Examples
     --------
@@ -124,13 +124,13 @@ class FaultPlan:
 
     @contextlib.contextmanager
     def inject(self) -> Iterator[None]:
-        """Hit this rank, which is a process, at its times, wherever it is then, until the block ends.
+        """Inject this rank's faults at their times, until the block ends. The rank must be a process.
 
         Raises
         ------
         ValueError
-            The rank is a thread, which cannot be stopped or killed: use :meth:`strike`; or the plan has a
-            ``"raise"``, which needs a place where to raise.
+            The rank is a thread, which cannot be stopped or killed: use :meth:`strike`. Or the plan has a
+            ``"raise"``, which needs a call at which to raise.
         """
         rank = _rank()
         mine = self.of(rank)
@@ -148,7 +148,7 @@ class FaultPlan:
             thread.join()
 
     def strike(self, step: int) -> None:
-        """Let happen here and now what is planned for this rank between the last step and this one.
+        """Inject this rank's faults between the last step and this one, in the calling thread.
 
         Parameters
         ----------
@@ -158,9 +158,9 @@ class FaultPlan:
         Raises
         ------
         InjectedFault
-            That is what is planned.
+            The plan has a ``"raise"`` here.
         ValueError
-            A stop, or a kill, is planned for a rank that is a thread.
+            The plan has a stop or kill, and the rank is a thread.
         """
         rank = _rank()
         for fault in self.of(rank):
@@ -185,7 +185,7 @@ def _hit(faults: Sequence[Fault], over: threading.Event) -> None:
         if over.wait(max(fault.when - (time.monotonic() - started), 0.0)):
             return
         if fault.kind == "delay":
-            # A function of C that is called with the GIL held.
+            # This C function runs with the GIL held.
             ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
         else:
             _signal(fault)
@@ -198,7 +198,7 @@ def _signal(fault: Fault) -> None:
         os.kill(pid, signal.SIGKILL)
     helper = None
     if not math.isinf(fault.seconds):
-        # Somebody else has to wake it.
+        # Another process has to wake it.
         command = f"sleep {fault.seconds:f}; kill -CONT {pid}"
         helper = subprocess.Popen(["/bin/sh", "-c", command], start_new_session=True)
     os.kill(pid, signal.SIGSTOP)

@@ -1,7 +1,7 @@
-"""Ranks as threads: a whole world in one process, for tests of programs that use pyhvd.
+"""Ranks as threads of one process, for tests of programs that use pyhvd.
 
-Every rank runs the real engine; only the carriers of messages and of arrays differ from a job under
-mpiexec. A hang ends within the timeout, with the stacks of all ranks.
+Every rank runs the real engine; only the transports differ from a job under mpiexec. A hang ends within the
+timeout, with the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDARY = (RankFailedError, ShutDownError, TransportError)
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, or did not end in time; ``errors`` holds the exceptions by rank."""
+    """A rank raised, or exceeded the timeout; ``errors`` holds the exceptions by rank."""
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
         super().__init__(message)
@@ -45,27 +45,27 @@ def run_ranks(
     size : int
         Number of ranks.
     function : callable
-        Called as ``function(*args)`` on each rank, where pyhvd's functions act for that rank. A thread that
-        the function starts itself is nobody's rank.
+        Called as ``function(*args)`` on each rank; pyhvd's functions act for that rank there. A thread that
+        the function starts itself is not a rank.
     *args
-        Passed on, the same objects to every rank.
+        Arguments; every rank gets the same objects.
     timeout : float
-        Seconds after which the ranks that have not ended are given up.
+        Time limit (s) of all ranks.
     init : bool
         Whether to call ``init()`` before, and ``shutdown()`` after, on each rank.
     knobs : dict, optional
-        Fields of :class:`pyhvd.Config` that win over the environment.
+        Fields of :class:`pyhvd.Config`; they override the environment.
 
     Returns
     -------
     list
-        What each rank returned, in rank order.
+        The results, in rank order.
 
     Raises
     ------
     RanksFailed
-        With the first rank's error that is not merely the consequence of another one's as ``__cause__``;
-        or, on a hang, with all ranks' stacks in the text.
+        A rank raised: ``__cause__`` is the first error that does not follow from another rank's. Or the ranks
+        hang: the text has all ranks' stacks.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def run_ranks(
 
 
 class _Crew:
-    """What the threads of one :func:`run_ranks` share."""
+    """The shared state of one :func:`run_ranks`."""
 
     def __init__(self, size: int, timeout: float, init: bool, knobs: dict[str, Any]) -> None:
         self.size = size
@@ -114,7 +114,7 @@ class _Crew:
         return [self.results[rank] for rank in range(size)]
 
     def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Be one rank."""
+        """Run one rank."""
         slot = Slot()
         slot.make_world = lambda: self.worlds.world(rank)
         slot.overrides = self._knobs
