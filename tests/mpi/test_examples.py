@@ -55,7 +55,7 @@ def test_hello(n: int) -> None:
         "allreduce_, the same in place": [[total, 10 * total]],
         "grouped_allreduce, Sum of [r], [1, 0.5]": [f"[{sum(ranks)}], [{float(n)}, {n / 2}]"],
         "reducescatter, Sum of [0 ... size]": [f"{rows}   on rank {r}" for r, rows in _scattered(n)],
-        "grouped_reducescatter, of it and 10 times it": [
+        "grouped_reducescatter of it and 10 times it": [
             f"{rows}, {[10 * row for row in rows]}   on rank {r}" for r, rows in _scattered(n)
         ],
         "allgather of r+1 rows [r]": [[r for r in ranks for _ in range(r + 1)]],

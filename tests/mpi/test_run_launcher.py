@@ -120,7 +120,7 @@ def test_missing_module() -> None:
 def test_n_under_mpiexec_is_refused(tmp_path: Path) -> None:
     ended = bare(1, "-n", 2, script(tmp_path, ""))
     assert ended.code == 2
-    assert "give either mpiexec or -n, not both" in ended.err
+    assert "use either mpiexec or -n, not both" in ended.err
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
