@@ -153,7 +153,8 @@ def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> Non
     assert (ended.code, ended.out) == (1, "")
     said = ended.last if launched else ended.err  # Open MPI's own mpiexec has its banner after it
     assert "cannot write the files of --output-filename: [Errno 20] Not a directory" in said
-    assert ended.err.count("Errno 20") == 1
+    # Under a bare mpiexec a rank that starts after the first failed rank has gone reports it again.
+    assert ended.err.count("Errno 20") == 1 or (not launched and ended.err.count("Errno 20") == 2)
     assert "Traceback" not in ended.err
 
 
