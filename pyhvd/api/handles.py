@@ -1,8 +1,8 @@
 """Handles: the promise of a collective's result; ``poll`` and ``synchronize`` over them.
 
 Owns :class:`QueuedHandle`, the handle of calls that go by message. Its base :class:`Handle` is the fast
-path's handle. A queued handle knows two things of the runtime: the number of tensors to wait for, and a
-function that flushes.
+path's handle: an extension type can have no base in Python. A queued handle knows two things of the runtime:
+the number of tensors to wait for, and a function that flushes.
 
 Memory ordering:
 
@@ -32,7 +32,7 @@ _OPEN = object()
 
 
 class QueuedHandle(Handle):
-    """The handle of a call that goes by message; see :class:`Handle`.
+    """The handle of a call that goes by message; :class:`Handle` documents its methods.
 
     Parameters
     ----------
@@ -44,23 +44,13 @@ class QueuedHandle(Handle):
         Makes the runtime send the gathered submissions.
     result : callable
         Builds the call's result from the tensors' results.
-    meter : Meter, optional
+    meter : Meter
         Counts waits and errors.
     """
 
     __slots__ = (
-        "_callbacks",
-        "_done",
-        "_error",
-        "_flush",
-        "_latch",
-        "_left",
-        "_lock",
-        "_meter",
-        "_name",
-        "_result",
-        "_results",
-        "_seen",
+        *("_callbacks", "_done", "_error", "_flush", "_latch", "_left", "_lock", "_meter"),
+        *("_name", "_result", "_results", "_seen"),
     )
 
     def __init__(
@@ -69,7 +59,7 @@ class QueuedHandle(Handle):
         parts: int,
         flush: Callable[[], None],
         result: Callable[[list[Any]], Any],
-        meter: Meter | None = None,
+        meter: Meter,
     ) -> None:
         self._name = name
         self._meter = meter
@@ -91,51 +81,38 @@ class QueuedHandle(Handle):
 
     @property
     def name(self) -> str:
-        """Name of the tensor, or of the grouped call."""
         return self._name
 
     def done(self) -> bool:
-        """Return whether the collective has ended; see :meth:`Handle.done`."""
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the collective has ended; see :meth:`Handle.wait`."""
         if self._done:
             return True
-        if self._meter is None:
-            return self._wait(timeout)
+        seconds = -1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
         began = self._meter.clock()
         try:
-            return self._wait(timeout)
+            self._flush()
+            if not self._latch.acquire(timeout=seconds):
+                return False
+            self._latch.release()
+            return True
         finally:
             self._meter.waited(began)
 
-    def _wait(self, timeout: float | None) -> bool:
-        self._flush()
-        longest = threading.TIMEOUT_MAX
-        if not self._latch.acquire(timeout=-1 if timeout is None else min(max(timeout, 0.0), longest)):
-            return False
-        self._latch.release()
-        return True
-
     def result(self, timeout: float | None = None) -> Any:
-        """Wait, and return the output; see :meth:`Handle.result`."""
-        if not self.wait(timeout):
-            raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
-        self._seen = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        error = self.exception(timeout)
+        if error is not None:
+            raise error.with_traceback(None)
         return self._result(self._results)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error that the collective ended with, or None."""
         if not self.wait(timeout):
             raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
         self._seen = True
         return self._error
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Call ``callback(handle)`` once it has ended; see :meth:`Handle.add_done_callback`."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -143,7 +120,6 @@ class QueuedHandle(Handle):
         callback(self)
 
     def flush(self) -> None:
-        """Send the gathered submissions: a thread waits."""
         self._flush()
 
     def __repr__(self) -> str:
@@ -152,19 +128,18 @@ class QueuedHandle(Handle):
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._seen:
-            _log.warning("nobody looked at the error of %r: %s", self._name, self._error)
+            _log.warning("the error of %r was never read; call result(): %s", self._name, self._error)
 
     # -- for the runtime -----------------------------------------------------------------------------
 
     def complete(self, part: int, result: Any, error: BaseException | None) -> None:
-        """Complete one tensor of the call; for the runtime. The first completion of a tensor counts."""
+        """Complete one tensor of the call; later completions of the same tensor have no effect."""
         with self._lock:
             if self._results[part] is not _OPEN:
                 return
             self._results[part] = result
-            if error is not None and self._error is None:
-                self._error = error
-            if error is not None and self._meter is not None:
+            if error is not None:
+                self._error = error if self._error is None else self._error
                 self._meter.failed(type(error).__name__)
             self._left -= 1
             if self._left:
@@ -206,7 +181,7 @@ def synchronize(handle: Handle) -> Any:
     HorovodInternalError
         The collective failed.
     """
-    return (handle if isinstance(handle, Handle) else _checked(handle)).result()
+    return _checked(handle).result()
 
 
 def _checked(handle: Handle) -> Handle:

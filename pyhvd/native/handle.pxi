@@ -121,7 +121,7 @@ cdef class Handle:
 
     def __del__(self):
         if self.error is not None and not self.seen:
-            _log.warning("nobody looked at the error of %r: %s", self.call.name, self.error)
+            _log.warning("the error of %r was never read; call result(): %s", self.call.name, self.error)
 
     cdef bint _look(self) except -1:
         if not pyhvd_call_finished(&self.call.c, self.turn):

@@ -13,6 +13,7 @@ import pytest
 
 from pyhvd.api.handles import Handle, QueuedHandle, poll, synchronize
 from pyhvd.errors import MismatchError, ShutDownError
+from pyhvd.observe.metrics import Meter
 
 
 class Made(QueuedHandle):
@@ -22,8 +23,9 @@ class Made(QueuedHandle):
 
     def __init__(self, parts: int = 1, name: str = "x") -> None:
         self.flushes = 0
+        meter = Meter(0, 1, timed=False)
         super().__init__(
-            name, parts, self._count, lambda outputs: outputs[0] if parts == 1 else list(outputs)
+            name, parts, self._count, lambda outputs: outputs[0] if parts == 1 else list(outputs), meter
         )
 
     def _count(self) -> None:
@@ -82,7 +84,8 @@ def test_timeouts(timeout: float) -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0, 1e12, math.inf])
 def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     about_to_sleep = threading.Semaphore(0)
-    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0])
+    meter = Meter(0, 1, timed=False)
+    handle = QueuedHandle("x", 1, about_to_sleep.release, lambda outputs: outputs[0], meter)
     results: list[Any] = []
     threads = [
         threading.Thread(target=lambda: results.append(handle.result(timeout)), daemon=True) for _ in range(8)
@@ -200,7 +203,7 @@ def test_an_await_that_was_given_up_is_no_trouble(caplog: pytest.LogCaptureFixtu
     assert caplog.text == ""
 
 
-def test_an_error_that_nobody_looked_at_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_was_never_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def drop(error: BaseException | None, look: bool) -> str:
         caplog.clear()
         handle = ended(error=error)
@@ -210,7 +213,8 @@ def test_an_error_that_nobody_looked_at_is_told(caplog: pytest.LogCaptureFixture
         gc.collect()
         return caplog.text
 
-    assert "nobody looked at the error of 'x': shut down" in drop(ShutDownError("shut down"), look=False)
+    text = "the error of 'x' was never read; call result(): shut down"
+    assert text in drop(ShutDownError("shut down"), look=False)
     assert drop(ShutDownError("shut down"), look=True) == ""
     assert drop(None, look=False) == ""
 
