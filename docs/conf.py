@@ -13,6 +13,7 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 import pyhvd
+from pyhvd.config import suffix_of
 
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "https://github.com/pyhvd/pyhvd"
@@ -73,7 +74,7 @@ def describe_knobs(app: Sphinx, what: str, name: str, obj: object, options: obje
         return
     lines += ["Attributes", "----------"]
     for knob in pyhvd.Config.knobs():
-        variable = f"PYHVD_{knob.metadata['suffix']}"
+        variable = f"PYHVD_{suffix_of(knob)}"
         lines += [
             f"{knob.name} : {knob.type}",
             f"    {knob.metadata['doc']} (``{variable}``; ``{knob.default!r}``)",

@@ -1,7 +1,7 @@
 """Configuration: one typed, documented dataclass; the environment overrides its defaults.
 
 Owns: the list of knobs, their defaults, their parsing. Knows nothing of MPI or of ranks. Each knob's variable
-is ``PYHVD_<suffix>`` with Horovod's suffix. If it is not set, ``HOROVOD_<suffix>`` is read, with one notice.
+is ``PYHVD_<suffix>``. If it is not set, ``HOROVOD_<suffix>`` is read, with one notice.
 A value that cannot be parsed is an error that names the variable; it is never read as zero.
 """
 
@@ -97,7 +97,7 @@ _CHECKS = ("results", "finite")
 
 def _checks(text: str) -> str:
     word = text.strip().lower()
-    if word in _FALSE or word == "off":
+    if word in _FALSE:
         return "off"
     if word in _TRUE:
         return "results"
@@ -130,8 +130,17 @@ def _checked(knob: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"{knob.name}={reprlib.repr(value)}: {exc}") from None
 
 
-def _knob(default: Any, suffix: str, parse: Callable[[str], Any], doc: str) -> Any:
-    return field(default=default, metadata={"suffix": suffix, "parse": parse, "doc": doc})
+def _knob(default: Any, parse: Callable[[str], Any], doc: str, *, shared: bool) -> Any:
+    return field(default=default, metadata={"parse": parse, "doc": doc, "shared": shared})
+
+
+_own = functools.partial(_knob, shared=False)
+_shared = functools.partial(_knob, shared=True)
+
+
+def suffix_of(knob: dataclasses.Field[Any]) -> str:
+    """Return the part of a knob's variable after the prefix: the knob's name, without its unit ``_ms``."""
+    return knob.name.removesuffix("_ms").upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,107 +151,64 @@ class Config:
     warning.
     """
 
-    fusion_threshold: int = _knob(
-        128 * 1024 * 1024,
-        "FUSION_THRESHOLD",
-        _count,
-        "most bytes that are fused into one response; 0: no fusion",
+    fusion_threshold: int = _shared(
+        128 * 1024 * 1024, _count, "most bytes that are fused into one response; 0: no fusion"
     )
-    cycle_time_ms: float = _knob(
-        1.0,
-        "CYCLE_TIME",
-        _duration,
-        "longest time (ms) that submissions gather while no thread waits",
+    cycle_time_ms: float = _own(
+        1.0, _duration, "longest time (ms) that submissions gather while no thread waits"
     )
-    chunk_size: int = _knob(
+    chunk_size: int = _shared(
         256 * 1024,
-        "CHUNK_SIZE",
         _chunk,
-        "bytes of a chunk of the shared-memory pipeline; each rank has three per process set",
+        "bytes of one chunk of the shared-memory pipeline; a rank has three per process set",
     )
-    staging_size: int = _knob(
-        4 * 1024 * 1024,
-        "STAGING_SIZE",
-        _positive,
-        "bytes of one piece of a tensor that goes through MPI, or is scattered",
+    staging_size: int = _shared(
+        4 * 1024 * 1024, _positive, "bytes of one piece of a tensor that goes through MPI, or is scattered"
     )
-    cache_capacity: int = _knob(
-        1024, "CACHE_CAPACITY", _count, "responses remembered per process set; 0: no response cache"
+    cache_capacity: int = _shared(1024, _count, "responses remembered per process set; 0: no response cache")
+    disable_group_fusion: bool = _shared(
+        False, _bool, "a grouped call's tensors are fused only with each other"
     )
-    disable_group_fusion: bool = _knob(
-        False, "DISABLE_GROUP_FUSION", _bool, "a grouped call's tensors are fused only with each other"
+    dynamic_process_sets: bool = _shared(False, _bool, "add_process_set and remove_process_set are allowed")
+    stall_check_disable: bool = _shared(False, _bool, "no warnings about stalled tensors")
+    stall_check_time_seconds: float = _shared(
+        60.0, _duration, "report a tensor that some ranks have not submitted after this time (s)"
     )
-    dynamic_process_sets: bool = _knob(
-        False, "DYNAMIC_PROCESS_SETS", _bool, "add_process_set and remove_process_set are allowed"
+    stall_shutdown_time_seconds: float = _shared(
+        0.0, _duration, "end the job after this time (s) with such a tensor; 0: never"
     )
-    stall_check_disable: bool = _knob(
-        False, "STALL_CHECK_DISABLE", _bool, "no warnings about stalled tensors"
+    autotune: bool = _shared(False, _bool, "search for the best fusion threshold, cycle time and chunk size")
+    autotune_log: str = _own("", str, "CSV file in which rank 0 records the search")
+    autotune_warmup_samples: int = _own(3, _count, "samples to discard before the search")
+    autotune_steps_per_sample: int = _own(10, _positive, "steps of the program that make a sample")
+    mpi_threads_disable: bool = _own(
+        False, _bool, "ask MPI for THREAD_SERIALIZED; the program itself must then not use MPI"
     )
-    stall_check_time_seconds: float = _knob(
-        60.0,
-        "STALL_CHECK_TIME_SECONDS",
-        _duration,
-        "report a tensor that some ranks have not submitted after this time (s)",
+    fast_lane: bool = _shared(
+        True, _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
-    stall_shutdown_time_seconds: float = _knob(
-        0.0,
-        "STALL_SHUTDOWN_TIME_SECONDS",
-        _duration,
-        "end the job after this time (s) with such a tensor; 0: never",
+    timeline: str = _shared(
+        "", _text, "record to this file or directory from the start; DYNAMIC: from start_timeline() on"
     )
-    autotune: bool = _knob(
-        False, "AUTOTUNE", _bool, "search for the best fusion threshold, cycle time and chunk size"
-    )
-    autotune_log: str = _knob("", "AUTOTUNE_LOG", str, "CSV file in which rank 0 records the search")
-    autotune_warmup_samples: int = _knob(
-        3, "AUTOTUNE_WARMUP_SAMPLES", _count, "samples to discard before the search"
-    )
-    autotune_steps_per_sample: int = _knob(
-        10, "AUTOTUNE_STEPS_PER_SAMPLE", _positive, "steps of the program that make a sample"
-    )
-    mpi_threads_disable: bool = _knob(
-        False,
-        "MPI_THREADS_DISABLE",
-        _bool,
-        "ask MPI for THREAD_SERIALIZED, not THREAD_MULTIPLE (the program itself must then not use MPI)",
-    )
-    fast_lane: bool = _knob(
-        True, "FAST_LANE", _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
-    )
-    timeline: str = _knob(
-        "",
-        "TIMELINE",
-        _text,
-        "record to this path (file or directory) from the start; DYNAMIC: when start_timeline() is called",
-    )
-    timeline_mark_cycles: bool = _knob(
-        False, "TIMELINE_MARK_CYCLES", _bool, "a timeline recorded from the start marks its cycles"
-    )
-    check: str = _knob(
+    timeline_mark_cycles: bool = _shared(False, _bool, "a timeline recorded from the start marks its cycles")
+    check: str = _shared(
         "off",
-        "CHECK",
         _checks,
         "1 or results: compare the ranks' results; finite: warn of NaN and infinity; results,finite: both",
     )
-    metrics_times: bool = _knob(
+    metrics_times: bool = _own(
         False,
-        "METRICS_TIMES",
         _bool,
         "measure negotiation, execution and waits (about 0.1 us per response); on if a metrics port is set",
     )
-    metrics_port: int | None = _knob(
+    metrics_port: int | None = _own(
         None,
-        "METRICS_PORT",
         _port,
         "serve metrics for Prometheus on this port + the local rank; 0: any free port; unset: no server",
     )
-    metrics_address: str = _knob(
-        "127.0.0.1", "METRICS_ADDRESS", str.strip, "the address to serve metrics on; 0.0.0.0: all"
-    )
-    log_level: str = _knob(
-        "warning", "LOG_LEVEL", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}"
-    )
-    log_hide_time: bool = _knob(False, "LOG_HIDE_TIME", _bool, "no clock in log lines")
+    metrics_address: str = _own("127.0.0.1", str.strip, "the address to serve metrics on; 0.0.0.0: all")
+    log_level: str = _own("warning", _log_level, f"level of the 'pyhvd' logger: {', '.join(LOG_LEVELS)}")
+    log_hide_time: bool = _own(False, _bool, "no clock in log lines")
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the knobs that the environment or the caller has set; autotuning does not change them."""
 
@@ -265,7 +231,7 @@ class Config:
     @classmethod
     def knobs(cls) -> tuple[dataclasses.Field[Any], ...]:
         """Return the fields that are knobs, in the order of the table."""
-        return tuple(each for each in dataclasses.fields(cls) if "suffix" in each.metadata)
+        return tuple(each for each in dataclasses.fields(cls) if each.metadata)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> tuple[Config, list[str]]:
@@ -293,9 +259,12 @@ class Config:
         borrowed: list[str] = []
         for knob in cls.knobs():
             for prefix in _PREFIXES:
-                variable = prefix + knob.metadata["suffix"]
+                variable = prefix + suffix_of(knob)
                 if variable in env:
-                    values[knob.name] = _parse(variable, env[variable], knob.metadata["parse"])
+                    try:
+                        values[knob.name] = knob.metadata["parse"](env[variable])
+                    except ValueError as exc:
+                        raise ConfigError(f"{variable}={env[variable]!r}: {exc}") from None
                     if prefix == "HOROVOD_":
                         borrowed.append(variable)
                     break
@@ -314,27 +283,12 @@ class Config:
     @classmethod
     def describe(cls) -> str:
         """Return the table of knobs: variable, default, meaning."""
-        rows = [(f"PYHVD_{k.metadata['suffix']}", str(k.default), k.metadata["doc"]) for k in cls.knobs()]
+        rows = [(f"PYHVD_{suffix_of(k)}", str(k.default), k.metadata["doc"]) for k in cls.knobs()]
         wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{name:<{wide[0]}}  {default:<{wide[1]}}  {doc}" for name, default, doc in rows)
 
 
-SHARED = (
-    "fast_lane",
-    "fusion_threshold",
-    "chunk_size",
-    "staging_size",
-    "cache_capacity",
-    "check",
-    "disable_group_fusion",
-    "dynamic_process_sets",
-    "autotune",
-    "stall_check_disable",
-    "stall_check_time_seconds",
-    "stall_shutdown_time_seconds",
-    "timeline",
-    "timeline_mark_cycles",
-)
+SHARED = tuple(knob.name for knob in Config.knobs() if knob.metadata["shared"])
 """Knobs that must be the same on every rank; rank 0's values count."""
 
 _WITHOUT_EFFECT = (
@@ -354,12 +308,5 @@ _WITHOUT_EFFECT = (
 
 def known_variables() -> set[str]:
     """Return the variables that pyhvd reads or knows from Horovod, under both prefixes."""
-    suffixes = {knob.metadata["suffix"] for knob in Config.knobs()} | set(_WITHOUT_EFFECT)
+    suffixes = {suffix_of(knob) for knob in Config.knobs()} | set(_WITHOUT_EFFECT)
     return {prefix + suffix for prefix in _PREFIXES for suffix in suffixes}
-
-
-def _parse(variable: str, text: str, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(text)
-    except ValueError as exc:
-        raise ConfigError(f"{variable}={text!r}: {exc}") from None

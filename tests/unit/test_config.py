@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyhvd.config import SHARED, Config
+from pyhvd.config import SHARED, Config, suffix_of
 from pyhvd.errors import ConfigError
 
 GOOD: dict[str, tuple[str, str, Any]] = {
@@ -46,7 +46,7 @@ each_knob = pytest.mark.parametrize("knob", GOOD)
 
 def test_the_table_here_is_complete() -> None:
     assert list(GOOD) == [k.name for k in Config.knobs()]
-    assert [GOOD[k.name][0] for k in Config.knobs()] == [k.metadata["suffix"] for k in Config.knobs()]
+    assert [GOOD[k.name][0] for k in Config.knobs()] == [suffix_of(k) for k in Config.knobs()]
 
 
 def test_defaults_are_horovods() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyhvd
 from pyhvd import config, errors, testing
-from pyhvd.config import SHARED, Config
+from pyhvd.config import SHARED, Config, suffix_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -27,7 +27,7 @@ def _rows(text: str, first_cell: str) -> list[list[str]]:
 def test_every_knob_has_its_row() -> None:
     expected = [
         [
-            f"PYHVD_{knob.metadata['suffix']}",
+            f"PYHVD_{suffix_of(knob)}",
             str(knob.default),
             knob.metadata["doc"],
             "rank 0" if knob.name in SHARED else "each rank",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyhvd.config import _WITHOUT_EFFECT, Config
+from pyhvd.config import _WITHOUT_EFFECT, Config, suffix_of
 from pyhvd.run.cli import parse
 from pyhvd.run.flags import SETTINGS, ConfigFileError, read_config_file
 
@@ -67,7 +67,7 @@ def settings_for(*arguments: str) -> dict[str, str]:
 
 
 def test_every_setting_is_one_that_the_ranks_know() -> None:
-    known = {f"PYHVD_{knob.metadata['suffix']}" for knob in Config.knobs()}
+    known = {f"PYHVD_{suffix_of(knob)}" for knob in Config.knobs()}
     assert {setting.variable for setting in SETTINGS} <= known | {f"PYHVD_{name}" for name in _WITHOUT_EFFECT}
 
 
