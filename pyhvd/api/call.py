@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from pyhvd import arrays
 from pyhvd.api.handles import Handle, QueuedHandle
 from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
-from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.pending import PendingArray, taken
@@ -272,24 +270,7 @@ def _in_turn(
     return both
 
 
-# -- tensors: arrays of any library as views, and results as arrays --------------------------------------
-
-
-def adopt(tensor: Any, *, in_place: bool = False) -> View:
-    """Return a view of an array of any library; with ``in_place`` the array must be writable.
-
-    Raises
-    ------
-    TypeError
-        The object is not an array, or ``in_place`` is set and it cannot be changed.
-    ValueError
-        ``in_place`` is set, and the array is read-only.
-    UnsupportedDtypeError
-        pyhvd does not support the dtype.
-    """
-    if type(tensor) is np.ndarray:  # no library need be asked
-        return arrays.view_for_writing(tensor) if in_place else arrays.view(tensor)
-    return array_libraries.adopt_for_writing(tensor) if in_place else array_libraries.adopt(tensor)
+# -- results as arrays of any library ---------------------------------------------------------------------
 
 
 def target_like(source: View, shape: tuple[int, ...]) -> View:

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing, target_like
+from pyhvd.api.call import Call, OwnName, Reduction, check_rows, check_splits, refusing, target_like
 from pyhvd.api.compression import Compression, Compressor, compress_all, compress_one, decompress_all
 from pyhvd.api.handles import Handle
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.arrays import Array, TensorView
-from pyhvd.devices.array_libraries import View
+from pyhvd.devices.array_libraries import View, adopt
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.context import current_slot, process_slot
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
@@ -243,7 +243,7 @@ def _reduce(
         if reduction.op is ReduceOp.ADASUM:
             call.kind = RequestType.ADASUM
         for tensor in members:
-            source = adopt(tensor, in_place=in_place)
+            source = adopt(tensor, writing=in_place)
             reduction.check(source.info)
             shape = source.shape
             if kind is RequestType.REDUCESCATTER:
@@ -386,7 +386,7 @@ def _broadcast(
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
-        source = adopt(tensor, in_place=inplace)
+        source = adopt(tensor, writing=inplace)
         call.add(source, source if inplace else target_like(source, source.shape), root=root)
         return call.submit([tensor] if inplace else None)
 

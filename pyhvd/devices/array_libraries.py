@@ -13,38 +13,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from pyhvd.arrays import TensorView, view, view_for_writing
-from pyhvd.devices.base import ArrayLibrary, DeviceView
+from pyhvd.devices.base import DeviceView
 
 View = TensorView | DeviceView
 
 _DLPACK_CUDA = frozenset((2, 13))  # kDLCUDA, kDLCUDAManaged
 
 
-class Adopter(ArrayLibrary, Protocol):
-    """A library that makes views of its own arrays."""
+class Adopter(Protocol):
+    """Makes views of the arrays of one library, or of several."""
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether an object is an array of this library, on a device."""
+        """Return whether an object is an array of the library, on a device."""
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return the view of a contiguous array, or of a contiguous copy of any other array.
-
-        Raises
-        ------
-        UnsupportedDtypeError
-            The dtype is not supported.
-        TypeError
-            ``writing`` is true, and the array cannot be changed.
-        """
+        """Return the view of a contiguous array, or of a contiguous copy; see :func:`adopt`."""
 
 
-# By the top-level module of an array's type.
-_MODULES = {
-    "cupy": "pyhvd.devices.cupy_arrays",
-    "torch": "pyhvd.devices.torch_arrays",
-    "jaxlib": "pyhvd.devices.dlpack_arrays",
-    "jax": "pyhvd.devices.dlpack_arrays",
-}
+# By the top-level module of an array's type; arrays of any other module have a protocol.
+_MODULES = {"cupy": "pyhvd.devices.cupy_arrays", "torch": "pyhvd.devices.torch_arrays"}
 _ANY_OTHER = "pyhvd.devices.dlpack_arrays"
 _HOST_ONLY = frozenset(("builtins", "numpy", "ml_dtypes"))
 _libraries: dict[str, Adopter] = {}
@@ -55,40 +42,27 @@ def register(root: str, library: Adopter) -> None:
     _libraries[root] = library
 
 
-def adopt(tensor: Any) -> View:
-    """Return the view of an input array, of any library.
+def adopt(tensor: Any, *, writing: bool = False) -> View:
+    """Return the view of an array of any library; with ``writing`` the array can be changed.
 
-    Parameters
-    ----------
-    tensor : array
-        An array that :func:`pyhvd.arrays.view` accepts; or an array on a GPU, of CuPy, torch, JAX, or any
-        library with ``__cuda_array_interface__`` or DLPack.
+    The array is one that :func:`pyhvd.arrays.view` accepts; or it is on a GPU, of CuPy, torch, JAX, or any
+    library with ``__cuda_array_interface__`` or DLPack.
 
     Raises
     ------
     TypeError
-        The object is no array.
+        The object is no array, or ``writing`` is set and it cannot be changed.
+    ValueError
+        ``writing`` is set, and the array is read-only, or its elements share memory.
     UnsupportedDtypeError
         The dtype is not supported.
     ImportError
         The array is on a GPU, and CuPy is not installed.
     """
     library = _library_of(tensor)
-    return view(tensor) if library is None else library.adopt(tensor, writing=False)
-
-
-def adopt_for_writing(tensor: Any) -> View:
-    """Return the view of an in-place operation's array; see :func:`adopt`.
-
-    Raises
-    ------
-    ValueError
-        The array is read-only.
-    TypeError
-        The object is no array, or cannot be changed.
-    """
-    library = _library_of(tensor)
-    return view_for_writing(tensor) if library is None else library.adopt(tensor, writing=True)
+    if library is not None:
+        return library.adopt(tensor, writing=writing)
+    return view_for_writing(tensor) if writing else view(tensor)
 
 
 @functools.cache
@@ -107,14 +81,14 @@ def _library_of(tensor: Any) -> Adopter | None:
     library = _libraries.get(root)
     if library is None:
         # A torch tensor that requires gradients raises an error for its interface attribute.
-        on_gpu = getattr(tensor, "is_cuda", False) if root == "torch" else _is_on_cuda(tensor)
+        on_gpu = getattr(tensor, "is_cuda", False) if root == "torch" else is_on_cuda(tensor)
         if root != "cupy" and not on_gpu:
             return None
         library = _load(root, tensor)
     return library if library.takes(tensor) else None
 
 
-def _is_on_cuda(tensor: Any) -> bool:
+def is_on_cuda(tensor: Any) -> bool:
     """Return whether an object's protocols place it on a GPU."""
     if hasattr(tensor, "__array_interface__"):
         return False

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -33,16 +34,13 @@ Event = Any
 """The library's object for a point in a stream's work."""
 
 
-class Memory(Protocol):
-    """Memory on a device; freed when nothing refers to it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Memory on a device, from address ``ptr`` on; it is freed when nothing refers to ``owner``."""
 
-    @property
-    def ptr(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
+    ptr: int
+    nbytes: int
+    owner: object
 
 
 class Span(NamedTuple):
@@ -57,18 +55,13 @@ class Span(NamedTuple):
 
 
 class Device(Protocol):
-    """One GPU of this process. Only :meth:`synchronize` blocks; other methods queue work and return.
-
-    Attributes
-    ----------
-    index : int
-        Its number in this process.
-    name : str
-        The name in messages between ranks: ``"cuda:0"``.
-    """
+    """One GPU of this process. Only :meth:`synchronize` blocks; other methods queue work and return."""
 
     index: int
+    """Its number in this process."""
+
     name: str
+    """The name in messages between ranks: ``"cuda:0"``."""
 
     def identity(self) -> str:
         """Return a text that is equal in two processes if, and only if, they use the same physical device."""
@@ -80,7 +73,13 @@ class Device(Protocol):
         """Return a new stream, which lives as long as this object; it ignores the default stream."""
 
     def current_stream(self) -> Stream:
-        """Return the stream on which the calling thread's work on CuPy arrays is queued."""
+        """Return the stream on which the calling thread's work on CuPy arrays is queued.
+
+        Raises
+        ------
+        ValueError
+            It is CUDA's per-thread default stream.
+        """
 
     def make_event(self) -> Event:
         """Return a new event; an event that is not recorded counts as passed."""
@@ -200,29 +199,7 @@ class ArrayLibrary(Protocol):
 class DeviceView(msgspec.Struct, eq=False):
     """A contiguous array on a device.
 
-    Attributes
-    ----------
-    ptr : int
-        Address of the first byte.
-    shape : tuple of int
-        Its shape.
-    info : DtypeInfo
-        Its dtype's row in the table.
-    on : Device
-        Its device.
-    library : ArrayLibrary
-        Its library.
-    stream : Stream
-        The caller's stream: work queued there before the submission must be done first.
-    owner : object
-        The array in the caller's library; keeps the memory alive.
-    ready : Event or None
-        Passes when the contents may be read and the memory may be written; see
-        :func:`pyhvd.devices.streams.mark_ready`.
-    home : object or None
-        The caller's array if ``owner`` is a contiguous copy of it.
-    origin : object or None
-        The library's object for ``stream``, if the stream lives only as long as that object.
+    The caller's ``stream`` must do the work that was queued there before the submission first.
     """
 
     ptr: int
@@ -232,9 +209,13 @@ class DeviceView(msgspec.Struct, eq=False):
     library: ArrayLibrary
     stream: Stream
     owner: Any
+    """The array in the caller's library; keeps the memory alive."""
     ready: Event = None
+    """Passes when the contents may be read and the memory may be written (``streams.mark_ready`` sets it)."""
     home: Any = None
+    """The caller's array if ``owner`` is a contiguous copy of it."""
     origin: Any = None
+    """The library's object for ``stream``, if the stream lives only as long as that object."""
 
     @property
     def device(self) -> str:
@@ -275,13 +256,7 @@ class DeviceBackend(Protocol):
        stream wait for the inputs, and records an event after the work.
     3. A view of None stands for a rank that has joined; such a rank has memory for every span.
     4. There is no Adasum, which runs on the host.
-
-    Attributes
-    ----------
-    name : str
-        Prefix of its phases' names (``NCCL_BCAST``).
-    stream : Stream
-        The communication stream.
+    5. ``name`` begins the names of its phases (``NCCL_BCAST``); ``stream`` is the communication stream.
     """
 
     rank: int
@@ -332,18 +307,7 @@ class DeviceBackend(Protocol):
 
 
 def refuse_overlap(shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Raise an error if elements of an array that is to be written share memory.
-
-    Parameters
-    ----------
-    shape, strides : sequence of int
-        The array's; strides in any unit.
-
-    Raises
-    ------
-    ValueError
-        A dimension of more than one element has a stride of 0.
-    """
+    """Raise ValueError if elements of an array that is to be written share memory; strides in any unit."""
     if any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
         raise ValueError(
             "an in-place operation cannot write to an array whose elements share memory, such as a"

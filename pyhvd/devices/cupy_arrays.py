@@ -15,21 +15,20 @@ from pyhvd.dtypes import lookup
 class CupyLibrary:
     """Takes and returns ``cupy.ndarray``; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
-    The caller's stream is the calling thread's current CuPy stream on the array's device.
+    The caller's stream is the calling thread's current CuPy stream on the array's device. CuPy's pool has the
+    memory of results. A result that is used on another stream holds a lease of it.
     """
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether an object is a CuPy array."""
         return isinstance(tensor, cupy.ndarray)
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return the array's view."""
         if writing:
             refuse_overlap_of(tensor)
         device = cuda_device(tensor.data.device_id)
-        return self._seen(tensor, device, *device.current())
+        return self.view_of(tensor, device, *device.current())
 
-    def _seen(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
+    def view_of(self, tensor: Any, device: CupyDevice, stream: Stream, origin: Any = None) -> DeviceView:
         """Return the view of an array whose contents come from a stream's queued work."""
         info = lookup(tensor.dtype)
         owner, home = tensor, None
@@ -40,7 +39,6 @@ class CupyLibrary:
         return DeviceView(ptr, owner.shape, info, device, self, stream, owner, None, home, origin)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return a new array of CuPy's pool."""
         device = cuda_device(view.on.index)
         with device.working_on(view.stream):
             owner = cupy.empty(shape, view.owner.dtype)
@@ -48,11 +46,9 @@ class CupyLibrary:
         return DeviceView(ptr, shape, view.info, device, self, stream, owner, None, None, view.origin)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Make CuPy's current stream wait."""
         view.on.wait(view.on.current_stream(), arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Make CuPy's current stream wait; return the array, with a lease if the stream is another one."""
         stream, origin = cuda_device(view.on.index).current()
         view.on.wait(stream, arrived)
         if stream == view.stream or not view.nbytes:
@@ -62,7 +58,6 @@ class CupyLibrary:
         return leased(view, lease)
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
-        """Queue the copy."""
         with cuda_device(view.on.index).working_on(stream):
             view.home[...] = view.owner
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -22,21 +21,8 @@ _NO_MEMORY = 2  # cudaErrorMemoryAllocation; for device memory CuPy itself raise
 _NOT_READY = 600  # cudaErrorNotReady
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    ptr: int
-    nbytes: int
-    holder: Any
-
-
 class CupyDevice:
-    """A CUDA device; implements :class:`pyhvd.devices.base.Device`.
-
-    Parameters
-    ----------
-    index : int
-        Its CUDA ordinal in this process.
-    """
+    """The CUDA device of an ordinal in this process; implements :class:`pyhvd.devices.base.Device`."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -48,7 +34,6 @@ class CupyDevice:
         return str(runtime.deviceGetPCIBusId(self.index))
 
     def acting(self) -> AbstractContextManager[None]:
-        """Make this the thread's current device inside the context."""
         if runtime.getDevice() == self.index:
             return _NO_CHANGE
         here: AbstractContextManager[None] = cupy.cuda.Device(self.index)
@@ -67,20 +52,12 @@ class CupyDevice:
             yield
 
     def make_stream(self) -> Stream:
-        """Return a new stream."""
         with self.acting():
             stream = cupy.cuda.Stream(non_blocking=True)
         self._streams.append(stream)
         return int(stream.ptr)
 
     def current_stream(self) -> Stream:
-        """Return the calling thread's current CuPy stream.
-
-        Raises
-        ------
-        ValueError
-            It is CUDA's per-thread default stream.
-        """
         return self.current()[0]
 
     def current(self) -> tuple[Stream, Any]:
@@ -94,41 +71,33 @@ class CupyDevice:
             return cupy.cuda.Event(block=True, disable_timing=True)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Record an event."""
         with self.acting():  # stream 0 belongs to the current device
             runtime.eventRecord(event.ptr, stream)
 
     def mark(self, stream: Stream) -> Event:
-        """Return a new, recorded event."""
-        with self.acting():
-            event = cupy.cuda.Event(block=True, disable_timing=True)
-            runtime.eventRecord(event.ptr, stream)
+        event = self.make_event()
+        self.record(event, stream)
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make a stream wait for an event."""
         with self.acting():
             runtime.streamWaitEvent(stream, event.ptr)
 
     def has_passed(self, event: Event) -> bool:
-        """Return whether an event has passed."""
         status = runtime.eventQuery(event.ptr)
         if status not in (0, _NOT_READY):
             raise runtime.CUDARuntimeError(status)
         return bool(status == 0)
 
     def synchronize(self, event: Event) -> None:
-        """Block the thread until an event has passed."""
         runtime.eventSynchronize(event.ptr)
 
     def allocate(self, nbytes: int, stream: Stream) -> Memory:
-        """Return memory of CuPy's pool."""
         with self.working_on(stream):
             pointer = cupy.cuda.alloc(nbytes)
-        return _Memory(int(pointer.ptr), nbytes, pointer)
+        return Memory(int(pointer.ptr), nbytes, pointer)
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked memory of CuPy's pool."""
         try:
             with self.acting():
                 return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)

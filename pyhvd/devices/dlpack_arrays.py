@@ -12,14 +12,15 @@ from typing import Any
 
 import cupy
 
+from pyhvd.devices.array_libraries import is_on_cuda
 from pyhvd.devices.base import Device, DeviceView, Event, Stream
 from pyhvd.devices.cupy_arrays import CupyLibrary, leased, refuse_overlap_of
 from pyhvd.devices.cupy_device import cuda_device
 from pyhvd.devices.streams import Lease, stream_of
 
 
-class ForeignLibrary(CupyLibrary):
-    """Takes arrays through CuPy; see the module's docstring.
+class ForeignLibrary:
+    """Takes arrays through CuPy; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
     By DLPack the producer makes a stream of the consumer wait for its work. That stream is the *intake*, one
     per device.
@@ -30,54 +31,25 @@ class ForeignLibrary(CupyLibrary):
         self._lock = threading.Lock()
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether an object's protocols place it on a GPU."""
-        if hasattr(tensor, "__dlpack_device__"):
-            return int(tensor.__dlpack_device__()[0]) in (2, 13)
-        return hasattr(tensor, "__cuda_array_interface__")
+        return is_on_cuda(tensor)
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return the array's view."""
-        if writing and _is_immutable(tensor):
+        root = type(tensor).__module__.partition(".")[0]
+        if writing and root in ("jax", "jaxlib"):
             raise TypeError(
-                f"an in-place operation cannot change a {type(tensor).__module__.partition('.')[0]} array:"
-                " use the form without the trailing underscore"
+                f"an in-place operation cannot change a {root} array: use the form without the trailing"
+                " underscore"
             )
-        if hasattr(tensor, "__dlpack__"):
-            device = cuda_device(int(tensor.__dlpack_device__()[1]))
-            device.current_stream()  # raises for a stream that cannot wait for the result
-            stream = self._intake(device)
-            with device.working_on(stream):
-                array = cupy.from_dlpack(tensor)
-                if writing:
-                    refuse_overlap_of(array)
-                seen = self._seen(array, device, stream)
-        else:
-            seen = self._adopt_interface(tensor, writing)
-        seen.library = _SameLibrary(self, tensor)
-        return seen
-
-    def _adopt_interface(self, tensor: Any, writing: bool) -> DeviceView:
-        interface = tensor.__cuda_array_interface__
-        if interface.get("mask") is not None:
-            raise TypeError("cannot take a masked array, as its mask would be lost: pass its data")
-        ptr, read_only = interface["data"]
-        if writing and read_only:
-            raise ValueError("an in-place operation needs a writable array, and this one is read-only")
-        dtype, shape = cupy.dtype(interface["typestr"]), tuple(interface["shape"])
-        strides = interface.get("strides")
-        index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
-        device = cuda_device(index)
-        # Version 3 of the protocol: None means nothing to wait for; 0 is not allowed, but unambiguous.
-        if interface.get("stream") is None:
-            stream, origin = device.current()
-        else:  # only the array can keep its stream alive
-            stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), tensor
-        nbytes = _extent(shape, strides, dtype.itemsize)
-        memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
-        array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
-        if writing:
-            refuse_overlap_of(array)
-        return self._seen(array, device, stream, origin)
+        if not hasattr(tensor, "__dlpack__"):
+            return _adopt_interface(tensor, writing)
+        device = cuda_device(int(tensor.__dlpack_device__()[1]))
+        device.current_stream()  # raises for a stream that cannot wait for the result
+        stream = self._intake(device)
+        with device.working_on(stream):
+            array = cupy.from_dlpack(tensor)
+            if writing:
+                refuse_overlap_of(array)
+            return _SameLibrary(tensor).view_of(array, device, stream)
 
     def _intake(self, device: Device) -> Stream:
         with self._lock:
@@ -86,19 +58,36 @@ class ForeignLibrary(CupyLibrary):
             return self._intakes[device.index]
 
 
-class _SameLibrary:
+def _adopt_interface(tensor: Any, writing: bool) -> DeviceView:
+    interface = tensor.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise TypeError("cannot take a masked array, as its mask would be lost: pass its data")
+    ptr, read_only = interface["data"]
+    if writing and read_only:
+        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
+    dtype, shape = cupy.dtype(interface["typestr"]), tuple(interface["shape"])
+    strides = interface.get("strides")
+    index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
+    device = cuda_device(index)
+    # Version 3 of the protocol: None means nothing to wait for; 0 is not allowed, but unambiguous.
+    if interface.get("stream") is None:
+        stream, origin = device.current()
+    else:  # only the array can keep its stream alive
+        stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), tensor
+    nbytes = _extent(shape, strides, dtype.itemsize)
+    memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
+    array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    if writing:
+        refuse_overlap_of(array)
+    return _SameLibrary(tensor).view_of(array, device, stream, origin)
+
+
+class _SameLibrary(CupyLibrary):
     """Returns results in the library of one array."""
 
-    def __init__(self, foreign: ForeignLibrary, tensor: Any) -> None:
-        self._foreign = foreign
+    def __init__(self, tensor: Any) -> None:
         namespace = getattr(tensor, "__array_namespace__", None)
         self._namespace = namespace() if namespace is not None else None
-
-    def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return a new array of CuPy's pool."""
-        made = self._foreign.empty_like(view, shape)
-        made.library = self
-        return made
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
         """Make CuPy's current stream and the array's stream (its library's, or the named one) wait."""
@@ -107,20 +96,16 @@ class _SameLibrary:
             with cuda_device(view.on.index).working_on(view.stream):
                 self._namespace.from_dlpack(view.owner)  # makes the library's stream wait for this one
         if view.on.current_stream() != view.stream:
-            self._foreign.follow(view, arrived)
+            super().follow(view, arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
         """Make the intake, or CuPy's current stream, wait; return an array of the library."""
         if self._namespace is None:
-            return self._foreign.receive(view, arrived)
+            return super().receive(view, arrived)
         view.on.wait(view.stream, arrived)
         # CuPy makes the consumer's stream wait for CuPy's current stream.
         with cuda_device(view.on.index).working_on(view.stream):
             return self._namespace.from_dlpack(_Export(view))
-
-    def copy_home(self, view: DeviceView, stream: Stream) -> None:
-        """Queue the copy."""
-        self._foreign.copy_home(view, stream)
 
 
 class _Export:
@@ -146,10 +131,6 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: i
     if strides is None:
         return math.prod(shape) * itemsize
     return itemsize + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
-
-
-def _is_immutable(tensor: Any) -> bool:
-    return type(tensor).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 library = ForeignLibrary()

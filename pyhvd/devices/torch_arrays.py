@@ -17,15 +17,14 @@ class TorchLibrary:
     """Takes and returns ``torch.Tensor``; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
     The caller's stream is the calling thread's current torch stream. Results have no autograd history: torch
-    does not differentiate a collective.
+    does not differentiate a collective. torch's pool has the memory of results, and learns of the stream that
+    uses one.
     """
 
     def takes(self, tensor: Any) -> bool:
-        """Return whether an object is a tensor on a CUDA device."""
         return isinstance(tensor, torch.Tensor) and tensor.is_cuda
 
     def adopt(self, tensor: Any, *, writing: bool) -> DeviceView:
-        """Return the tensor's view."""
         if tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout} has no dense memory: pass tensor.to_dense()")
         if writing:
@@ -35,29 +34,28 @@ class TorchLibrary:
         plain = mine.resolve_conj().resolve_neg().contiguous()
         home = None if plain.data_ptr() == mine.data_ptr() else mine
         index = tensor.device.index
-        return self._seen(plain, index, info, _current(index)[0], home)
+        return self._view_of(plain, index, info, _current(index)[0], home)
 
-    def _seen(self, owner: Any, index: int, info: DtypeInfo, stream: Stream, home: Any = None) -> DeviceView:
+    def _view_of(
+        self, owner: Any, index: int, info: DtypeInfo, stream: Stream, home: Any = None
+    ) -> DeviceView:
         shape = tuple(owner.shape)
         device = cuda_device(index)
         return DeviceView(owner.data_ptr(), shape, info, device, self, stream, owner, None, home)
 
     def empty_like(self, view: DeviceView, shape: tuple[int, ...]) -> DeviceView:
-        """Return a new tensor of torch's pool."""
         index = view.on.index
         try:
             with _on_stream(view.stream, index):
                 owner = torch.empty(shape, dtype=view.owner.dtype, device=f"cuda:{index}")
         except torch.OutOfMemoryError as exc:
             raise MemoryError(str(exc)) from exc
-        return self._seen(owner, index, view.info, view.stream)
+        return self._view_of(owner, index, view.info, view.stream)
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Make torch's current stream wait."""
         view.on.wait(_current(view.on.index)[0], arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Make torch's current stream wait, and return the tensor; tell torch's pool of the stream."""
         stream, origin = _current(view.on.index)
         view.on.wait(stream, arrived)
         if stream != view.stream:
@@ -65,7 +63,6 @@ class TorchLibrary:
         return view.owner
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
-        """Queue the copy."""
         with _on_stream(stream, view.on.index):
             view.home.copy_(view.owner)
 

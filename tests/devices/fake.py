@@ -51,13 +51,11 @@ class Wait:
 Work = Callable[[], None] | Wait
 
 
-class FakeMemory:
-    """Memory of a fake device."""
+class PoolBlock:
+    """A block of the pool of a fake device."""
 
-    def __init__(self, device: FakeDevice, memory: Bytes, nbytes: int, stream: Stream) -> None:
+    def __init__(self, device: FakeDevice, memory: Bytes, stream: Stream) -> None:
         self._device, self._memory, self._stream = device, memory, stream
-        self.ptr = address(memory)
-        self.nbytes = nbytes
 
     def __del__(self) -> None:
         self._device.reclaim(self._memory, self._stream)
@@ -151,7 +149,8 @@ class FakeDevice:
             self.allocated += nbytes
             memory = np.full(nbytes + 256, SCRIBBLE, np.uint8)
             first = -address(memory) % 256
-            return FakeMemory(self, memory[first : first + nbytes], nbytes, stream)
+            aligned = memory[first : first + nbytes]
+            return Memory(address(aligned), nbytes, PoolBlock(self, aligned, stream))
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         memory = np.full(nbytes, SCRIBBLE, np.uint8)
@@ -405,22 +404,6 @@ def fake_array(device: FakeDevice, values: Any, dtype: npt.DTypeLike | None = No
     return FakeArray(device, memory, fixed.shape, fixed.dtype).set(fixed)
 
 
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """Memory that the device reclaims when nothing refers to it."""
-
-    memory: Memory
-    lease: Lease
-
-    @property
-    def ptr(self) -> int:
-        return self.memory.ptr
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-
 class FakeLibrary:
     """Takes and returns :class:`FakeArray`; implements :class:`pyhvd.devices.base.ArrayLibrary`."""
 
@@ -454,7 +437,8 @@ class FakeLibrary:
         lease = Lease(view)
         lease.use_on(view.on.current_stream())
         owner: FakeArray = view.owner
-        return FakeArray(owner.device, Leased(owner.memory, lease), owner.shape, owner.dtype)
+        memory = Memory(owner.memory.ptr, owner.memory.nbytes, (owner.memory, lease))
+        return FakeArray(owner.device, memory, owner.shape, owner.dtype)
 
     def copy_home(self, view: DeviceView, stream: Stream) -> None:
         self._assign(view.home, view.owner, stream)

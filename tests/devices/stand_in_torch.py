@@ -22,8 +22,8 @@ class Block:
 
     def __init__(self, device: FakeDevice, nbytes: int) -> None:
         self.device, self._stream = device, device.current_stream()
-        self._memory: Memory = device.allocate(nbytes, self._stream)
-        self.ptr, self.nbytes = self._memory.ptr, nbytes
+        self._memory = device.allocate(nbytes, self._stream)
+        self.ptr = self._memory.ptr
         self.recorded: list[Stream] = []
 
     def __del__(self) -> None:
@@ -51,7 +51,7 @@ class Tensor:
     def __init__(self, device: FakeDevice, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         self._block = Block(device, nbytes)
-        self.inner = FakeArray(device, self._block, shape, dtype)
+        self.inner = FakeArray(device, Memory(self._block.ptr, nbytes, self._block), shape, dtype)
         self.shape, self.dtype = shape, Dtype(np.dtype(dtype).name)
         self.device = types.SimpleNamespace(index=device.index)
 

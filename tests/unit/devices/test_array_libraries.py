@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyhvd as hvd
 from pyhvd.api.call import target_like
 from pyhvd.arrays import TensorView
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing
+from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import DeviceView
 from pyhvd.testing import run_ranks
 from tests.devices.fake import FakeDevice, FakeLibrary, fake_array
@@ -54,7 +55,7 @@ def test_jax_on_the_host_needs_no_cupy() -> None:
     "tensor", [Interface(), Capsule(2), Capsule(13)], ids=["interface", "cuda", "managed"]
 )
 def test_without_cupy_the_extra_is_named(tensor: Any) -> None:
-    for take in (adopt, adopt_for_writing):
+    for take in (adopt, partial(adopt, writing=True)):
         with pytest.raises(ImportError) as caught:
             take(tensor)
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"

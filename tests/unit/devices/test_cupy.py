@@ -14,7 +14,7 @@ import pyhvd as hvd
 from pyhvd.api.call import target_like
 from pyhvd.backends.gpu.nccl_init import NcclTransport
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing
+from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import DeviceView
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.testing import run_ranks
@@ -176,7 +176,7 @@ def test_the_interface(device: FakeDevice) -> None:
 
 def test_the_interface_of_a_strided_array(device: FakeDevice) -> None:
     array = Interface(device, np.arange(12.0), shape=(6,), strides=(16,))
-    view = adopt_for_writing(array)
+    view = adopt(array, writing=True)
     assert isinstance(view, DeviceView)
     assert view.shape == (6,)
     assert view.owner.get().tolist() == [0, 2, 4, 6, 8, 10]
@@ -202,7 +202,7 @@ def test_a_read_only_interface(device: FakeDevice) -> None:
     array.__cuda_array_interface__["data"] = (array.inner.ptr, True)
     assert adopt(array).shape == (3,)
     with pytest.raises(ValueError, match="needs a writable array, and this one is read-only"):
-        adopt_for_writing(array)
+        adopt(array, writing=True)
 
 
 def test_stream_0_is_that_of_the_device(device: FakeDevice) -> None:
@@ -239,7 +239,7 @@ def test_targets_whose_elements_share_memory_are_refused(device: FakeDevice) -> 
     capsule.inner = other
     for target in (array, other, capsule):
         with pytest.raises(ValueError, match="cannot write to an array whose elements share memory"):
-            adopt_for_writing(target)
+            adopt(target, writing=True)
 
 
 def test_no_page_locked_memory_is_a_memory_error(device: FakeDevice) -> None:
@@ -279,7 +279,7 @@ def test_jax_arrays_cannot_be_changed(device: FakeDevice) -> None:
     with pytest.raises(
         TypeError, match="an in-place operation cannot change a jaxlib array: use the form without"
     ):
-        adopt_for_writing(array)
+        adopt(array, writing=True)
     assert adopt(array).shape == (3,)
 
 

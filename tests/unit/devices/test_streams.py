@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import pyhvd as hvd
 from pyhvd.arrays import Array
 from pyhvd.devices import array_libraries
-from pyhvd.devices.array_libraries import adopt, adopt_for_writing
+from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import Stream
 from pyhvd.dtypes import Code
 from pyhvd.testing import run_ranks
@@ -269,7 +270,7 @@ def test_what_is_done_in_place_makes_no_lease(device: FakeDevice, kind: str) -> 
     assert submits not in waits
 
 
-@pytest.mark.parametrize("take", [adopt, adopt_for_writing])
+@pytest.mark.parametrize("take", [adopt, partial(adopt, writing=True)])
 def test_a_stream_that_each_thread_has_is_refused(device: FakeDevice, take: Any) -> None:
     with pytest.raises(ValueError, match=r"the stream of this array is CUDA's per-thread default stream"):
         take(Interface(device, 2))
@@ -279,7 +280,7 @@ def test_a_stream_that_each_thread_has_is_refused(device: FakeDevice, take: Any)
                 take(make_array_quietly(kind, device))
 
 
-@pytest.mark.parametrize("take", [adopt, adopt_for_writing])
+@pytest.mark.parametrize("take", [adopt, partial(adopt, writing=True)])
 def test_an_array_that_names_its_stream_needs_no_other(device: FakeDevice, take: Any) -> None:
     named = device.make_stream()
     with device.using(named):
