@@ -141,6 +141,8 @@ class Packer(Protocol):
     ) -> None:
         """Queue one kernel that copies tensors into a buffer, scaled and cast.
 
+        It may write zeros from the end of a tensor to the next multiple of 16 bytes.
+
         Parameters
         ----------
         buffer : int
@@ -157,7 +159,8 @@ class Packer(Protocol):
         op : ReduceOp
             Defines the identity element.
         factor : float
-            Multiplies each element before the cast, like the host kernels; 1.0 keeps its bits.
+            Multiplies each element before the cast, like the host kernels; 1.0 keeps its bits. The product
+            is rounded once, to ``wire``.
         stream : Stream
             The kernel's stream.
         """

@@ -7,7 +7,7 @@
  * A *vector* is 16 bytes of the buffer. Every tensor begins with a vector of its own, and every thread moves
  * whole vectors; the gap behind a tensor's last element is filled with zeros. A *tile* is what one block moves:
  * EACH vectors per thread. Which tensor a vector belongs to is found by a binary search among those of its tile,
- * which the host has looked up (devices/tiles.py); within a large tensor there is nothing to search.
+ * which the host has looked up (devices/pack_plan.py); within a large tensor there is nothing to search.
  *
  * CuPy has NVRTC flush subnormal float32 to zero (-ftz=true), and so would every operator on float do: where a
  * float is calculated with, single(), real(), times() and plus() below do it.
@@ -15,7 +15,7 @@
 
 typedef unsigned long long u64;
 
-/* As devices/tiles.py has it. Addresses are aligned to the tensor's element. */
+/* As devices/pack_plan.py has it. Addresses are aligned to the tensor's element. */
 struct Entry {
     u64 address;     /* of the tensor; 0: there is none */
     long long first; /* vector of the buffer with which it begins */

@@ -33,19 +33,9 @@ _ENTRY = np.dtype([("address", "<u8"), ("first", "<i8"), ("count", "<i8")])
 def lay_out(counts: Sequence[int], itemsize: int) -> tuple[Words, int]:
     """Return the first element of each tensor in a buffer, and the buffer's length in elements.
 
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements of each tensor. They are equal on all ranks, so the result is too.
-    itemsize : int
-        Bytes per element in the buffer; divides :data:`ALIGNMENT`.
-
-    Returns
-    -------
-    offsets : numpy.ndarray of int64
-        First element of each tensor; ``offsets * itemsize`` is a multiple of :data:`ALIGNMENT`.
-    total : int
-        Elements in the buffer, including the gaps between tensors.
+    Tensors have ``counts`` elements, which are equal on all ranks, so the result is too. The length includes
+    the gaps between tensors: ``offsets * itemsize`` are multiples of :data:`ALIGNMENT`, which ``itemsize``
+    divides.
     """
     step = max(ALIGNMENT // itemsize, 1)
     offsets = np.zeros(len(counts), np.int64)
@@ -57,51 +47,27 @@ def lay_out(counts: Sequence[int], itemsize: int) -> tuple[Words, int]:
 
 
 class Tiles(NamedTuple):
-    """The work of one launch.
-
-    Attributes
-    ----------
-    suffix : str
-        Suffix of the kernel's name.
-    skipped : int
-        Bytes of the buffer before the first tensor.
-    vectors : int
-        Vectors of the buffer from there on.
-    blocks : int
-        Blocks of threads; 0 if there is nothing to do.
-    tensors : int
-        Entries of the table.
-    table : numpy.ndarray of uint8
-        The entries; then for each tile the index of its first entry, as an int32; then the last entry's
-        index.
-    """
+    """The work of one launch."""
 
     suffix: str
+    """Suffix of the kernel's name."""
     skipped: int
+    """Bytes of the buffer before the first tensor."""
     vectors: int
+    """Vectors of the buffer from there on."""
     blocks: int
-    tensors: int
+    """Blocks of threads; 0 if there is nothing to do."""
     table: npt.NDArray[np.uint8]
-
-    @property
-    def firsts(self) -> int:
-        """Byte of the table at which the tiles' indices start."""
-        return self.tensors * _ENTRY.itemsize
+    """The tensors; then for each tile the index of its first tensor, as an int32; then the last tensor's."""
+    firsts: int
+    """Byte of the table at which the tiles' indices start."""
 
 
 def make_tiles(offsets: Words, addresses: Words, counts: Words, itemsize: int) -> Tiles:
-    """Return the work of one launch.
+    """Return the work of one launch; see :meth:`pyhvd.devices.base.Packer.pack`.
 
-    Parameters
-    ----------
-    offsets : numpy.ndarray of int64
-        First element of each tensor in the buffer: ascending multiples of 16 bytes; tensors share no vector.
-    addresses : numpy.ndarray of int64
-        Address of each tensor; 0 for a missing tensor.
-    counts : numpy.ndarray of int64
-        Elements of each tensor.
-    itemsize : int
-        Bytes per element in the buffer.
+    ``offsets`` ascend, in elements of ``itemsize`` bytes, and are multiples of 16 bytes, so tensors share no
+    vector.
     """
     held = np.flatnonzero(counts)
     per_vector = ALIGNMENT // itemsize
@@ -117,4 +83,4 @@ def make_tiles(offsets: Words, addresses: Words, counts: Words, itemsize: int) -
     firsts = np.full(len(starts) + 1, len(held) - 1, np.int32)
     firsts[:-1] = np.searchsorted(entries["first"], starts, side="right") - 1
     table = np.concatenate([entries.view(np.uint8), firsts.view(np.uint8)])
-    return Tiles(suffix, skipped * ALIGNMENT, vectors, len(starts), len(held), table)
+    return Tiles(suffix, skipped * ALIGNMENT, vectors, len(starts), table, entries.nbytes)

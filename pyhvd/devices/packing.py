@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ KEPT_TABLES = 32
 """Most tables that are kept for later launches; more exist while more kernels are queued."""
 
 
-@dataclass(slots=True)
-class _Table:
+class _Table(NamedTuple):
     """A table's memory on host and device; ``done`` passes when the kernel has read it."""
 
     pinned: Bytes
@@ -48,12 +47,8 @@ class _Table:
 class KernelPacker:
     """Packs and unpacks by kernels; see :class:`pyhvd.devices.base.Packer`. Not thread-safe.
 
-    Parameters
-    ----------
-    device : Device
-        The device of buffers and tensors.
-    compiler : callable
-        Makes the kernels of a pair of types when they are first needed; this is the current device then.
+    ``compiler`` makes the kernels of a pair of types when they are first needed, with ``device`` as the
+    current one.
     """
 
     def __init__(self, device: Device, compiler: Compile) -> None:
@@ -73,14 +68,8 @@ class KernelPacker:
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that packs tensors; see :meth:`pyhvd.devices.base.Packer.pack`.
-
-        The product with the factor is rounded once, to ``wire``. The kernel writes zeros from the end of a
-        tensor to the next multiple of 16 bytes.
-        """
         low, high = _identity(wire, op) if not sources.all() else (np.uint64(0), np.uint64(0))
-        arguments = (low, high, np.float64(factor))
-        self._launch("pack", buffer, offsets, sources, counts, (code, wire), factor, arguments, stream)
+        self._launch("pack", buffer, offsets, sources, counts, code, wire, factor, (low, high), stream)
 
     def unpack(
         self,
@@ -93,9 +82,7 @@ class KernelPacker:
         factor: float,
         stream: Stream,
     ) -> None:
-        """Queue one kernel that unpacks tensors; see :meth:`pyhvd.devices.base.Packer.unpack`."""
-        arguments = (np.float64(factor),)
-        self._launch("unpack", buffer, offsets, targets, counts, (code, wire), factor, arguments, stream)
+        self._launch("unpack", buffer, offsets, targets, counts, code, wire, factor, (), stream)
 
     def _launch(
         self,
@@ -104,14 +91,15 @@ class KernelPacker:
         offsets: Words,
         addresses: Words,
         counts: Words,
-        types: tuple[Code, Code],
+        code: Code,
+        wire: Code,
         factor: float,
-        arguments: tuple[Argument, ...],
+        identity: tuple[Argument, ...],
         stream: Stream,
     ) -> None:
-        names = kernel_types(*types, factor)
-        parts = 2 if types[1] in _REAL else 1  # complex numbers are pairs of reals
-        itemsize = BY_CODE[types[1]].itemsize // parts
+        names = kernel_types(code, wire, factor)
+        parts = 2 if wire in _REAL else 1  # complex numbers are pairs of reals
+        itemsize = BY_CODE[wire].itemsize // parts
         tiles = make_tiles(offsets * parts, addresses, counts * parts, itemsize)
         if not tiles.blocks:
             return
@@ -122,9 +110,9 @@ class KernelPacker:
             table.pinned[: len(tiles.table)] = tiles.table
             device.copy(table.on_device.ptr, address(table.pinned), len(tiles.table), stream)
             where = buffer + tiles.skipped, table.on_device.ptr, table.on_device.ptr + tiles.firsts
-            pointers = tuple(np.uint64(place) for place in where)
-            every = (*pointers, np.int64(tiles.vectors), *arguments)
-            launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, every, stream)
+            pointers = map(np.uint64, where)
+            arguments = (*pointers, np.int64(tiles.vectors), *identity, np.float64(factor))
+            launch(f"pyhvd_{verb}_{tiles.suffix}", tiles.blocks, arguments, stream)
             device.record(table.done, stream)
 
     def _table(self, nbytes: int, stream: Stream) -> _Table:

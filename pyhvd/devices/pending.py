@@ -5,34 +5,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pyhvd.devices.base import Device, DeviceView, Event
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingArray:
-    """A result that is valid when an event has passed.
+    """A result that is valid when ``event`` has passed."""
 
-    Parameters
-    ----------
-    view : DeviceView
-        The result's memory.
-    event : Event
-        Passes when the result is valid.
-    """
-
-    __slots__ = ("_event", "_view")
-
-    def __init__(self, view: DeviceView, event: Event) -> None:
-        self._view, self._event = view, event
+    view: DeviceView
+    event: Event
 
     def follow(self) -> None:
         """Make the calling thread's current stream, not the thread, wait for the result."""
-        self._view.library.follow(self._view, self._event)
+        self.view.library.follow(self.view, self.event)
 
     def take(self) -> Any:
         """Return the array in the caller's library, after :meth:`follow`."""
-        return self._view.library.receive(self._view, self._event)
+        return self.view.library.receive(self.view, self.event)
 
 
 def taken(result: Any) -> Any:

@@ -27,19 +27,10 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One piece of a transfer.
-
-    Attributes
-    ----------
-    work : callable
-        ``work(down, up)`` reads the slot that was copied down, and fills the slot to copy up.
-    down_bytes, up_bytes : int
-        Bytes of the two slots that are used.
-    down, up : list of Move
-        The copies; empty if this rank has joined.
-    """
+    """One piece of a transfer; a rank that has joined makes no copies."""
 
     work: Callable[[Bytes, Bytes], None]
+    """``work(down, up)`` reads the slot that was copied down, and fills the slot to copy up."""
     down_bytes: int
     up_bytes: int
     down: list[Move] = field(default_factory=list)
@@ -74,15 +65,7 @@ class _Direction:
 
 
 class Pipeline:
-    """Runs the steps of a transfer; see the module's docstring.
-
-    Parameters
-    ----------
-    device : Device
-        The device to transfer from and to.
-    stream : Stream
-        Its queued work precedes a transfer; its later work waits for the transfer.
-    """
+    """Runs the steps of transfers: after the work that ``stream`` has queued, and before its later work."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device = device
@@ -96,17 +79,14 @@ class Pipeline:
         Steps must not overlap on the device, except that a step may write what it reads.
         """
         with self._between():
-            ahead = iter(steps)
-            step = next(ahead, None)
-            if step is not None:
-                self._fetch(0, step)
-            turn = 0
-            while step is not None:
-                following = next(ahead, None)
-                if following is not None:
-                    self._fetch((turn + 1) % SLOTS, following)
-                self._work(turn % SLOTS, step)
-                step, turn = following, turn + 1
+            fetched: tuple[int, Step] | None = None
+            for turn, step in enumerate(steps):
+                self._fetch(turn % SLOTS, step)
+                if fetched is not None:
+                    self._work(*fetched)
+                fetched = turn % SLOTS, step
+            if fetched is not None:
+                self._work(*fetched)
 
     @contextmanager
     def _between(self) -> Iterator[None]:

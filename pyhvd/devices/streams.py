@@ -12,14 +12,7 @@ _LEGACY, _PER_THREAD = 1, 2  # CUDA's names for its two default streams
 
 
 def stream_of(handle: int, whose: str) -> Stream:
-    """Return the stream of another library's handle.
-
-    Parameters
-    ----------
-    handle : int
-        CUDA's handle; 1 is the device's default stream.
-    whose : str
-        Description of the stream, for the error.
+    """Return the stream of CUDA's handle in another library; ``whose`` describes it for the error.
 
     Raises
     ------
@@ -50,15 +43,10 @@ def mark_ready(views: Iterable[DeviceView]) -> None:
 
 
 class Lease:
-    """Keeps memory of one stream's pool while other streams use it.
+    """Keeps memory of a pool, which a view's stream has allocated, while other streams use it.
 
     A pool reuses memory for the stream that allocated it as soon as nothing refers to the memory. A dropped
     lease first makes that stream wait for the other streams' queued work; then the pool gets the memory back.
-
-    Parameters
-    ----------
-    view : DeviceView
-        The memory, and the stream that allocated it.
     """
 
     __slots__ = ("_device", "_home", "_memory", "_users")
