@@ -1,16 +1,16 @@
 /* Packs tensors into a fusion buffer, and takes them out again, in one launch; scales and casts on the way.
  *
- * Compiled once for each pair of types: PYHVD_TENSOR and PYHVD_WIRE are names of the structs below, the types
- * of the tensors and of the buffer. Nothing is included, and nothing is CUDA's but the words defined by every
- * compiler of it, so that a C++ compiler with a few macros makes the same loops for the CPU: tests do so.
+ * NVRTC compiles this file once for each pair of types: PYHVD_TENSOR and PYHVD_WIRE name the structs below that
+ * are the types of the tensors and of the buffer. The file includes nothing, and uses only those words of CUDA
+ * that every compiler of it defines. Tests define the words as macros, and compile the same loops for the CPU.
  *
  * A *vector* is 16 bytes of the buffer. Every tensor begins with a vector of its own, and every thread moves
- * whole vectors; the gap behind a tensor's last element is filled with zeros. A *tile* is what one block moves:
- * EACH vectors per thread. Which tensor a vector belongs to is found by a binary search among those of its tile,
- * which the host has looked up (devices/pack_plan.py); within a large tensor there is nothing to search.
+ * whole vectors; zeros fill the gap behind a tensor's last element. A *tile* is the work of one block: EACH
+ * vectors per thread. The host looks up the tensors of each tile (devices/pack_plan.py). A thread finds the
+ * tensor of a vector by a binary search among those; a tile within one large tensor needs no search.
  *
- * CuPy has NVRTC flush subnormal float32 to zero (-ftz=true), and so would every operator on float do: where a
- * float is calculated with, single(), real(), times() and plus() below do it.
+ * CuPy has NVRTC flush subnormal float32 to zero (-ftz=true), which changes every operator on float. Arithmetic
+ * on float therefore goes through single(), real(), times() and plus() below.
  */
 
 typedef unsigned long long u64;
@@ -72,9 +72,9 @@ struct Scaled {
 
 /* ---- Types: what an element is, what it is multiplied as, and how it is rounded -------------------------
  *
- * The rules are those of the host's kernels: float32 takes a factor as float32, so do the 16-bit floats, which
- * are rounded once, at the end; all others take it as float64. Integers are cut off toward zero, saturate, and
- * a NaN becomes 0.
+ * The rules are those of the host's kernels. float32 and the 16-bit floats take a factor as float32; the 16-bit
+ * floats are rounded once, at the end. All other types take it as float64. Integers are rounded toward zero and
+ * saturate; a NaN becomes 0.
  */
 #define INTEGER(NAME, T, MIN, MAX, TOP)                                                                   \
     struct NAME {                                                                                         \
@@ -112,7 +112,7 @@ struct FLOAT64 {
     __device__ static Item narrow(double x) { return x; }
 };
 
-/* On the way to 16 bits: round to odd, so that the rounding that follows sees on which side of a tie x lay. */
+/* Round to odd on the way to 16 bits: the rounding that follows then sees on which side of a tie x lay. */
 __device__ static float round_to_odd(double x)
 {
     Single near;
@@ -211,7 +211,7 @@ template <class From, class To> struct Convert {
     }
 };
 
-/* Without a factor every bit stays, those of a NaN too. */
+/* Without a factor the bits move unchanged, also those of a NaN. */
 template <class Same> struct Convert<Same, Same> {
     __device__ static typename Same::Item one(typename Same::Item x, double factor)
     {
@@ -315,8 +315,8 @@ __device__ static void scatter(const Entry &entry, long long vector, uint4 word,
 
 /* ---- The kernels ----------------------------------------------------------------------------------------- */
 
-/* A tile that lies within one tensor, and is all whole vectors, takes the short way: all loads first, so that
- * they are under way together. */
+/* A tile of whole vectors within one tensor takes the short way: it starts all loads before it uses one, so
+ * that they run at the same time. */
 template <int EACH>
 __device__ static void pack(uint4 *buffer, const Entry *entries, const int *firsts, long long vectors, uint4 neutral,
                             double factor)
@@ -363,9 +363,9 @@ __device__ static void unpack(const uint4 *buffer, const Entry *entries, const i
     }
 }
 
-/* firsts has one number more than there are blocks: the entry in which each tile begins, and the last one.
- * neutral_low and neutral_high are what a vector of a missing tensor is. Tiles of few vectors spread little
- * work over more blocks. */
+/* firsts has one number more than there are blocks: the entry in which each tile begins, and the last entry.
+ * neutral_low and neutral_high are the halves of a vector of a missing tensor. Small tiles spread little work
+ * over more blocks. */
 #define KERNELS(SUFFIX, EACH)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                 \
         pyhvd_pack_##SUFFIX(u64 buffer, u64 entries, u64 firsts, long long vectors, u64 neutral_low,      \
