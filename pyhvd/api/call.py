@@ -31,13 +31,14 @@ from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.engine import context
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedDtypeError, UnsupportedOpError
-from pyhvd.negotiation.messages import HOST, UNNAMED, Request, RequestType, verb
+from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, verb
 from pyhvd.queue import TensorEntry
 
 if TYPE_CHECKING:
     from pyhvd.api.process_sets import ProcessSet
 
 T = TypeVar("T")
+Completion = Callable[[Any, BaseException | None], None]
 
 _OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -51,18 +52,7 @@ class OwnName(str):
 class Call:
     """Context manager around the body of a verb; the body may change ``kind``.
 
-    Parameters
-    ----------
-    kind : RequestType
-        The operation.
-    name : str or None
-        The user's name.
-    process_set : ProcessSet
-        The ranks that take part.
-    grouped : bool
-        Whether the verb takes a list of tensors.
-    prefix : str
-        Prefix of the name of an unnamed call.
+    A ``grouped`` verb takes a list of tensors. The name of an unnamed call begins with ``prefix``.
 
     Raises
     ------
@@ -88,14 +78,13 @@ class Call:
         given = str(name) if isinstance(name, OwnName) else checked_name(name, kind)
         self.name = given or self.context.next_name(self.set_id, prefix)
         self.kind = kind
-        self._grouped = grouped
+        self._group = self.name if grouped else ""
         self._group_size = 0
-        self._on_device = False
         self._entries: list[TensorEntry] = []
 
     def members(self, tensors: Any) -> Sequence[Any]:
         """Return the call's tensors as a sequence, of length 1 unless the call is grouped."""
-        if not self._grouped:
+        if not self._group:
             return (tensors,)
         if isinstance(tensors, np.ndarray) or not isinstance(tensors, (list, tuple)):
             raise TypeError(f"grouped_{verb(self.kind)} takes a list of arrays, not {type(tensors).__name__}")
@@ -107,16 +96,10 @@ class Call:
         self,
         source: View | None,
         target: View | None,
-        *,
-        op: int = -1,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        root: int = -1,
         splits: tuple[int, ...] = (),
-        ranks: tuple[int, ...] = (),
-        window: bool = False,
+        **terms: Any,
     ) -> None:
-        """Add one tensor to the call.
+        """Add one tensor to the call; ``terms`` are fields of its :class:`Request`.
 
         Raises
         ------
@@ -124,26 +107,13 @@ class Call:
             The tensor is on another device than this rank's earlier tensors.
         """
         if isinstance(source, DeviceView):
-            self._on_device = True
             self.context.settle_on(source.on)
         name = self.name
-        if self._grouped:
+        if self._group:
             name = f"{name}_{len(self._entries) + 1}of{self._group_size}"
-        request = Request(
-            self.kind,
-            name,
-            -1 if source is None else int(source.info.code),
-            () if source is None else source.shape,
-            op,
-            prescale,
-            postscale,
-            root,
-            HOST if source is None else source.device,
-            self.name if self._grouped else "",
-            self._group_size,
-            ranks,
-            window=window,
-        )
+        if source is not None:
+            terms.update(dtype=int(source.info.code), shape=source.shape, device=source.device)
+        request = self._request(name, **terms)
         self._entries.append(TensorEntry(self.set_id, request, source, target, _not_submitted, splits))
 
     def check_root(self, root_rank: int) -> int:
@@ -178,36 +148,25 @@ class Call:
             The runtime calls it with the answer at hand, before the handle completes.
         """
         runtime, entries = self.context.runtime, self._entries
-        handle = QueuedHandle(self.name, len(entries), runtime.flush, self._result(inplace), runtime.meter)
+        result = partial(_result_of, bool(self._group), inplace)
+        handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
-            runtime.check_joined(self.set_id, self._refusal(""))
+            runtime.check_joined(self.set_id, self._request(self.name))
             # This rank has nothing to wait for, but ranks with a list that is not empty must not wait for it.
-            runtime.announce(self.set_id, self._refusal("its list of tensors is empty"))
+            runtime.announce(self.set_id, self._request(self.name, error="its list of tensors is empty"))
             return handle
         site = calling_site()
         for index, entry in enumerate(entries):
             entry.done, entry.site = partial(handle.complete, index), site
         if before_end is not None:
-            entries[-1].done = _in_turn(before_end, entries[-1].done)
-        if self._on_device:
-            views = (view for entry in entries for view in (entry.source, entry.target))
-            mark_ready(view for view in views if isinstance(view, DeviceView))
+            entries[-1].done = partial(_complete_after, before_end, entries[-1].done)
+        views = (view for entry in entries for view in (entry.source, entry.target))
+        mark_ready(view for view in views if isinstance(view, DeviceView))
         runtime.submit(entries)
         return handle
 
-    def _result(self, inplace: Sequence[Any] | None) -> Callable[[list[Any]], Any]:
-        """Return a function that makes the call's result of its tensors' results."""
-        if self._on_device:
-            return partial(_result_on_device, self._grouped, inplace)
-        if self._grouped:
-            return list if inplace is None else lambda _: list(inplace)
-        return (lambda outputs: outputs[0]) if inplace is None else (lambda _: inplace[0])
-
-    def _refusal(self, text: str, traceback: str = "") -> Request:
-        group = self.name if self._grouped else ""
-        return Request(
-            self.kind, self.name, group=group, group_size=self._group_size, error=text, traceback=traceback
-        )
+    def _request(self, name: str, **terms: Any) -> Request:
+        return Request(self.kind, name, group=self._group, group_size=self._group_size, **terms)
 
     def __enter__(self) -> Call:
         return self
@@ -220,9 +179,11 @@ class Call:
             return
         if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
             return
-        text = describe_exception(exc)
-        self.context.runtime.meter.failed("refused")
-        self.context.runtime.announce(self.set_id, self._refusal(text, describe_traceback(exc)))
+        runtime, trace = self.context.runtime, describe_traceback(exc)
+        runtime.meter.failed("refused")
+        runtime.announce(
+            self.set_id, self._request(self.name, error=describe_exception(exc), traceback=trace)
+        )
         if not isinstance(exc, DuplicateNameError) and len(exc.args) == 1 and isinstance(exc.args[0], str):
             exc.args = (f"{verb(self.kind)} {self.name!r}: {exc.args[0]}",)
 
@@ -258,16 +219,11 @@ def _not_submitted(result: Any, error: BaseException | None) -> None:
     """Stand in for an entry's ``done`` until its call is submitted."""
 
 
-def _in_turn(
-    first: Callable[[], None], done: Callable[[Any, BaseException | None], None]
-) -> Callable[[Any, BaseException | None], None]:
-    """Return a function that calls ``first``, then ``done``."""
-
-    def both(result: Any, error: BaseException | None) -> None:
-        first()
-        done(result, error)
-
-    return both
+def _complete_after(
+    first: Callable[[], None], done: Completion, result: Any, error: BaseException | None
+) -> None:
+    first()
+    done(result, error)
 
 
 # -- results as arrays of any library ---------------------------------------------------------------------
@@ -280,8 +236,8 @@ def target_like(source: View, shape: tuple[int, ...]) -> View:
     return source.library.empty_like(source, shape)
 
 
-def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
-    """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
+def _result_of(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+    """Return a call's result; the caller's stream waits for tensors whose device work has not ended."""
     if inplace is None:
         return [taken(output) for output in outputs] if grouped else taken(outputs[0])
     for output in outputs:

@@ -71,7 +71,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     if slot.make_world is None:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
-        launcher_hooks.is_up(True)
+        launcher_hooks.tell_up(True)
 
 
 def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
@@ -197,7 +197,7 @@ def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
     if active is None or active.where.is_forked():  # in a forked child the context belongs to the parent
         return
     if slot.make_world is None:
-        launcher_hooks.is_up(False)
+        launcher_hooks.tell_up(False)
     active.shutdown(cause, how)  # after an interrupt, the caller can call it again
     if active.endpoint is not None:
         active.endpoint.close()

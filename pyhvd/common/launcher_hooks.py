@@ -7,11 +7,8 @@ from collections.abc import Callable
 supervised = False
 """Whether a launcher watches this rank; if so, it reports the rank's failure and ends the job."""
 
-tell_up: Callable[[bool], None] | None = None
-"""Set by ``python -m pyhvd.run``; called with True after ``init()`` and with False before the shutdown."""
+tell_up: Callable[[bool], object] = bool
+"""Called with True after ``init()``, and with False before the shutdown; ``python -m pyhvd.run`` replaces it.
 
-
-def is_up(up: bool) -> None:
-    """Tell the launcher whether pyhvd is up; while it is, a rank that exits leaves others waiting."""
-    if tell_up is not None:
-        tell_up(up)
+While pyhvd is up, a rank that exits leaves others waiting.
+"""
