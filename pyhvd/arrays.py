@@ -24,26 +24,16 @@ _SCALARS = (bool, int, float, complex, np.generic)
 
 @dataclass(slots=True, eq=False)
 class TensorView:
-    """A contiguous host array, for the data path.
-
-    Attributes
-    ----------
-    array : numpy.ndarray
-        C-contiguous, native byte order; keeps the memory alive.
-    info : DtypeInfo
-        Its row of the dtype table.
-    home : numpy.ndarray or None
-        The caller's array if ``array`` is a contiguous copy of it.
-    """
+    """A host array, C-contiguous and in native byte order, for the data path; keeps the memory alive."""
 
     array: Array
     info: DtypeInfo
     home: Array | None = None
+    """The caller's array if ``array`` is a contiguous copy of it."""
     device: str = "cpu"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
         return self.array.shape
 
     @property
@@ -53,7 +43,6 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
         return self.array.nbytes
 
     @property
@@ -63,7 +52,7 @@ class TensorView:
 
     @property
     def bytes(self) -> Bytes:
-        """The memory as flat bytes (a view)."""
+        """The memory as flat bytes, without a copy."""
         return flat_bytes(self.array)
 
     def first_rows(self, rows: int) -> TensorView:
@@ -87,12 +76,9 @@ def flat_bytes(array: Array) -> Bytes:
 
 
 def view(tensor: Any) -> TensorView:
-    """Normalise an input array.
+    """Return the view of an input: a numpy array or scalar, a number, or any host array that numpy can view.
 
-    Parameters
-    ----------
-    tensor : numpy.ndarray, numpy scalar, number, or any host array that numpy can view
-        Any shape (0-d and empty are legal), any dtype of the table in :mod:`pyhvd.dtypes`.
+    It has any shape (0-d and empty are legal), and any dtype of the table in :mod:`pyhvd.dtypes`.
 
     Raises
     ------
@@ -109,16 +95,12 @@ def view(tensor: Any) -> TensorView:
 
 
 def view_for_writing(tensor: Any) -> TensorView:
-    """Normalise the target of an in-place operation.
+    """Return the view of an in-place operation's array; raise TypeError for a scalar; see :func:`view`.
 
     Raises
     ------
-    TypeError
-        The tensor is no array, or a scalar.
     ValueError
         The array is read-only.
-    UnsupportedDtypeError
-        The dtype cannot be sent.
     """
     if isinstance(tensor, _SCALARS):
         raise TypeError(f"an in-place operation needs an array, not the scalar {tensor!r}")

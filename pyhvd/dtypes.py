@@ -58,47 +58,26 @@ _ADASUM_OPS = _ALL_OPS | {ReduceOp.ADASUM}
 
 @dataclass(frozen=True, slots=True)
 class DtypeInfo:
-    """One row of the table.
-
-    Attributes
-    ----------
-    code : Code
-        The wire and kernel code.
-    name : str
-        numpy's name of the dtype.
-    itemsize : int
-        Bytes per element.
-    ops : frozenset of ReduceOp
-        The reduce ops defined for it.
-    scalable : bool
-        Whether it can have prescale and postscale factors other than 1.
-    """
+    """One row of the table: a dtype, by numpy's name, and the ops that are defined for it."""
 
     code: Code
     name: str
     itemsize: int
     ops: frozenset[ReduceOp]
     scalable: bool = True
+    """Whether it can have prescale and postscale factors other than 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceSpec:
-    """How to reduce tensors of one dtype.
-
-    Attributes
-    ----------
-    info : DtypeInfo
-        The tensors' dtype.
-    op : ReduceOp
-        The op; backends know no Average, which is a Sum with a postscale factor.
-    prescale, postscale : float
-        Factors on each rank's elements before the reduction, and on the result after it.
-    """
+    """How to reduce tensors of one dtype; for backends, Average is a Sum with a postscale factor."""
 
     info: DtypeInfo
     op: ReduceOp
     prescale: float = 1.0
+    """Factor on each rank's elements before the reduction."""
     postscale: float = 1.0
+    """Factor on the result."""
 
 
 _ROWS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Arra
         try:
             return arena.empty(dims, kind)
         except OSError as exc:
-            cause = f"{exc.strerror} (this array needs {_mebibytes(dims, kind):.1f} MiB of it)"
+            mebibytes = math.prod(dims) * kind.itemsize / (1 << 20)
+            cause = f"{exc.strerror} (this array needs {mebibytes:.1f} MiB of it)"
     else:
         cause = arena.cause
     if not active.warned_of_memory:
@@ -81,7 +83,3 @@ def empty_like(array: Any) -> Array:
     """Return a new array with the shape and dtype of another one; see :func:`empty`."""
     given = np.asanyarray(array)
     return empty(given.shape, given.dtype)
-
-
-def _mebibytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> float:
-    return float(np.prod(shape, dtype=np.float64)) * dtype.itemsize / (1 << 20)

@@ -14,21 +14,12 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The host and the id of a process.
-
-    Attributes
-    ----------
-    host : str
-        Name of its host.
-    pid : int
-        Its process id.
-    node : str
-        Equal for two processes that see each other's ids in /proc; empty without /proc.
-    """
+    """The host and the id of a process."""
 
     host: str
     pid: int
     node: str = ""
+    """Equal for two processes that see each other's ids in /proc; empty without /proc."""
 
     def __str__(self) -> str:
         return f"host {self.host} (pid {self.pid})"
@@ -108,12 +99,7 @@ def _computes(pid: int) -> bool:
 _LOOKS = 5
 _BETWEEN_LOOKS = 0.05  # s
 _SHARE = 0.2  # of a core
-
-_STATES = {
-    "T": State.STOPPED,
-    "t": State.TRACED,
-    "D": State.WAITING,
-}
+_STATES = {"T": State.STOPPED, "t": State.TRACED, "D": State.WAITING}
 
 
 def _letters(pid: int) -> set[str]:

@@ -27,14 +27,9 @@ MAX_TEXT = 160
 """Most characters of a path, a name or a line of code."""
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSTALLED = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LIBRARY = tuple(
-    {
-        *(
-            os.path.join(sysconfig.get_path(kind), "")
-            for kind in ("stdlib", "platstdlib", "purelib", "platlib")
-        ),
-        *(os.path.join(each, "") for each in (*site.getsitepackages(), site.getusersitepackages())),
-    }
+    {os.path.join(each, "") for each in (*_INSTALLED, *site.getsitepackages(), site.getusersitepackages())}
 )
 # Modules that start programs and threads; their frames are never shown.
 _SCAFFOLD = ("threading", "importlib", "runpy", "_bootstrap", "mpi4py.run", "concurrent.futures.thread")
@@ -43,10 +38,7 @@ _SCAFFOLD = ("threading", "importlib", "runpy", "_bootstrap", "mpi4py.run", "con
 def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     """Return the stacks of the threads that run the user's program, the main thread's first.
 
-    Parameters
-    ----------
-    only : collection of int, optional
-        Idents of the threads to report; None: all threads of the process.
+    ``only`` has the idents of the threads to report; None: all threads of the process.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -141,21 +133,12 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
-    """The stack of one thread.
-
-    Attributes
-    ----------
-    name : str
-        The thread's name.
-    frames : list of Frame
-        The user's frames, innermost first, at most ``MAX_FRAMES``.
-    inside : str
-        The library function that the innermost frame has called, or empty.
-    left_out : int
-        Number of the user's frames that are left out.
-    """
+    """The stack of one thread."""
 
     name: str
     frames: list[Frame]
+    """The user's frames, innermost first, at most ``MAX_FRAMES``."""
     inside: str = ""
+    """The library function that the innermost frame has called, or empty."""
     left_out: int = 0
+    """Number of the user's frames that are left out."""
