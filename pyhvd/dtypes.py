@@ -108,12 +108,9 @@ Needs no lock: entries are only added, and equal dtypes get equal entries.
 
 
 def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
-    """Return the table's row for a numpy dtype.
+    """Return the table's row for a numpy dtype; raise UnsupportedDtypeError if none.
 
-    Raises
-    ------
-    UnsupportedDtypeError
-        The dtype is an object, string, structured, date or non-native-endian one.
+    There is none for dtypes of objects, strings, records and dates, nor for other byte orders.
     """
     if (known := KNOWN.get(dtype)) is not None:
         return known

@@ -101,10 +101,7 @@ class Call:
     ) -> None:
         """Add one tensor to the call; ``terms`` are fields of its :class:`Request`.
 
-        Raises
-        ------
-        ValueError
-            The tensor is on another device than this rank's earlier tensors.
+        Raises ValueError for a tensor on another device than this rank's earlier tensors.
         """
         if isinstance(source, DeviceView):
             self.context.settle_on(source.on)
@@ -117,13 +114,7 @@ class Call:
         self._entries.append(TensorEntry(self.set_id, request, source, target, _not_submitted, splits))
 
     def check_root(self, root_rank: int) -> int:
-        """Return the root's global rank.
-
-        Raises
-        ------
-        ValueError
-            The root is not an int, or not a member of the process set.
-        """
+        """Return the root's global rank; raise ValueError unless it is an int, and a member of the set."""
         try:
             root = operator.index(root_rank)
         except TypeError:
@@ -250,13 +241,7 @@ def _result_of(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any])
 
 
 def checked_name(name: str | None, kind: RequestType) -> str:
-    """Return the user's name as a plain str; empty for None.
-
-    Raises
-    ------
-    ValueError
-        The name is not a str, is empty, is reserved for pyhvd, or cannot be encoded.
-    """
+    """Return the user's name as a plain str, empty for None; raise ValueError for an invalid name."""
     if name is None:
         return ""
     if not isinstance(name, str) or not name:
@@ -270,26 +255,14 @@ def checked_name(name: str | None, kind: RequestType) -> str:
 
 
 def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
-    """Return each rank's number of rows when dimension 0 is divided among ``size`` ranks.
-
-    Raises
-    ------
-    ValueError
-        The tensor has no dimension 0.
-    """
+    """Return each rank's number of rows when dimension 0 is divided; raise ValueError if there is none."""
     if not shape:
         raise ValueError("a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first")
     return rows_of(shape[0], size)
 
 
 def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
-    """Return the number of rows for each rank.
-
-    Raises
-    ------
-    ValueError
-        See :func:`pyhvd.api.collectives.alltoall`.
-    """
+    """Return an alltoall's number of rows for each rank; raise ValueError for invalid splits."""
     shares = check_rows(shape, size)
     given = None if splits is None else np.asarray(splits)
     if given is None or given.size == 0:
@@ -326,15 +299,9 @@ class Reduction(msgspec.Struct, frozen=True):
         prescale_factor: float,
         postscale_factor: float,
     ) -> Reduction:
-        """Check a verb's arguments.
+        """Return a verb's checked arguments.
 
-        Raises
-        ------
-        ValueError
-            Both ``average`` and ``op`` are given, ``average`` is not a bool, the op is unknown, or a factor
-            is not a finite number.
-        UnsupportedOpError
-            The verb does not support this op.
+        Raises UnsupportedOpError if the verb does not support the op, and ValueError for invalid arguments.
         """
         if average is not None:
             if op is not None:

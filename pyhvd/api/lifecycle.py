@@ -110,9 +110,7 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
     if endpoint is not None:
         active.endpoint = endpoint
         endpoint.serve(active.runtime.meter.snapshot, active.job)
-    for notice in notices if active.topology.rank == 0 else ():
-        _log.warning("%s", notice)
-    for notice in active.notices:
+    for notice in (*(notices if active.topology.rank == 0 else ()), *active.notices):
         _log.warning("%s", notice)
     _say_hello(active)
 

@@ -136,12 +136,8 @@ _registered: weakref.WeakKeyDictionary[context.Context, list[ProcessSet]] = weak
 def prepare(process_sets: Iterable[Any], world: Any, by_comm_allowed: bool) -> list[StaticSet]:
     """Return the handshake's description of the sets that ``init()`` got.
 
-    Raises
-    ------
-    ValueError
-        A set is not a ProcessSet, occurs twice, or has ranks that do not exist.
-    NotImplementedError
-        A set was made from a communicator, but ``init`` got none.
+    Raises ValueError for an invalid set, and NotImplementedError for a set made from a communicator if
+    ``init`` got none.
     """
     prepared: list[StaticSet] = []
     for each in process_sets:

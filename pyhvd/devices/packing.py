@@ -135,10 +135,7 @@ class KernelPacker:
 def kernel_types(code: Code, wire: Code, factor: float) -> tuple[str, str]:
     """Return the types of tensors and buffer by their names in ``pack_kernels.cu``.
 
-    Raises
-    ------
-    ValueError
-        No kernel casts or scales these types.
+    Raises ValueError if no kernel casts or scales these types.
     """
     info = BY_CODE[code]
     if code == wire and factor == 1.0:  # bits move unchanged

@@ -14,10 +14,7 @@ _LEGACY, _PER_THREAD = 1, 2  # CUDA's names for its two default streams
 def stream_of(handle: int, whose: str) -> Stream:
     """Return the stream of CUDA's handle in another library; ``whose`` describes it for the error.
 
-    Raises
-    ------
-    ValueError
-        The handle is a different stream on each thread.
+    Raises ValueError for a handle that is a different stream on each thread.
     """
     if handle == _PER_THREAD:
         raise ValueError(

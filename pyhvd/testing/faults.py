@@ -104,7 +104,7 @@ class FaultPlan:
             raise ValueError(f"faults are {', '.join(get_args(Kind))}, not {', '.join(sorted(unknown))}")
         ranks = [rank for rank in range(size) if rank not in spare]
         if not ranks or not kinds:
-            raise ValueError("there is nobody to be hit, or nothing to be hit with")
+            raise ValueError("FaultPlan needs at least one kind of fault, and one rank that is not spared")
         draw = random.Random(seed)
         self.faults = sorted(
             (self._draw(draw, ranks, kinds, within, seconds) for _ in range(count)), key=lambda f: f.when
@@ -135,9 +135,11 @@ class FaultPlan:
         rank = _rank()
         mine = self.of(rank)
         if context.current_slot() is not context.process_slot:
-            raise ValueError("a rank that is a thread cannot be hit from outside: let it call strike()")
+            raise ValueError("inject() cannot stop or kill a rank that is a thread: let it call strike()")
         if any(fault.kind == "raise" for fault in mine):
-            raise ValueError('a fault of the kind "raise" needs a place: call strike() there')
+            raise ValueError(
+                'inject() cannot raise in the rank: for a fault of the kind "raise" call strike()'
+            )
         over = threading.Event()
         thread = threading.Thread(target=_hit, args=(mine, over), name="faults", daemon=True)
         thread.start()
@@ -166,11 +168,13 @@ class FaultPlan:
         for fault in self.of(rank):
             if step - 1 < fault.when <= step:
                 if fault.kind in ("stop", "kill") and context.current_slot() is not context.process_slot:
-                    raise ValueError(f"a rank that is a thread cannot be hit by {fault.kind!r}")
+                    raise ValueError(
+                        f"strike() cannot {fault.kind} a rank that is a thread: run it as a process"
+                    )
                 if fault.kind == "delay":
                     time.sleep(fault.seconds)
                 elif fault.kind == "raise":
-                    raise InjectedFault(f"rank {rank} was to fail at step {step}")
+                    raise InjectedFault(f"injected fault: rank {rank} fails at step {step}")
                 else:
                     _signal(fault)
 

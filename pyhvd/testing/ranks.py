@@ -91,27 +91,26 @@ class _Crew:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Start the ranks, wait for them, and return their results or raise the first error."""
-        size, timeout = self.size, self.timeout
         threads = [
             threading.Thread(target=self.play, args=(r, function, args), name=f"rank-{r}", daemon=True)
-            for r in range(size)
+            for r in range(self.size)
         ]
         for thread in threads:
             thread.start()
-        until = time.monotonic() + timeout
+        until = time.monotonic() + self.timeout
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
-        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        errors = self.errors
-        if hung:
-            stacks = _stacks()
+        if hung := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
+            text = f"ranks {hung} have not ended within {self.timeout:g} s\n{_stacks()}"
             self.worlds.abort()
-            raise RanksFailed(f"ranks {hung} have not ended within {timeout:g} s\n{stacks}", errors)
-        if errors:
-            rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], _SECONDARY), item[0]))
-            text = f"rank {rank} of {size} raised {type(error).__name__}: {error}"
-            raise RanksFailed(text, errors) from error
-        return [self.results[rank] for rank in range(size)]
+            raise RanksFailed(text, self.errors)
+        if self.errors:
+            # An error that follows from another rank's comes after the errors that do not.
+            rank = min(self.errors, key=lambda rank: (isinstance(self.errors[rank], _SECONDARY), rank))
+            error = self.errors[rank]
+            text = f"rank {rank} of {self.size} raised {type(error).__name__}: {error}"
+            raise RanksFailed(text, self.errors) from error
+        return [self.results[rank] for rank in range(self.size)]
 
     def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Run one rank."""
