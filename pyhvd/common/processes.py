@@ -107,8 +107,7 @@ def _letters(pid: int) -> set[str]:
     letters = set()
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat", encoding="utf-8", errors="replace") as file:
-                letters.add(file.read().rpartition(")")[2].split()[0])
+            letters.add(_stat(f"/proc/{pid}/task/{thread}/stat")[0])
     except (OSError, IndexError):  # the process has ended
         pass
     return letters
@@ -117,8 +116,13 @@ def _letters(pid: int) -> set[str]:
 def _cpu_seconds(pid: int) -> float:
     """Return the processor time (s) that a process has used; 0 if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+        fields = _stat(f"/proc/{pid}/stat")
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+def _stat(path: str) -> list[str]:
+    """Return the fields after the name in a stat file of proc(5), of a process or a thread."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
