@@ -14,6 +14,8 @@ Invariants, under ``_lock``:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,13 +24,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pyhvd.common.stacks import describe_site
+from pyhvd.common.text import sendable
 from pyhvd.devices.array_libraries import View
 from pyhvd.errors import DuplicateNameError, HorovodInternalError
 from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType, verb
 
 Key = tuple[int, str]
 
+_MAX_SITE = 160
 _IN_FLIGHT = "is still in flight on this rank"
 _REMEDY = ": use another name, or synchronize the first one before"
 _JOIN: Key = (GLOBAL_SET, JOIN_NAME)
@@ -54,7 +57,7 @@ class TensorEntry(msgspec.Struct, eq=False):
     announced_ns : int
         When (ns) this rank announced it to the others; 0 if unknown. Only the runtime's thread uses it.
     site : (code, int), optional
-        The line that submitted it; see :func:`pyhvd.common.stacks.describe_site`.
+        The line that submitted it: its code object, and the offset of the call in it.
     """
 
     process_set: int
@@ -207,10 +210,21 @@ class TensorQueue:
             self._wake()
 
     def site_of(self, process_set: int, name: str) -> str:
-        """Return the line that submitted a tensor, as text; empty if unknown."""
+        """Return the line that submitted a tensor, as ``"train.py:41 in step"``; empty if unknown.
+
+        The path is relative to the current directory if it is below it. Long texts lose their beginning.
+        """
         with self._lock:
             entry = self.entries.get((process_set, name))
-        return describe_site(*entry.site) if entry is not None and entry.site is not None else ""
+        if entry is None or entry.site is None:
+            return ""
+        (code, at), path = entry.site, entry.site[0].co_filename
+        with contextlib.suppress(OSError):
+            path = path.removeprefix(os.path.join(os.getcwd(), ""))
+        line = next((line for first, end, line in code.co_lines() if first <= at < end), None)
+        text = f"{path}:{line or 0} in {code.co_qualname.rpartition('<locals>.')[2]}"
+        text = text if text.isascii() else sendable(text)
+        return text if len(text) <= _MAX_SITE else f"...{text[3 - _MAX_SITE :]}"
 
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Remove and return the new submissions if they are due, else return none."""

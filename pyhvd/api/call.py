@@ -198,7 +198,7 @@ def refusing(
 def calling_site() -> tuple[CodeType, int] | None:
     """Return the user's code object that called pyhvd, and the offset of the call in it.
 
-    This reads no line table and makes no text: :func:`pyhvd.common.stacks.describe_site` does, where asked.
+    This reads no line table and makes no text: :meth:`pyhvd.queue.TensorQueue.site_of` does.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):

@@ -192,7 +192,7 @@ def shutdown() -> None:
 def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
     """End a slot's context; ``cause`` is this rank's failure, if any; ``how`` describes any other end."""
     active = slot.context
-    if active is None or active.where.is_forked():  # in a forked child the context belongs to the parent
+    if active is None or active.runtime.is_forked():  # in a forked child the context belongs to the parent
         return
     if slot.make_world is None:
         launcher_hooks.tell_up(False)

@@ -22,7 +22,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import PhaseHook, Pieces, Views, no_phase
+from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
@@ -74,7 +74,7 @@ class HostBackend:
     name = "MPI"
 
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
-        self.phase: PhaseHook = no_phase
+        self.phases: Phases = Phases()
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
@@ -96,15 +96,15 @@ class HostBackend:
                 send = source.bytes[span]
             else:
                 send = self._buffer("send", nbytes)
-                with self.phase("MEMCPY_IN_FUSION_BUFFER"):
+                with self.phases.phase("MEMCPY_IN_FUSION_BUFFER"):
                     self._pack(send, sources, window, spec)
             direct = alone and target is not None
             out = target.bytes[span] if direct and target is not None else self._buffer("out", nbytes)
-            with self.phase(f"{self.name}_ALLREDUCE"):
+            with self.phases.phase(f"{self.name}_ALLREDUCE"):
                 self._reduce_everywhere(send, out, spec)
             if not direct:
                 ptrs, numbers = self._pieces(targets, window, item)
-                with self.phase("MEMCPY_OUT_FUSION_BUFFER"):
+                with self.phases.phase("MEMCPY_OUT_FUSION_BUFFER"):
                     _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
 
     def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:

@@ -48,12 +48,6 @@ def user_stacks(only: Collection[int] | None = None) -> list[ThreadStack]:
     return [stack for stack in stacks if stack is not None][:MAX_THREADS]
 
 
-def describe_site(code: CodeType, at: int) -> str:
-    """Return a call site as text: ``"train.py:41 in step"``."""
-    line = next((line for first, end, line in code.co_lines() if first <= at < end), None)
-    return f"{shorten_path(code.co_filename)}:{line or 0} in {_name(code)}"
-
-
 def shorten_path(path: str) -> str:
     """Return a path relative to the current directory if it is below it."""
     with contextlib.suppress(OSError):

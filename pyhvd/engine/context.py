@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from pyhvd.config import SHARED, Config
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
-from pyhvd.engine.fast_path import LaneBell, open_lane
+from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
 from pyhvd.native.shared_memory import FastPathSlot, count_rank_threads
@@ -148,11 +149,16 @@ class Context:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
         # Tensors of the ready table bypass the checks, so with checks there is no ready table.
         checked = config.check != "off"
-        self.lane = None if checked else open_lane(world.fabric, open_window, backends[GLOBAL_SET], config)
+        self.lane = (
+            None if checked else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
+        )
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
         self.arena = NoArena(without) if self.lane is None else world.open_arena(world.fabric)
+        make_fast_path = bell = None
         if self.lane is not None:
             self.lane.record_in(recorder.trace)
+            arena = self.arena if isinstance(self.arena, Arena) else None
+            make_fast_path, bell = partial(FastPathAdapter, self.lane, arena), FastPathBell(self.lane, rank)
         recorder.lane, recorder.members = self.lane, self.process_sets
         recorder.begin(backends[GLOBAL_SET].fabric)
         tuner = None
@@ -161,19 +167,18 @@ class Context:
             tuner = make_tuner(config, self.topology.size, windowed, log)
         slot = current_slot()  # callbacks of handles use this rank's context too
         threads = None if slot is process_slot else (threading.get_ident(),)
-        self.where = RankLocations(rank, places, threads)
         return Runtime(
-            world.connect(LaneBell(self.lane, rank) if self.lane is not None else None),
+            world.connect(bell),
             backends,
             sets,
             config,
             make,
             RuntimeParts(
-                where=self.where,
+                where=RankLocations(rank, places, threads),
                 hooks=self.hooks,
                 recorder=recorder,
                 lane=self.lane,
-                arena=self.arena if isinstance(self.arena, Arena) else None,
+                make_fast_path=make_fast_path,
                 surroundings=lambda: playing_rank(slot),
                 tuner=tuner,
             ),
@@ -263,7 +268,7 @@ class Context:
 
     def check_usable(self) -> None:
         """Raise NotInitializedError in a forked child."""
-        if self.where.is_forked():
+        if self.runtime.is_forked():
             raise NotInitializedError(
                 "pyhvd was initialised in the parent of this forked process; only the parent can use it"
             )

@@ -33,7 +33,6 @@ from pyhvd.dtypes import BY_CODE, Code
 from pyhvd.engine.output_allocation import Entries, Shape, allocate
 from pyhvd.errors import InternalError, TransportError
 from pyhvd.negotiation.messages import RequestType, Response
-from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hooks import Instruments
 from pyhvd.queue import TensorEntry
 
@@ -219,14 +218,14 @@ class DeviceExecutor:
     # -- the verbs -----------------------------------------------------------------------------------
 
     def _allreduce(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = reduce_spec(batch[0].request, backend.size)
+        spec = batch[0].request.reduce_spec(backend.size)
         counts = [math.prod(r.request.shape) for r in batch]
         with self._hooks.phase(f"{backend.name}_ALLREDUCE"):
             backend.allreduce(_sources(entries), _targets(entries), counts, spec)
         self._deliver(backend.stream, entries, _targets(entries))
 
     def _reducescatter(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
-        spec = reduce_spec(batch[0].request, backend.size)
+        spec = batch[0].request.reduce_spec(backend.size)
         shapes = [r.request.shape for r in batch]
         with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)

@@ -24,12 +24,10 @@ from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import BY_CODE, DtypeInfo
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
-from pyhvd.engine.fast_path import NoFastPath
 from pyhvd.engine.output_allocation import Entries, allocate
 from pyhvd.engine.result_checks import make_checker
 from pyhvd.errors import CorruptionError, InternalError, ShutDownError
 from pyhvd.negotiation.messages import GLOBAL_SET, HOST, ErrorInfo, ErrorKind, RequestType, Response, verb
-from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import MPI, WINDOW, Meter
 from pyhvd.queue import TensorEntry, TensorQueue
@@ -57,8 +55,8 @@ class Executor:
         Counts the responses.
     places : sequence of Place
         Location of every rank.
-    fast_path : NoFastPath
-        Notified of added and removed sets.
+    open_set, close_set : callable
+        The fast path's, called for added and removed sets; ``close_set`` returns the tensors in flight.
     hooks : Instruments
         Notified of batches.
     config : Config
@@ -74,7 +72,8 @@ class Executor:
         make_backend: Callable[[Fabric], Backend],
         meter: Meter,
         places: Sequence[Place],
-        fast_path: NoFastPath,
+        open_set: Callable[[int, Backend], None],
+        close_set: Callable[[int], list[TensorEntry]],
         hooks: Instruments,
         config: Config,
     ) -> None:
@@ -87,7 +86,8 @@ class Executor:
         self._sets = sets
         self._make_backend = make_backend
         self._places = places
-        self._fast_path = fast_path
+        self._open_set = open_set
+        self._close_set = close_set
         self._pieces: Pieces | None = None
         # For the watchdog: the entries of the running batch, and the number of ended batches.
         self.running: Entries = []
@@ -102,7 +102,7 @@ class Executor:
             checked=self._checker is not None,
         )
         for set_id, backend in backends.items():
-            fast_path.open_set(set_id, backend)
+            open_set(set_id, backend)
         self._run: dict[int, Callable[[list[Response], Entries], None]] = {
             RequestType.ALLREDUCE: self._allreduce,
             RequestType.ADASUM: self._adasum,
@@ -217,12 +217,12 @@ class Executor:
     @staticmethod
     def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
         counts = [math.prod(r.request.shape) for r in batch]
-        backend.allreduce(sources, targets, counts, reduce_spec(batch[0].request, backend.size))
+        backend.allreduce(sources, targets, counts, batch[0].request.reduce_spec(backend.size))
 
     def _adasum(self, batch: list[Response], entries: Entries) -> None:
         backend = self._backends[batch[0].process_set]
         counts = [math.prod(r.request.shape) for r in batch]
-        spec = reduce_spec(batch[0].request, backend.size)
+        spec = batch[0].request.reduce_spec(backend.size)
         self._look_at_inputs(batch, entries)
         with self._hooks.phase(f"{backend.name}_ADASUM"):
             backend.adasum(_sources(entries), _targets(entries), counts, spec)
@@ -231,7 +231,7 @@ class Executor:
     def _reducescatter(self, batch: list[Response], entries: Entries) -> None:
         backend = self._backends[batch[0].process_set]
         shapes = [r.request.shape for r in batch]
-        spec = reduce_spec(batch[0].request, backend.size)
+        spec = batch[0].request.reduce_spec(backend.size)
         self._look_at_inputs(batch, entries)
         with self._hooks.phase(f"{backend.name}_REDUCESCATTER"):
             backend.reducescatter(_sources(entries), _targets(entries), shapes, spec)
@@ -364,12 +364,12 @@ class Executor:
             self._backends[set_id] = self._make_backend(fabric)
             if self._pieces is not None:
                 self._backends[set_id].resize(self._pieces)
-            self._fast_path.open_set(set_id, self._backends[set_id])
+            self._open_set(set_id, self._backends[set_id])
         self._tell_value(batch, entries)
 
     def _remove_process_set(self, batch: list[Response], entries: Entries) -> None:
         removed = batch[0].request.ranks[0]
-        for entry in [*self._queue.pop_set(removed), *self._fast_path.close_set(removed)]:
+        for entry in [*self._queue.pop_set(removed), *self._close_set(removed)]:
             text = (
                 f"{verb(entry.request.type)} {entry.request.name!r}: process set {removed} has been removed"
             )

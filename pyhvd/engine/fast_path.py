@@ -2,13 +2,13 @@
 
 Owns: opening the fast path, installing the meaning of cache slots, and taking back calls that the ready
 table refused or that the coordinator recalled. Such a call becomes entries of the queue. The fast path itself
-is :mod:`pyhvd.native.shared_memory`. The runtime's thread runs all but :func:`open_lane`, a collective.
+is :mod:`pyhvd.native.shared_memory`. The runtime's thread runs all but :func:`open_fast_path`, a collective.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from pyhvd.backends.base import Backend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
-from pyhvd.dtypes import ReduceSpec, lookup
+from pyhvd.dtypes import lookup
+from pyhvd.engine.runtime import NoFastPath
 from pyhvd.errors import UnsupportedDtypeError
 from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
@@ -38,10 +39,8 @@ from pyhvd.transport.shm import OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
-KernelTerms = Callable[[Request, int], ReduceSpec]
 
-
-def open_lane(
+def open_fast_path(
     fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
 ) -> FastPath | None:
     """Return this rank's end of a new fast path, or None if there cannot be one. Collective.
@@ -89,61 +88,6 @@ def _code_of(dtype: np.dtype[Any]) -> int:
         return -1
 
 
-class NoFastPath:
-    """A fast path that is off: every call goes by message.
-
-    :class:`FastPathAdapter` overrides each method for a fast path that exists.
-    """
-
-    def open_set(self, set_id: int, backend: Backend) -> None:
-        """Let a process set's allreduces use the fast path, if its ranks share a window."""
-
-    def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
-        """Forget a process set; return its tensors in flight."""
-        return []
-
-    def close(self, stuck: bool = False) -> list[TensorEntry]:  # noqa: ARG002
-        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
-        return []
-
-    def forget(self, keep: bool = False) -> None:
-        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
-
-    def look(self) -> tuple[list[str], bool, int]:
-        """Return the names in flight, whether a batch is running, and the position. From any thread."""
-        return [], False, 0
-
-    def flush(self) -> None:
-        """Mark held calls as ready: a thread waits."""
-
-    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-        """Return the requests to send."""
-        return fresh
-
-    def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
-        """Give a response list its place in the ready log; return False if the log is full."""
-        return True
-
-    def enter(self, number: int) -> bool:  # noqa: ARG002
-        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
-        return True
-
-    def leave(self) -> None:
-        """Release the progress lock, if :meth:`enter` took it."""
-
-    def tune(self, threshold: int, cycle: float) -> None:
-        """Use another fusion threshold (bytes) and cycle time (s)."""
-
-    def prepare(self, message: ResponseList) -> None:
-        """Take back the calls that a response list answers."""
-
-    def follow(self, todo: Iterable[Response]) -> None:
-        """Take back the calls whose cache slots a response list reassigns."""
-
-    def install(self, todo: Sequence[Response]) -> None:
-        """Accept the calls that a response list has put into the cache, once it is carried out."""
-
-
 class FastPathAdapter(NoFastPath):
     """The fast path as the runtime sees it.
 
@@ -151,14 +95,12 @@ class FastPathAdapter(NoFastPath):
     ----------
     lane : FastPath
         The fast path's Cython object.
+    arena : Arena or None
+        Shared memory of arrays that need not be copied.
     worker : Worker
         This rank's side of the negotiation.
     queue : TensorQueue
         Tensors that go by message.
-    terms : callable
-        ``terms(request, size)`` returns the reduction's :class:`~pyhvd.dtypes.ReduceSpec`.
-    arena : Arena or None
-        Shared memory of arrays that need not be copied.
     meter : Meter
         Counts tensors that leave the fast path; the fast path counts those it completes.
     """
@@ -166,10 +108,9 @@ class FastPathAdapter(NoFastPath):
     def __init__(
         self,
         lane: FastPath,
+        arena: Arena | None,
         worker: Worker,
         queue: TensorQueue,
-        terms: KernelTerms,
-        arena: Arena | None,
         meter: Meter,
     ) -> None:
         self._lane = lane
@@ -177,7 +118,6 @@ class FastPathAdapter(NoFastPath):
         self._arena = arena
         self._worker = worker
         self._queue = queue
-        self._terms = terms
         self._meter = meter
         self._unsent: list[tuple[int, Request]] = []
         if arena is not None:
@@ -287,7 +227,7 @@ class FastPathAdapter(NoFastPath):
             # With a small cache a list may reassign a slot several times: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
-                spec = self._terms(own, len(self._worker.sets[set_id]))
+                spec = own.reduce_spec(len(self._worker.sets[set_id]))
                 self._lane.install(
                     set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
                 )
@@ -334,7 +274,7 @@ class FastPathAdapter(NoFastPath):
         ]
 
 
-class LaneBell:
+class FastPathBell:
     """A doorbell in the ready table: the background thread makes progress on the fast path, or sleeps there.
 
     A bell's address is the rank.

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +32,6 @@ from pyhvd.controller import Coordinator, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
 from pyhvd.engine.error_mapping import error_of_thread, exception_of, info_of
 from pyhvd.engine.executor import Executor
-from pyhvd.engine.fast_path import FastPathAdapter, NoFastPath
-from pyhvd.engine.response_queue import ResponseQueue
 from pyhvd.engine.shutdown import GOODBYE, ShutdownBarrier
 from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
@@ -42,28 +43,139 @@ from pyhvd.negotiation.messages import (
     ErrorKind,
     Request,
     RequestList,
+    Response,
     ResponseList,
     TimelineOrder,
     Tuning,
     decode_out_of_band,
     decode_requests,
+    decode_responses,
     encode,
     is_out_of_band,
 )
-from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
 from pyhvd.queue import TensorEntry, TensorQueue
-from pyhvd.transport.arena import Arena
 from pyhvd.transport.fabric import Fabric
 
 if TYPE_CHECKING:
-    from pyhvd.transport.control import ControlTransport
+    from pyhvd.transport.control import ControlTransport, Sending
 
 _log = logging.getLogger("pyhvd")
+
+_LAST_LIST_SECONDS = 0.2
+"""Time limit (s) for the delivery of the last list, whose receiver may be dead or stopped."""
+
+
+class NoFastPath:
+    """A fast path that is off: every call goes by message.
+
+    :class:`pyhvd.engine.fast_path.FastPathAdapter` overrides each method for a fast path that exists.
+    """
+
+    def open_set(self, set_id: int, backend: Backend) -> None:
+        """Let a process set's allreduces use the fast path, if its ranks share a window."""
+
+    def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
+        """Forget a process set; return its tensors in flight."""
+        return []
+
+    def close(self, stuck: bool = False) -> list[TensorEntry]:  # noqa: ARG002
+        """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
+        return []
+
+    def forget(self, keep: bool = False) -> None:
+        """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
+
+    def look(self) -> tuple[list[str], bool, int]:
+        """Return the names in flight, whether a batch is running, and the position. From any thread."""
+        return [], False, 0
+
+    def flush(self) -> None:
+        """Mark held calls as ready: a thread waits."""
+
+    def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return the requests to send."""
+        return fresh
+
+    def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
+        """Give a response list its place in the ready log; return False if the log is full."""
+        return True
+
+    def enter(self, number: int) -> bool:  # noqa: ARG002
+        """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
+        return True
+
+    def leave(self) -> None:
+        """Release the progress lock, if :meth:`enter` took it."""
+
+    def tune(self, threshold: int, cycle: float) -> None:
+        """Use another fusion threshold (bytes) and cycle time (s)."""
+
+    def prepare(self, message: ResponseList) -> None:
+        """Take back the calls that a response list answers."""
+
+    def follow(self, todo: Iterable[Response]) -> None:
+        """Take back the calls whose cache slots a response list reassigns."""
+
+    def install(self, todo: Sequence[Response]) -> None:
+        """Accept the calls that a response list has put into the cache, once it is carried out."""
+
+
+class ResponseQueue:
+    """The response lists that this rank has yet to run, in order, and on rank 0 their delivery.
+
+    Only the runtime's thread uses it. Rank 0 runs a list only after this list and all earlier lists have left
+    for every rank. The reason: MPI does not progress a queued send while its sender waits outside MPI, as in
+    shared memory. Rank 0 would wait for its peers in shared memory, and they for their list, or for ranks
+    that wait for an earlier list. The wait is finite because rank 0 does not wait for later lists: the others
+    can run all earlier lists, and then receive this one.
+
+    Parameters
+    ----------
+    control : ControlTransport
+        Carries the lists from rank 0 to the others.
+    """
+
+    def __init__(self, control: ControlTransport) -> None:
+        self._control = control
+        self._lists: deque[tuple[ResponseList, list[Sending], float]] = deque()
+        self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
+
+    def hear(self, payload: bytes | bytearray) -> None:
+        """Append an arrived list."""
+        self._lists.append((decode_responses(payload), [], 0.0))
+
+    def publish(self, responses: ResponseList, audience: Collection[int]) -> None:
+        """Send a list to the ranks that it concerns; on rank 0, which may be one of them."""
+        payload = encode(responses)
+        here = self._control.rank
+        earlier = [sending for sending in self._under_way if not sending.gone()]
+        self._under_way = earlier + [self._control.send(rank, payload) for rank in audience if rank != here]
+        if here in audience:
+            self._lists.append((responses, self._under_way, time.monotonic() + _LAST_LIST_SECONDS))
+
+    def first(self) -> ResponseList | None:
+        """Return the next list if this rank may run it now."""
+        if not self._lists:
+            return None
+        responses, sendings, until = self._lists[0]
+        if all(sending.gone() for sending in sendings):
+            return responses
+        return responses if responses.stop is not None and time.monotonic() >= until else None
+
+    def pop(self) -> ResponseList:
+        """Remove and return the first list."""
+        return self._lists.popleft()[0]
+
+    def look_at(self) -> float | None:
+        """Return when to check the first list again without an event; None for never."""
+        if not self._lists or self._lists[0][0].stop is None or self.first() is not None:
+            return None
+        return self._lists[0][2]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +192,8 @@ class RuntimeParts:
         Starts and stops timelines.
     lane : FastPath or None
         The fast path; the thread makes progress on it while no other thread waits, and sleeps on it.
-    arena : Arena or None
-        Shared memory of arrays that the fast path need not copy.
+    make_fast_path : callable or None
+        ``make_fast_path(worker, queue, meter)`` returns the fast path as the runtime sees it.
     surroundings : callable
         A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
@@ -92,7 +204,7 @@ class RuntimeParts:
     hooks: Instruments
     recorder: Recorder
     lane: FastPath | None = None
-    arena: Arena | None = None
+    make_fast_path: Callable[[Worker, TensorQueue, Meter], NoFastPath] | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
 
@@ -137,10 +249,8 @@ class Runtime:
         lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
         self._fast_path = NoFastPath()
-        if lane is not None:
-            self._fast_path = FastPathAdapter(
-                lane, self._worker, self._queue, reduce_spec, parts.arena, self.meter
-            )
+        if parts.make_fast_path is not None:
+            self._fast_path = parts.make_fast_path(self._worker, self._queue, self.meter)
         self._hangs = make_reporter(
             config, self._where, control.send, self._coordinator, lane is not None, self.meter
         )
@@ -152,7 +262,8 @@ class Runtime:
             make_backend,
             self.meter,
             self._where.places,
-            self._fast_path,
+            self._fast_path.open_set,
+            self._fast_path.close_set,
             self._hooks,
             config,
         )
@@ -167,9 +278,12 @@ class Runtime:
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
-        self._probe = ProgressProbe(self._where, self._queue, self._executor, self._fast_path, self._recorder)
+        self._probe = ProgressProbe(
+            self._where, self._queue, self._executor, self._fast_path.look, self._recorder
+        )
         self._watch = make_watch(config, control.rank, self._probe, self._give_up)
         self.ended: HorovodInternalError | None = None
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
 
     def _fit(self, parts: RuntimeParts) -> None:
@@ -215,10 +329,14 @@ class Runtime:
             raise RuntimeError(
                 "a callback of a handle must not wait: it runs on the thread that would end it"
             )
-        if self._where.is_forked():
+        if self.is_forked():
             raise RuntimeError("this process was forked from one that uses pyhvd; only the parent can wait")
         self._queue.flush()
         self._fast_path.flush()
+
+    def is_forked(self) -> bool:
+        """Return whether this is a forked child of the rank, which has none of its threads."""
+        return os.getpid() != self._pid
 
     def is_here(self) -> bool:
         """Return whether the calling thread is one of the runtime's own, which cannot wait for its end."""
@@ -340,7 +458,7 @@ class Runtime:
         if self._hooks.active:
             self._hooks.list_taken(responses.seq, todo)
         self._fast_path.follow(todo)
-        for batch in plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion):
+        for batch in [todo] if len(todo) == 1 else self._plan(todo):
             self._executor.run(batch)
             if self._tuner is not None:
                 self._tuner.count(batch)
@@ -348,6 +466,9 @@ class Runtime:
         self._fast_path.install(todo)
         if responses.timeline is not None:
             self._recorder.follow(responses.timeline, self._executor.fabric)
+
+    def _plan(self, todo: Sequence[Response]) -> list[list[Response]]:
+        return plan(todo, self.tuning.fusion_threshold, self._config.disable_group_fusion)
 
     def _tune(self, tuning: Tuning) -> None:
         """Change the knobs, at the same place in the order of responses on every rank.
@@ -398,17 +519,20 @@ class Runtime:
         retry = now + 1e-3 if self._outgoing is not None else None
         drain = self._executor.look(now)
         times = [t for t in (due, look, retry, drain, self._lists.look_at()) if t is not None]
-        timeout = max(min(times) - now, 0.0) if times else None
-        if timeout is None or timeout > 0:
-            self._control.wait(timeout)
-            if self._hangs is not None and timeout is not None:
-                self._hangs.woken(now + timeout, time.monotonic())
+        until = min(times, default=math.inf)
+        if until > now:
+            self._control.wait(until - now if until < math.inf else None)
+            woken = time.monotonic()
+            if self._hangs is not None and woken - until > self._hangs.oversleep:
+                self._hangs.resumed(woken)
         self._queue.awake()
 
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if a look is due; return the time of the next look."""
         if self._coordinator is None or self._hangs is None:
             return None
+        if now < self._hangs.due:
+            return self._hangs.due
         look, error = self._hangs.inspect(now)
         if error is not None:
             self._coordinator.receive(0, self._worker.compose([], error), now)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
-from pyhvd.engine.fast_path import NoFastPath
 from pyhvd.errors import HorovodInternalError
 from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_standing, error_of_standing
 from pyhvd.observe.hang_reporter import RankLocations
@@ -145,8 +144,8 @@ class ProgressProbe:
         Tensors that go by message.
     executor : Executor
         The running batch.
-    fast_path : NoFastPath
-        Calls on the fast path.
+    look_at_fast_path : callable
+        Returns the names in flight there, whether a batch is running, and its position.
     recorder : Recorder
         Starts and stops of timelines, which are collective.
     """
@@ -156,19 +155,19 @@ class ProgressProbe:
         where: RankLocations,
         queue: TensorQueue,
         executor: Executor,
-        fast_path: NoFastPath,
+        look_at_fast_path: Callable[[], tuple[list[str], bool, int]],
         recorder: Recorder,
     ) -> None:
         self._where = where
         self._queue = queue
         self._executor = executor
-        self._fast_path = fast_path
+        self._look_at_fast_path = look_at_fast_path
         self._recorder = recorder
 
     def look(self) -> tuple[bool, Hashable]:
         """Return whether something is in flight on this rank, and a position that changes with progress."""
         names, joins = self._queue.names()
-        on_lane, _, position = self._fast_path.look()
+        on_lane, _, position = self._look_at_fast_path()
         # A rank in join() waits while others work, but not for a dead rank 0.
         waiting = bool(names or on_lane or self._executor.running or self._recorder.busy)
         waiting = waiting or (joins and self._where.states([0])[0].is_lost)
@@ -192,7 +191,7 @@ class ProgressProbe:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
         under_way += ["timeline"] * self._recorder.busy
-        on_lane, running, _ = self._fast_path.look()
+        on_lane, running, _ = self._look_at_fast_path()
         runs = bool(under_way or running)
         shown = under_way or (on_lane if running else [*names, *on_lane])
         others = [rank for rank in range(len(self._where.places)) if rank != self._where.rank]

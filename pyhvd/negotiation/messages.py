@@ -11,11 +11,15 @@ every rank. A rank that submits a tensor exactly as its slot holds it sends one 
 from __future__ import annotations
 
 import enum
+import functools
+import math
+from fractions import Fraction
 from typing import TypeVar
 
 import msgspec
 
 from pyhvd.common.stacks import ThreadStack
+from pyhvd.dtypes import BY_CODE, INTEGERS, ReduceOp, ReduceSpec
 from pyhvd.errors import InternalError
 
 PROTOCOL_VERSION = 3
@@ -109,6 +113,32 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     traceback: str = ""
     window: bool = False
+
+    def reduce_spec(self, size: int) -> ReduceSpec:
+        """Return how backends reduce the tensor; Average becomes a Sum divided by the size of the set.
+
+        Joined ranks count in the divisor.
+        """
+        return _reduce_spec(self.dtype, self.op, self.prescale, self.postscale, size)
+
+
+@functools.lru_cache(maxsize=256)
+def _reduce_spec(dtype: int, op: int, prescale: float, postscale: float, size: int) -> ReduceSpec:
+    if op != ReduceOp.AVERAGE:
+        return ReduceSpec(BY_CODE[dtype], ReduceOp(op), prescale, postscale)
+    return ReduceSpec(BY_CODE[dtype], ReduceOp.SUM, prescale, _quotient(postscale, size, dtype in INTEGERS))
+
+
+def _quotient(postscale: float, size: int, exact: bool) -> float:
+    """Return postscale / size; with ``exact`` the result is never rounded towards zero.
+
+    Integers are truncated after the multiplication. If 1/49 were rounded down, the average of 49 ones would
+    be 0.
+    """
+    factor = postscale / size
+    if exact and abs(Fraction(factor) * size) < abs(Fraction(postscale)):
+        return math.nextafter(factor, math.copysign(math.inf, factor))
+    return factor
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):

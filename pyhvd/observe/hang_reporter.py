@@ -8,7 +8,7 @@ has come in, or is overdue. What to report, and its text, are :mod:`pyhvd.observ
 from __future__ import annotations
 
 import logging
-import os
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,10 +51,6 @@ class RankLocations:
     places: Sequence[Place]
     threads: Collection[int] | None = None
 
-    def is_forked(self) -> bool:
-        """Return whether this is a forked child of the rank, which has none of its threads."""
-        return os.getpid() != self.places[self.rank].pid
-
     def states(self, ranks: Iterable[int]) -> dict[int, State]:
         """Return what the processes of some ranks do, as far as that is seen from here."""
         return {rank: state_of(self.places[rank], self.places[self.rank]) for rank in ranks}
@@ -79,6 +75,13 @@ class HangReporter:
         ``pending(now)`` returns all that waits; see :meth:`pyhvd.controller.Coordinator.stalled`.
     count : callable
         ``count(tensors, warned)`` is told how many are overdue, and whether that has just been reported.
+
+    Attributes
+    ----------
+    due : float
+        Time (monotonic s) before which :meth:`inspect` has nothing to do.
+    oversleep : float
+        How late (s) rank 0's thread may wake up before :meth:`resumed` must know.
     """
 
     def __init__(
@@ -96,42 +99,40 @@ class HangReporter:
         self._count = count
         self._inquiry: Inquiry | None = None
         self._number = 0
-        self._over = False
         self._resumed = 0.0
+        self.due = 0.0
+        self.oversleep = inspector.oversleep
 
-    def woken(self, due: float, now: float) -> None:
-        """Rank 0's thread wanted to sleep until ``due`` (s); if that is long past, the job was suspended.
+    def resumed(self, now: float) -> None:
+        """Note that rank 0's thread woke up much too late, at ``now`` (s): the job was suspended.
 
         A scheduler, or whoever pauses a container, stops all ranks alike. Nobody is to blame for that time.
         """
-        if now - due > self._inspector.oversleep:
-            self._resumed = now
+        self._resumed = now
 
-    def inspect(self, now: float) -> tuple[float | None, ErrorInfo | None]:
-        """Do what is due; return when to be asked again (None: after a message), and what ends the job."""
-        look = self._inspector.next_look(now)
-        if look is None or self._over:
-            return None, None
-        if self._inquiry is None and look <= now:
+    def inspect(self, now: float) -> tuple[float, ErrorInfo | None]:
+        """Do what is due; return when to call again (inf: after a message), and what ends the job."""
+        if self._inquiry is None:
             pending = self._waiting(now)
             finding = self._inspector.look(pending, now)
             self._count(self._inspector.overdue(pending, now), False)
+            self.due = self._inspector.next_look
             if finding is None:
-                # What comes to wait comes as a message, or has to be looked for.
-                return (
-                    self._inspector.next_look(now) if pending or self._inspector.unannounced else None
-                ), None
+                # A tensor that starts to wait is announced by a message, or has to be looked for.
+                return (self.due if pending or self._inspector.unannounced else math.inf), None
             self._ask(Inquiry(self._number, finding, self._inspector.answers_until(finding, now)))
         error = self._conclude(now)
         if error is not None:
-            self._over = True
+            self.due = math.inf
             return now, error
-        return (self._inspector.next_look(now) if self._inquiry is None else self._inquiry.until), None
+        self.due = self._inspector.next_look if self._inquiry is None else self._inquiry.until
+        return self.due, None
 
     def take(self, rank: int, report: StackReport) -> None:
         """Take a rank's answer."""
         if self._inquiry is not None:
             self._inquiry.take(rank, report)
+            self.due = 0.0
 
     def _waiting(self, now: float) -> list[Stalled]:
         pending = self._pending(now)
@@ -184,12 +185,10 @@ def make_reporter(
     unannounced: bool,
     meter: Meter,
 ) -> HangReporter | None:
-    """Return the reporter, on rank 0; ``unannounced``: tensors may come to wait without a message."""
-    if coordinator is None:
+    """Return rank 0's reporter, or None if it is off; ``unannounced``: as for StallInspector."""
+    if coordinator is None or config.stall_check_disable or not config.stall_check_time_seconds:
         return None
     inspector = StallInspector(
-        0.0 if config.stall_check_disable else config.stall_check_time_seconds,
-        config.stall_shutdown_time_seconds,
-        unannounced,
+        config.stall_check_time_seconds, config.stall_shutdown_time_seconds, unannounced
     )
     return HangReporter(inspector, where, send, coordinator.stalled, meter.stalled)

@@ -1,7 +1,8 @@
 """Hooks: calls by which the engine tells instruments what it does.
 
 Owns the list of instruments of one rank, and removes an instrument that raises: no instrument breaks a
-collective. With no instrument a hook costs one test of an empty tuple. The timeline is an instrument.
+collective. With no instrument a hook costs one test of an empty tuple, and a phase a ``nullcontext``. The
+timeline is an instrument.
 
 No hook tells of the fast lane, because the fast lane runs without Python. It writes records to a ring
 (:class:`pyhvd.native.shared_memory.Trace`), which an instrument reads in :meth:`Instrument.look`.
@@ -13,10 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
+from pyhvd.backends.base import Phases
 from pyhvd.negotiation.messages import Request, Response
 from pyhvd.queue import TensorEntry
 
@@ -80,10 +83,11 @@ def _dispatch(
     return tell
 
 
-class Instruments:
+class Instruments(Phases):
     """The instruments of one rank.
 
     Any thread may add and remove. ``active`` is replaced, never changed, so that readers need no lock.
+    ``phase(name)`` returns a context manager that tells the instruments of a part of a batch.
     """
 
     def __init__(self) -> None:
@@ -93,12 +97,16 @@ class Instruments:
     def add(self, instrument: Instrument) -> None:
         """Call an instrument's hooks from now on."""
         with self._lock:
-            self.active = (*self.active, instrument)
+            self._set((*self.active, instrument))
 
     def remove(self, instrument: Instrument) -> None:
         """Call an instrument's hooks no longer."""
         with self._lock:
-            self.active = tuple(each for each in self.active if each is not instrument)
+            self._set(tuple(each for each in self.active if each is not instrument))
+
+    def _set(self, active: tuple[Instrument, ...]) -> None:
+        self.active = active
+        self.phase = partial(_Phase, self) if active else nullcontext
 
     queued = _dispatch(Instrument.queued)
     requested = _dispatch(Instrument.requested)
@@ -108,16 +116,9 @@ class Instruments:
     tell_phase = _dispatch(Instrument.phase)
     _look = _dispatch(Instrument.look)
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that tells the instruments of a part of a batch."""
-        return _Phase(self, name) if self.active else _NO_PHASE
-
     def look(self, now: float) -> float | None:
         """See :meth:`Instrument.look`; return the earliest time."""
         return min((due for due in self._look(now) if due is not None), default=None)
-
-
-_NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
 class _Phase:

@@ -62,39 +62,35 @@ class StallInspector:
     Parameters
     ----------
     warn_after : float
-        Seconds; 0 turns the inspector off.
+        Seconds.
     end_after : float
         Seconds after which the job is ended; 0 for never.
     unannounced : bool
         Whether tensors may come to wait without a message, so that one has to look for them.
+
+    Attributes
+    ----------
+    next_look : float
+        When (s) to look again.
+    oversleep : float
+        How late (s) a look may come before that means something: half of the warning time.
     """
 
     def __init__(self, warn_after: float, end_after: float, unannounced: bool = False) -> None:
         self.unannounced = unannounced
         self._warn_after = warn_after
         self._end_after = end_after
-        self._next = 0.0
+        self.next_look = 0.0
+        self.oversleep = warn_after / 2
         self._silent_until = 0.0
-
-    @property
-    def oversleep(self) -> float:
-        """How late (s) one may come to look before that means something: half of the warning time."""
-        return self._warn_after / 2
-
-    def next_look(self, now: float) -> float | None:
-        """Return when (s) to look again, or None for never."""
-        if not self._warn_after:
-            return None
-        self._next = max(self._next, now)
-        return self._next
 
     def look(self, pending: Sequence[Stalled], now: float) -> Finding | None:
         """Return what is to be reported, if anything."""
         period = min(self._warn_after, self._end_after or self._warn_after)
         oldest = min((p.since for p in pending), default=now)
-        self._next = now + max(min(period, oldest + period - now), period / 4)
+        self.next_look = now + max(min(period, oldest + period - now), period / 4)
         if self.unannounced:
-            self._next = min(self._next, now + period / 4)
+            self.next_look = min(self.next_look, now + period / 4)
         late = tuple(p for p in pending if now - p.since >= self._warn_after)
         if not late:
             return None
@@ -105,7 +101,8 @@ class StallInspector:
             return None
         due = oldest + self._end_after if self._end_after else now + self._warn_after
         self._silent_until = min(now + self._warn_after, due)
-        self._next = min(self._next, self._silent_until) if self.unannounced else self._silent_until
+        unannounced_look = self.next_look if self.unannounced else self._silent_until
+        self.next_look = min(unannounced_look, self._silent_until)
         return Finding(late, tuple(pending), self._warn_after, ends_job=False)
 
     def overdue(self, pending: Sequence[Stalled], now: float) -> int:

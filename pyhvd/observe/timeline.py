@@ -308,7 +308,7 @@ class Recorder:
 
     def watch(self, backend: HostBackend) -> None:
         """Record the phases of a backend."""
-        backend.phase = self._hooks.phase
+        backend.phases = self._hooks
         if isinstance(backend, ShmBackend):
             backend.window.attach(self.trace)
 

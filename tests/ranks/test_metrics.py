@@ -263,7 +263,7 @@ def test_an_init_that_fails_gives_the_port_up(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as free:
         knobs = {"metrics_port": free.getsockname()[1]}
     with monkeypatch.context() as broken:
-        broken.setattr("pyhvd.engine.context.open_lane", fail)
+        broken.setattr("pyhvd.engine.context.open_fast_path", fail)
         with pytest.raises(RanksFailed, match="no lane today"):
             run_ranks(1, hvd.rank, knobs=knobs)
     assert run_ranks(1, hvd.rank, knobs=knobs) == [0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
 
+from pyhvd.api.call import calling_site
 from pyhvd.errors import DuplicateNameError, HorovodInternalError, ShutDownError
 from pyhvd.negotiation.messages import JOIN_NAME, Request, RequestType
 from pyhvd.queue import TensorEntry, TensorQueue
@@ -325,3 +329,32 @@ def test_a_join_that_is_refused_is_none() -> None:
 
 def grouped_entries(name: str) -> list[TensorEntry]:
     return [TensorEntry(0, request, None, None, ignore) for request in grouped(name, [(2,), (3,)])]
+
+
+def site_text(site: tuple[CodeType, int] | None) -> str:
+    queue = TensorQueue(Wakes(), NEVER)
+    queue.add([TensorEntry(0, allreduce("a"), None, None, ignore, site=site)])
+    assert queue.site_of(0, "b") == ""
+    return queue.site_of(0, "a")
+
+
+def test_a_site_is_the_line_of_the_call() -> None:
+    site = calling_site()
+    line = sys._getframe().f_lineno - 1
+    assert site_text(site).endswith(f"test_queue.py:{line} in test_a_site_is_the_line_of_the_call")
+    assert site_text(None) == ""
+
+
+def test_a_site_is_relative_to_the_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    assert site_text(calling_site()).startswith("test_queue.py:")
+
+
+def test_a_long_site_loses_its_beginning(tmp_path: Path) -> None:
+    code = compile("def f(): return calling_site()\nsite = f()", str(tmp_path / ("d" * 250 + ".py")), "exec")
+    space: dict[str, Any] = {"calling_site": calling_site}
+    exec(code, space)
+    text = site_text(space["site"])
+    assert text.startswith("...")
+    assert text.endswith("d.py:1 in f")
+    assert len(text) == 160

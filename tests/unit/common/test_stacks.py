@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType
 
 import pytest
 
-from pyhvd.api.call import calling_site
 from pyhvd.common import stacks
 from pyhvd.common.stacks import (
     MAX_FRAMES,
-    MAX_TEXT,
     MAX_THREADS,
     ThreadStack,
-    describe_site,
     user_stacks,
 )
 from pyhvd.testing import run_ranks
@@ -154,23 +149,6 @@ def test_pyhvds_own_frames_are_folded_into_what_was_called() -> None:
     (stack,) = stood
     assert stack.inside == "pyhvd.result"
     assert [frame.function for frame in stack.frames] == ["body"]  # none of pyhvd.testing's
-
-
-def test_a_site_is_the_line_of_the_call() -> None:
-    site = calling_site()
-    assert site is not None
-    line = sys._getframe().f_lineno - 2
-    assert describe_site(*site).endswith(f"test_stacks.py:{line} in test_a_site_is_the_line_of_the_call")
-
-
-def test_long_texts_are_cut(tmp_path: Path) -> None:
-    code = compile("def f(): return calling_site()\nsite = f()", str(tmp_path / ("d" * 250 + ".py")), "exec")
-    space: dict[str, tuple[CodeType, int]] = {"calling_site": calling_site}  # type: ignore[dict-item]
-    exec(code, space)
-    text = describe_site(*space["site"])
-    assert text.startswith("...")
-    assert text.endswith("d.py:1 in f")
-    assert len(text) < MAX_TEXT + 20
 
 
 def test_paths_are_shown_as_one_names_them_here(monkeypatch: pytest.MonkeyPatch) -> None:

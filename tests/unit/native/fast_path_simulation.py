@@ -24,7 +24,6 @@ from pyhvd.negotiation.messages import (
     ResponseList,
     encode,
 )
-from pyhvd.negotiation.reduction import reduce_spec
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
 from tests.unit.negotiation.simulation import Done, Key, Network, Ranks
@@ -267,10 +266,9 @@ class LaneNetwork(Network):
         self.halves = [
             FastPathAdapter(
                 cast(Any, self.lanes[r]),
+                None,
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
-                reduce_spec,
-                None,
                 Meter(r, size, timed=False),
             )
             for r in range(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pyhvd.engine.response_queue import ResponseQueue
+from pyhvd.engine.runtime import ResponseQueue
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
