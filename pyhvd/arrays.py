@@ -75,43 +75,32 @@ def flat_bytes(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def view(tensor: Any) -> TensorView:
-    """Return the view of an input: a numpy array or scalar, a number, or any host array that numpy can view.
+def view(tensor: Any, *, writing: bool = False) -> TensorView:
+    """Return the view of a numpy array or scalar, a number, or any host array that numpy can view.
 
     It has any shape (0-d and empty are legal), and any dtype of the table in :mod:`pyhvd.dtypes`.
 
     Raises
     ------
     TypeError
-        The tensor is no array.
+        The tensor is no array, or ``writing`` is set and it is a scalar.
+    ValueError
+        ``writing`` is set, and the array is read-only.
     UnsupportedDtypeError
         The dtype cannot be sent.
     """
-    array = _as_numpy(tensor)
-    info = KNOWN.get(array.dtype) or lookup(array.dtype)
-    if array.flags.c_contiguous:
-        return TensorView(array, info)
-    return TensorView(np.ascontiguousarray(array), info, home=array)
-
-
-def view_for_writing(tensor: Any) -> TensorView:
-    """Return the view of an in-place operation's array; raise TypeError for a scalar; see :func:`view`.
-
-    Raises
-    ------
-    ValueError
-        The array is read-only.
-    """
-    if isinstance(tensor, _SCALARS):
+    if writing and isinstance(tensor, _SCALARS):
         raise TypeError(f"an in-place operation needs an array, not the scalar {tensor!r}")
-    result = view(tensor)
-    target = result.array if result.home is None else result.home
-    if not target.flags.writeable:
+    array = _as_numpy(tensor)
+    if writing and not array.flags.writeable:
         raise ValueError(
             "an in-place operation needs a writable array, and this one is read-only:"
             " pass array.copy(), or call the operation without the trailing underscore"
         )
-    return result
+    info = KNOWN.get(array.dtype) or lookup(array.dtype)
+    if array.flags.c_contiguous:
+        return TensorView(array, info)
+    return TensorView(np.ascontiguousarray(array), info, home=array)
 
 
 def _as_numpy(tensor: Any) -> Array:

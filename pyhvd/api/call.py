@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
+from pyhvd import arrays
 from pyhvd.api.handles import Handle, QueuedHandle
 from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
+from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import View
 from pyhvd.devices.base import DeviceView
 from pyhvd.devices.pending import PendingArray, taken
@@ -139,7 +141,11 @@ class Call:
             The runtime calls it with the answer at hand, before the handle completes.
         """
         runtime, entries = self.context.runtime, self._entries
-        result = partial(_result_of, bool(self._group), inplace)
+        views = [view for entry in entries for view in (entry.source, entry.target)]
+        on_device = [view for view in views if isinstance(view, DeviceView)]
+        if on_device:
+            mark_ready(on_device)
+        result = partial(_result_on_device if on_device else _result_on_host, bool(self._group), inplace)
         handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
             runtime.check_joined(self.set_id, self._request(self.name))
@@ -151,8 +157,6 @@ class Call:
             entry.done, entry.site = partial(handle.complete, index), site
         if before_end is not None:
             entries[-1].done = partial(_complete_after, before_end, entries[-1].done)
-        views = (view for entry in entries for view in (entry.source, entry.target))
-        mark_ready(view for view in views if isinstance(view, DeviceView))
         runtime.submit(entries)
         return handle
 
@@ -217,7 +221,13 @@ def _complete_after(
     done(result, error)
 
 
-# -- results as arrays of any library ---------------------------------------------------------------------
+# -- tensors: arrays of any library as views, and results as arrays --------------------------------------
+
+
+def adopt(tensor: Any, *, writing: bool = False) -> View:
+    """Return the view of an array; numpy's own need no library. See :func:`array_libraries.adopt`."""
+    taking = arrays.view if type(tensor) is np.ndarray else array_libraries.adopt
+    return taking(tensor, writing=writing)
 
 
 def target_like(source: View, shape: tuple[int, ...]) -> View:
@@ -227,14 +237,20 @@ def target_like(source: View, shape: tuple[int, ...]) -> View:
     return source.library.empty_like(source, shape)
 
 
-def _result_of(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
-    """Return a call's result; the caller's stream waits for tensors whose device work has not ended."""
+def _result_on_host(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+    results = outputs if inplace is None else inplace
+    return list(results) if grouped else results[0]
+
+
+def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+    """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
     if inplace is None:
-        return [taken(output) for output in outputs] if grouped else taken(outputs[0])
-    for output in outputs:
-        if isinstance(output, PendingArray):
-            output.follow()
-    return list(inplace) if grouped else inplace[0]
+        outputs = [taken(output) for output in outputs]
+    else:
+        for output in outputs:
+            if isinstance(output, PendingArray):
+                output.follow()
+    return _result_on_host(grouped, inplace, outputs)
 
 
 # -- checks of arguments ---------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call, OwnName, Reduction, check_rows, check_splits, refusing, target_like
+from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing, target_like
 from pyhvd.api.compression import Compression, Compressor, compress_all, compress_one, decompress_all
 from pyhvd.api.handles import Handle
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.arrays import Array, TensorView
-from pyhvd.devices.array_libraries import View, adopt
+from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
 from pyhvd.engine.context import current_slot, process_slot
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start

@@ -10,9 +10,7 @@ import functools
 import importlib
 from typing import Any, Protocol
 
-import numpy as np
-
-from pyhvd.arrays import TensorView, view, view_for_writing
+from pyhvd.arrays import TensorView, view
 from pyhvd.devices.base import DeviceView
 
 View = TensorView | DeviceView
@@ -60,9 +58,8 @@ def adopt(tensor: Any, *, writing: bool = False) -> View:
         The array is on a GPU, and CuPy is not installed.
     """
     library = _library_of(tensor)
-    if library is not None:
-        return library.adopt(tensor, writing=writing)
-    return view_for_writing(tensor) if writing else view(tensor)
+    taking = view if library is None else library.adopt
+    return taking(tensor, writing=writing)
 
 
 @functools.cache
@@ -73,8 +70,6 @@ def _root_of(module: str) -> str:
 
 def _library_of(tensor: Any) -> Adopter | None:
     """Return the library of an array on a device; None for any other object."""
-    if type(tensor) is np.ndarray:
-        return None
     root = _root_of(type(tensor).__module__)
     if root in _HOST_ONLY:
         return None

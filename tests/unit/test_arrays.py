@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pyhvd.arrays import TensorView, address, flat_bytes, view, view_for_writing
+from pyhvd.arrays import TensorView, address, flat_bytes, view
 from pyhvd.dtypes import Code
 from pyhvd.errors import UnsupportedDtypeError
 
@@ -56,7 +57,7 @@ def test_a_contiguous_array_is_viewed_without_a_copy(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONTIGUOUS)
 def test_writing_in_place_reaches_the_callers_memory(kind: str) -> None:
     array = CONTIGUOUS[kind]()
-    target = view_for_writing(array)
+    target = view(array, writing=True)
     target.bytes[:] = 1
     target.copy_home()
     assert set(np.asarray(array).tobytes()) <= {1}
@@ -73,7 +74,7 @@ def test_a_strided_array_is_copied_and_copied_home(kind: str) -> None:
     assert array.tobytes() == before.tobytes(), "the input is untouched until it is asked for"
     seen.copy_home()
     assert set(np.ascontiguousarray(array).tobytes()) == {1}
-    target = view_for_writing(array)
+    target = view(array, writing=True)
     assert target.home is not None
 
 
@@ -83,7 +84,7 @@ def test_read_only_arrays_can_be_sent_but_not_be_targets() -> None:
     assert view(array).ptr == address(array)
     for target in (array, array[:, ::2], np.broadcast_to(np.float32(1), (3,)), memoryview_of(b"12345678")):
         with pytest.raises(ValueError, match="needs a writable array, and this one is read-only"):
-            view_for_writing(target)
+            view(target, writing=True)
 
 
 def memoryview_of(data: bytes) -> Any:
@@ -104,7 +105,7 @@ def test_numbers_are_0d_arrays(number: Any, code: Code) -> None:
     assert (seen.shape, seen.info.code) == ((), code)
     assert seen.array[()] == number
     with pytest.raises(TypeError, match=re.escape(f"needs an array, not the scalar {number!r}")):
-        view_for_writing(number)
+        view(number, writing=True)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_the_other_byte_order_is_named(dtype: str) -> None:
 @pytest.mark.parametrize("thing", [[1, 2], (1.0,), [[1], [2]]])
 def test_lists_get_advice(thing: Any) -> None:
     text = f"expected a numpy array .*, not {type(thing).__name__}: convert it with numpy.asarray first"
-    for normalise in (view, view_for_writing):
+    for normalise in (view, partial(view, writing=True)):
         with pytest.raises(TypeError, match=text):
             normalise(thing)
 
@@ -152,7 +153,7 @@ def test_what_is_no_array(thing: Any) -> None:
 
 def test_a_memmap_is_written_through(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "data", np.float64, "w+", shape=(4,))
-    seen = view_for_writing(mapped)
+    seen = view(mapped, writing=True)
     assert type(seen.array) is np.ndarray
     seen.array[:] = [1, 2, 3, 4]
     mapped.flush()
@@ -169,16 +170,16 @@ class Foreign:
 
 def test_the_array_interface_shares_memory() -> None:
     memory = np.arange(6.0)
-    seen = view_for_writing(Foreign(memory))
+    seen = view(Foreign(memory), writing=True)
     assert seen.ptr == address(memory)
     seen.array[0] = 42
     assert memory[0] == 42
-    strided = view_for_writing(Foreign(memory[::2]))
+    strided = view(Foreign(memory[::2]), writing=True)
     strided.array[:] = -1
     strided.copy_home()
     assert memory.tolist() == [-1, 1, -1, 3, -1, 5]
     with pytest.raises(ValueError, match="read-only"):
-        view_for_writing(Foreign(memory, data=(address(memory), True)))
+        view(Foreign(memory, data=(address(memory), True)), writing=True)
 
 
 class Capsule:
