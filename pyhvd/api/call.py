@@ -7,15 +7,16 @@ so that the other ranks do not wait.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -39,7 +40,6 @@ from pyhvd.queue import TensorEntry
 if TYPE_CHECKING:
     from pyhvd.api.process_sets import ProcessSet
 
-T = TypeVar("T")
 Completion = Callable[[Any, BaseException | None], None]
 
 _OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -183,17 +183,13 @@ class Call:
             exc.args = (f"{verb(self.kind)} {self.name!r}: {exc.args[0]}",)
 
 
+@contextlib.contextmanager
 def refusing(
-    kind: RequestType,
-    name: str | None,
-    process_set: ProcessSet,
-    prepare: Callable[[], T],
-    *,
-    grouped: bool = False,
-) -> T:
-    """Return ``prepare()``, which runs before a call; if it raises, announce the call as refused."""
+    kind: RequestType, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+) -> Iterator[None]:
+    """Announce a call as refused if the body, which prepares it, raises an error."""
     try:
-        return prepare()
+        yield
     except Exception:
         with Call(kind, name, process_set, grouped=grouped):
             raise

@@ -108,8 +108,8 @@ def allreduce(
     """
     ctx: Any = None
     if compression is not Compression.none:
-        kind = RequestType.ALLREDUCE
-        tensor, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
+        with refusing(RequestType.ALLREDUCE, name, process_set):
+            tensor, ctx = compress_one(compression, tensor)
     result = start(WAITS, tensor, average, name, op, prescale_factor, postscale_factor, process_set).result()
     return result if compression is Compression.none else compression.decompress(result, ctx)
 
@@ -170,10 +170,8 @@ def grouped_allreduce(
     """
     contexts: list[Any] = []
     if compression is not Compression.none:
-        kind = RequestType.ALLREDUCE
-        tensors, contexts = refusing(
-            kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
-        )
+        with refusing(RequestType.ALLREDUCE, name, process_set, grouped=True):
+            tensors, contexts = compress_all(compression, tensors)
     form = GROUPED | WAITS
     handle = start(form, tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     results: list[Any] = handle.result()
@@ -298,8 +296,8 @@ def reducescatter(
     be the same on every rank, with at least one dimension. ``op`` is Average or Sum; otherwise see
     :func:`allreduce`.
     """
-    kind = RequestType.REDUCESCATTER
-    compressed, ctx = refusing(kind, name, process_set, lambda: compress_one(compression, tensor))
+    with refusing(RequestType.REDUCESCATTER, name, process_set):
+        compressed, ctx = compress_one(compression, tensor)
     handle = reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     return compression.decompress(handle.result(), ctx)
 
@@ -327,10 +325,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Reduce and scatter several tensors as one unit; list in, list out; see :func:`reducescatter`."""
-    kind = RequestType.REDUCESCATTER
-    compressed, contexts = refusing(
-        kind, name, process_set, lambda: compress_all(compression, tensors), grouped=True
-    )
+    with refusing(RequestType.REDUCESCATTER, name, process_set, grouped=True):
+        compressed, contexts = compress_all(compression, tensors)
     handle = grouped_reducescatter_async(compressed, name, op, process_set, prescale_factor, postscale_factor)
     return decompress_all(compression, handle.result(), contexts)
 

@@ -37,12 +37,12 @@ def broadcast_object(
     here = context.current().topology.rank == root_rank
     data = np.empty(0, np.uint8)
     if here:
-        data = refusing(RequestType.BROADCAST, _part(name, "sz"), process_set, lambda: _pickled(obj))
+        with refusing(RequestType.BROADCAST, _part(name, "sz"), process_set):
+            data = _pickled(obj)
     size = broadcast(np.array(data.nbytes, np.int64), root_rank, _part(name, "sz"), process_set)
     if not here:
-        data = refusing(
-            RequestType.BROADCAST, _part(name, "t"), process_set, lambda: np.empty(int(size), np.uint8)
-        )
+        with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
+            data = np.empty(int(size), np.uint8)
     broadcast_(data, root_rank, _part(name, "t"), process_set)
     return obj if here else cloudpickle.loads(data.data)
 
@@ -62,7 +62,8 @@ def allgather_object(
         The ranks that take part.
     """
     name = _name(name, process_set, RequestType.ALLGATHER)
-    data = refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set, lambda: _pickled(obj))
+    with refusing(RequestType.ALLGATHER, _part(name, "sz"), process_set):
+        data = _pickled(obj)
     sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
     everything = allgather(data, _part(name, "t"), process_set)
     ends = np.cumsum(sizes)
