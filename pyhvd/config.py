@@ -235,7 +235,7 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> tuple[Config, list[str]]:
-        """Read the environment.
+        """Return the configuration that the environment gives.
 
         Parameters
         ----------

@@ -28,7 +28,7 @@ class Adopter(Protocol):
         """Return the view of a contiguous array, or of a contiguous copy; see :func:`adopt`."""
 
 
-# By the top-level module of an array's type; arrays of any other module have a protocol.
+# By the top-level module of an array's type. Arrays of other libraries are taken by a protocol.
 _MODULES = {"cupy": "pyhvd.devices.cupy_arrays", "torch": "pyhvd.devices.torch_arrays"}
 _ANY_OTHER = "pyhvd.devices.dlpack_arrays"
 _HOST_ONLY = frozenset(("builtins", "numpy", "ml_dtypes"))

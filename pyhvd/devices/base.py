@@ -202,7 +202,7 @@ class ArrayLibrary(Protocol):
 class DeviceView(msgspec.Struct, eq=False):
     """A contiguous array on a device.
 
-    The caller's ``stream`` must do the work that was queued there before the submission first.
+    Work that was queued on the caller's ``stream`` before the submission must be done first.
     """
 
     ptr: int
