@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,9 @@ from pyhvd.common.text import sendable
 from pyhvd.devices.array_libraries import View
 from pyhvd.errors import DuplicateNameError, HorovodInternalError
 from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType, verb
+
+if TYPE_CHECKING:
+    from pyhvd.native.shared_memory import FastPath
 
 Key = tuple[int, str]
 
@@ -70,24 +73,6 @@ class TensorEntry(msgspec.Struct, eq=False):
     site: tuple[CodeType, int] | None = None
 
 
-class FastPathNames(Protocol):
-    """The tensors in flight on the fast path, which pass by the queue; see :mod:`pyhvd.native`.
-
-    Attributes
-    ----------
-    paused : bool
-        Whether this rank has joined, and the fast path lets no tensor in. Set before the join is announced.
-    """
-
-    paused: bool
-
-    def find(self, set_id: int, name: str) -> object | None:
-        """Return the call in flight with a tensor of this name, or None."""
-
-    def find_group(self, set_id: int, name: str) -> object | None:
-        """Return the grouped call in flight of this name, or None."""
-
-
 class TensorQueue:
     """See the module's docstring.
 
@@ -97,15 +82,14 @@ class TensorQueue:
         Ends the runtime's sleep; called from any thread.
     window : float
         Longest time (s) for which submissions gather while no thread waits.
-    fast_path : FastPathNames, optional
-        The fast path. Before it lets a name in, it looks into :attr:`entries`, :attr:`groups` and
-        :attr:`refusals`. The queue first enters its names there, then looks into the fast path. So of two
-        concurrent submissions of a name, at least one sees the other.
+    fast_path : FastPath, optional
+        The tensors in flight there pass by the queue; ``paused`` keeps others out while this rank has joined.
+        Before it lets a name in, it looks into :attr:`entries`, :attr:`groups` and :attr:`refusals`. The
+        queue first enters its names there, then looks into the fast path. So of two concurrent submissions
+        of a name, at least one sees the other.
     """
 
-    def __init__(
-        self, wake: Callable[[], None], window: float, fast_path: FastPathNames | None = None
-    ) -> None:
+    def __init__(self, wake: Callable[[], None], window: float, fast_path: FastPath | None = None) -> None:
         self._wake = wake
         self._fast_path = fast_path
         self._window = window
@@ -322,7 +306,7 @@ class TensorQueue:
         return wake
 
     @staticmethod
-    def _clash(fast_path: FastPathNames, entries: Sequence[TensorEntry]) -> str:
+    def _clash(fast_path: FastPath, entries: Sequence[TensorEntry]) -> str:
         """Return the error's text if a name is in flight on the fast path, else an empty text."""
         request = entries[0].request
         if request.group and fast_path.find_group(entries[0].process_set, request.group) is not None:

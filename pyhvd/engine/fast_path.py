@@ -135,18 +135,18 @@ class FastPathAdapter(NoFastPath):
         """Forget a process set; return its tensors in flight."""
         if not self._lane.has_set(set_id):
             return []
-        left = [entry for unit in self._lane.in_flight(set_id) for entry in self._entries(unit)[1]]
+        left = [entry for call in self._lane.in_flight(set_id) for entry in self._entries(call)[1]]
         self._lane.close_set(set_id)
         return left
 
     def close(self, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
         self._lane.shut(stuck or self._entered)
-        return [entry for unit in self._lane.in_flight() for entry in self._entries(unit)[1]]
+        return [entry for call in self._lane.in_flight() for entry in self._entries(call)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
         """Return the names in flight, whether a batch is running, and the position. From any thread."""
-        names = [unit.name for unit in self._lane.in_flight()]
+        names = [call.name for call in self._lane.in_flight()]
         return names, self._lane.is_running(), self._lane.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
@@ -158,8 +158,8 @@ class FastPathAdapter(NoFastPath):
         if fresh:
             self._lane.mark_ready()
         first, self._unsent = self._unsent, []
-        while (unit := self._lane.refused()) is not None:
-            _, entries = self._entries(unit)
+        while (call := self._lane.refused()) is not None:
+            _, entries = self._entries(call)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
         for set_id, request in fresh:
@@ -213,9 +213,9 @@ class FastPathAdapter(NoFastPath):
         for response in todo:
             if response.slot >= 0 and self._lane.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
-                unit = self._lane.retire(response.process_set, response.slot, own)
-                if unit is not None:
-                    self._convert(unit)
+                call = self._lane.retire(response.process_set, response.slot, own)
+                if call is not None:
+                    self._convert(call)
 
     def install(self, todo: Sequence[Response]) -> None:
         """Accept the calls that a finished response list has put into the cache."""
@@ -234,12 +234,12 @@ class FastPathAdapter(NoFastPath):
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
-            if (unit := self._lane.find(set_id, name)) is not None:
-                self._convert(unit)
+            if (call := self._lane.find(set_id, name)) is not None:
+                self._convert(call)
 
-    def _convert(self, unit: CachedCall) -> None:
+    def _convert(self, call: CachedCall) -> None:
         """Move a call from the fast path to the queue."""
-        known, entries = self._entries(unit)
+        known, entries = self._entries(call)
         self._queue.adopt(entries)
         if known:
             self._meter.submitted(len(entries), 0)
@@ -249,9 +249,9 @@ class FastPathAdapter(NoFastPath):
             else:
                 self._unsent.append((entry.process_set, entry.request))
 
-    def _entries(self, unit: CachedCall) -> tuple[bool, list[TensorEntry]]:
+    def _entries(self, call: CachedCall) -> tuple[bool, list[TensorEntry]]:
         """Take a call; return whether the coordinator may know of it, and its tensors."""
-        taken = unit.take()
+        taken = call.take()
         if taken is None:
             return False, []
         posted, tensors = taken
@@ -259,11 +259,11 @@ class FastPathAdapter(NoFastPath):
         def done(_: Any, error: BaseException | None) -> None:
             if error is not None:
                 self._meter.failed(type(error).__name__)
-            unit.settle(error)
+            call.settle(error)
 
         return posted > 0, [
             TensorEntry(
-                unit.set_id,
+                call.set_id,
                 request,
                 TensorView(source, lookup(source.dtype)),
                 TensorView(target, lookup(target.dtype)),

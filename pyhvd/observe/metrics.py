@@ -15,10 +15,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
+
+if TYPE_CHECKING:
+    from pyhvd.native.shared_memory import FastPath
 
 BUCKETS = 48
 """Buckets of a histogram; bucket k counts values above 2**(k-1) and up to 2**k, as in ``counters.h``."""
@@ -149,18 +152,6 @@ class Metrics:
     stalled_tensors: int
 
 
-class FastCounts(Protocol):
-    """The fast lane's counters."""
-
-    timed: bool
-
-    def counts(self) -> dict[str, tuple[list[int], int]]:
-        """Return histograms by name, as (counts of the buckets, sum of the values)."""
-
-    def lateness(self) -> list[tuple[int, int]]:
-        """Return for each rank the tensors it was the last to mark ready, and the ns that others waited."""
-
-
 class _Counter:
     """A histogram under construction."""
 
@@ -206,7 +197,7 @@ class Meter:
         This rank, and the number of ranks.
     timed : bool
         Whether to measure times.
-    fast : FastCounts, optional
+    fast : FastPath, optional
         The fast lane's counters.
     lateness : StragglerStats, optional
         Stragglers of tensors negotiated by message; on rank 0.
@@ -217,7 +208,7 @@ class Meter:
         rank: int,
         size: int,
         timed: bool,
-        fast: FastCounts | None = None,
+        fast: FastPath | None = None,
         lateness: StragglerStats | None = None,
     ) -> None:
         self._rank = rank

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -287,7 +287,7 @@ def join_entry() -> TensorEntry:
 
 def test_who_has_joined_submits_nothing_to_the_global_set() -> None:
     lane = Lane()
-    queue = TensorQueue(Wakes(), 0.0, lane)
+    queue = TensorQueue(Wakes(), 0.0, cast(Any, lane))
     queue.add([entry("before")])
     queue.add([join_entry()])
     assert lane.paused
@@ -308,7 +308,7 @@ def test_who_has_joined_submits_nothing_to_the_global_set() -> None:
 
 def test_the_answer_to_a_join_lets_in_again_before_anybody_hears_of_it() -> None:
     lane = Lane()
-    queue = TensorQueue(Wakes(), 0.0, lane)
+    queue = TensorQueue(Wakes(), 0.0, cast(Any, lane))
     queue.add([join_entry()])
     queue.pop(0, JOIN_NAME)  # and then it is told
     assert not lane.paused
@@ -320,7 +320,7 @@ def test_the_answer_to_a_join_lets_in_again_before_anybody_hears_of_it() -> None
 def test_a_join_that_is_refused_is_none() -> None:
     lane = Lane()
     lane.held.add(JOIN_NAME)
-    queue = TensorQueue(Wakes(), 0.0, lane)
+    queue = TensorQueue(Wakes(), 0.0, cast(Any, lane))
     with pytest.raises(DuplicateNameError):
         queue.add([join_entry()])
     assert not lane.paused

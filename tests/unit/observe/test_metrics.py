@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, strategies as st
@@ -71,7 +71,7 @@ def test_the_difference_of_histograms() -> None:
 def test_a_snapshot_has_what_both_lanes_counted() -> None:
     lateness = StragglerStats(2)
     lateness.count(0, 1, since=1.0, now=1.5, tensors=2)
-    meter = Meter(0, 2, timed=True, fast=FakeLane(), lateness=lateness)
+    meter = Meter(0, 2, timed=True, fast=cast(Any, FakeLane()), lateness=lateness)
     meter.submitted(hits=2, misses=5)
     now = meter.clock()
     meter.agreed("allreduce", "window", [100, 28], [now - 3000, 0], now)
@@ -116,7 +116,7 @@ def test_without_times_only_times_are_missing() -> None:
 
 def test_times_can_be_switched_at_any_time() -> None:
     lane = FakeLane()
-    meter = Meter(0, 1, timed=True, fast=lane)
+    meter = Meter(0, 1, timed=True, fast=cast(Any, lane))
     timed = [lane.timed]
     began = meter.clock()
     meter.timed = False
