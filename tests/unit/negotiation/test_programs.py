@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
@@ -19,6 +20,8 @@ from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
 from tests.thinning import examples
 from tests.unit.native.fast_path_simulation import LaneNetwork
 from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
+
+pytestmark = pytest.mark.timeout(600)  # long searches: 3,000 programs each
 
 KINDS = (
     *(RequestType.ALLREDUCE, RequestType.ALLGATHER, RequestType.REDUCESCATTER),
