@@ -23,7 +23,7 @@ from typing import Any
 
 from pyhvd.dtypes import BY_CODE
 from pyhvd.negotiation.messages import UNNAMED, Request, verb
-from pyhvd.observe.trace.files import Event
+from pyhvd.observe.trace.files import Event, metadata
 
 MAIN, DATA_PATH, FIRST_TENSOR = 0, 1, 2
 """Row numbers (pid)."""
@@ -184,8 +184,7 @@ class Rows:
         row = self._rows.get(key)
         if row is not None:
             return row
-        label = f"{verb(request.type)}.{request.name}" + (f" (process set {set_id})" if set_id else "")
-        pool = ""
+        label, pool = row_label(set_id, verb(request.type), request.name), ""
         if UNNAMED in request.name.split(".") or self._pids >= MOST_ROWS:
             pool = label = f"{verb(request.type)} (unnamed)"
         free = self._free.get(pool, []) if pool else []
@@ -201,20 +200,13 @@ class Rows:
         return row
 
     def _name(self, row: Row, label: str) -> None:
-        for name, value in (("name", label), ("sort_index", row.pid)):
-            event: Event = {
-                "name": f"process_{name}",
-                "ph": "M",
-                "pid": row.pid,
-                "tid": 0,
-                "args": {name: value},
-            }
-            self._events.append(event)
+        self._events.append(metadata("process_name", {"name": label}, row.pid))
+        self._events.append(metadata("process_sort_index", {"sort_index": row.pid}, row.pid))
 
     def head(self, title: str, epoch: int) -> None:
         """Name rows 0 and 1; ``epoch`` is the wall clock (us since 1970) at time 0."""
         args = {"name": title, "start_time_since_epoch_in_micros": epoch}
-        self._events.append({"name": "process_name", "ph": "M", "pid": MAIN, "tid": 0, "args": args})
+        self._events.append(metadata("process_name", args, MAIN))
         self._name(self._path, "data path")
 
     def _release(self, row: Row, tensor: Tensor) -> None:
@@ -288,6 +280,11 @@ class Rows:
             self._end(row, at)
             if args:
                 self._events[-1]["args"] = args
+
+
+def row_label(set_id: int, operation: str, name: str) -> str:
+    """Return the label of a tensor's row."""
+    return f"{operation.lower()}.{name}" + (f" (process set {set_id})" if set_id else "")
 
 
 def _operation(request: Request) -> str:
