@@ -57,9 +57,15 @@ class Rows:
         Time (ns) that becomes 0 in the trace.
     mark_cycles : bool
         Whether to write a CYCLE_START for each response list and each batch of the fast lane.
+
+    Attributes
+    ----------
+    process_set : int
+        Id of the process set whose batch started last.
     """
 
     def __init__(self, origin: int, mark_cycles: bool) -> None:
+        self.process_set = 0
         self._origin = origin
         self._mark_cycles = mark_cycles
         self._events: list[Event] = []
@@ -117,6 +123,7 @@ class Rows:
 
     def started(self, at: int, tensors: Sequence[Tensor]) -> None:
         """Record the start of a batch."""
+        self.process_set = tensors[0][0]
         for tensor in tensors:
             row = self._row(tensor)
             row.args["batch"] = self._batch
@@ -151,6 +158,7 @@ class Rows:
 
     def matched(self, ready: int, turn: int, place: int, last: int, tensor: Tensor) -> None:
         """Record that rank ``last`` made a tensor ready everywhere; its batch starts at ``turn``."""
+        self.process_set = tensor[0]
         row = self._row(tensor)
         if place != self._cycle:
             self._cycle = place
