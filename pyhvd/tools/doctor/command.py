@@ -17,7 +17,7 @@ import msgspec
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
-from pyhvd.tools.doctor.advice import Case, examine
+from pyhvd.tools.doctor.advice import examine
 from pyhvd.tools.doctor.facts import Facts, gather
 from pyhvd.tools.doctor.screen import Report, show
 from pyhvd.tools.doctor.trial import try_out
@@ -96,7 +96,7 @@ def _from_outside(options: argparse.Namespace) -> Report:
         sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
         if sound and not options.no_run:
             trial = try_out(options.num_proc, options.timeout, say)
-    return Report([facts], {facts.host: examine(Case(facts, options.num_proc, trial))}, trial)
+    return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
 
 
 class _Progress:
@@ -153,7 +153,7 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
         trial = Trial(len(gathered), seconds, found)
     findings = {}
     for i, each in enumerate(hosts):
-        findings[each.host] = examine(Case(each, per_host[each.host], trial if i == 0 else None))
+        findings[each.host] = examine(each, per_host[each.host], trial if i == 0 else None)
     return Report(hosts, findings, trial)
 
 

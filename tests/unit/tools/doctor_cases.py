@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pyhvd.run.check_build import MpiFacts
-from pyhvd.tools.doctor.advice import Case, Finding, examine
+from pyhvd.tools.doctor.advice import Finding, examine
 from pyhvd.tools.doctor.facts import Cores, Facts, Limits, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaDevice, CudaFacts
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial, TrialFacts
@@ -50,7 +50,7 @@ GOOD_TRIAL = Trial(2, 1.5, FOUND)
 
 def found(ranks: int = 2, trial: Trial | None = GOOD_TRIAL, **changes: Any) -> list[Finding]:
     """What is found on a host that differs from the sound one."""
-    return examine(Case(replace(GOOD, **changes), ranks, trial))
+    return examine(replace(GOOD, **changes), ranks, trial)
 
 
 def only(findings: list[Finding]) -> tuple[str, str, str]:
