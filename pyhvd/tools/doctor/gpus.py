@@ -69,13 +69,7 @@ class CudaFacts:
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
-    """Ask CuPy in a child process.
-
-    Parameters
-    ----------
-    timeout : float
-        Time limit (s).
-    """
+    """Ask CuPy in a child process, for ``timeout`` seconds at most."""
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
