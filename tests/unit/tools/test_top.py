@@ -230,8 +230,8 @@ def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
-    with top._Rich() as screen:
-        screen.show("[/i]: 1 of 1 ranks", [row])
+    with top._rich_screen() as show:
+        show("[/i]: 1 of 1 ranks", [row])
     shown = capsys.readouterr().out
     assert "[/i]: 1 of 1 ranks" in shown
     assert "[/b]" in shown
