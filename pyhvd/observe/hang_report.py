@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyhvd.common.processes import Place, State
-from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.common.text import describe_ranks
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
@@ -23,20 +22,12 @@ _LINES = 12
 def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
     """Return the report of tensors that have waited for too long.
 
-    Parameters
-    ----------
-    finding : Finding
-        The tensors.
-    answers : mapping of int to Answer
-        What is known of the missing ranks that were asked.
-    places : sequence of Place
-        Of every rank.
-    now : float
-        Seconds, by the clock of the finding.
+    ``answers`` has what is known of the missing ranks that were asked, ``places`` every rank's place; ``now``
+    is by the clock of the finding.
     """
     lines = [_headline(finding), *_tensor_lines(finding.stalled, now)]
     for rank in answers:
-        lines += [_rank_line(rank, finding, answers, places), *_detail(rank, finding, answers)]
+        lines += _rank_lines(rank, finding, answers, places)
     return "\n".join([*lines, *_not_asked(finding, answers), *_circles(finding)])
 
 
@@ -44,34 +35,32 @@ def error_of(
     finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
 ) -> ErrorInfo:
     """Return the error that ends the job: the same facts, with the stacks apart."""
-    lines = [f"the job was ended: {_headline(finding)}", *_tensor_lines(finding.stalled, now)]
-    stacks = {}
-    for rank in answers:
-        line = _rank_line(rank, finding, answers, places)
-        lines.append(line)
-        stacks[rank] = "\n".join([line, *_detail(rank, finding, answers)])
-    lines += [*_not_asked(finding, answers), *_circles(finding)]
-    lines.append(f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)")
+    of_ranks = {rank: _rank_lines(rank, finding, answers, places) for rank in answers}
+    lines = [
+        f"the job was ended: {_headline(finding)}",
+        *_tensor_lines(finding.stalled, now),
+        *(first for first, *_ in of_ranks.values()),
+        *_not_asked(finding, answers),
+        *_circles(finding),
+        f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
+    ]
     missing = {_shown(each.name): list(each.missing) for each in finding.stalled}
+    stacks = {rank: "\n".join(of_rank) for rank, of_rank in of_ranks.items()}
     return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
 
 
 @dataclass(frozen=True, slots=True)
 class StallSnapshot:
-    """What a rank knows when nothing ends any more, and rank 0 does not say why.
+    """What rank ``rank`` knows when nothing has ended for ``passed`` seconds, and rank 0 does not say why.
 
     Attributes
     ----------
-    rank : int
-        The rank that looks.
     names : sequence of str
-        What is in flight on it.
+        Names of the tensors in flight on the rank.
     under_way : bool
-        Whether that is being carried out: all ranks have submitted it.
+        Whether those are being carried out: all ranks have submitted them.
     states : mapping of int to State
-        What the processes of the other ranks do.
-    passed : float
-        Seconds for which nothing has ended.
+        States of the other ranks' processes.
     """
 
     rank: int
@@ -179,29 +168,26 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
     return _cut(lines, "of such tensors")
 
 
-def _rank_line(rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]) -> str:
+def _rank_lines(
+    rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]
+) -> list[str]:
+    """Return a line on where a missing rank is, then lines with its stacks and with what it waits for."""
     lacking = [each for each in finding.stalled if rank in each.missing]
     answer = answers[rank]
+    threads = answer if not isinstance(answer, State) else ()
     if isinstance(answer, State):
         where = describe_state(answer, places[rank])
     elif not answer:
         where = "none of its threads runs Python code of the program"
     else:
-        where = f"it is at {answer[0].frames[0]}{_inside(answer[0])}"
-    return f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"
-
-
-def _done(tensors: Sequence[Stalled]) -> str:
-    """Return what ranks do with them: a join is reported by itself."""
-    return "called" if tensors[0].name == JOIN_NAME else "submitted"
-
-
-def _detail(rank: int, finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
-    answer = answers[rank]
-    lines = []
-    for thread in answer if not isinstance(answer, State) else ():
+        inside = f", inside {answer[0].inside}" if answer[0].inside else ""
+        where = f"it is at {answer[0].frames[0]}{inside}"
+    lines = [f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"]
+    for thread in threads:
         lines.append(f"    {thread.name}:")
-        lines += [f"      {_frame(frame)}" for frame in thread.frames]
+        lines += [
+            f"      {frame}: {frame.text}" if frame.text else f"      {frame}" for frame in thread.frames
+        ]
         if thread.left_out:
             lines.append(f"      ... and {thread.left_out} calls further out")
     waits = [each for each in finding.pending if rank in each.submitted]
@@ -215,12 +201,9 @@ def _detail(rank: int, finding: Finding, answers: Mapping[int, Answer]) -> list[
     return lines
 
 
-def _inside(thread: ThreadStack) -> str:
-    return f", inside {thread.inside}" if thread.inside else ""
-
-
-def _frame(frame: Frame) -> str:
-    return f"{frame}: {frame.text}" if frame.text else str(frame)
+def _done(tensors: Sequence[Stalled]) -> str:
+    """Return what ranks do with them: a join is reported by itself."""
+    return "called" if tensors[0].name == JOIN_NAME else "submitted"
 
 
 def _not_asked(finding: Finding, answers: Mapping[int, Answer]) -> list[str]:

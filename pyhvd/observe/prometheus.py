@@ -226,12 +226,12 @@ class Endpoint:
         self._thread.join()
 
 
+@dataclass(frozen=True, slots=True)
 class _Collector:
     """The collector that prometheus-client calls at each scrape."""
 
-    def __init__(self, snapshot: Callable[[], Metrics], job: str) -> None:
-        self._snapshot = snapshot
-        self._job = job
+    snapshot: Callable[[], Metrics]
+    job: str
 
     def collect(self) -> Iterator[Metric]:
-        return collect(self._snapshot(), self._job)
+        return collect(self.snapshot(), self.job)

@@ -83,10 +83,6 @@ class Rows:
         events, self._events = self._events, []
         return events
 
-    def microseconds(self, at: int) -> float:
-        """Return a time (ns) in µs of the trace."""
-        return (at - self._origin) / 1000
-
     # -- records -------------------------------------------------------------------------------
 
     def queued(self, at: int, tensors: Iterable[Tensor]) -> None:
@@ -242,7 +238,7 @@ class Rows:
         row.turn = tensor
         row.args = {"id": turn}
         if row.mine is not None:
-            row.args["submitted"] = self.microseconds(row.mine)
+            row.args["submitted"] = self._since_origin(row.mine)
             row.mine = None
         self._begin(row, at, _operation(tensor[1]))
         self._begin(row, at, "QUEUE")
@@ -271,8 +267,12 @@ class Rows:
         row.last = max(row.last, at)
         return row.last
 
+    def _since_origin(self, at: int) -> float:
+        """Return a time (ns) in us of the trace."""
+        return (at - self._origin) / 1000
+
     def _event(self, row: Row, name: str, kind: str, at: int) -> Event:
-        event: Event = {"name": name, "ph": kind, "ts": self.microseconds(at), "pid": row.pid, "tid": 0}
+        event: Event = {"name": name, "ph": kind, "ts": self._since_origin(at), "pid": row.pid, "tid": 0}
         self._events.append(event)
         return event
 

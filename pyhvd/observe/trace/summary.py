@@ -38,24 +38,20 @@ _TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE:
 
 @dataclass(slots=True)
 class Total:
-    """Sums of one tensor, or of all tensors.
+    """Sums of one tensor, or of all tensors; times in us, means over ranks.
 
     Attributes
     ----------
-    name : str
-        Operation and tensor.
-    turns : int
-        Number of turns.
     nbytes : int
         Bytes on one rank, over all turns.
-    parts : dict of str to float
-        Time (us) of each of :data:`PARTS`, mean over ranks.
-    waited_for : dict of int to float
-        Time (us, mean over ranks) for which the others waited, by the rank that was last.
-    last : Counter of int
-        Number of turns in which a rank was last, by rank.
     failed : int
         Turns that ended in an error.
+    parts : dict of str to float
+        Time of each of :data:`PARTS`.
+    waited_for : dict of int to float
+        Time for which the others waited, by the rank that was last.
+    last : Counter of int
+        Turns in which a rank was last, by rank.
     """
 
     name: str

@@ -20,16 +20,9 @@ Rows = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The doctor's report.
+    """The doctor's report: facts of each host, rank 0's first, its findings by host, and the trial, if any.
 
-    Attributes
-    ----------
-    hosts : list of Facts
-        The first is rank 0's.
-    findings : dict of str to list of Finding
-        By host; findings of the trial are under the first host.
-    trial : Trial or None
-        None if there was no trial.
+    Findings of the trial are under the first host.
     """
 
     hosts: list[Facts]

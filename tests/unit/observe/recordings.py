@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyhvd.negotiation.messages import Request, RequestType
-from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
 from pyhvd.observe.trace.rows import Rows
 
 MS = 1_000_000
@@ -28,11 +28,6 @@ class Skew:
 def request(name: str, elements: int = 256, kind: RequestType = RequestType.ALLREDUCE) -> Request:
     """Return the request of a float32 tensor."""
     return Request(kind, name, dtype=7, shape=(elements,))
-
-
-def metadata(name: str, args: Event) -> Event:
-    """Return one of pyhvd's own metadata events."""
-    return {"name": name, "ph": "M", "pid": 0, "tid": 0, "args": args}
 
 
 class Recording:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.arrays import Bytes
 from pyhvd.observe.trace.clocks import ClockMap, Reading, measure
+from pyhvd.transport.fabric import Fabric
 
 SECOND = 1_000_000_000
 
@@ -35,7 +37,7 @@ class Wires:
         return lambda: self.now[rank] + self.offset[rank]
 
     def play(self, rank: int, rounds: int) -> Reading:
-        return measure(_End(self, rank), self.clock(rank), rounds)
+        return measure(cast(Fabric, _End(self, rank)), self.clock(rank), rounds)
 
     def allgather(self, rank: int, turn: int, send: Bytes, recv: Bytes) -> None:
         self._sent[rank] = (self.now[rank], send.copy())
