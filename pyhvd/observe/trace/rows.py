@@ -47,6 +47,11 @@ class Row:
     turn: Tensor | None = None
     args: Event = field(default_factory=dict)
 
+    @property
+    def negotiating(self) -> bool:
+        """Whether the tensor is being negotiated; that span is never open together with another."""
+        return bool(self.open) and self.open[0].startswith("NEGOTIATE_")
+
 
 class Rows:
     """See the module's docstring.
@@ -100,7 +105,7 @@ class Rows:
         """Record that rank 0 counted requests of a rank."""
         for tensor in tensors:
             row = self._row(tensor)
-            if len(row.open) > 1 or (row.open and not row.open[0].startswith("NEGOTIATE_")):
+            if row.open and not row.negotiating:
                 row.early.append((at, rank))  # of the tensor's next call, on a rank that is ahead
                 continue
             if not row.open:
@@ -149,7 +154,7 @@ class Rows:
         """Record that this rank marked tensors ready."""
         for tensor in tensors:
             row = self._row(tensor)
-            if row.open and row.open[-1].startswith("NEGOTIATE_"):
+            if row.negotiating:
                 self._tick(row, at, rank)
 
     def matched(self, ready: int, turn: int, place: int, last: int, tensor: Tensor) -> None:
@@ -159,7 +164,7 @@ class Rows:
         if place != self._cycle:
             self._cycle = place
             self._mark_cycle(ready)
-        if row.open and row.open[-1].startswith("NEGOTIATE_"):
+        if row.negotiating:
             self._tick(row, ready, last)
         self._ready(row, ready, tensor, f"f{place}")
         row.args["batch"] = self._batch
@@ -221,7 +226,7 @@ class Rows:
     # -- spans ---------------------------------------------------------------------------------------
 
     def _negotiate(self, row: Row, at: int, request: Request) -> None:
-        if row.open and row.open[0].startswith("NEGOTIATE_"):
+        if row.negotiating:
             return  # another rank submitted first
         self._begin(row, at, f"NEGOTIATE_{_operation(request)}")
         for when, rank in row.early:
