@@ -298,22 +298,23 @@ class Recorder:
             Some rank cannot write its file. Every rank raises the same error, and none records.
         """
         error, path = "", Path(order.path)
+        writer: TraceWriter | None = None
         try:
             path = rank_path(order.path, self._rank)  # it looks at the path
-            self._writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
+            writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
         except OSError as exc:
             error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
             error += exc.strerror or str(exc)
         job, *_ = heard = _exchange(fabric, order.job + "\n" + error)
-        self._order = TimelineOrder(order.path, order.mark_cycles, job.split("\n")[0])
         if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
-            writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
                 with contextlib.suppress(OSError):
-                    writer.path.unlink()
+                    path.unlink()
             more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
             raise TimelineError(f"{errors[0]}{more}: give a path in a directory that every rank can write to")
+        self._writer = writer
+        self._order = TimelineOrder(order.path, order.mark_cycles, job.split("\n")[0])
 
     def begin(self, fabric: Fabric) -> None:
         """Start to record, if a file is open. Collective."""

@@ -35,16 +35,9 @@ class Reading:
 
 
 def measure(fabric: Fabric, clock: Callable[[], int], rounds: int = ROUNDS) -> Reading:
-    """Measure this rank's clock against rank 0's. Collective over the fabric.
+    """Measure this rank's clock (ns) against rank 0's. Collective over the fabric.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        Of all ranks.
-    clock : callable
-        Returns the time in ns.
-    rounds : int
-        Exchanges. More rounds make a fast message in each direction more likely.
+    Each of the ``rounds`` is one exchange. More rounds make a fast message in each direction more likely.
     """
     mine = np.zeros(2, np.int64)
     table = np.empty((fabric.size, 2), np.int64)

@@ -69,9 +69,8 @@ def size(nbytes: float) -> str:
     """Return bytes with a unit: ``"64 MiB"``."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
         if nbytes >= factor:
-            return (
-                f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:.0f} {unit}"
-            )
+            digits = ".3g" if nbytes < 1000 * factor else ".0f"
+            return f"{nbytes / factor:{digits}} {unit}"
     return f"{nbytes:.0f} B"
 
 
