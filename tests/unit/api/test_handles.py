@@ -16,7 +16,7 @@ from pyhvd.errors import MismatchError, ShutDownError
 
 
 class Made(QueuedHandle):
-    """A handle with its flushes counted."""
+    """A handle that counts its flushes."""
 
     __slots__ = ("flushes",)
 
@@ -184,7 +184,7 @@ def test_many_coroutines_await_one_handle() -> None:
 
 
 def test_an_await_that_was_given_up_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    """The collective goes on, and ends when the loop has long been closed."""
+    """The collective completes after the event loop has closed, without an error in the log."""
     handle = Made()
 
     async def use() -> Any:

@@ -1,4 +1,4 @@
-"""What is told of a stack: the user's calls, the innermost first, and what of a library they are in."""
+"""Stacks in reports: the user's calls, innermost first, and the library function that they called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def line_of(mark: str) -> int:
 
 
 class Sleeper:
-    """A thread that rests in a function of this file until it is told to go on."""
+    """A thread that waits in a function of this file until the context ends."""
 
     def __init__(
         self, rest: Callable[[threading.Event, threading.Event], None], name: str = "sleeper"
@@ -45,7 +45,7 @@ class Sleeper:
         assert there.wait(10)
 
     def stack(self) -> ThreadStack:
-        """Return its stack."""
+        """Return the thread's stack."""
         (found,) = user_stacks([self._thread.ident or 0])
         return found
 

@@ -1,4 +1,4 @@
-"""Staging through the host, against numpy, on a device whose streams run as late as allowed."""
+"""Staging through the host, compared with numpy, on a device whose streams run as late as allowed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_piece_comes_down_is_worked_on_and_goes_up(seed: int, length: int,
 
 
 class Forgetful(FakeDevice):
-    """A device whose caller forgets the n-th wait, or synchronization."""
+    """A device that skips the n-th wait or synchronization, as if the caller had forgotten it."""
 
     forgets = ("", -1)
 

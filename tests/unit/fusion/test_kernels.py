@@ -1,6 +1,6 @@
-"""Every kernel against numpy, bit by bit: a NaN only has to be a NaN, all else has to be equal in its bits.
+"""Every kernel compared with numpy bit by bit; a NaN matches any NaN.
 
-Subnormals, signed zeros and infinities are therefore compared as well, and so is the order of the sum.
+The comparison therefore covers subnormals, signed zeros, infinities and the order of a sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _no_float_warnings() -> Any:
 
 
 def unaligned(array: Array) -> Array:
-    """A copy at an odd address."""
+    """Return a copy at an odd address."""
     raw = np.empty(array.nbytes + 64, np.uint8)
     start = 1 - raw.ctypes.data % 2
     copy = raw[start : start + array.nbytes].view(array.dtype)
@@ -52,7 +52,7 @@ def unaligned(array: Array) -> Array:
 
 
 def values(code: Code, count: int, seed: int) -> Array:
-    """Arbitrary bits, so all kinds of special values, for a third of it; moderate numbers for the rest."""
+    """Return random values: a third are arbitrary bits, and so all special values; the rest are moderate."""
     rng = np.random.default_rng([seed, int(code)])
     dtype = DTYPES[code]
     if dtype.kind == "b":
@@ -69,7 +69,7 @@ def addresses(*arrays: Array) -> Array:
 
 
 def parts(array: Array) -> Array:
-    """Complex numbers as pairs of reals."""
+    """Return complex numbers as pairs of reals."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
@@ -88,7 +88,7 @@ def wide(code: Code) -> np.dtype[Any]:
 
 
 def want_scaled(array: Array, factor: float) -> Array:
-    """The rule for factors, in numpy, on an array that is no 16-bit float."""
+    """Return an array times a factor, computed by numpy; not for 16-bit floats."""
     if factor == 1.0:
         return array.copy()
     if array.dtype.kind in "iu":
@@ -297,7 +297,7 @@ def test_sums_and_products_of_integers_wrap() -> None:
 
 
 def nearest(x: float, target: np.dtype[Any]) -> Array:
-    """Correct rounding by definition: of the neighbours the nearer, of two equally near the even one."""
+    """Return the nearest value of a type; of two equally near values, the even one."""
     if math.isnan(x) or math.isinf(x):
         return np.array(x).astype(target)
     ladder = np.arange(0, 0x8000, dtype=np.uint16).view(target).astype(np.float64)
@@ -313,7 +313,7 @@ def nearest(x: float, target: np.dtype[Any]) -> Array:
 
 
 def near_ties(target: np.dtype[Any]) -> Array:
-    """Halfway between neighbours, and one float64 step to both sides, for many neighbours."""
+    """Return values halfway between neighbours, and one float64 step to either side."""
     ladder = np.arange(0, 0x7C00 if target != BF16 else 0x7F80, 37, dtype=np.uint16)
     ladder = np.append(ladder, [1, 2, 3, 0x3FF, 0x400, 0x401, 0x7F, 0x80, 0x81]).astype(np.uint16)
     low, high = ladder.view(target).astype(np.float64), (ladder + 1).view(target).astype(np.float64)
@@ -459,7 +459,7 @@ def test_pack_nothing() -> None:
 
 
 def test_threads() -> None:
-    """Large calls release the GIL: they have to be right side by side."""
+    """Large calls release the GIL, and are correct when several threads run them at once."""
     results: dict[int, Array] = {}
     sources = [values(Code.FLOAT16, 50_000, seed) for seed in range(3)]
 

@@ -1,4 +1,4 @@
-"""launcher="mpiexec" without MPI: command lines, environments, placements, and what ends when."""
+"""launcher="mpiexec" without MPI: command lines, environments, placements, and the order of shutdown."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_barrier_that_cannot_fill() -> None:
 
 
 class Recorder:
-    """A driver's service, and connections to launch agents and rank proxies, that record what they get."""
+    """A driver's service, and connections to launch agents and rank proxies; all record what they receive."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -261,7 +261,7 @@ def pump(driver: Recorder, until: Callable[[], object]) -> None:
 
 
 def start_all(rendezvous: MpiexecRendezvous, driver: Recorder) -> None:
-    """As ``--map-by node`` would: neighbours are on different hosts."""
+    """Register rank proxies as ``--map-by node`` starts them: neighbouring ranks are on different hosts."""
     for rank, host, local_rank in ((2, "haa", 1), (0, "haa", 0), (1, "hbb", 0)):
         assert rendezvous.placements() == []
         rendezvous.hear(driver.peer(f"proxy {rank}"), RankProxy(host, rank, local_rank, {"R": str(rank)}))

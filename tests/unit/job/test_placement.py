@@ -1,4 +1,4 @@
-"""Which rank each task becomes, which failure is the cause, what is shown, and what is refused."""
+"""Placement, failure analysis, the display of output, and the checks of arguments and of Java."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_arguments_for_mpiexec_are_those_of_a_shell() -> None:
 
 
 def fake_java(folder: Path, version: str, modules: str) -> Path:
-    """A java that says its version and modules, and otherwise what it was given."""
+    """Make a java that prints its version and modules, or else its arguments."""
     path = folder / "bin" / "java"
     path.parent.mkdir(parents=True)
     path.write_text(

@@ -1,4 +1,4 @@
-"""The driver's service and the tasks in one process: ranks are real, Spark is threads."""
+"""The driver's service and the tasks in one process: ranks are real processes, Spark is played by threads."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
 
 
 class Slow(EagerDisplay):
-    """Takes everything, and says that it has been shown only when it is let through."""
+    """A display that accepts all output, and reports it as shown only after the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None)
@@ -257,7 +257,7 @@ def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
 
 
 def times_out_once_only_these_are_missing(bench: Bench, missing: list[int]) -> None:
-    """However late the others register on a busy machine."""
+    """Let the start time out only once exactly these ranks are missing, however slow the machine is."""
     service: Any = bench.service
     inner = service._start_or_time_out
     service._start_or_time_out = lambda now, until: inner(
@@ -275,7 +275,7 @@ def test_tasks_that_do_not_come_are_named() -> None:
 
 
 class Pipe:
-    """Stands for a job in Spark that has failed when it is said."""
+    """A Spark job that fails when fail() is called."""
 
     def __init__(self) -> None:
         self._wake, self._waker = os.pipe()
@@ -384,7 +384,7 @@ def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
 
 
 class Broken(PmiRendezvous):
-    """Has its placements only after a task was lost, and sends to the lost rank."""
+    """A rendezvous that has placements only after a task is lost, and then sends to the lost rank."""
 
     def __init__(self) -> None:
         super().__init__()
