@@ -25,7 +25,7 @@ COUNTS = (0, 1, 7, 8, 9, 64, 1000, 5003)
 
 
 def vectors(code: Code, count: int, seed: int = 1) -> tuple[Array, Array]:
-    """Return two vectors at odd addresses, of magnitudes so different that the order of a sum changes its bits."""
+    """Return two vectors at odd addresses; magnitudes differ, so that the order of a sum changes its bits."""
     rng = np.random.default_rng([seed, count])
     made = []
     for _ in range(2):
