@@ -1,4 +1,4 @@
-"""The source distribution: whoever has no wheel builds from what is in it."""
+"""The source distribution has all files that a build without a wheel needs."""
 
 from __future__ import annotations
 

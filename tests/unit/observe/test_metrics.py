@@ -1,4 +1,4 @@
-"""Counting: histograms, the meter's snapshot, and whom the others wait for."""
+"""Counting: histograms, the meter's snapshot, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 
 class FakeLane:
-    """A fast lane that has counted: two responses, of one tensor of 8 bytes and of three of 16 in all."""
+    """The counters of a fast path with two responses: one tensor of 8 bytes, and three of 16 bytes in all."""
 
     timed = False
 

@@ -1,4 +1,4 @@
-"""Clocks of ranks: what a measurement promises, and that the mapping keeps it."""
+"""Clocks of ranks: the true offset and the mapped times are within the stated uncertainty."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SECOND = 1_000_000_000
 
 
 class Wires:
-    """A network of two ranks with chosen delays; a fabric's allgather, played by two threads in lockstep.
+    """A network of two ranks with chosen delays; two threads in lockstep play a fabric's allgather.
 
-    Each rank has its own true time, moved on by what it does; it leaves when the other's message is there.
+    Each rank has its own true time, which its actions advance. It leaves when the other's message arrives.
     """
 
     def __init__(self, delays: list[tuple[int, int]], late: list[int], offset: int) -> None:

@@ -1,4 +1,4 @@
-"""From what happened to events: Horovod's names, spans that nest, and what comes late or twice."""
+"""Conversion of records to events: Horovod's names, spans that nest, and late or repeated records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up facts for the doctor's tests: a sound host, and a trial on it that went well."""
+"""Made-up facts for the doctor's tests: a host without faults, and a successful trial on it."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ GOOD_TRIAL = Trial(2, 1.5, FOUND)
 
 
 def found(ranks: int = 2, trial: Trial | None = GOOD_TRIAL, **changes: Any) -> list[Finding]:
-    """What is found on a host that differs from the sound one."""
+    """Return the findings for the faultless host with some changes."""
     return examine(replace(GOOD, **changes), ranks, trial)
 
 
 def only(findings: list[Finding]) -> tuple[str, str, str]:
-    """The one finding that there is."""
+    """Return level, subject and text of the only finding."""
     (finding,) = findings
     return str(finding.level), finding.about, finding.text
 
 
 def trial_with(**changes: Any) -> Trial:
-    """A trial that has measured something else."""
+    """Return the successful trial with other measurements."""
     return Trial(2, 1.5, msgspec.structs.replace(FOUND, **changes))

@@ -1,4 +1,4 @@
-"""The doctor: what is read from files, and what is shown; ``--check-build``; ``python -m pyhvd``."""
+"""The doctor's facts and its report; ``--check-build``; ``python -m pyhvd``."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: st
 
 
 def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever stands for CuPy there: one that is whole, one that cannot be imported, one that hangs."""
+    """The child reports a CuPy that works, one that cannot be imported, and one that crashes or hangs."""
     found_here = gpus.probe_cuda()
     assert isinstance(found_here, CudaFacts)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")
