@@ -44,14 +44,14 @@ def test_a_corrupted_result_is_an_error_everywhere(fast_lane: str, monkeypatch: 
 
 
 def hvd_backend() -> Backend:
-    """This rank's backend of all ranks."""
+    """Return this rank's backend of the global process set."""
     from pyhvd.engine import context
 
     return context.current().runtime._executor._backends[0]
 
 
 def corrupt(backend: Any) -> None:
-    """Let the next allreduce of a backend end with one wrong bit on this rank."""
+    """Make the next allreduce of a backend end with one wrong bit on this rank."""
     right = backend.allreduce
 
     def wrong(sources: Any, targets: Any, *rest: Any) -> None:

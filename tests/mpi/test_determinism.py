@@ -1,4 +1,4 @@
-"""Same input, same bits: alone or fused, whatever the settings, on processes and on threads."""
+"""The same input gives the same bits: alone or fused, with all settings, on processes and on threads."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ INSIDE = """\
 
 @pytest.mark.any_mpi
 def test_a_rank_that_is_stopped_while_the_others_are_in_the_window(tmp_path: Path) -> None:
-    """Whoever gives up first lets the other out as well, with the same facts."""
+    """The first rank that gives up also releases the other rank, with the same facts."""
     ended = run(launcher_command("-n", 3, *SHORT, script(tmp_path, INSIDE)), cwd=tmp_path)
     assert ended.code == 1, ended.err
     shown = ended.err.rstrip().rpartition("StallError: ")[2]

@@ -1,4 +1,4 @@
-"""Idle costs nothing: no polling in the background, neither without work nor while another rank is late."""
+"""An idle rank uses no CPU: no polling in the background, without work or while another rank is late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hvd.empty()`` under mpiexec: shared memory that comes, goes, and runs out."""
+"""``hvd.empty()`` under mpiexec: shared memory is allocated, freed, and exhausted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_arrays_outlive_the_runtime_that_they_came_from() -> None:
 
 @on_ranks(2, env=WITH_LANE)
 def test_running_out() -> None:
-    """A warning, once, that names the cause; and an ordinary array."""
+    """Without shared memory empty() warns once, with the cause, and returns an ordinary array."""
 
     def refuse(offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

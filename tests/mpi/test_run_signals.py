@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the death of the launcher: every rank ends, nothing is left behind."""
+"""Ctrl-C, SIGTERM and the death of the launcher: every rank ends, and no process or file is left."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_rank_may_clean_up_after_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("twice", [False, True], ids=["grace", "second"])
 def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> None:
-    """After a grace of 5 s, or at a second signal; meanwhile they are named."""
+    """The launcher kills them 5 s after the signal, or at a second signal; meanwhile it names them."""
     path = script(
         tmp_path,
         READY
@@ -141,7 +141,7 @@ def test_killed_mpiexec_leaves_no_rank_behind(tmp_path: Path) -> None:
 def test_a_signal_to_one_rank_that_handles_it_holds_nothing_up(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Its supervisor gets it too where a batch system signals all processes of a host."""
+    """The rank's supervisor gets the signal too if a batch system signals all processes of a host."""
     path = script(
         tmp_path,
         f"import os, signal, sys, time\nsignal.signal({int(number)}, lambda *_: sys.exit(0))\n"

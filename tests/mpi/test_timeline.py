@@ -1,4 +1,4 @@
-"""Timelines of real jobs: merged and summed up; of killed jobs; under an unwritable path; by the launcher."""
+"""Timelines of real jobs: merge and summary, killed jobs, an unwritable path, the launcher's option."""
 
 from __future__ import annotations
 
