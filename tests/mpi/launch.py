@@ -118,7 +118,7 @@ class MpiJob:
             )
 
     def wait(self, deadline: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for mpiexec's end, for `until`, or for the deadline (``time.time()``); return whether it ended."""
+        """Wait for the end, for `until`, or for the deadline (``time.time()``); return whether it ended."""
         pause = 0.005
         while self.process.poll() is None and time.time() < deadline and not until():
             # Popen.wait(timeout) also polls; this way `until` is asked as often.
@@ -131,7 +131,7 @@ class MpiJob:
         return self.stdout.read_text(errors="replace"), self.stderr.read_text(errors="replace")
 
     def processes(self) -> dict[int, int | None]:
-        """Return the job's live processes, pid to rank; None for those without a rank (mpiexec, its proxies)."""
+        """Return the job's live processes, pid to rank; None for mpiexec and its proxies."""
         marker = f"{JOB_MARKER}={self.directory}".encode()
         found: dict[int, int | None] = {}
         for path in Path("/proc").glob("[0-9]*/environ"):

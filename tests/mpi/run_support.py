@@ -49,7 +49,7 @@ class Ended:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return a user's environment: no MPI job's variables, this pyhvd importable, ranks that yield the CPU."""
+    """Return a user's environment: no MPI job's variables, this pyhvd importable, ranks that yield."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     clean["PYTHONPATH"] = str(ROOT)
     return {**clean, **YIELDING, **(extra or {})}

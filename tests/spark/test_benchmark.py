@@ -1,4 +1,4 @@
-"""The benchmark inside Spark runs, tiny, and finds all averages right. No figure is judged here."""
+"""The benchmark inside Spark runs at a tiny size, and all averages are correct. No figure is judged here."""
 
 from __future__ import annotations
 
