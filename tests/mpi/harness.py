@@ -34,7 +34,7 @@ from tests.mpi.launch import ROOT, MpiJob, MpiRun, job_directory, mpiexec_comman
 __all__ = ["JobReport", "MpiRun", "SharedJobs", "mpiexec_command", "on_ranks", "run_function", "run_mpi"]
 
 _LONGEST_OUTPUT = 6000
-# Stacks may come late on a busy machine.
+# On a busy machine stacks may be written late.
 _STACKS_S = 10.0
 # pyhvd reads these when it starts; MPI and others read theirs when the process starts.
 _READ_BY_INIT = ("PYHVD_", "HOROVOD_")
@@ -267,7 +267,7 @@ class CaseJob:
                 report.stacks[rank] = text
         printed = folder / "output"
         report.output = printed.read_text(errors="replace") if printed.exists() else ""
-        report.output += "".join(self._job.output())  # mpiexec's own, as a rule
+        report.output += "".join(self._job.output())  # usually mpiexec's own output
         return report
 
 

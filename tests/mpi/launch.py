@@ -21,12 +21,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every process of a job carries this variable. Hydra puts each rank into a session of its own, so neither
+# Every process of a job has this variable. Hydra starts each rank in a separate session, so neither
 # process group nor session finds them all.
 JOB_MARKER = "PYHVD_TEST_JOB"
-# What tells a rank its number before MPI_Init: Hydra, Open MPI, anything else over PMIx.
+# The variables with a rank's number before MPI_Init: of Hydra, of Open MPI, of other launchers with PMIx.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# Left in the environment by an outer mpiexec, these would make the inner one believe that it is a rank.
+# With these variables of an outer mpiexec, the inner mpiexec would start as a rank.
 _OUTER_JOB = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 
 
@@ -172,7 +172,7 @@ class MpiJob:
             time.sleep(0.02)
             self.process.poll()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # all there is to go by where /proc is missing
+            os.killpg(self.process.pid, signal.SIGKILL)  # the only way without /proc
         self.process.wait(timeout=5.0)
 
 

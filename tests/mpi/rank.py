@@ -36,7 +36,7 @@ _FINALIZE_S = 60.0
 
 
 def main(directory: Path) -> None:
-    # Whole lines, written as they come: a rank that is killed has not lost what it printed.
+    # Each line is written at once, so that a killed rank loses no output.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
         if task["last"]:
             break
     else:
-        # Without pytest nobody kills a rank that hangs in MPI_Finalize.
+        # Without pytest nothing kills a rank that hangs in MPI_Finalize.
         signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
         task = {"cleanup": True}
     if task["cleanup"]:
@@ -166,7 +166,7 @@ def _below_here(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    # Renamed into place: the launching side looks at the directory all the time.
+    # Renamed into place, because pytest reads the directory at any time.
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result))
     part.rename(path)

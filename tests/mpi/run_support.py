@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library()
 MPIEXEC = find_mpiexec(LIBRARY)
 TIMEOUT_S = 60
-# Ranks that wait give their core away: two tests at a time have more ranks than there are cores.
+# Waiting ranks yield their core: two tests at a time have more ranks than there are cores.
 YIELDING = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
     "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1",
@@ -57,7 +57,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def bare_environment() -> dict[str, str]:
     """Return the environment that Open MPI's mpiexec needs on a small machine, or as root."""
-    # A directory of its own for each job: one that a killed job of the same process id left behind is fatal.
+    # Each job has a new directory: a directory left by a killed job with the same process id is fatal.
     folder = tempfile.mkdtemp(prefix="hvd-", dir="/tmp")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_mpi
 needs_mpi = pytest.mark.skipif(mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH")
 
 LIMIT = 100.0
-# Of the contenders, those that need nothing but what the suite has; how many cases; the unit.
+# The contenders that need only the suite's packages; the number of cases; the unit.
 QUESTIONS = {
     "large": ({"pyhvd, in place", "MPI Allreduce", "MPI, pack + Allreduce + unpack", "memory floor"}, 2, "s"),
     "resnet": (
@@ -102,7 +102,7 @@ def test_all_in_turn(tmp_path: Path) -> None:
     printed = run("-m", "benchmarks", "latency", "small", "--tiny", "--seconds", 1, "--results", tmp_path)
     (verdict,) = the_report(tmp_path, "latency")["verdicts"]
     assert verdict["value"] > 0
-    # Not the table of small: its targets are for 1000 tensors.
+    # The table of small has no targets here: they hold for 1000 tensors.
     assert the_report(tmp_path, "small")["verdicts"] == []
     summary = (tmp_path / "summary.md").read_text().splitlines()
     assert len(summary) == 3

@@ -36,7 +36,7 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
     if hvd.rank() == 0:
         os.mkfifo(path)
     hvd.barrier()
-    told = tell = os.open(path, os.O_RDWR)  # of either end: nobody waits for the other
+    told = tell = os.open(path, os.O_RDWR)  # opened for both directions, so that open() does not wait
     hvd.barrier()
     if hvd.rank() == 1:
         assert _hold_the_gil_until(told, 30.0), "the pair waited for a rank that is no member"
@@ -50,7 +50,7 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
         shutil.rmtree(os.path.dirname(path))
 
 
-# As in many containers: MPI cannot read the sender's memory, who has to be in MPI for long messages then.
+# In many containers MPI cannot read the sender's memory; for long messages the sender must then be in MPI.
 _ALL_BY_THE_SENDER = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
 

@@ -15,7 +15,7 @@ from tests.mpi.run_support import LIBRARY, MPIEXEC, Ended, bare_environment, pyh
 
 DOCTOR = [sys.executable, "-m", "pyhvd", "doctor"]
 
-# Imported by every Python that finds it: makes rank 1, and no other, stand still somewhere.
+# Every Python that finds the module imports it: it makes rank 1 alone hang somewhere.
 STUCK = """
 import os, time
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":

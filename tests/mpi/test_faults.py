@@ -54,7 +54,7 @@ def test_uncaught_exception_under_plain_mpiexec(tmp_path: Path, call: str, bad: 
     assert run.seconds < WITHIN_S
     assert "KeyError: 'the root cause'" in run.stderr
     told = [line for line in run.stderr.splitlines() if "learned: " in line]
-    # mpiexec may end the job before the last rank has got its line out, but not before all have.
+    # mpiexec may end the job before the last rank has printed its line, but not before all others have.
     assert told, run.stderr
     for line in told:
         assert f"rank {bad} failed: KeyError: 'the root cause' ({bad})" in line
@@ -197,7 +197,7 @@ def _broken_engine(name: str) -> None:
             return
         entered.set()
         assert posted.wait(20)
-        time.sleep(0.1)  # by now the others sleep in the window, as a rule: they are told in any case
+        time.sleep(0.1)  # usually the others sleep in the window by now; they get the error in any case
         raise RuntimeError("the wire is cut")
 
     Executor.run = broken  # type: ignore[method-assign]

@@ -68,9 +68,9 @@ def _rank() -> int:
     return rank
 
 
-# Ranks that are to be ended sleep this long; a job that took less was ended by its harness.
+# Ranks sleep this long until they are ended; a job that took less was ended by the harness.
 LONG_S = 300.0
-# Ranks that are to be found hanging have this long to start, and to come to the line where they hang.
+# Hanging ranks have this long to start and to reach the line where they hang.
 HANG_S = 10.0
 
 

@@ -25,7 +25,7 @@ def test_idle_ranks_use_no_cpu() -> None:
     for step in range(20):
         assert hvd.allreduce(np.full(100, step), op=hvd.Sum, name="warm")[0] == step * hvd.size()
     hvd.barrier()
-    # A collective has just ended; what follows it must come to rest too.
+    # A collective has just ended; the work after it must end too.
     before, started = _cpu(), time.monotonic()
     time.sleep(WHILE_S)
     share = (_cpu() - before) / (time.monotonic() - started)

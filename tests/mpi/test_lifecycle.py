@@ -51,7 +51,7 @@ def _in_child() -> int:
     if hvd.is_initialized():
         return 90
     hvd.shutdown()
-    error = outcome(hvd.init)  # would meet the parent's ranks in its stead
+    error = outcome(hvd.init)  # would connect to the parent's ranks
     return 0 if isinstance(error, hvd.NotInitializedError) else 91
 
 
@@ -161,7 +161,7 @@ def test_topology() -> None:
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_homogeneous()
     assert hvd.mpi_threads_supported() == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    # The program's own messages and pyhvd's do not meet.
+    # The program's messages and pyhvd's do not mix.
     handles = [hvd.allreduce_async(np.full(1000, i), op=hvd.Sum, name=f"mixed.{i}") for i in range(20)]
     assert world.allreduce(1) == world.size
     assert [handle.result(SECONDS)[0] for handle in handles] == [i * world.size for i in range(20)]

@@ -12,7 +12,7 @@ from pyhvd.engine.context import current
 from pyhvd.transport.arena import Arena
 from tests.mpi.harness import hear_log, on_ranks
 
-WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without it there is no such memory
+WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without the fast path there is no shared memory
 
 
 def _bytes_used() -> int:

@@ -134,7 +134,7 @@ def test_init_with_some_of_the_ranks() -> None:
     part = world.Split(world.rank > 0, -world.rank)
     hvd.init(comm=part)
     assert (hvd.rank(), hvd.size()) == (part.rank, part.size)
-    # The communicator was duplicated: the program may use, and free, its own.
+    # pyhvd duplicated the communicator: the program may use and free the original.
     assert part.allreduce(1) == part.size
     part.Free()
     if world.rank:

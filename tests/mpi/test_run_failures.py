@@ -23,12 +23,12 @@ from tests.mpi.run_support import (
 )
 
 RANK = 'import os; rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))\n'
-# Ready to fail: all ranks have started; those that do not fail would take a minute.
+# All ranks have started; ranks that do not fail would run for a minute.
 TOGETHER = RANK + (
     "import sys, time\nfrom mpi4py import MPI\n"
     "MPI.COMM_WORLD.Barrier(); open(__file__ + '.together', 'w').close()\n"
 )
-WITHIN_S = 4.0  # 2 s, and what a busy machine adds; from when all ranks have started
+WITHIN_S = 4.0  # 2 s, and a margin for a busy machine, after all ranks have started
 OTHERS = {
     "sleep": "time.sleep(60)",
     "compute": "while True: pass",
@@ -70,7 +70,7 @@ def test_exception_in_one_rank_ends_the_job(tmp_path: Path, launched: bool, othe
     said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" not in line]
     assert said[0].startswith("pyhvd: rank 1 of 3 on host "), ended.err
     assert said[0].endswith(" failed:")
-    assert said[2] == f'  File "{path}", line 8, in <module>'  # nothing of ours on top
+    assert said[2] == f'  File "{path}", line 8, in <module>'  # no frame of pyhvd above it
     assert "BAD TERMINATION" not in ended.out + ended.err
 
 
@@ -79,8 +79,8 @@ def test_exception_before_mpi_was_asked_for(tmp_path: Path, launched: bool) -> N
     path = script(tmp_path, RANK + "import time\nif rank == 1: raise ValueError('early')\ntime.sleep(60)\n")
     ended = run_both(launched, 3, path)
     assert ended.code == 1
-    assert ended.seconds < 15  # the others would take a minute; of the start nothing is known
-    # Rank 0 may start only now, and says what it has set.
+    assert ended.seconds < 15  # the others would run for a minute; the time of the start is unknown
+    # Rank 0 may start only now, and print its settings.
     said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" not in line]
     assert said[-1] == "ValueError: early", ended.err
 

@@ -151,7 +151,7 @@ def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> Non
     arguments = ("--output-filename", script(tmp_path, ""), "-c", "print('ran')")
     ended = pyhvdrun("-n", 2, *arguments) if launched else bare(2, *arguments)
     assert (ended.code, ended.out) == (1, "")
-    said = ended.last if launched else ended.err  # Open MPI's own mpiexec has its banner after it
+    said = ended.last if launched else ended.err  # Open MPI's own mpiexec prints a banner after it
     assert "cannot write the files of --output-filename: [Errno 20] Not a directory" in said
     # Under a bare mpiexec a rank that starts after the first failed rank has gone reports it again.
     assert ended.err.count("Errno 20") == 1 or (not launched and ended.err.count("Errno 20") == 2)

@@ -82,7 +82,7 @@ def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> No
                 pass
         ended, seconds = interrupt(job, signal.SIGINT)
         assert ended.code == 130
-        assert seconds < (3.5 if twice else 8)  # of the grace 4 s were left
+        assert seconds < (3.5 if twice else 8)  # 4 s of the grace were left
         wait_gone(pids)
     if not twice:
         assert "pyhvd: ranks 0, 1 are still stopping" in ended.err
@@ -106,7 +106,7 @@ def test_handled_signals_pass_through(tmp_path: Path) -> None:
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
-    # Of this job alone, in a short path: sockets have little room for one.
+    # A private directory with a short path: paths of sockets are limited.
     with tempfile.TemporaryDirectory(prefix="killed-") as own:
         with started(launcher_command("-n", 2, script(tmp_path, RUNS)), {"TMPDIR": own}) as job:
             pids = read_pids(job, 2)

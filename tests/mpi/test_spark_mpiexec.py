@@ -28,7 +28,7 @@ from pyhvd.job.mpi.rank_env import OPENMPI
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
-# From the failure to the error: a second, and more on a busy machine.
+# Time from the failure to the error: a second, more on a busy machine.
 _SOON_S = 4.0
 # All processes of a test have it in their environment.
 _MARK = "PYHVD_TEST_MARK"
@@ -195,7 +195,7 @@ def test_a_python_that_is_not_there() -> None:
     [
         (r"\S*/(mpiexec|prterun) ", r"mpiexec was killed by SIGKILL"),
         (r"\S*/prted ", r"mpiexec's daemon on host \S+ was killed by SIGKILL"),
-        # mpiexec ends the job, and MPI perhaps a rank.
+        # mpiexec ends the job; MPI may end a rank first.
         (r"\S+ -m pyhvd\.job\.mpi\.openmpi\.rank_proxy", r"mpiexec exited with code|rank \d of 2"),
     ],
 )

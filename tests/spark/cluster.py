@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
 CORES = 2
 WORKERS = ("a", "b")
-# What the cluster and the driver start has it in its environment.
+# All processes of the cluster and of the driver have it in their environment.
 MARK = ("PYHVD_TEST_CLUSTER", str(uuid.uuid4()))
 
 
@@ -151,7 +151,7 @@ def _home() -> Path:
 
 @contextmanager
 def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
-    # Whatever kills the tests: util-linux has the kernel end what they have started.
+    # However the tests are killed, the kernel ends the processes that they started (util-linux).
     with_us = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -165,7 +165,7 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
     try:
         yield
     finally:
-        # A session of its own: executors end with their worker.
+        # In a separate session, so that executors end with their worker.
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)

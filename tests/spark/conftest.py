@@ -90,7 +90,7 @@ def marked() -> dict[int, str]:
         try:
             if _MARK.encode() in (process / "environ").read_bytes():
                 found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has just ended, or is another user's
+        except OSError:  # the process has just ended, or is another user's
             continue
     return found
 

@@ -24,7 +24,7 @@ START_S = 90.0
 SETTINGS = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
-    # How often Spark looks for the slots of a job in barrier mode, say until a lost executor is back.
+    # How often Spark looks for the slots of a barrier job, for example until a lost executor is back.
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -31,7 +31,7 @@ def test_question(tmp_path: Path) -> None:
     start, step = run["outcomes"]
     whole, *phases, empty = start["figures"]
     assert (whole["name"], empty["name"]) == ("pyhvd", "an empty barrier job of Spark's")
-    # The slowest rank's phases each: no less, together, than the slowest rank's whole.
+    # The sum of the slowest phases is at least the slowest rank's whole time.
     parts = np.array([each["samples"] for each in phases])
     assert parts.shape == (3, 2)
     assert np.all(whole["samples"] <= parts.sum(axis=0) + 1e-4)

@@ -276,7 +276,7 @@ def test_partitions_of_which_one_is_empty(spark: Any, mark: dict[str, str]) -> N
 
 @pytest.mark.parametrize("condition", ["false", "rand() > 1"])
 def test_rows_for_which_spark_starts_no_task(spark: Any, condition: str) -> None:
-    """Spark's optimizer finds one condition false before the job, the other after the rows are partitioned."""
+    """Spark's optimizer finds one condition false before the job, the other only while it partitions rows."""
     with pytest.raises(DataError, match=r"^the DataFrame has no rows$"):
         pyhvd.spark.run(own_rows, (1, True), num_proc=2, df=spark.range(4).where(condition))
 

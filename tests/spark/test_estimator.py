@@ -132,9 +132,9 @@ def test_a_run_goes_on_where_it_has_ended(rows: Any, make: Callable[..., Any]) -
     second = make(epochs=5, run_id="long").fit(rows)
     assert second.history[:2] == first.history
     assert len(second.history) == 5
-    expected = descend(*points(), 5, 0.1, 0.5)  # the momentum has been kept too
+    expected = descend(*points(), 5, 0.1, 0.5)  # the momentum was kept too
     assert np.allclose(parameters(second)["weights"], expected.parameters["weights"], rtol=1e-12)
-    third = make(epochs=5, run_id="long").fit(rows)  # nothing is left to be done
+    third = make(epochs=5, run_id="long").fit(rows)  # no epoch is left
     assert third.history == second.history
 
 

@@ -16,11 +16,11 @@ from tests.spark.conftest import GONE_S, wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, SILENT_S, SOON_S, fail, one_error, place, rank_number, wait
 from tests.spark.session import Answer, SessionProcess
 
-# Starting the cluster is counted in, or a host and what Spark runs on it.
+# It includes the start of the cluster, or of a host and its Spark worker.
 pytestmark = pytest.mark.timeout(240)
 
 _NAMES = ("east", "west")
-# Who hears nothing of the driver any more gives it so long to come back.
+# For so long a task waits for a driver from which it receives nothing.
 _DRIVER_SILENT_S = 20.0
 
 
@@ -156,7 +156,7 @@ def test_a_host_freezes(site: Site, mark: dict[str, str], tmp_path: Path) -> Non
         check_that_it_goes_on(site, mark, size=2)
     finally:
         lost.host.thaw()
-    # A frozen process cannot end itself; it has to as soon as it can.
+    # A frozen process cannot end itself; it must do so as soon as it continues.
     wait_until_gone()
     check_that_it_goes_on(site, mark)
 

@@ -306,7 +306,7 @@ def test_the_answer_to_a_join_lets_in_again_before_anybody_hears_of_it() -> None
     lane = Lane()
     queue = TensorQueue(Wakes(), 0.0, lane)
     queue.add([join_entry()])
-    queue.pop(0, JOIN_NAME)  # and then it is told
+    queue.pop(0, JOIN_NAME)  # completes the join
     assert not lane.paused
     queue.add([entry("after")])
     queue.announce(0, Request(RequestType.ALLREDUCE, "wrong", error="no"))

@@ -90,7 +90,7 @@ def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     for thread in threads:
         thread.start()
     for _ in threads:
-        # Who has asked for the flush has seen that the handle has not ended, and depends on being woken.
+        # A thread that asked for the flush saw the handle unfinished, so it must be woken.
         assert about_to_sleep.acquire(timeout=30)
     handle.complete(0, "out", None)
     for thread in threads:

@@ -78,7 +78,7 @@ def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes])
     sleeper.send_signal(signal.SIGSTOP)
     assert becomes(lambda: of(sleeper), State.STOPPED)
     sleeper.kill()
-    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: nobody has waited for it
+    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: no process has reaped it
     sleeper.wait(10)
     assert of(sleeper) is State.GONE
 

@@ -130,7 +130,7 @@ def received_elsewhere(device: FakeDevice, kind: str, verb: Any, uses: Stream) -
             found = look_later(device, ptr)
         del result, handle
         until(lambda: ptr in device.reclaimed)
-        device.run_on()  # what is given memory now, on the stream that submitted, may write to it
+        device.run_on()  # new arrays on the submitting stream may now reuse the memory
         assert not found
         go_on()
         device.run_on()

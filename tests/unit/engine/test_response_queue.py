@@ -64,7 +64,7 @@ def test_a_list_waits_for_earlier_ones_of_other_ranks_and_for_no_later_ones() ->
     """Rank 1 may wait in the first list for rank 2, which has not received that list yet."""
     carrier = Carrier()
     queue = ResponseQueue(carrier)
-    queue.publish(a_list(1), [1, 2])  # none of this rank's
+    queue.publish(a_list(1), [1, 2])  # not for this rank
     queue.publish(a_list(2), [0, 1])
     queue.publish(a_list(3), [0, 1, 2])
     assert [rank for rank, _, _ in carrier.sent] == [1, 2, 1, 1, 2]

@@ -104,7 +104,7 @@ def want_scaled(array: Array, factor: float) -> Array:
 def combine(op: ReduceOp, x: Array, y: Array) -> Array:
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if x.dtype.kind == "f":
-            # numpy leaves open which zero wins; here it is -0.0 for MIN and +0.0 for MAX.
+            # numpy does not define which zero it returns; the kernels return -0.0 for MIN and +0.0 for MAX.
             lower = op is ReduceOp.MIN
             zeros = np.signbit(x) | np.signbit(y) if lower else np.signbit(x) & np.signbit(y)
             result = np.minimum(x, y) if lower else np.maximum(x, y)
@@ -199,7 +199,7 @@ def test_min_and_max_do_not_depend_on_the_order(code: Code, op: ReduceOp) -> Non
 
 
 def test_half_sums_round_once() -> None:
-    # 2048 + 1 is no float16: rounded after each step, the sum would never get off 2048.
+    # 2048 + 1 is no float16: rounded after each step, the sum would stay at 2048.
     sources = [np.array([x], np.float16) for x in (2048, 1, 1)]
     assert reduced(Code.FLOAT16, ReduceOp.SUM, sources)[0] == 2050
     # The sum alone would be infinite, its half is not.
@@ -208,7 +208,7 @@ def test_half_sums_round_once() -> None:
 
 
 def test_products_are_not_fused_with_sums() -> None:
-    # Fused, the real part would be what rounding takes off a square, and not 0. Many, for the vector loop.
+    # Fused operations would leave a rounding error in the real part. Many elements reach the vector loop.
     array = np.full(100, complex(1 + 2.0**-12, 1 + 2.0**-12), np.complex64)
     assert not reduced(Code.COMPLEX64, ReduceOp.PRODUCT, [array, array]).real.any()
 
@@ -373,7 +373,7 @@ def test_cast_float64_to_half_rounds_once(code: Code) -> None:
 @given(array=hnp.arrays(np.uint64, st.integers(1, 30)))
 @quick
 def test_cast_any_float64_to_half(code: Code, array: Array) -> None:
-    # Any bits, and the same brought into the range of the 16-bit floats.
+    # Arbitrary bits, and the same values scaled into the range of the 16-bit floats.
     x = array.view(np.float64)
     x = np.concatenate([x, np.where(np.isfinite(x), np.frexp(x)[0] * 2.0 ** (array % 50 - 30.0), x)])
     want = np.array([nearest(value, DTYPES[code]) for value in x.tolist()])

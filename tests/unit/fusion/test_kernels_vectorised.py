@@ -70,7 +70,7 @@ def test_avx2(functions: dict[str, str], kernel: str, instruction: str) -> None:
 
 
 def test_no_fused_multiply_add(functions: dict[str, str]) -> None:
-    # It rounds once where other machines round twice. gcc 12 made some in spite of -ffp-contract=off.
+    # A fused operation rounds once, not twice. gcc 12 made some in spite of -ffp-contract=off.
     fused = re.compile(r"\bvfn?m(?:add|sub)")
     assert [name for name, text in functions.items() if fused.search(text)] == []
 

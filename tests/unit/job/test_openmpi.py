@@ -173,7 +173,7 @@ def test_the_environment_that_a_process_was_started_with() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"\n")
-        assert process.stdout.readline() == b"\n"  # until it runs, the kernel may still be about to set it up
+        assert process.stdout.readline() == b"\n"  # before that the kernel may still be setting it up
         assert rank_proxy.read_environment(process.pid) == environ
     finally:
         process.kill()
@@ -426,7 +426,7 @@ def test_a_command_may_tidy_up_before_it_is_killed() -> None:
         pump(recorder, lambda: ended)
     finally:
         process.close()
-    assert b"".join(said).endswith(b"tidied\n")  # a shell may also say that its child was terminated
+    assert b"".join(said).endswith(b"tidied\n")  # a shell may also print that its child was terminated
     assert ended == [5]
 
 

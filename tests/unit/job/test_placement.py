@@ -122,7 +122,7 @@ def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, te
     placements = placements_of(["a", "a", "b"])
     failures = FailureAnalysis()
     failures.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
-    assert failures.settled_at > 100.0  # the loss may be seen later than what follows from it
+    assert failures.settled_at > 100.0  # the loss may be seen later than its consequences
     failures.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
     assert str(failures.error(placements)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
     failures.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)

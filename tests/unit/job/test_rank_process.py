@@ -35,7 +35,7 @@ def _end_under(python: Path) -> RankProcess:
     """Return a rank that ended before it read its code; the file `python` is its guardian."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
     process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the rank has reported, and nobody reads the code
     _see_to_the_end(process)
     return process
 
@@ -52,7 +52,7 @@ def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
 
 def test_a_guardian_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # who the rank is
+    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # the rank's process id
     python.write_text(f"#!{sys.executable}\nimport os, sys\n{said}\nsys.exit(3)\n")
     python.chmod(0o700)
     failure = _end_under(python).failure

@@ -85,7 +85,7 @@ def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
         lines = b"".join(data for who, _, data in display.seen if who == rank).splitlines()
         assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
         assert lines[-1] == b"the last line, which does not end"
-    # What a rank's pipe held, and what was read at once, are beyond the credit.
+    # The contents of a rank's pipe, and of one read, come on top of the credit.
     assert display.most_before <= 2 * (OUTPUT_CREDIT + (1 << 17))
 
 
@@ -127,7 +127,7 @@ def _fail_while_a_thread_prints() -> None:
             print("x" * 1000)
 
     threading.Thread(target=print_on, daemon=True).start()
-    time.sleep(2)  # it waits by now
+    time.sleep(2)  # by now the rank waits
     raise LookupError("not here")
 
 
@@ -143,7 +143,7 @@ def test_a_failure_does_not_wait_for_who_reads_the_output() -> None:
 def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[bytes] = []
     bench = Bench(rank, 1, lambda rank, stream, data: shown.append(data))
-    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # it would listen on
+    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # stop() would keep listening
 
     def much_then_a_result() -> Any:
         connection = bench.register(0)
@@ -307,7 +307,7 @@ def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
     job.fail()
     with patch.object(bench.service._connections, "turn", wraps=bench.service._connections.turn) as turn:
         bench.service.stop("the test", 1.0)
-    assert 0 < turn.call_count < 50  # each waits for a quarter of a second if nobody says anything
+    assert 0 < turn.call_count < 50  # without messages each waits for a quarter of a second
     connections[0].close()
     bench.service.close()
     bench.display.close()

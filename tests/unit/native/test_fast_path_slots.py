@@ -164,9 +164,9 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         here.lane.freeze(0, last)
     elif what == "lent anew":
         here.lane.delegate(0, last, 2)
-    elif what == "known anew":  # by this rank alone, so far
+    elif what == "known anew":  # so far by this rank only
         here.install(2, mine[last:], last)
-    else:  # and as many slots lent as before, but others
+    else:  # as many slots delegated as before, but other slots
         here.lane.open_ready_set(0, range(2))
         for slot in range(len(mine)):
             here.lane.delegate(0, 10 + slot, 1)

@@ -16,7 +16,7 @@ from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from pyhvd.native import shared_memory
 
 Array = npt.NDArray[Any]
-CHUNK = shared_memory.FLAT  # the smallest: many chunks for little data
+CHUNK = shared_memory.FLAT  # the smallest chunk: small arrays have many chunks
 TIMEOUT = 30.0
 
 
@@ -346,7 +346,7 @@ def test_an_abort_wakes_sleepers_and_whoever_comes_finds_the_first_note(count: i
     def body(rank: int, window: shared_memory.Window) -> tuple[bool, bytes | None, bytes | None]:
         before = window.note()
         if rank == 0:
-            time.sleep(0.05)  # by now rank 1 sleeps, as a rule: the outcome is the same if it does not
+            time.sleep(0.05)  # usually rank 1 sleeps by now; the result is the same if not
             window.abort(b"rank 0 has failed")
             window.abort(b"and again")
             aborted.set()

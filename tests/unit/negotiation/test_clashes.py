@@ -249,8 +249,8 @@ def test_everybody_is_told_in_every_order(
     retry: Sequence[Request],
 ) -> None:
     if any(isinstance(unit, str) for program in programs for unit in program):
-        # The next call of a rank that refuses may come before the others' first: it must be told from that,
-        # by its size, and by all of its tensors if they travel in their order and not half of them as bits.
+        # The next call of a rank that refuses may arrive before the others' first call. The two must differ
+        # in size, or in all tensors if these arrive in order and not half of them as bits.
         retry, capacity = PAIR, 8 if capacity else 0
     network = (LaneNetwork if lane else Network)(len(programs), capacity)
     if warm is not None:

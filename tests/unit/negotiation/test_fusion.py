@@ -57,7 +57,7 @@ def test_look_ahead_over_others_ends_at_the_threshold() -> None:
 
     mixed = [reduce_("a"), f64("x"), reduce_("b"), f64("y"), reduce_("c")]
     assert names(plan(mixed, 1000)) == ["abc", "xy"]
-    # 40 + 80 skipped is 120: not beyond 120; one more of 40 does not fit beside what was skipped.
+    # 40 + 80 skipped bytes are 120, which is allowed; another 40 beside the skipped ones do not fit.
     assert names(plan(mixed, 120)) == ["ab", "x", "y", "c"]
     assert names(plan(mixed, 119)) == ["a", "x", "b", "y", "c"]
 

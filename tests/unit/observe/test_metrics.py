@@ -138,7 +138,7 @@ def test_time_that_overlaps_counts_once() -> None:
     late.count(0, 1, since=0.0, now=10.0)
     late.count(0, 1, since=1.0, now=11.0)
     late.count(0, 2, since=10.5, now=12.0)
-    late.count(7, 0, since=0.0, now=2.0, tensors=4)  # another set waits for itself
+    late.count(7, 0, since=0.0, now=2.0, tensors=4)  # waits of another set count separately
     assert late.totals() == [(4, 2.0), (1 + 1, 11.0), (1, 1.0)]
 
 

@@ -66,4 +66,4 @@ def test_nobody_waits_for_a_thread_that_is_caught(recorder: Recorder, lonely: Lo
     for each in (begins, ends, later):
         with pytest.raises(StallError):
             each.result(timeout=0)
-    recorder.finish(None)  # the thread has come free after all
+    recorder.finish(None)  # the stuck thread returns after all

@@ -105,7 +105,7 @@ def test_times_come_back_within_the_uncertainty(
         readings.append(Reading(at, at - moment + error, 5000))
     clock = ClockMap(*readings)
     time = where * length
-    # Two ns of rounding, and what floats of this size lose.
+    # Two ns of rounding, and the precision of floats of this size.
     assert (
         abs(clock.to_root(shows(time)) - time) <= clock.uncertainty * (1 + 1e-3) + 2 + 1e-15 * abs(ahead) * 4
     )

@@ -107,7 +107,7 @@ def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
         recording.close()
     traces = load([str(tmp_path)])
     for trace in traces:
-        trace.turns[:] = [  # as clocks come out: with fractions
+        trace.turns[:] = [  # converted times have fractions
             replace(
                 turn,
                 ready=turn.ready + 0.0007 * turn.batch,
@@ -122,7 +122,7 @@ def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
             begin = int(event["ts"] * 1000)
             spans = threads.setdefault((event["pid"], event["tid"]), [])
             spans.append((begin, begin + int(event["dur"] * 1000)))
-    assert not any(tid in (0, pid) for pid, tid in threads)  # it takes these for one thread
+    assert not any(tid in (0, pid) for pid, tid in threads)  # Perfetto treats these as one thread
     for spans in threads.values():
         open_ends: list[int] = []
         for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
