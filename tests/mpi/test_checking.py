@@ -44,7 +44,7 @@ def test_a_corrupted_result_is_an_error_everywhere(fast_lane: str, monkeypatch: 
 
 
 def hvd_backend() -> Backend:
-    """Return this rank's backend of the global process set."""
+    """This rank's backend of all ranks."""
     from pyhvd.engine import context
 
     return context.current().runtime._executor._backends[0]

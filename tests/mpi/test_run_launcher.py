@@ -103,7 +103,7 @@ def test_missing_script_is_said_once() -> None:
 
 
 def test_missing_script_under_mpiexec() -> None:
-    """Usually one rank prints the error; a rank that starts after the first has ended prints it too."""
+    """Once, as a rule; a rank that starts only when the first has gone, and left no trace, says it too."""
     ended = bare(2, "/nowhere/script.py")
     assert ended.code == 2
     assert ended.err.count("can't open file '/nowhere/script.py'") in (1, 2)

@@ -32,7 +32,7 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
 
 
 def _end_under(python: Path) -> RankProcess:
-    """Return a rank that ended before it read its code; the file `python` is its guardian."""
+    """Return a rank that has ended before it has taken its code; its guardian is in the file `python`."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
     process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the rank has reported, and nobody reads the code
