@@ -17,19 +17,7 @@ import msgspec
 
 
 class RankFile(msgspec.Struct, frozen=True):
-    """The address of one rank's metrics.
-
-    Attributes
-    ----------
-    job : str
-        Name of the job; the same on all of its ranks.
-    rank, size : int
-        The rank, and the number of ranks.
-    pid : int
-        The rank's process id.
-    address, port : str, int
-        Address and port of its server.
-    """
+    """The job and the process of one rank, and where the rank serves its metrics."""
 
     job: str
     rank: int
@@ -92,8 +80,6 @@ def _is_private(folder: Path) -> bool:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the id now belongs to another user's process
+    except (ProcessLookupError, PermissionError):  # gone, or the id now belongs to another user's process
         return False
     return True

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyhvd.common.processes import Place, State
-from pyhvd.common.stacks import Frame, ThreadStack
 from pyhvd.common.text import describe_ranks
 from pyhvd.controller import Stalled
 from pyhvd.errors import StallError
@@ -23,20 +22,12 @@ _LINES = 12
 def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
     """Return the report of tensors that have waited for too long.
 
-    Parameters
-    ----------
-    finding : Finding
-        The tensors.
-    answers : mapping of int to Answer
-        What is known of the missing ranks that were asked.
-    places : sequence of Place
-        Of every rank.
-    now : float
-        Seconds, by the clock of the finding.
+    ``answers`` has what is known of the missing ranks that were asked, ``places`` every rank's place; ``now``
+    is by the clock of the finding.
     """
     lines = [_headline(finding), *_tensor_lines(finding.stalled, now)]
     for rank in answers:
-        lines += [_rank_line(rank, finding, answers, places), *_detail(rank, finding, answers)]
+        lines += _rank_lines(rank, finding, answers, places)
     return "\n".join([*lines, *_not_asked(finding, answers), *_circles(finding)])
 
 
@@ -44,34 +35,32 @@ def error_of(
     finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
 ) -> ErrorInfo:
     """Return the error that ends the job: the same facts, with the stacks apart."""
-    lines = [f"the job was ended: {_headline(finding)}", *_tensor_lines(finding.stalled, now)]
-    stacks = {}
-    for rank in answers:
-        line = _rank_line(rank, finding, answers, places)
-        lines.append(line)
-        stacks[rank] = "\n".join([line, *_detail(rank, finding, answers)])
-    lines += [*_not_asked(finding, answers), *_circles(finding)]
-    lines.append(f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)")
+    of_ranks = {rank: _rank_lines(rank, finding, answers, places) for rank in answers}
+    lines = [
+        f"the job was ended: {_headline(finding)}",
+        *_tensor_lines(finding.stalled, now),
+        *(first for first, *_ in of_ranks.values()),
+        *_not_asked(finding, answers),
+        *_circles(finding),
+        f"({finding.limit:g} s is PYHVD_STALL_SHUTDOWN_TIME_SECONDS)",
+    ]
     missing = {_shown(each.name): list(each.missing) for each in finding.stalled}
+    stacks = {rank: "\n".join(of_rank) for rank, of_rank in of_ranks.items()}
     return ErrorInfo(ErrorKind.STALL, "\n".join(lines), missing=missing, stacks=stacks)
 
 
 @dataclass(frozen=True, slots=True)
 class StallSnapshot:
-    """What a rank knows when nothing ends any more, and rank 0 does not say why.
+    """What rank ``rank`` knows when nothing has ended for ``passed`` seconds, and rank 0 does not say why.
 
     Attributes
     ----------
-    rank : int
-        The rank that looks.
     names : sequence of str
-        What is in flight on it.
+        Names of the tensors in flight on the rank.
     under_way : bool
-        Whether that is being carried out: all ranks have submitted it.
+        Whether those are being carried out: all ranks have submitted them.
     states : mapping of int to State
-        What the processes of the other ranks do.
-    passed : float
-        Seconds for which nothing has ended.
+        States of the other ranks' processes.
     """
 
     rank: int
@@ -82,13 +71,16 @@ class StallSnapshot:
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks that it may be due to: those that will not go on; else rank 0, if it should speak."""
+        """The ranks that may be the cause: those whose processes are lost.
+
+        Without one, rank 0 if it has not told this rank why it waits; otherwise all other ranks.
+        """
         lost = [rank for rank, state in self.states.items() if state.is_lost]
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
 
 def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
-    """Return the text of it."""
+    """Return the report of a rank on which nothing ends any more."""
     tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
     why = (
@@ -101,22 +93,20 @@ def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
 
 
 def describe_late_end(standing: StallSnapshot, places: Sequence[Place]) -> str:
-    """Return what is said where a shutdown does not come to its end."""
+    """Return the report of a shutdown that takes too long."""
     first = f"shutting down: not all ranks have come to their end within {standing.passed:.0f} s"
     return "\n".join([first, *_suspect_lines(standing, places)])
 
 
 def _suspect_lines(standing: StallSnapshot, places: Sequence[Place]) -> list[str]:
-    lines = []
-    for rank in standing.suspects[:MOST_ASKED]:
-        state = standing.states[rank]
-        hint = f": kill -CONT {places[rank].pid} lets it go on" if state is State.STOPPED else ""
-        lines.append(f"rank {rank} on {places[rank]}: its process {state.value}{hint}")
-    return lines
+    return [
+        f"rank {rank} on {places[rank]}: {_describe_process(standing.states[rank], places[rank])}"
+        for rank in standing.suspects[:MOST_ASKED]
+    ]
 
 
 def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> StallError:
-    """Return the error with which a rank gives up by itself."""
+    """Return the error with which a rank gives up without rank 0's word."""
     text = describe_standing(standing, places)
     missing = {name: list(standing.suspects) for name in standing.names}
     stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
@@ -124,11 +114,12 @@ def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> Stall
     return StallError(f"rank {standing.rank} has given up: {text}\n({limit})", missing, stacks)
 
 
-def name_of(process_set: int, name: str) -> str:
-    """Return a tensor's name as reports have it."""
-    if name == JOIN_NAME:
-        return _shown(name)
-    return repr(name) if process_set == GLOBAL_SET else f"{name!r} of process set {process_set}"
+def _name_of(tensor: Stalled) -> str:
+    if tensor.name == JOIN_NAME:
+        return _shown(tensor.name)
+    if tensor.process_set == GLOBAL_SET:
+        return repr(tensor.name)
+    return f"{tensor.name!r} of process set {tensor.process_set}"
 
 
 def _shown(name: str) -> str:
@@ -137,23 +128,26 @@ def _shown(name: str) -> str:
 
 def names_of(tensors: Sequence[Stalled]) -> str:
     """Return the names of tensors, the first few of many."""
-    shown = ", ".join(name_of(each.process_set, each.name) for each in tensors[:_NAMES])
+    shown = ", ".join(_name_of(each) for each in tensors[:_NAMES])
     more = len(tensors) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def describe_state(state: State, place: Place) -> str:
     """Return why a process does not answer, as far as that can be known."""
-    if state is State.STOPPED:
-        return f"its process {state.value}: kill -CONT {place.pid} lets it go on"
-    if state in (State.TRACED, State.GONE):
-        return f"its process {state.value}"
+    if state.is_lost:
+        return _describe_process(state, place)
     silent = f"its background thread does not answer within {ANSWER_SECONDS:g} s"
     if state is State.RUNNING:
         return f"{silent}, and a thread of its process computes: probably C code that holds the GIL"
     if state is State.UNKNOWN:
         return f"{silent}, and its process {state.value}"
     return f"{silent}, and its process {state.value}: it is blocked, perhaps while it holds the GIL"
+
+
+def _describe_process(state: State, place: Place) -> str:
+    hint = f": kill -CONT {place.pid} lets it go on" if state is State.STOPPED else ""
+    return f"its process {state.value}{hint}"
 
 
 def _headline(finding: Finding) -> str:
@@ -170,7 +164,7 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
         together.setdefault((each.missing, each.submitted), []).append(each)
     lines = []
     for (missing, submitted), tensors in together.items():
-        oldest = max(now - each.since for each in tensors)
+        oldest = now - min(each.since for each in tensors)
         by = describe_ranks(submitted) if submitted else "nobody"
         lines.append(
             f"  {names_of(tensors)}: not {_done(tensors)} by {describe_ranks(missing)},"
@@ -179,48 +173,41 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
     return _cut(lines, "of such tensors")
 
 
-def _rank_line(rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]) -> str:
+def _rank_lines(
+    rank: int, finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place]
+) -> list[str]:
+    """Return a line on where a missing rank is, then lines with its stacks and with what it waits for."""
     lacking = [each for each in finding.stalled if rank in each.missing]
     answer = answers[rank]
+    threads = answer if not isinstance(answer, State) else ()
     if isinstance(answer, State):
         where = describe_state(answer, places[rank])
     elif not answer:
         where = "none of its threads runs Python code of the program"
     else:
-        where = f"it is at {answer[0].frames[0]}{_inside(answer[0])}"
-    return f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"
-
-
-def _done(tensors: Sequence[Stalled]) -> str:
-    """Return what ranks do with them: a join is reported by itself."""
-    return "called" if tensors[0].name == JOIN_NAME else "submitted"
-
-
-def _detail(rank: int, finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
-    answer = answers[rank]
-    lines = []
-    for thread in answer if not isinstance(answer, State) else ():
+        inside = f", inside {answer[0].inside}" if answer[0].inside else ""
+        where = f"it is at {answer[0].frames[0]}{inside}"
+    lines = [f"rank {rank} on {places[rank]} has not {_done(lacking)} {names_of(lacking)}: {where}"]
+    for thread in threads:
         lines.append(f"    {thread.name}:")
-        lines += [f"      {_frame(frame)}" for frame in thread.frames]
+        lines += [
+            f"      {frame}: {frame.text}" if frame.text else f"      {frame}" for frame in thread.frames
+        ]
         if thread.left_out:
             lines.append(f"      ... and {thread.left_out} calls further out")
     waits = [each for each in finding.pending if rank in each.submitted]
     for each in waits[:_NAMES]:
         lines.append(
-            f"    rank {rank} has submitted {name_of(each.process_set, each.name)},"
-            f" which waits for {describe_ranks(each.missing)}"
+            f"    rank {rank} has submitted {_name_of(each)}, which waits for {describe_ranks(each.missing)}"
         )
     if len(waits) > _NAMES:
         lines.append(f"    ... and {len(waits) - _NAMES} more")
     return lines
 
 
-def _inside(thread: ThreadStack) -> str:
-    return f", inside {thread.inside}" if thread.inside else ""
-
-
-def _frame(frame: Frame) -> str:
-    return f"{frame}: {frame.text}" if frame.text else str(frame)
+def _done(tensors: Sequence[Stalled]) -> str:
+    """Return the verb for these tensors; a report has either tensors or a join."""
+    return "called" if tensors[0].name == JOIN_NAME else "submitted"
 
 
 def _not_asked(finding: Finding, answers: Mapping[int, Answer]) -> list[str]:
@@ -240,8 +227,8 @@ def _circles(finding: Finding) -> list[str]:
         theirs = first.get((b, a))
         if a < b and theirs is not None:
             lines.append(
-                f"deadlock: rank {a} waits for {name_of(mine.process_set, mine.name)}, which rank {b} has not"
-                f" submitted, and rank {b} for {name_of(theirs.process_set, theirs.name)}, which rank {a} has"
+                f"deadlock: rank {a} waits for {_name_of(mine)}, which rank {b} has not"
+                f" submitted, and rank {b} for {_name_of(theirs)}, which rank {a} has"
                 " not: let all ranks submit both before they wait, or in the same order"
             )
     return _cut(lines, "of such pairs")

@@ -152,14 +152,8 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 class Endpoint:
     """An HTTP server of one rank's metrics, from construction to :meth:`close`.
 
-    Parameters
-    ----------
-    port : int
-        The server listens on ``port + local_rank``; 0 for any free port.
-    address : str
-        Address to listen on.
-    local_rank : int
-        Local rank; gives each rank of a host a port of its own.
+    It listens on ``address``, at the port ``port + local_rank``, so that each rank of a host has its own; or
+    at any free port if ``port`` is 0.
 
     Raises
     ------
@@ -226,12 +220,12 @@ class Endpoint:
         self._thread.join()
 
 
+@dataclass(frozen=True, slots=True)
 class _Collector:
     """The collector that prometheus-client calls at each scrape."""
 
-    def __init__(self, snapshot: Callable[[], Metrics], job: str) -> None:
-        self._snapshot = snapshot
-        self._job = job
+    snapshot: Callable[[], Metrics]
+    job: str
 
     def collect(self) -> Iterator[Metric]:
-        return collect(self._snapshot(), self._job)
+        return collect(self.snapshot(), self.job)

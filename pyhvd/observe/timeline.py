@@ -20,6 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,11 @@ from pyhvd.native.shared_memory import (
     FastPath,
     Trace,
 )
-from pyhvd.negotiation.messages import Request, RequestType, Response, TimelineOrder
+from pyhvd.negotiation.messages import RequestType, Response, TimelineOrder
 from pyhvd.observe.hooks import Instrument, Instruments, read_clock
 from pyhvd.observe.trace.clocks import Reading, measure
-from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
-from pyhvd.observe.trace.rows import MAIN, Rows, Tensor
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
+from pyhvd.observe.trace.rows import Rows, Tensor
 from pyhvd.queue import TensorEntry
 from pyhvd.transport.fabric import Fabric
 
@@ -70,7 +71,8 @@ _STAGES = {
     UNPACKING: "MEMCPY_OUT_FUSION_BUFFER",
 }
 
-Note = tuple[int, Callable[..., None], tuple[Any, ...]]
+Note = tuple[int, Callable[[], None]]
+"""The time (ns) of an event, and the call that adds the event to the rows."""
 
 
 class Timeline(Instrument):
@@ -82,10 +84,9 @@ class Timeline(Instrument):
         The file; this object closes it.
     rank, size : int
         This rank, and the number of ranks.
-    job : str
-        Identifies the recording; the same on every rank.
-    mark_cycles : bool
-        Whether to write a CYCLE_START for every response list and every entry of the ready log.
+    order : TimelineOrder
+        The name of the recording, which is the same on every rank, and whether to write a CYCLE_START for
+        every response list and every entry of the ready log.
     trace : Trace
         Ring to which the C code writes records.
     lane : FastPath or None
@@ -99,8 +100,7 @@ class Timeline(Instrument):
         writer: TraceWriter,
         rank: int,
         size: int,
-        job: str,
-        mark_cycles: bool,
+        order: TimelineOrder,
         trace: Trace,
         lane: FastPath | None,
         members: Callable[[int], tuple[int, ...]],
@@ -115,49 +115,41 @@ class Timeline(Instrument):
         self._dropped = -trace.dropped
         self._warned_dropped = False
         self._failed = False
-        self._set = 0
         self._due = 0.0
         self._origin = read_clock()
-        self._rows = Rows(self._origin, mark_cycles)
-        args = {"format": FORMAT, "job": job, "rank": rank, "size": size, "host": platform.node()}
+        self._rows = Rows(self._origin, order.mark_cycles)
+        args = {"format": FORMAT, "job": order.job, "rank": rank, "size": size, "host": platform.node()}
         args |= {"process": os.getpid(), "origin_ns": self._origin}
-        self._head: list[Event] = [_metadata(HEADER, args)]
+        self._head: list[Event] = [metadata(HEADER, args)]
         self._rows.head(f"pyhvd rank {rank}", time.time_ns() // 1000)
         trace.start(CELLS)
 
-    # -- hooks ---------------------------------------------------------------------------------------
+    # -- hooks: see Instrument ------------------------------------------------------------------------
 
     def queued(self, entries: Sequence[TensorEntry]) -> None:
-        """See :class:`Instrument`."""
         self._note(self._rows.queued, [(entry.process_set, entry.request) for entry in entries])
 
     def requested(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """See :class:`Instrument`."""
         mine = [each for each in tensors if self._rank in self._members(each[0])]
         if mine:
             self._note(self._rows.requested, rank, mine)
 
     def list_taken(self, number: int, todo: Sequence[Response]) -> None:
-        """See :class:`Instrument`."""
-        listed = [(each, r.error.message if r.error is not None else "") for each, r in _tensors_of(todo)]
-        self._note(self._rows.listed, number, listed)
+        errors = [r.error.message if r.error is not None else "" for r in todo]
+        self._note(self._rows.listed, number, list(zip(_tensors_of(todo), errors, strict=True)))
         if any(r.slot >= 0 or r.request.type == RequestType.REMOVE_PROCESS_SET for r in todo):
             self._collect()  # cache slots change their meaning now; the records before this need the old one
 
     def batch_started(self, batch: Sequence[Response]) -> None:
-        """See :class:`Instrument`."""
-        self._note(self._begin_batch, [each for each, _ in _tensors_of(batch)])
+        self._note(self._rows.started, _tensors_of(batch))
 
     def batch_ended(self, batch: Sequence[Response]) -> None:
-        """See :class:`Instrument`."""
-        self._note(self._rows.ended, [each for each, _ in _tensors_of(batch)])
+        self._note(self._rows.ended, _tensors_of(batch))
 
     def phase(self, name: str, begin: int, end: int) -> None:
-        """See :class:`Instrument`."""
-        self._append((end, self._end_phase, (name, begin)))
+        self._append(end, self._rows.phase, name, begin, end)
 
     def look(self, now: float) -> float:
-        """See :class:`Instrument`."""
         if now >= self._due:
             self._drain()
             self._due = now + PERIOD
@@ -166,7 +158,7 @@ class Timeline(Instrument):
     def add_clock(self, when: str, reading: Reading) -> None:
         """Record a measurement of this rank's clock; ``when`` is "start" or "end"."""
         args: Event = {"when": when, "at_ns": reading.at, "offset_ns": reading.offset}
-        self._head.append(_metadata(CLOCK, args | {"uncertainty_ns": reading.uncertainty}))
+        self._head.append(metadata(CLOCK, args | {"uncertainty_ns": reading.uncertainty}))
 
     def close(self) -> None:
         """Write the remaining events, end the array, close the file."""
@@ -174,7 +166,7 @@ class Timeline(Instrument):
         self._drain()
         self._rows.close(read_clock())
         dropped = self._count_dropped()
-        self._head.append(_metadata(END, {"dropped": dropped, "at_ns": read_clock()}))
+        self._head.append(metadata(END, {"dropped": dropped, "at_ns": read_clock()}))
         self._write()
         self._writer.close()
         if dropped:
@@ -183,11 +175,12 @@ class Timeline(Instrument):
     # -- notes ---------------------------------------------------------------------------------------
 
     def _note(self, what: Callable[..., None], *args: Any) -> None:
-        self._append((read_clock(), what, args))
+        now = read_clock()
+        self._append(now, what, now, *args)
 
-    def _append(self, note: Note) -> None:
+    def _append(self, at: int, what: Callable[..., None], *args: Any) -> None:
         if len(self._notes) < MOST_NOTES:
-            self._notes.append(note)
+            self._notes.append((at, partial(what, *args)))
         else:
             with self._counting:
                 self._dropped += 1
@@ -197,29 +190,43 @@ class Timeline(Instrument):
 
     def _collect(self) -> None:
         """Turn the ring's records into notes, with the tensors that they name."""
+        rows = self._rows
         for kind, begin, end, number, set_id, slot, rank in self._trace.take(CELLS):
             if begin < self._origin:
                 continue  # of an earlier recording
-            if kind in (SUBMITTED, MARKED_READY):
-                what = self._rows.queued if kind == SUBMITTED else self._on_post
-                self._append((begin, what, (self._tensors(set_id, slot, alone=False),)))
+            if kind == SUBMITTED:
+                self._append(begin, rows.queued, begin, self._tensors(set_id, slot, alone=False))
+            elif kind == MARKED_READY:
+                tensors = self._tensors(set_id, slot, alone=False)
+                self._append(begin, rows.posted, begin, self._rank, tensors)
             elif kind == READY:
-                tensors = self._tensors(set_id, slot, alone=True)
-                self._append((end, self._on_match, (begin, number, set_id, rank, tensors)))
+                for tensor in self._tensors(set_id, slot, alone=True):
+                    self._append(end, rows.matched, begin, end, number, rank, tensor)
             elif kind == CARRIED:
-                self._append((end, self._rows.carried, ()))
+                self._append(end, rows.carried, end)
             elif kind == AWAITING:
-                self._append((end, self._on_wait, (begin, rank)))
+                self._append(end, self._awaited, begin, end, rank)
             else:
-                self._append((end, self._end_phase, (_STAGES[kind], begin)))
+                self._append(end, rows.phase, _STAGES[kind], begin, end)
+
+    def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
+        """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
+        requests = self._lane.requests(set_id, slot, alone) if self._lane is not None else []
+        return [(set_id, request) for request in requests]
+
+    def _awaited(self, begin: int, end: int, set_rank: int) -> None:
+        """Add the wait for a rank of the process set whose batch is under way."""
+        members = self._members(self._rows.process_set)
+        rank = members[set_rank] if set_rank < len(members) else -1
+        self._rows.phase("WAIT_FOR_RANK", begin, end, rank=rank)
 
     def _drain(self) -> None:
         """Turn all notes into events, ordered by time, and write them."""
         self._collect()
         notes = [self._notes.popleft() for _ in range(len(self._notes))]
         notes.sort(key=itemgetter(0))
-        for at, what, args in notes:
-            what(at, *args)
+        for _, add in notes:
+            add()
         if self._count_dropped() and not self._warned_dropped:
             self._warned_dropped = True
             _log.warning("the timeline of rank %d drops events: the buffer is full", self._rank)
@@ -235,41 +242,9 @@ class Timeline(Instrument):
             self._failed = True
             _log.error("the timeline of rank %d ends here: %s: %s", self._rank, self._writer.path, exc)
 
-    # -- notes become rows -----------------------------------------------------------------------------
 
-    def _begin_batch(self, at: int, tensors: Sequence[Tensor]) -> None:
-        self._set = tensors[0][0]
-        self._rows.started(at, tensors)
-
-    def _end_phase(self, at: int, name: str, begin: int) -> None:
-        self._rows.phase(name, begin, at)
-
-    def _on_post(self, at: int, tensors: Sequence[Tensor]) -> None:
-        self._rows.posted(at, self._rank, tensors)
-
-    def _on_match(
-        self, turn: int, ready: int, place: int, set_id: int, last: int, tensors: Sequence[Tensor]
-    ) -> None:
-        self._set = set_id
-        for tensor in tensors:
-            self._rows.matched(ready, turn, place, last, tensor)
-
-    def _on_wait(self, end: int, begin: int, rank: int) -> None:
-        members = self._members(self._set)
-        self._rows.phase("WAIT_FOR_RANK", begin, end, rank=members[rank] if rank < len(members) else -1)
-
-    def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
-        """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
-        requests: list[Request] = self._lane.requests(set_id, slot, alone) if self._lane is not None else []
-        return [(set_id, request) for request in requests]
-
-
-def _tensors_of(responses: Sequence[Response]) -> list[tuple[Tensor, Response]]:
-    return [((response.process_set, response.request), response) for response in responses]
-
-
-def _metadata(name: str, args: Event) -> Event:
-    return {"name": name, "ph": "M", "pid": MAIN, "tid": 0, "args": args}
+def _tensors_of(responses: Sequence[Response]) -> list[Tensor]:
+    return [(response.process_set, response.request) for response in responses]
 
 
 class Recorder:
@@ -323,31 +298,36 @@ class Recorder:
             Some rank cannot write its file. Every rank raises the same error, and none records.
         """
         error, path = "", Path(order.path)
+        writer: TraceWriter | None = None
         try:
             path = rank_path(order.path, self._rank)  # it looks at the path
-            self._writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
+            writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
         except OSError as exc:
             error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
             error += exc.strerror or str(exc)
         job, *_ = heard = _exchange(fabric, order.job + "\n" + error)
-        self._order = TimelineOrder(order.path, order.mark_cycles, job.split("\n")[0])
         if errors := [text.partition("\n")[2] for text in heard if not text.endswith("\n")]:
-            self._discard()
+            if writer is not None:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    path.unlink()
             more = f" (and {len(errors) - 1} more ranks)" if len(errors) > 1 else ""
             raise TimelineError(f"{errors[0]}{more}: give a path in a directory that every rank can write to")
+        self._writer = writer
+        self._order = TimelineOrder(order.path, order.mark_cycles, job.split("\n")[0])
 
     def begin(self, fabric: Fabric) -> None:
         """Start to record, if a file is open. Collective."""
         if self._writer is None:
             return
         reading = measure(fabric, read_clock)
-        order, writer, self._writer = self._order, self._writer, None
+        writer, self._writer = self._writer, None
+        # The runtime replaces ``members`` after the first recording has begun.
         self._active = Timeline(
             writer,
             self._rank,
             self._size,
-            order.job,
-            order.mark_cycles,
+            self._order,
             self.trace,
             self.lane,
             lambda set_id: self.members.get(set_id, ()),
@@ -384,18 +364,7 @@ class Recorder:
             if not self._under_way:
                 return
             _, waiting = self._under_way.popleft()
-        if error is not None:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(None)
-
-    def _discard(self) -> None:
-        """Remove the empty file of a recording that did not start."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-            with contextlib.suppress(OSError):
-                Path(writer.path).unlink()
+        _complete(waiting, error)
 
     # -- orders of rank 0 -----------------------------------------------------------------------------
 
@@ -437,18 +406,26 @@ class Recorder:
     def abandon(self, error: HorovodInternalError) -> None:
         """Do as :meth:`close`, and fail all waits: the runtime's thread is stuck in a collective."""
         self.close(error)
-        for future in (self._over, *self._last_stops):
-            with contextlib.suppress(InvalidStateError):  # finish() was first
-                future.set_exception(error)
+        self._complete_stops(error)
 
     def finish(self, fabric: Fabric | None) -> None:
         """Stop the last recording, and complete all waits for it."""
         try:
             self.end(fabric)
         finally:
-            for future in (self._over, *self._last_stops):
-                with contextlib.suppress(InvalidStateError):  # abandon() was first
-                    future.set_result(None)
+            self._complete_stops(None)
+
+    def _complete_stops(self, error: HorovodInternalError | None) -> None:
+        for future in (self._over, *self._last_stops):
+            with contextlib.suppress(InvalidStateError):  # finish() or abandon() was first
+                _complete(future, error)
+
+
+def _complete(future: Future[None], error: Exception | None) -> None:
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def new_job() -> str:

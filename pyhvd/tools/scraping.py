@@ -10,7 +10,8 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -35,10 +36,9 @@ class Reading:
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """Return a metric's samples, summed by one of their labels."""
-        sums: dict[str, float] = {}
+        sums: defaultdict[str, float] = defaultdict(float)
         for key, value in self.samples.get(name, {}).items():
-            which = dict(key).get(label, "")
-            sums[which] = sums.get(which, 0.0) + value
+            sums[dict(key).get(label, "")] += value
         return sums
 
 
@@ -118,26 +118,20 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
 
 @dataclass(slots=True)
 class Row:
-    """Rates of one rank between two readings; None for shares without data.
+    """Rates of one rank between two readings, ``seconds`` apart; None for shares without data.
 
     Attributes
     ----------
-    job, rank : str, int
-        The job and the rank.
-    seconds : float
-        Time between the readings.
-    tensors_per_second, bytes_per_second : float
-        Rates of tensors and of bytes.
     cache_hit_percent : float or None
         Share of submitted tensors.
-    lanes : dict of str to float
-        Share of the tensors by lane (percent).
     wait_percent : float
         Share of the time for which threads of the program waited for a handle, summed over threads.
-    awaited_percent : float or None
-        Share of the time for which the others waited for this rank alone; from rank 0.
     errors, stalled : int
         Failed tensors since the job's start; overdue tensors (from rank 0).
+    awaited_percent : float or None
+        Share of the time for which the others waited for this rank alone; from rank 0.
+    lanes : dict of str to float
+        Share of the tensors by lane (percent).
     """
 
     job: str
@@ -160,23 +154,21 @@ def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
     rows = [_row(then, now) for then, now in pairs]
     for then, now in pairs:
         if now.rank == 0:
-            _blame(rows, then, now)
+            awaited = _grown_by(then, now, "pyhvd_awaited_seconds_total", "late_rank")
+            for row in rows:
+                if (key := str(row.rank)) in awaited:
+                    row.awaited_percent = 100 * awaited[key] / _passed(then, now)
     return rows
 
 
 def _row(then: Reading, now: Reading) -> Row:
-    seconds = max(now.when - then.when, 1e-9)
+    seconds = _passed(then, now)
 
     def grown(name: str) -> float:
         return max(now.total(name) - then.total(name), 0.0)
 
     hits, misses = grown("pyhvd_cache_hits_total"), grown("pyhvd_cache_misses_total")
-    before = then.by("pyhvd_tensors_total", "lane")
-    lanes = {
-        lane: n - before.get(lane, 0.0)
-        for lane, n in now.by("pyhvd_tensors_total", "lane").items()
-        if n > before.get(lane, 0.0)
-    }
+    lanes = _grown_by(then, now, "pyhvd_tensors_total", "lane")
     everything = sum(lanes.values())
     return Row(
         job=now.job,
@@ -188,14 +180,16 @@ def _row(then: Reading, now: Reading) -> Row:
         wait_percent=100 * grown("pyhvd_wait_seconds_sum") / seconds,
         errors=int(now.total("pyhvd_errors_total")),
         stalled=int(now.total("pyhvd_stalled_tensors")),
-        lanes={lane: 100 * n / everything for lane, n in lanes.items()},
+        lanes={lane: 100 * n / everything for lane, n in lanes.items() if n},
     )
 
 
-def _blame(rows: Iterable[Row], then: Reading, now: Reading) -> None:
-    seconds = max(now.when - then.when, 1e-9)
-    before = then.by("pyhvd_awaited_seconds_total", "late_rank")
-    awaited = now.by("pyhvd_awaited_seconds_total", "late_rank")
-    for row in rows:
-        if (key := str(row.rank)) in awaited:
-            row.awaited_percent = 100 * max(awaited[key] - before.get(key, 0.0), 0.0) / seconds
+def _grown_by(then: Reading, now: Reading, name: str, label: str) -> dict[str, float]:
+    """Return the growth of a metric, by one of its labels; 0 for a count that began anew."""
+    before = then.by(name, label)
+    return {key: max(n - before.get(key, 0.0), 0.0) for key, n in now.by(name, label).items()}
+
+
+def _passed(then: Reading, now: Reading) -> float:
+    """Return the seconds between two readings, never 0."""
+    return max(now.when - then.when, 1e-9)

@@ -20,16 +20,25 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
 
 def plain_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text."""
-    wide = [max(len(line[i]) for line in (headings, *rows)) for i in range(len(headings))]
+    lines = align([headings, *rows], left=1)
+    rule = "  ".join("-" * width for width in _widths([headings, *rows]))
+    return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
-    def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(wide[0])
-        return "  ".join(
-            [first, *(cell.rjust(w) for cell, w in zip(cells[1:], wide[1:], strict=True))]
+
+def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Return rows as lines with aligned columns, the first ``left`` of them to the left."""
+    widths = _widths(rows)
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
+        for row in rows
+    ]
 
-    rule = "  ".join("-" * w for w in wide)
-    return "\n".join([title, line(headings), rule, *map(line, rows[:-1]), rule, line(rows[-1])])
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _print_rich(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -14,12 +14,13 @@ import json
 import sys
 import time
 import urllib.parse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.scraping import Row, rates, scrape
+from pyhvd.tools.tables import align
 
 _EXAMPLES = """\
 examples:
@@ -64,13 +65,13 @@ def _watch(urls: Sequence[str], given: argparse.Namespace) -> None:
         raise NoJobError(f"no rank answers{why} at {', '.join(urls)}")
     job, size = before[0].job, before[0].size
     shown = False
-    with _screen(given) as screen:
+    with _screen(given) as show:
         while True:
             time.sleep(given.interval)
             after = scrape(urls)
             if rows := rates(before, after.readings):
                 shown = True
-                screen.show(heading(rows, job, size, len(after.silent)), rows)
+                show(heading(rows, job, size, len(after.silent)), rows)
             if after.over or (given.once and shown):
                 break
             before = after.readings or before
@@ -155,68 +156,44 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}%"
 
 
-class _Lines:
-    """Output as JSON, one line per reading."""
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Print one line."""
-        ranks = [dataclasses.asdict(row) for row in rows]
-        print(json.dumps({"job": rows[0].job, "title": title, "ranks": ranks}), flush=True)
+Show = Callable[[str, Sequence[Row]], None]
+"""Shows the rows of one interval under a title."""
 
 
-class _Plain(_Lines):
-    """Output as plain text, one table below the other."""
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Print the table."""
-        table = [_COLUMNS, *map(cells, rows)]
-        wide = [max(len(line[k]) for line in table) for k in range(len(_COLUMNS))]
-        print(title)
-        for line in table:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, wide, strict=True)))
-        print(flush=True)
+def _show_json(title: str, rows: Sequence[Row]) -> None:
+    ranks = [dataclasses.asdict(row) for row in rows]
+    print(json.dumps({"job": rows[0].job, "title": title, "ranks": ranks}), flush=True)
 
 
-class _Rich(_Lines):
-    """Output as a table that is redrawn in place."""
+def _show_plain(title: str, rows: Sequence[Row]) -> None:
+    print(title, *align([_COLUMNS, *map(cells, rows)]), "", sep="\n", flush=True)
 
-    def __init__(self) -> None:
-        from rich.live import Live
 
-        self._live = Live(auto_refresh=False)
+@contextlib.contextmanager
+def _rich_screen() -> Iterator[Show]:
+    """Yield a function that redraws one table in place."""
+    from rich.live import Live
+    from rich.markup import escape
+    from rich.table import Table
 
-    def __enter__(self) -> _Rich:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def show(self, title: str, rows: Sequence[Row]) -> None:
-        """Replace the table."""
-        from rich.markup import escape
-        from rich.table import Table
-
+    def show(title: str, rows: Sequence[Row]) -> None:
         table = Table(title=escape(title), caption=_KEY, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
         for row in rows:
             table.add_row(*map(escape, cells(row)))
-        self._live.update(table, refresh=True)
+        live.update(table, refresh=True)
+
+    with Live(auto_refresh=False) as live:
+        yield show
 
 
-def _screen(given: argparse.Namespace) -> Any:
+def _screen(given: argparse.Namespace) -> AbstractContextManager[Show]:
     if given.json:
-        return _Lines()
+        return contextlib.nullcontext(_show_json)
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        return _Rich()
-    return _Plain()
+        return _rich_screen()
+    return contextlib.nullcontext(_show_plain)
 
 
 # -- flags ---------------------------------------------------------------------------------------------

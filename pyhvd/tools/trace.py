@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,16 +24,8 @@ examples:
   python -m pyhvd trace summary traces/second.json       one of several recordings in a directory
 """
 
-_HEADINGS = {
-    "slowest": "slowest rank",
-    "negotiation": "negotiate",
-    "queue": "queue",
-    "wait": "wait in data path",
-    "pack": "pack",
-    "reduce": "reduce",
-    "unpack": "unpack",
-    "other": "other",
-}
+_HEADINGS = {"slowest": "slowest rank", "negotiation": "negotiate", "wait": "wait in data path"}
+"""The headings of parts that are not headed by their names."""
 
 
 def main(argv: list[str]) -> int:
@@ -59,26 +52,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="merge|summary")
-    texts = {
-        "merge": "put all ranks on one clock, in one Chrome trace",
-        "summary": "print where the time went, by tensor",
-    }
-    for name, text in texts.items():
-        action = actions.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=_EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        action.add_argument(
-            "path", nargs="+", help="directory with one recording, or one file of the recording"
-        )
-        if name == "merge":
-            action.add_argument("-o", "--output", required=True, metavar="FILE", help="the merged trace")
-        else:
-            action.add_argument("--top", type=_count, default=10, metavar="N", help="tensors shown (10)")
+    merge_action = _add_action(actions, "merge", "put all ranks on one clock, in one Chrome trace")
+    merge_action.add_argument("-o", "--output", required=True, metavar="FILE", help="the merged trace")
+    summary = _add_action(actions, "summary", "print where the time went, by tensor")
+    summary.add_argument("--top", type=_count, default=10, metavar="N", help="tensors shown (10)")
     return parser
+
+
+def _add_action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    action: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    action.add_argument("path", nargs="+", help="directory with one recording, or one file of the recording")
+    return action
 
 
 def _count(text: str) -> int:
@@ -135,7 +125,8 @@ def _merge(traces: list[RankTrace], output: str) -> None:
 
 def _summarise(traces: list[RankTrace], top: int) -> None:
     everything, tensors = summarise(traces)
-    headings = ["tensor", "turns", "MiB", "total ms", *(f"{_HEADINGS[part]} ms" for part in PARTS), "last"]
+    parts = [f"{_HEADINGS.get(part, part)} ms" for part in PARTS]
+    headings = ["tensor", "turns", "MiB", "total ms", *parts, "last"]
     shown = tensors[:top]
     rows = [_row(total) for total in shown]
     if len(tensors) > len(shown):

@@ -1,7 +1,7 @@
 """Windows that are aborted at any moment, by one rank or two, while ranks are stopped and continued.
 
-Nobody hangs, whoever is let out can read a note, and what was done to its end is right. PYHVD_STRESS_ABORTS
-sets the number of windows (default 150), one behind the other.
+No rank hangs, every released rank can read a note, and completed reductions are right. PYHVD_STRESS_ABORTS
+sets the number of windows (default 150), used one after the other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, progress: Synchronized[int]) 
 def _use(
     rank: int, size: int, window: shared_memory.Window, end: int, beside: bool, draw: random.Random
 ) -> int:
-    """Reduce until it ends; return the number of the reduction that was not done."""
+    """Reduce until the abort; return the number of the reduction that did not complete."""
     values = np.empty(max(COUNTS), np.int64)
     where = np.array([values.__array_interface__["data"][0]], np.int64)
     helper = threading.Thread(target=_abort_soon, args=(window, rank, draw.random() * 1e-3))

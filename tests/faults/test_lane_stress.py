@@ -1,7 +1,7 @@
-"""The fast lane between processes that are stopped, continued and delayed at random: nothing is lost, torn
+"""The fast path between processes that are stopped, continued and delayed at random: nothing is lost, torn
 or stuck.
 
-Every rank submits the same tensors in an order of its own; some it waits for, others it leaves to the
+Every rank submits the same tensors in a different order. It waits for some, and leaves others to the
 background thread, as a program would. PYHVD_STRESS_ROUNDS sets the number of rounds (default 6,000).
 """
 
@@ -43,7 +43,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 class _Rank:
-    """One rank's lane, over memory that the parent has mapped."""
+    """One rank's fast path, in memory that the parent has mapped."""
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
         whole = np.frombuffer(memory, np.uint8)

@@ -30,7 +30,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchronized[int]) -> None:
-    """Reduce, gather and exchange numbers that every rank can foretell; any other value ends the process."""
+    """Reduce, gather and exchange numbers that every rank can predict; any other value ends the process."""
     whole = np.frombuffer(memory, np.uint8)
     start = whole.__array_interface__["data"][0]
     area = shared_memory.area_bytes(CHUNK) + 128
@@ -66,7 +66,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
 
 
 def _disturb(ranks: list[BaseProcess], draw: random.Random) -> None:
-    """Stop a rank for a moment; see to it that all of them move on."""
+    """Stop a random rank for a few ms, and continue it."""
     victim = draw.choice(ranks)
     if victim.is_alive() and victim.pid is not None:
         os.kill(victim.pid, signal.SIGSTOP)
@@ -76,7 +76,7 @@ def _disturb(ranks: list[BaseProcess], draw: random.Random) -> None:
 
 
 def watch(ranks: list[BaseProcess], progress: list[Synchronized[int]], rounds: int) -> None:
-    """Start the ranks, disturb them, and see to it that each comes to the end of its rounds."""
+    """Start the ranks, disturb them, and check that each finishes its rounds."""
     for rank in ranks:
         rank.start()
     draw = random.Random(len(ranks))

@@ -1,4 +1,4 @@
-"""Says at the top of the report which MPI this part ran under."""
+"""Print the MPI in use at the top of pytest's report."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tests.mpi.launch import ROOT, MpiJob, MpiRun, job_directory, mpiexec_comman
 __all__ = ["JobReport", "MpiRun", "SharedJobs", "mpiexec_command", "on_ranks", "run_function", "run_mpi"]
 
 _LONGEST_OUTPUT = 6000
-# Stacks may come late on a busy machine.
+# On a busy machine stacks may be written late.
 _STACKS_S = 10.0
 # pyhvd reads these when it starts; MPI and others read theirs when the process starts.
 _READ_BY_INIT = ("PYHVD_", "HOROVOD_")
@@ -45,7 +45,7 @@ Environment = Mapping[str, str | None]
 
 @dataclass
 class JobReport:
-    """What became of one case: its outcome, what each rank left, and the text pytest shows."""
+    """The result of one case: its outcome, each rank's result and stacks, and the text that pytest shows."""
 
     outcome: str = "passed"
     text: str = ""
@@ -58,7 +58,7 @@ class JobReport:
 
 
 def hear_log() -> list[str]:
-    """Return a list that gets what this rank's log says from now on."""
+    """Return a list that collects this rank's log messages from now on."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -122,7 +122,7 @@ def on_ranks(
 
 
 def _dress(test: Any, function: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Make a test look like the function that the ranks call, and add the two parameters of its own."""
+    """Give a test the name and marks of the function that the ranks call, and two more parameters."""
     test.__dict__.update(function.__dict__)  # the marks set below the decorator
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(test, name, getattr(function, name))
@@ -141,7 +141,7 @@ def run_function(
     env: Environment | None = None,
     cleanup: bool = True,
 ) -> JobReport:
-    """Call a module-level function on `n` ranks of a job of its own and report how that went.
+    """Call a module-level function on `n` ranks of a separate job, and report the result.
 
     A failed rank raises nothing here. The job has ended on return, and its exit code is in the report.
     """
@@ -153,7 +153,7 @@ def run_function(
 
 
 class CaseJob:
-    """One mpiexec, whose ranks run the cases handed to them, one after the other."""
+    """One mpiexec, whose ranks run cases one after the other."""
 
     def __init__(self, n: int, env: Environment | None) -> None:
         self._n = n
@@ -180,7 +180,7 @@ class CaseJob:
         cleanup: bool = True,
         last: bool = False,
     ) -> JobReport:
-        """Run a case; its time began at `start`. If it is the last one, wait for the end of the job."""
+        """Run a case whose time began at `start`. If it is the last one, wait for the end of the job."""
         self._cases += 1
         folder = self._directory / str(self._cases)
         folder.mkdir()
@@ -214,11 +214,11 @@ class CaseJob:
         return report
 
     def is_running(self) -> bool:
-        """Whether a further case can be handed over."""
+        """Return whether the job can run another case."""
         return self._job.process.poll() is None
 
     def finish(self, within: float) -> str:
-        """Let the ranks finalize MPI and end; return what went wrong."""
+        """Let the ranks finalize MPI and end; return the text of a failure, or an empty text."""
         ended_early = not self.is_running()
         self._close_pipes()
         ended = self._job.wait(time.time() + within)
@@ -246,7 +246,7 @@ class CaseJob:
             os.write(pipe, f"{command}\n".encode())
 
     def _await_stacks(self, folder: Path) -> None:
-        """Wait until the ranks that are still in the case have written their stacks, and write no more."""
+        """Wait until the ranks that are still in the case have finished writing their stacks."""
         give_up, before, since = time.time() + _STACKS_S, -1, time.time()
         late = [rank for rank in range(self._n) if not (folder / f"result{rank}.json").exists()]
         while time.time() < give_up:
@@ -267,7 +267,7 @@ class CaseJob:
                 report.stacks[rank] = text
         printed = folder / "output"
         report.output = printed.read_text(errors="replace") if printed.exists() else ""
-        report.output += "".join(self._job.output())  # mpiexec's own, as a rule
+        report.output += "".join(self._job.output())  # usually mpiexec's own output
         return report
 
 
@@ -319,7 +319,7 @@ class SharedJobs:
         Raises
         ------
         AssertionError
-            One of them did not end well.
+            A job failed at its end.
         """
         while self._jobs:
             self._end(self._jobs.popitem()[1])
@@ -332,7 +332,7 @@ class SharedJobs:
 
 
 def _split(env: Environment) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """What a case sets by itself, and what must be there when its processes start."""
+    """Return the variables that a case can set in a running job, and those that need a new job."""
     of_case = {k: v for k, v in env.items() if k.startswith(_READ_BY_INIT) and k not in _READ_BY_MPI}
     return of_case, {k: v for k, v in env.items() if k not in of_case}
 
@@ -342,7 +342,7 @@ def _any_failed(folder: Path) -> bool:
 
 
 def _judge(report: JobReport, n: int, timeout: float) -> None:
-    """Fill in `outcome` and `text` from what the ranks left behind."""
+    """Fill in `outcome` and `text` from the ranks' results."""
     by_outcome: dict[str, list[int]] = {}
     for rank, result in sorted(report.results.items(), key=lambda item: item[1]["time"]):
         by_outcome.setdefault(result["outcome"], []).append(rank)
@@ -368,7 +368,7 @@ def _judge(report: JobReport, n: int, timeout: float) -> None:
 
 
 def _tell_failed(report: JobReport, n: int, failed: list[int]) -> list[str]:
-    """The failed ranks' tracebacks, the first failure first; ranks that failed alike share one."""
+    """Return the failed ranks' tracebacks, the first failure first; ranks with equal failures share one."""
     alike: dict[str, list[int]] = {}
     for rank in failed:
         alike.setdefault(report.results[rank]["message"], []).append(rank)

@@ -1,8 +1,8 @@
-"""What one case of a shared job must not leave to the next one.
+"""Undo what one case of a shared job changes in its process, before the next case runs.
 
 The environment, the working directory, signal handlers, loggers and warning filters are put back. Product
 code that is still patched is an error, which names it: such a test needs the ``monkeypatch`` fixture, which
-is undone on the ranks, or a job of its own, ``on_ranks(..., alone=True)``.
+is undone on the ranks, or a separate job, ``on_ranks(..., alone=True)``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _settings_of(logger: logging.Logger) -> tuple[int, list[logging.Handler], bo
 def _product() -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, name and value of pyhvd's functions, classes, methods, constants and imported modules.
 
-    A value whose name is in lower case is state of pyhvd's own.
+    A value whose name is in lower case is pyhvd's state, and not yielded.
     """
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] != "pyhvd" or module is None:

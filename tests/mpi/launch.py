@@ -1,6 +1,6 @@
 """Starting mpiexec for a test, and ending everything it started.
 
-Owns what differs between the MPIs (options, environment) and how a job's processes are found and killed.
+Owns the differences between MPIs (options, environment), and how a job's processes are found and killed.
 Knows nothing of pytest, and nothing of what the ranks run.
 """
 
@@ -21,25 +21,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every process of a job carries this variable. Hydra puts each rank into a session of its own, so neither
+# Every process of a job has this variable. Hydra starts each rank in a separate session, so neither
 # process group nor session finds them all.
 JOB_MARKER = "PYHVD_TEST_JOB"
-# What tells a rank its number before MPI_Init: Hydra, Open MPI, anything else over PMIx.
+# The variables with a rank's number before MPI_Init: of Hydra, of Open MPI, of other launchers with PMIx.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# Left in the environment by an outer mpiexec, these would make the inner one believe that it is a rank.
+# With these variables of an outer mpiexec, the inner mpiexec would start as a rank.
 _OUTER_JOB = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 
 
 @functools.cache
 def mpiexec_path() -> str | None:
-    """The mpiexec of this interpreter's environment, else the one on PATH, else None."""
+    """Return the mpiexec of this interpreter's environment, else the one on PATH, else None."""
     beside = Path(sys.prefix) / "bin" / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
 @functools.cache
 def mpi_version() -> str:
-    """What this mpiexec calls itself, in one line such as ``MPICH 5.0.2`` or ``Open MPI 5.0.11``."""
+    """Return name and version of this mpiexec in one line, such as ``MPICH 5.0.2`` or ``Open MPI 5.0.11``."""
     path = mpiexec_path()
     if path is None:
         return "no MPI"
@@ -52,7 +52,7 @@ def mpi_version() -> str:
 
 
 def mpiexec_command(n: int, *argv: str) -> list[str]:
-    """The command line that runs ``argv`` on `n` ranks of this machine, whatever its number of cores."""
+    """Return the command line that runs ``argv`` on `n` ranks of this machine, even if it has fewer cores."""
     path = mpiexec_path()
     if path is None:
         raise FileNotFoundError("no mpiexec beside this interpreter or on PATH")
@@ -65,7 +65,7 @@ def mpiexec_command(n: int, *argv: str) -> list[str]:
 
 
 def mpi_environment(directory: Path, extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The environment of one job whose private directory is `directory`; None in `extra` removes a name."""
+    """Return the environment of a job with a private directory; None in `extra` removes a name."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER_JOB)}
     env |= {
         JOB_MARKER: str(directory),
@@ -92,7 +92,7 @@ def mpi_environment(directory: Path, extra: Mapping[str, str | None] | None = No
 
 @contextlib.contextmanager
 def job_directory() -> Iterator[Path]:
-    """A fresh directory with a short name: Open MPI puts socket paths, limited to 107 bytes, under it."""
+    """Yield a new directory with a short name: Open MPI's socket paths in it are limited to 107 bytes."""
     base = "/tmp" if os.access("/tmp", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="hvd-", dir=base, ignore_cleanup_errors=True) as name:
         yield Path(name)
@@ -118,7 +118,7 @@ class MpiJob:
             )
 
     def wait(self, deadline: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for mpiexec to end, for `until`, or for the deadline (``time.time()``); True if it ended."""
+        """Wait for the end, for `until`, or for the deadline (``time.time()``); return whether it ended."""
         pause = 0.005
         while self.process.poll() is None and time.time() < deadline and not until():
             # Popen.wait(timeout) also polls; this way `until` is asked as often.
@@ -127,11 +127,11 @@ class MpiJob:
         return self.process.poll() is not None
 
     def output(self) -> tuple[str, str]:
-        """What the job wrote to stdout and stderr so far."""
+        """Return the job's stdout and stderr so far."""
         return self.stdout.read_text(errors="replace"), self.stderr.read_text(errors="replace")
 
     def processes(self) -> dict[int, int | None]:
-        """The job's live processes, pid to rank; None for those that are no rank (mpiexec, its proxies)."""
+        """Return the job's live processes, pid to rank; None for mpiexec and its proxies."""
         marker = f"{JOB_MARKER}={self.directory}".encode()
         found: dict[int, int | None] = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -161,7 +161,7 @@ class MpiJob:
         self.wait(time.time() + 1.0)
 
     def kill(self) -> None:
-        """End every process of the job: mpiexec may tidy up first, then nothing is left to choice."""
+        """End every process of the job: first by a signal to mpiexec, which may clean up, then by SIGKILL."""
         if self.process.poll() is None:
             _signal(self.process.pid, signal.SIGTERM)
             self.wait(time.time() + 1.0)
@@ -172,7 +172,7 @@ class MpiJob:
             time.sleep(0.02)
             self.process.poll()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # all there is to go by where /proc is missing
+            os.killpg(self.process.pid, signal.SIGKILL)  # the only way without /proc
         self.process.wait(timeout=5.0)
 
 
@@ -191,7 +191,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 @dataclass(frozen=True)
 class MpiRun:
-    """How a command under mpiexec ended; `returncode` is None when it had to be killed at the deadline."""
+    """The result of a command under mpiexec; `returncode` is None if it was killed at the deadline."""
 
     returncode: int | None
     stdout: str

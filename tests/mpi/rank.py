@@ -1,7 +1,7 @@
 """One rank of a job of tests: ``mpiexec -n N python -m tests.mpi.rank DIRECTORY``.
 
-Runs the cases that pytest hands over, one after the other. Each case has a folder, in which this rank leaves
-its result as JSON: what ranks print may interleave, a file per rank cannot. Imports neither MPI nor pyhvd
+Runs the cases that pytest sends, one after the other. Each case has a folder, in which this rank writes
+its result as JSON: the ranks' output may interleave, a file per rank cannot. Imports neither MPI nor pyhvd
 itself, so that a test may set either up.
 
 pytest writes commands into the named pipe ``commandsR`` of rank R, a line each: the name of a case's folder,
@@ -36,7 +36,7 @@ _FINALIZE_S = 60.0
 
 
 def main(directory: Path) -> None:
-    # Whole lines, written as they come: a rank that is killed has not lost what it printed.
+    # Each line is written at once, so that a killed rank loses no output.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
         if task["last"]:
             break
     else:
-        # Without pytest nobody kills a rank that hangs in MPI_Finalize.
+        # Without pytest nothing kills a rank that hangs in MPI_Finalize.
         signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
         task = {"cleanup": True}
     if task["cleanup"]:
@@ -73,7 +73,7 @@ def _commands(pipe: Path) -> Iterator[str]:
 
 
 class Deadline:
-    """The end of a case's time: this rank's stacks are written, and the process is killed soon after."""
+    """The deadline of a case: this rank's stacks are written, and the process is killed soon after."""
 
     def __init__(self) -> None:
         self._stacks: IO[str] | None = None
@@ -88,7 +88,7 @@ class Deadline:
         signal.setitimer(signal.ITIMER_REAL, max(0.01, kill_at - now))
 
     def disarm(self) -> None:
-        """Forget the case."""
+        """Cancel the deadline."""
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self._stacks is not None:
@@ -97,7 +97,7 @@ class Deadline:
 
 
 def _write_output_to(path: Path) -> None:
-    """Send stdout and stderr, also of C code and of children, to a case's own file."""
+    """Send stdout and stderr, also of C code and of children, to the case's file."""
     sys.stdout.flush()
     sys.stderr.flush()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -142,7 +142,7 @@ def _set_environment(env: Mapping[str, str | None]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback with the local variables of the tests' own frames: plain asserts say little else."""
+    """Return the traceback with local variables of the tests' frames; plain asserts show no values."""
     description = traceback.TracebackException(
         type(error), error, _below_here(error.__traceback__), capture_locals=True
     )
@@ -166,7 +166,7 @@ def _below_here(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    # Renamed into place: the launching side looks at the directory all the time.
+    # Renamed into place, because pytest reads the directory at any time.
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result))
     part.rename(path)
@@ -184,7 +184,7 @@ def _mpi_if_running() -> Any:
 
 
 def _finalize() -> None:
-    """Finalize here, not at exit, where the stack of a rank that hangs would show no Python line."""
+    """Finalize MPI here, because at exit the stack of a hung rank would show no Python line."""
     mpi = _mpi_if_running()
     if mpi is not None:
         mpi.Finalize()

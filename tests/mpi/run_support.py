@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = find_library()
 MPIEXEC = find_mpiexec(LIBRARY)
 TIMEOUT_S = 60
-# Ranks that wait give their core away: two tests at a time have more ranks than there are cores.
+# Waiting ranks yield their core: two tests at a time have more ranks than there are cores.
 YIELDING = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
     "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1",
@@ -34,7 +34,7 @@ _OURS = ("PMI", "MPI_LOCAL", "HYDI_", "OMPI_", "PRTE_", "PYHVD_", "OMP_")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended: `out` and `err` apart, `code`, the seconds it took; `at` is when (``time.time()``)."""
+    """The result of a job: `out`, `err`, `code`, its duration, and its end, `at` (``time.time()``)."""
 
     code: int
     out: str
@@ -44,20 +44,20 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """The last line on stderr."""
+        """Return the last line of stderr."""
         return self.err.rstrip().splitlines()[-1]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a user's shell: nothing of an MPI job, this pyhvd importable, ranks that yield."""
+    """Return a user's environment: no MPI job's variables, this pyhvd importable, ranks that yield."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     clean["PYTHONPATH"] = str(ROOT)
     return {**clean, **YIELDING, **(extra or {})}
 
 
 def bare_environment() -> dict[str, str]:
-    """What a user of Open MPI's mpiexec on a small machine, or as root, has to set by hand."""
-    # A directory of its own for each job: one that a killed job of the same process id left behind is fatal.
+    """Return the environment that Open MPI's mpiexec needs on a small machine, or as root."""
+    # Each job has a new directory: a directory left by a killed job with the same process id is fatal.
     folder = tempfile.mkdtemp(prefix="hvd-", dir="/tmp")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {
@@ -77,12 +77,12 @@ def script(folder: Path, code: str, name: str = "script.py") -> str:
 
 
 def launcher_command(*arguments: object) -> list[str]:
-    """``python -m pyhvd.run ...``."""
+    """Return the command ``python -m pyhvd.run ...``."""
     return [sys.executable, "-m", "pyhvd.run", *map(str, arguments)]
 
 
 def bare_command(ranks: int, *arguments: object) -> list[str]:
-    """``mpiexec -n ranks python -m pyhvd.run ...``."""
+    """Return the command ``mpiexec -n ranks python -m pyhvd.run ...``."""
     return [MPIEXEC, "-n", str(ranks), *launcher_command(*arguments)]
 
 
@@ -118,7 +118,7 @@ def bare(ranks: int, *arguments: object, env: Mapping[str, str] | None = None) -
 
 @contextlib.contextmanager
 def started(command: list[str], env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A running command with its output on pipes; killed at the end, if it has not ended by itself."""
+    """Yield a running command with its output on pipes; kill it at the end if it still runs."""
     job = subprocess.Popen(
         command,
         env=environment({**bare_environment(), **(env or {})}),
@@ -136,7 +136,7 @@ def started(command: list[str], env: Mapping[str, str] | None = None) -> Iterato
 
 
 def read_pids(job: subprocess.Popen[str], ranks: int) -> list[int]:
-    """The processes of the ranks, sorted, from a line ``pid 123`` that each prints when it is ready."""
+    """Return the ranks' process ids, sorted, from a line ``pid 123`` that each prints when it is ready."""
     assert job.stdout is not None
     pids: list[int] = []
     while len(pids) < ranks:
@@ -166,12 +166,12 @@ def _runs(pid: int) -> bool:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process: of a rank, its supervisor."""
+    """Return the parent of a process; a rank's parent is its supervisor."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def interrupt(job: subprocess.Popen[str], number: signal.Signals) -> tuple[Ended, float]:
-    """Send a signal; return how the job ended, and the seconds from the signal to the end."""
+    """Send a signal; return the job's result, and the seconds from the signal to the end."""
     sent = time.monotonic()
     job.send_signal(number)
     out, err = job.communicate(timeout=TIMEOUT_S)

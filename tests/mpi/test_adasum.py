@@ -28,7 +28,7 @@ def test_over_mpi(case: Case) -> None:
 @pytest.mark.parametrize("nranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 @on_ranks()
 def test_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads and both fabrics of a job: the same bits, also in messages of a few bytes."""
+    """Ranks as threads, the window and MPI give the same bits, also with messages of a few bytes."""
     from pyhvd.transport.mpi import fabric
 
     hvd.init()

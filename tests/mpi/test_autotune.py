@@ -1,4 +1,4 @@
-"""Autotuning in real jobs: from the launcher's flags to the CSV file, and what is in force on every rank."""
+"""Autotuning in real jobs: the launcher's flags, the CSV file, and the knobs in force on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every question of the benchmarks runs, tiny, and finds all results right. No figure is judged here."""
+"""Every benchmark runs at a tiny size, and all its results are correct. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.any_mpi
 needs_mpi = pytest.mark.skipif(mpiexec_path() is None, reason="no mpiexec beside this interpreter or on PATH")
 
 LIMIT = 100.0
-# Of the contenders, those that need nothing but what the suite has; how many cases; the unit.
+# The contenders that need only the suite's packages; the number of cases; the unit.
 QUESTIONS = {
     "large": ({"pyhvd, in place", "MPI Allreduce", "MPI, pack + Allreduce + unpack", "memory floor"}, 2, "s"),
     "resnet": (
@@ -44,7 +44,7 @@ QUESTIONS = {
 
 
 def run(*arguments: object) -> str:
-    """Run this Python as from a shell; return what it printed. Past the limit, it and its jobs are ended."""
+    """Run this Python as from a shell; return its output. At the time limit it and its jobs are ended."""
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def run(*arguments: object) -> str:
 
 
 def the_report(folder: Path, question: str) -> dict[str, Any]:
-    """Return the one JSON file of a question."""
+    """Return the JSON file of a benchmark."""
     (path,) = folder.glob(f"{question}-*.json")
     report: dict[str, Any] = json.loads(path.read_text())
     assert path.name == f"{question}-{report['mpi']}.json"
@@ -98,11 +98,11 @@ def test_question(question: str, tmp_path: Path) -> None:
 @needs_mpi
 @pytest.mark.timeout(LIMIT + 20)
 def test_all_in_turn(tmp_path: Path) -> None:
-    """Files go by question and MPI, and the targets that apply end up in the table of the whole."""
+    """Each benchmark and MPI has a file, and the table of the whole has the targets that apply."""
     printed = run("-m", "benchmarks", "latency", "small", "--tiny", "--seconds", 1, "--results", tmp_path)
     (verdict,) = the_report(tmp_path, "latency")["verdicts"]
     assert verdict["value"] > 0
-    # Not the table of small: its targets are for 1000 tensors.
+    # The table of small has no targets here: they hold for 1000 tensors.
     assert the_report(tmp_path, "small")["verdicts"] == []
     summary = (tmp_path / "summary.md").read_text().splitlines()
     assert len(summary) == 3

@@ -1,4 +1,4 @@
-"""Ranks that compute without giving up the GIL: the others go on, and nothing is lost meanwhile."""
+"""Ranks that compute while they hold the GIL: the other ranks continue, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.mpi.harness import on_ranks
 
 
 def _hold_the_gil(seconds: float) -> None:
-    """Let no other thread of this process run, as in a long computation that is one bytecode instruction."""
+    """Hold the GIL, as a long computation in one bytecode instruction does."""
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def _hold_the_gil_until(file: int, seconds: float) -> bool:
-    """Let no other thread of this process run until a file is readable; return whether it came to that."""
+    """Hold the GIL until a file is readable, or the time is over; return whether the file was readable."""
     asked = struct.pack("ihh", file, select.POLLIN, 0)
     poll = ctypes.PyDLL(None).poll
     return bool(poll(ctypes.create_string_buffer(asked, len(asked)), 1, int(seconds * 1000)) > 0)
@@ -36,7 +36,7 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
     if hvd.rank() == 0:
         os.mkfifo(path)
     hvd.barrier()
-    told = tell = os.open(path, os.O_RDWR)  # of either end: nobody waits for the other
+    told = tell = os.open(path, os.O_RDWR)  # opened for both directions, so that open() does not wait
     hvd.barrier()
     if hvd.rank() == 1:
         assert _hold_the_gil_until(told, 30.0), "the pair waited for a rank that is no member"
@@ -50,13 +50,13 @@ def test_a_set_goes_on_while_a_rank_outside_it_is_busy() -> None:
         shutil.rmtree(os.path.dirname(path))
 
 
-# As in many containers: MPI cannot read the sender's memory, who has to be in MPI for long messages then.
+# In many containers MPI cannot read the sender's memory; for long messages the sender must then be in MPI.
 _ALL_BY_THE_SENDER = {"OMPI_MCA_smsc": "^cma", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
 
 @on_ranks(3, env=_ALL_BY_THE_SENDER)
 def test_ranks_that_wait_for_one_with_an_older_list_to_come_do_not_wait_for_ever() -> None:
-    """Rank 0 waits for rank 1, that for rank 2, and that one for the rest of a long list, which 0 sends."""
+    """Rank 0 waits for rank 1, rank 1 for rank 2, rank 2 for the rest of a long list that rank 0 sends."""
     late, early = hvd.ProcessSet([1, 2]), hvd.ProcessSet([0, 1])
     hvd.init(process_sets=[late, early])
     hvd.barrier()

@@ -51,7 +51,7 @@ def hvd_backend() -> Backend:
 
 
 def corrupt(backend: Any) -> None:
-    """Let the next allreduce of a backend end with one wrong bit on this rank."""
+    """Make the next allreduce of a backend end with one wrong bit on this rank."""
     right = backend.allreduce
 
     def wrong(sources: Any, targets: Any, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every verb, dtype and array kind under mpiexec; many cases to a launch."""
+"""Every verb, dtype and array kind under mpiexec."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CROSSING = (
 @pytest.mark.parametrize("name", CROSSING)
 @on_ranks(3, env={"PYHVD_STAGING_SIZE": "24"})
 def test_small_windows_and_small_messages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of a few elements; and every path for what exceeds MPI's counts, with a limit of 8 bytes."""
+    """All paths work with windows of a few elements, and with at most 8 bytes per MPI message."""
     from pyhvd.backends import host
     from pyhvd.transport.mpi import fabric
 

@@ -1,4 +1,4 @@
-"""Same input, same bits: alone or fused, whatever the settings, on processes and on threads."""
+"""The same input gives the same bits: alone or fused, with all settings, on processes and on threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bits() -> None:
     rank, size = hvd.rank(), hvd.size()
     want = determinism.digests()
     assert determinism.digests() == want
-    # The world of threads: another carrier, the same bits.
+    # Ranks as threads: another fabric, the same bits.
     assert run_ranks(size, determinism.digests, timeout=30)[rank] == want
     for env in SETTINGS:
         hvd.shutdown()

@@ -107,7 +107,7 @@ def _broken_exchange() -> None:
 
 
 def test_messages_that_fail_end_the_job() -> None:
-    """Their rank gets an error; shutting down there ends the one that waits for the rest."""
+    """The rank whose messages fail gets an error; its shutdown ends the rank that waits for the others."""
     report = run_function(2, _broken_exchange, timeout=20, env={"PYHVD_FAST_LANE": "0"})
     assert not report.timed_out, report.text
     assert report.returncode != 0

@@ -1,8 +1,8 @@
-"""The code shown in README.md and docs/ works: Python blocks run on two ranks, commands name what exists.
+"""The code in README.md and docs/ works: Python blocks run on two ranks, commands and options exist.
 
 A fenced block marked ``python`` is run as a script; ``python no-run`` is only compiled. In ``bash``,
 ``console`` and ``sh`` blocks the commands of this project are looked up, not run; so are command lines that
-are merely indented. What a job is launched with must be what the launcher understands.
+are only indented. The launcher must accept the options of every command that starts a job.
 """
 
 from __future__ import annotations

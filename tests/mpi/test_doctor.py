@@ -1,4 +1,4 @@
-"""The doctor and ``--check-build`` on this Python's MPI; and what they say of one that hangs or is broken."""
+"""The doctor and ``--check-build`` with this Python's MPI, and with an MPI that hangs or is broken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mpi.run_support import LIBRARY, MPIEXEC, Ended, bare_environment, pyh
 
 DOCTOR = [sys.executable, "-m", "pyhvd", "doctor"]
 
-# Imported by every Python that finds it: makes rank 1, and no other, stand still somewhere.
+# Every Python that finds the module imports it: it makes rank 1 alone hang somewhere.
 STUCK = """
 import os, time
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
@@ -103,7 +103,7 @@ def test_with_checks_on_there_is_no_fast_lane() -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Path:
-    """An mpi4py that cannot load its MPI."""
+    """Return the folder of a fake mpi4py, to which a test adds an MPI module that hangs or fails."""
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '9.9'\nclass rc: pass\n")

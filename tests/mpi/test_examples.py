@@ -1,4 +1,4 @@
-"""The examples run, and print what is right: their results follow from the number of ranks."""
+"""The examples run and print the results that follow from the number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EPOCHS = 30
 
 
 def _example(n: int, name: str, *arguments: object) -> str:
-    """Run an example on `n` ranks; return what it printed."""
+    """Run an example on `n` ranks; return its output."""
     argv = [sys.executable, "-m", "pyhvd.run", str(ROOT / "examples" / name), *map(str, arguments)]
     run = run_mpi(n, argv, timeout=60)
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
@@ -77,14 +77,14 @@ def test_hello(n: int) -> None:
 
 
 def _scattered(n: int) -> list[tuple[int, list[int]]]:
-    """Each rank's rows of the sum of n arrays [0 ... n]: of n + 1 rows, rank 0 gets two."""
+    """Return each rank's rows of the sum of n arrays [0 ... n]: of n + 1 rows, rank 0 gets two."""
     rows = [n * row for row in range(n + 1)]
     return [(r, rows[:2] if r == 0 else [rows[r + 1]]) for r in range(n)]
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """What digits.py leaves behind on 1 and on 4 ranks, by their number."""
+    """Return the results of digits.py on 1 and on 4 ranks, by number of ranks."""
     folder: Path = tmp_path_factory.mktemp("digits")
     left: dict[int, dict[str, Any]] = {}
     for n in (1, 4):
@@ -120,7 +120,7 @@ def test_digits_curve_does_not_depend_on_the_number_of_ranks(digits: dict[int, d
 @needs_sklearn
 @pytest.mark.slow
 def test_digits_with_fewer_examples_per_step_than_ranks(tmp_path: Path) -> None:
-    """Rank 2 has nothing to do in any step, and joins at once."""
+    """Rank 2 has no example in any step, and joins at once."""
     curves = []
     for n in (1, 3):
         path = tmp_path / f"{n}.json"

@@ -1,4 +1,4 @@
-"""When something breaks nobody hangs, and the cause shows: uncaught errors, no memory, a broken carrier."""
+"""After a failure no rank hangs, and the cause is shown: uncaught errors, no memory, a broken backend."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_uncaught_exception_under_plain_mpiexec(tmp_path: Path, call: str, bad: 
     assert run.seconds < WITHIN_S
     assert "KeyError: 'the root cause'" in run.stderr
     told = [line for line in run.stderr.splitlines() if "learned: " in line]
-    # mpiexec may end the job before the last rank has got its line out, but not before all have.
+    # mpiexec may end the job before the last rank has printed its line, but not before all others have.
     assert told, run.stderr
     for line in told:
         assert f"rank {bad} failed: KeyError: 'the root cause' ({bad})" in line
 
 
 class _NoMemory:
-    """numpy, without memory for an output of seven rows."""
+    """A numpy that has no memory for an output of seven rows."""
 
     def __init__(self) -> None:
         self.full = True
@@ -70,7 +70,7 @@ class _NoMemory:
         return getattr(np, name)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Allocate, or not."""
+        """Allocate an array, or raise MemoryError."""
         if self.full and shape and shape[0] == 7 * hvd.size():
             raise MemoryError("no room")
         return np.empty(shape, dtype)
@@ -103,7 +103,7 @@ def test_no_memory_for_an_output_on_one_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _break_carrier(owner: type, verb: str, bad: int = 1) -> None:
-    """Let a method fail on one rank."""
+    """Make a method fail on one rank."""
 
     def broken(*_: object) -> None:
         raise RuntimeError("the wire is cut")
@@ -121,7 +121,7 @@ def _check_told(error: BaseException | None, bad: int = 1) -> None:
 
 
 def _end_together(number: int, bad: int = 1) -> None:
-    """Shut down on all ranks: that of the rank that broke, the last one, ends the job."""
+    """Shut down on all ranks, last on the broken rank, whose shutdown ends the job."""
     from mpi4py import MPI
 
     if number != bad:
@@ -158,7 +158,7 @@ def _broken_coordinator(name: str) -> None:
 
 
 def _broken_set(name: str) -> None:
-    """Rank 0 is in a window with rank 1, which breaks; the others hear of it by message."""
+    """Rank 1 breaks while rank 0 is in a window with it; the other ranks get the error by message."""
     from pyhvd.backends.shm import ShmBackend
 
     pair = hvd.ProcessSet([0, 1])
@@ -179,7 +179,7 @@ def _broken_set(name: str) -> None:
 
 
 def _broken_engine(name: str) -> None:
-    """Rank 1 breaks in a list that it carries out by itself; the others are in the engine's next batch."""
+    """Rank 1 breaks in a list that only rank 1 carries out; the others are in the fast path's next batch."""
     from pyhvd.engine.executor import Executor
 
     hvd.init(process_sets="dynamic")
@@ -197,7 +197,7 @@ def _broken_engine(name: str) -> None:
             return
         entered.set()
         assert posted.wait(20)
-        time.sleep(0.1)  # by now the others sleep in the window, as a rule: they are told in any case
+        time.sleep(0.1)  # usually the others sleep in the window by now; they get the error in any case
         raise RuntimeError("the wire is cut")
 
     Executor.run = broken  # type: ignore[method-assign]
@@ -232,7 +232,7 @@ def _broken_engine(name: str) -> None:
 def test_a_rank_that_breaks_lets_the_others_out_of_the_window(
     broken: Callable[[str], None], size: str, n: int
 ) -> None:
-    """They learn whose failure it was, and why, and can leave; its own shutdown then ends the job."""
+    """The others get rank and cause of the failure, and can leave; that rank's shutdown ends the job."""
     report = run_function(n, broken, {"name": size}, timeout=25, env={"PYHVD_FAST_LANE": "1"})
     assert not report.timed_out, report.text
     assert not report.results, report.text
@@ -259,7 +259,7 @@ def _broken_messages() -> None:
 
 
 def test_without_a_window_a_rank_that_breaks_ends_the_job() -> None:
-    """Its rank gets an error; shutting down there ends the ranks that are caught inside the collective."""
+    """The broken rank gets an error; its shutdown ends the ranks that wait inside the collective."""
     report = run_function(2, _broken_messages, timeout=20, env={"PYHVD_FAST_LANE": "0"})
     assert report.seconds < WITHIN_S, report.text
     assert not report.timed_out, report.text
@@ -327,6 +327,6 @@ def _interrupted_wait() -> None:
 
 
 def test_an_interrupt_ends_a_wait_on_the_fast_lane() -> None:
-    """Ctrl-C comes through while this rank drives the engine; the tensor goes on."""
+    """Ctrl-C interrupts a rank that makes progress on the fast path; the tensor still completes."""
     report = run_function(2, _interrupted_wait, timeout=20, env={"PYHVD_FAST_LANE": "1"})
     assert report.outcome == "passed", report.text

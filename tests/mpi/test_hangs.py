@@ -47,7 +47,7 @@ def test_the_example_shows_who_is_where(lane: str) -> None:
     assert "rank 3 on host " in ended.err
     assert "has not submitted 'grad/w1', 'grad/w2': it is at examples/hang.py:" in ended.err
     assert " in load_batch: time.sleep(seconds)\n" in ended.err
-    # Rank 0 looks in steps of half a second.
+    # Rank 0 inspects every half second.
     assert re.search(r"submitted by ranks 0-2 \(waiting for \d+ s\)", ended.err)
 
 
@@ -61,7 +61,7 @@ def test_the_flags_reach_the_ranks_under_a_foreign_mpiexec(tmp_path: Path) -> No
 
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
 HOLDING = "ctypes.PyDLL(None).sleep(60)"
-# The other ranks wait for this one when they post on the lane.
+# The other ranks wait for this one after they mark tensors ready on the fast path.
 KEEPING = f"from pyhvd.engine import context; context.current().lane.seize(); {STOPPED}"
 
 
@@ -75,7 +75,7 @@ KEEPING = f"from pyhvd.engine import context; context.current().lane.seize(); {S
         (2, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (0, KEEPING, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (2, HOLDING, "does not answer within 2 s, and its process sleeps: it is blocked, perhaps while it"),
-        # Rank 0 itself says nothing: the others find out.
+        # Rank 0 cannot report: the others find out.
         (0, STOPPED, "its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT"),
         (0, HOLDING, "its process sleeps"),
     ],
@@ -84,7 +84,7 @@ def test_the_error_says_what_is_known(tmp_path: Path, late: int, idle: str, said
     path = script(tmp_path, ENDING.format(idle=idle, late=late))
     ended = run(launcher_command("-n", 3, *SHORT, path), cwd=tmp_path)
     assert ended.code == 1, ended.err
-    shown = ended.err.rstrip().rpartition("StallError: ")[2]  # the last thing on the screen
+    shown = ended.err.rstrip().rpartition("StallError: ")[2]  # the last output
     assert f"rank {late} on host " in shown, ended.err
     assert said in shown
     told = [line for line in ended.out.splitlines() if ": {'x': " in line]
@@ -110,7 +110,7 @@ INSIDE = """\
 
 @pytest.mark.any_mpi
 def test_a_rank_that_is_stopped_while_the_others_are_in_the_window(tmp_path: Path) -> None:
-    """Whoever gives up first lets the other out as well, with the same facts."""
+    """The first rank that gives up also releases the other rank, with the same facts."""
     ended = run(launcher_command("-n", 3, *SHORT, script(tmp_path, INSIDE)), cwd=tmp_path)
     assert ended.code == 1, ended.err
     shown = ended.err.rstrip().rpartition("StallError: ")[2]

@@ -1,4 +1,4 @@
-"""The harness itself: what it must notice, and what it must show."""
+"""The harness itself: the failures that it must detect, and the texts that it must show."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _rank() -> int:
     return rank
 
 
-# Ranks that are to be ended sleep this long; a job that took less was ended by its harness.
+# Ranks sleep this long until they are ended; a job that took less was ended by the harness.
 LONG_S = 300.0
-# Ranks that are to be found hanging have this long to start, and to come to the line where they hang.
+# Hanging ranks have this long to start and to reach the line where they hang.
 HANG_S = 10.0
 
 
@@ -359,6 +359,6 @@ def test_no_rank_outlives_a_killed_pytest() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and no zombie, which whoever inherited it has yet to reap."""
+    """Return whether a process runs; a zombie that its new parent has not reaped yet does not."""
     status = Path("/proc", str(pid), "status")
     return status.exists() and "State:\tZ" not in status.read_text()

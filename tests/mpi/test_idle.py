@@ -1,4 +1,4 @@
-"""Idle costs nothing: no polling in the background, neither without work nor while another rank is late."""
+"""An idle rank uses no CPU: no polling in the background, without work or while another rank is late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_idle_ranks_use_no_cpu() -> None:
     for step in range(20):
         assert hvd.allreduce(np.full(100, step), op=hvd.Sum, name="warm")[0] == step * hvd.size()
     hvd.barrier()
-    # A collective has just ended; what follows it must come to rest too.
+    # A collective has just ended; the work after it must end too.
     before, started = _cpu(), time.monotonic()
     time.sleep(WHILE_S)
     share = (_cpu() - before) / (time.monotonic() - started)

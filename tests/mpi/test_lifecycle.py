@@ -1,4 +1,4 @@
-"""Coming and going under mpiexec; fork; what is left at the interpreter's exit."""
+"""init() and shutdown() under mpiexec; fork; the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_endings() -> None:
 
 
 def _in_child() -> int:
-    """Return what is wrong in a forked child, as an exit code."""
+    """Check pyhvd's errors in a forked child; return an exit code."""
     calls: tuple[Callable[[], Any], ...] = (
         hvd.rank,
         hvd.init,
@@ -51,7 +51,7 @@ def _in_child() -> int:
     if hvd.is_initialized():
         return 90
     hvd.shutdown()
-    error = outcome(hvd.init)  # would meet the parent's ranks in its stead
+    error = outcome(hvd.init)  # would connect to the parent's ranks
     return 0 if isinstance(error, hvd.NotInitializedError) else 91
 
 
@@ -81,13 +81,13 @@ def _fork_while_it_waits() -> None:
 
 @on_ranks(2)
 def test_a_signal_in_the_middle_of_shutdown() -> None:
-    """Its handler calls shutdown() too, while the other rank is late."""
+    """The signal's handler calls shutdown() too, while the other rank is late."""
     hvd.init()
     late = hvd.allreduce_async(np.ones(1), name=f"alone.{hvd.rank()}")
     told, heard, go = threading.Event(), threading.Event(), threading.Event()
 
     def keep(_: hvd.Handle) -> None:
-        """Keep the thread that is to end."""
+        """Block the background thread, so that shutdown() waits for it."""
         told.set()
         go.wait(SECONDS)
 
@@ -120,7 +120,7 @@ def test_a_signal_in_the_middle_of_shutdown() -> None:
 
 @on_ranks(2)
 def test_fork() -> None:
-    """A forked child cannot use pyhvd and is told so; its parent goes on, also while the child lives."""
+    """A forked child gets an error from pyhvd; its parent continues, also while the child lives."""
     hvd.init()
     pending = hvd.allreduce_async(np.ones(2), op=hvd.Sum, name="before the fork") if hvd.rank() else None
     pid = os.fork()
@@ -161,7 +161,7 @@ def test_topology() -> None:
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
     assert hvd.is_homogeneous()
     assert hvd.mpi_threads_supported() == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-    # The program's own messages and pyhvd's do not meet.
+    # The program's messages and pyhvd's do not mix.
     handles = [hvd.allreduce_async(np.full(1000, i), op=hvd.Sum, name=f"mixed.{i}") for i in range(20)]
     assert world.allreduce(1) == world.size
     assert [handle.result(SECONDS)[0] for handle in handles] == [i * world.size for i in range(20)]

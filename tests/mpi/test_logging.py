@@ -1,4 +1,4 @@
-"""Logging in real jobs: the launcher's options, the variables, and who speaks."""
+"""Logging in real jobs: the launcher's options, the variables, and which ranks log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE = re.compile(r"^(.*?)pyhvd\[(\S+)\] (\w+): said \w+$", re.MULTILINE)
 
 
 def said(err: str) -> list[tuple[str, str]]:
-    """Rank and level of each line of the script's own, sorted."""
+    """Return rank and level of each line that the script logs, sorted."""
     return sorted((rank, level) for _, rank, level in LINE.findall(err))
 
 

@@ -1,4 +1,4 @@
-"""``hvd.empty()`` under mpiexec: shared memory that comes, goes, and runs out."""
+"""``hvd.empty()`` under mpiexec: shared memory is allocated, freed, and exhausted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyhvd.engine.context import current
 from pyhvd.transport.arena import Arena
 from tests.mpi.harness import hear_log, on_ranks
 
-WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without it there is no such memory
+WITH_LANE = {"PYHVD_FAST_LANE": "1"}  # without the fast path there is no shared memory
 
 
 def _bytes_used() -> int:
@@ -64,7 +64,7 @@ def test_arrays_outlive_the_runtime_that_they_came_from() -> None:
 
 @on_ranks(2, env=WITH_LANE)
 def test_running_out() -> None:
-    """A warning, once, that names the cause; and an ordinary array."""
+    """Without shared memory empty() warns once, with the cause, and returns an ordinary array."""
 
     def refuse(offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""Metrics of real jobs: scraped over HTTP, seen by ``python -m pyhvd top``, and a port that is taken."""
+"""Metrics of real jobs: scraped over HTTP, shown by ``python -m pyhvd top``, and on a port in use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WORKING = """
 
 @contextmanager
 def working_job(folder: Path, ranks: int) -> Iterator[subprocess.Popen[str]]:
-    """A job that serves metrics, and works until ``folder/stop`` is there."""
+    """Yield a job that serves metrics, and works until ``folder/stop`` exists."""
     path = script(folder, WORKING, "working.py")
     command = launcher_command("-n", ranks, "--metrics-port", 0, path, folder / "stop")
     with started(command, {"XDG_RUNTIME_DIR": str(folder)}) as job:

@@ -33,7 +33,7 @@ def test_dynamic(case: Case) -> None:
 
 
 def _interrupted(call: Callable[[], object]) -> None:
-    """Wait in a call that the other ranks are yet to make, until Ctrl-C."""
+    """Make a call before the other ranks do, and interrupt it by Ctrl-C."""
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         call()
@@ -41,7 +41,7 @@ def _interrupted(call: Callable[[], object]) -> None:
 
 @on_ranks(2)
 def test_what_was_interrupted_goes_on() -> None:
-    """The ranks change the sets when all have asked for it, also if one of them no longer waits."""
+    """The ranks change the sets when all have called, even if one rank's wait was interrupted."""
     hvd.init(process_sets="dynamic")
     pair = hvd.ProcessSet([1])
     for verb in (hvd.add_process_set, hvd.remove_process_set, hvd.add_process_set):
@@ -134,7 +134,7 @@ def test_init_with_some_of_the_ranks() -> None:
     part = world.Split(world.rank > 0, -world.rank)
     hvd.init(comm=part)
     assert (hvd.rank(), hvd.size()) == (part.rank, part.size)
-    # The communicator was duplicated: the program may use, and free, its own.
+    # pyhvd duplicated the communicator: the program may use and free the original.
     assert part.allreduce(1) == part.size
     part.Free()
     if world.rank:

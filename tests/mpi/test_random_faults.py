@@ -1,6 +1,6 @@
 """Random programs on ranks that are late, stopped and killed: right results, or an error that names the rank.
 
-Never a hang: every rank that is left has its error within the time that is set, and a moment.
+No rank hangs: every remaining rank gets its error within the configured time and a margin.
 """
 
 from __future__ import annotations

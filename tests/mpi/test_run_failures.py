@@ -1,4 +1,4 @@
-"""How a job ends when a rank fails: within 2 s, with the right code, the first failure last on the screen."""
+"""A job whose rank fails ends within 2 s, with the right code, and prints the first failure last."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.mpi.run_support import (
 )
 
 RANK = 'import os; rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))\n'
-# Ready to fail: all ranks have started; those that do not fail would take a minute.
+# All ranks have started; ranks that do not fail would run for a minute.
 TOGETHER = RANK + (
     "import sys, time\nfrom mpi4py import MPI\n"
     "MPI.COMM_WORLD.Barrier(); open(__file__ + '.together', 'w').close()\n"
 )
-WITHIN_S = 4.0  # 2 s, and what a busy machine adds; from when all ranks have started
+WITHIN_S = 4.0  # 2 s, and a margin for a busy machine, after all ranks have started
 OTHERS = {
     "sleep": "time.sleep(60)",
     "compute": "while True: pass",
@@ -41,12 +41,12 @@ def run_both(launched: bool, ranks: int, *arguments: object) -> Ended:
 
 
 def took(ended: Ended, path: str) -> float:
-    """Seconds from when the ranks of a script that begins with TOGETHER were together to the job's end."""
+    """Return the seconds from the barrier at the start of a script (TOGETHER) to the job's end."""
     return ended.at - os.stat(f"{path}.together").st_mtime
 
 
 def is_last(ended: Ended, line: str, launched: bool) -> bool:
-    """Open MPI's own mpiexec has its banner after ours for codes other than 1; the launcher never has."""
+    """Return whether the line is last; after it Open MPI's own mpiexec prints a banner for codes but 1."""
     if launched or ended.code == 1 or LIBRARY.family != "Open MPI":
         return ended.last == line
     return line in ended.err.splitlines()
@@ -70,7 +70,7 @@ def test_exception_in_one_rank_ends_the_job(tmp_path: Path, launched: bool, othe
     said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" not in line]
     assert said[0].startswith("pyhvd: rank 1 of 3 on host "), ended.err
     assert said[0].endswith(" failed:")
-    assert said[2] == f'  File "{path}", line 8, in <module>'  # nothing of ours on top
+    assert said[2] == f'  File "{path}", line 8, in <module>'  # no frame of pyhvd above it
     assert "BAD TERMINATION" not in ended.out + ended.err
 
 
@@ -79,8 +79,8 @@ def test_exception_before_mpi_was_asked_for(tmp_path: Path, launched: bool) -> N
     path = script(tmp_path, RANK + "import time\nif rank == 1: raise ValueError('early')\ntime.sleep(60)\n")
     ended = run_both(launched, 3, path)
     assert ended.code == 1
-    assert ended.seconds < 15  # the others would take a minute; of the start nothing is known
-    # Rank 0 may start only now, and says what it has set.
+    assert ended.seconds < 15  # the others would run for a minute; the time of the start is unknown
+    # Rank 0 may start only now, and print its settings.
     said = [line for line in ended.err.splitlines() if "OMP_NUM_THREADS" not in line]
     assert said[-1] == "ValueError: early", ended.err
 
@@ -143,7 +143,7 @@ RankFailedError.__module__ = "pyhvd.errors"
 @pytest.mark.any_mpi
 @both
 def test_secondary_error_is_not_the_one_shown(tmp_path: Path, launched: bool) -> None:
-    """Rank 0 learns of rank 1's failure, and dies of it, before rank 1 itself gets to its end."""
+    """Rank 0 gets rank 1's failure, and dies of it, before rank 1 ends."""
     path = script(
         tmp_path,
         TOGETHER
@@ -203,7 +203,7 @@ def test_exit_0_of_one_rank_ends_that_rank_only(tmp_path: Path, launched: bool) 
 def test_a_rank_that_just_goes_while_pyhvd_is_up_has_failed(
     tmp_path: Path, launched: bool, rank: int
 ) -> None:
-    """Hydra kills the others then, and may well return 0."""
+    """Hydra kills the other ranks of such a rank, and may return 0; the launcher still reports a failure."""
     path = script(
         tmp_path,
         TOGETHER + "import numpy as np, pyhvd as hvd\nhvd.init(); hvd.allreduce(np.ones(3), name='x')\n"
@@ -218,7 +218,7 @@ def test_a_rank_that_just_goes_while_pyhvd_is_up_has_failed(
 
 @both
 def test_a_rank_that_has_shut_pyhvd_down_may_just_go(tmp_path: Path, launched: bool) -> None:
-    """One rank alone: Hydra kills the others of one that ends without its exit handlers, finalized or not."""
+    """The job has one rank, because Hydra kills the others of a rank that ends without its exit handlers."""
     path = script(
         tmp_path,
         RANK + "import pyhvd as hvd\nfor _ in range(2): hvd.init(); hvd.barrier(); hvd.shutdown()\n"

@@ -1,4 +1,4 @@
-"""The launcher's own doing: its command line, its choice of mpiexec, output files and prefixes."""
+"""The launcher: its command line, its choice of mpiexec, output files and prefixes."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_output_files_that_cannot_be_made(tmp_path: Path, launched: bool) -> Non
     arguments = ("--output-filename", script(tmp_path, ""), "-c", "print('ran')")
     ended = pyhvdrun("-n", 2, *arguments) if launched else bare(2, *arguments)
     assert (ended.code, ended.out) == (1, "")
-    said = ended.last if launched else ended.err  # Open MPI's own mpiexec has its banner after it
+    said = ended.last if launched else ended.err  # Open MPI's own mpiexec prints a banner after it
     assert "cannot write the files of --output-filename: [Errno 20] Not a directory" in said
     # Under a bare mpiexec a rank that starts after the first failed rank has gone reports it again.
     assert ended.err.count("Errno 20") == 1 or (not launched and ended.err.count("Errno 20") == 2)
@@ -196,7 +196,7 @@ def test_interpreter_flags_reach_the_ranks() -> None:
 
 @pytest.mark.any_mpi
 def test_no_mpiexec_at_all(tmp_path: Path) -> None:
-    """Seen from a Python whose folder has none, with an empty PATH."""
+    """The Python's folder has no mpiexec, and PATH is empty."""
     code = (
         "import sys, sysconfig\n"
         "sys.executable = '/nowhere/python'; sysconfig.get_path = lambda name: '/nowhere'\n"
@@ -216,7 +216,7 @@ def test_mpiexec_that_fails_is_shown() -> None:
 
 
 def test_start_timeout(tmp_path: Path) -> None:
-    """A rank whose interpreter hangs while it starts."""
+    """The start timeout names a rank whose interpreter hangs while it starts."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
@@ -258,7 +258,7 @@ def test_foreign_mpiexec_is_no_matter_without_mpi() -> None:
 
 
 def test_unknown_launcher_falls_back_to_mpi_abort(tmp_path: Path) -> None:
-    """As under srun: the supervisor cannot end the job by itself, so MPI_Abort has to."""
+    """Under srun, for example, the supervisor cannot end the job, so it calls MPI_Abort."""
     path = script(
         tmp_path,
         "from mpi4py import MPI\nworld = MPI.COMM_WORLD\nworld.Barrier()\n"

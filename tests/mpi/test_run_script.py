@@ -1,4 +1,4 @@
-"""What a script sees when it runs under ``python -m pyhvd.run``: the same as under python."""
+"""A script under ``python -m pyhvd.run`` sees the same environment as under python."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_stdin_reaches_rank_0(tmp_path: Path) -> None:
 
 
 def test_output_comes_line_by_line(tmp_path: Path) -> None:
-    """What a rank printed before it was killed is there, though stdout is a pipe."""
+    """The output of a rank before it was killed is complete, although stdout is a pipe."""
     ended = pyhvdrun("-n", 1, "-c", "import os; print('so far'); os.kill(os.getpid(), 9)")
     assert ended.out.startswith("so far\n")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and the death of the launcher: every rank ends, nothing is left behind."""
+"""Ctrl-C, SIGTERM and the death of the launcher: every rank ends, and no process or file is left."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_rank_may_clean_up_after_ctrl_c(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("twice", [False, True], ids=["grace", "second"])
 def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> None:
-    """After a grace of 5 s, or at a second signal; meanwhile they are named."""
+    """The launcher kills them 5 s after the signal, or at a second signal; meanwhile it names them."""
     path = script(
         tmp_path,
         READY
@@ -82,7 +82,7 @@ def test_ranks_that_ignore_signals_are_killed(tmp_path: Path, twice: bool) -> No
                 pass
         ended, seconds = interrupt(job, signal.SIGINT)
         assert ended.code == 130
-        assert seconds < (3.5 if twice else 8)  # of the grace 4 s were left
+        assert seconds < (3.5 if twice else 8)  # 4 s of the grace were left
         wait_gone(pids)
     if not twice:
         assert "pyhvd: ranks 0, 1 are still stopping" in ended.err
@@ -106,7 +106,7 @@ def test_handled_signals_pass_through(tmp_path: Path) -> None:
 
 
 def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
-    # Of this job alone, in a short path: sockets have little room for one.
+    # A private directory with a short path: paths of sockets are limited.
     with tempfile.TemporaryDirectory(prefix="killed-") as own:
         with started(launcher_command("-n", 2, script(tmp_path, RUNS)), {"TMPDIR": own}) as job:
             pids = read_pids(job, 2)
@@ -141,7 +141,7 @@ def test_killed_mpiexec_leaves_no_rank_behind(tmp_path: Path) -> None:
 def test_a_signal_to_one_rank_that_handles_it_holds_nothing_up(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Its supervisor gets it too where a batch system signals all processes of a host."""
+    """The rank's supervisor gets the signal too if a batch system signals all processes of a host."""
     path = script(
         tmp_path,
         f"import os, signal, sys, time\nsignal.signal({int(number)}, lambda *_: sys.exit(0))\n"

@@ -1,4 +1,4 @@
-"""launcher="mpiexec" with Open MPI's daemons and real ranks; Spark is threads and processes."""
+"""launcher="mpiexec" with Open MPI's daemons and real ranks; threads and processes play Spark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pyhvd.job.mpi.rank_env import OPENMPI
 from tests.spark_services import PATIENCE_S, Bench, Result, drop
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
-# From the failure to the error: a second, and more on a busy machine.
+# Time from the failure to the error: a second, more on a busy machine.
 _SOON_S = 4.0
 # All processes of a test have it in their environment.
 _MARK = "PYHVD_TEST_MARK"
@@ -63,7 +63,7 @@ def run(function: Callable[..., Any], size: int, extra: str = "", **spec: Any) -
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Neither ranks nor mpiexec, its daemons, launch agents and rank proxies."""
+    """Check after a test that no rank, mpiexec, daemon, launch agent or rank proxy is left."""
     monkeypatch.setenv(_MARK, f"mpiexec-{uuid.uuid4()}")
     yield
     until = time.monotonic() + PATIENCE_S
@@ -73,7 +73,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _marked() -> dict[int, str]:
-    """The processes of this test: their ids and command lines."""
+    """Return ids and command lines of this test's processes."""
     mark = f"{_MARK}={os.environ[_MARK]}".encode()
     found = {}
     for process in Path("/proc").iterdir():
@@ -195,7 +195,7 @@ def test_a_python_that_is_not_there() -> None:
     [
         (r"\S*/(mpiexec|prterun) ", r"mpiexec was killed by SIGKILL"),
         (r"\S*/prted ", r"mpiexec's daemon on host \S+ was killed by SIGKILL"),
-        # mpiexec ends the job, and MPI perhaps a rank.
+        # mpiexec ends the job; MPI may end a rank first.
         (r"\S+ -m pyhvd\.job\.mpi\.openmpi\.rank_proxy", r"mpiexec exited with code|rank \d of 2"),
     ],
 )
@@ -239,7 +239,7 @@ def _can_name_hosts() -> bool:
 
 
 def _on_host(bench: Bench, name: str, index: int) -> Callable[[], Result]:
-    """A task in a process of its own, on a host of that name."""
+    """Return a task that runs in a separate process, on a host of that name."""
 
     def task() -> Result:
         command = [

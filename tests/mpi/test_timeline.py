@@ -1,4 +1,4 @@
-"""Timelines of real jobs: merged and summed up; of killed jobs; under an unwritable path; by the launcher."""
+"""Timelines of real jobs: merge and summary, killed jobs, an unwritable path, the launcher's option."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_job_of_four_ranks(tmp_path: Path, lane: str) -> None:
     trace = json.loads(output.read_text())
     check_events(trace["traceEvents"])
     assert {event["pid"] for event in trace["traceEvents"]} == set(range(4))
-    # What is read on one host's one clock shows how far the measurement may be off.
+    # All ranks read one host's clock, so the measured offset is the error of the measurement.
     for facts in trace["metadata"]["pyhvd_ranks"].values():
         assert abs(facts["offset_us"]) <= facts["uncertainty_us"] + 1e-3
     summary = _tool("summary", folder, "--top", 2)

@@ -1,4 +1,4 @@
-"""Messages under way while their sender is not in MPI."""
+"""Messages under way while the sender is outside MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.mpi.harness import on_ranks
 
 
 class Silent:
-    """A bell that nobody rings."""
+    """A bell that never rings."""
 
     shortest = 1e-3
 
@@ -31,7 +31,7 @@ class Silent:
 
 @on_ranks(2)
 def test_who_receives_does_not_wait_for_who_is_elsewhere() -> None:
-    """As for a rank that waits in shared memory: it comes back to MPI only once this one has gone on."""
+    """The sender may wait in shared memory for this rank, and return to MPI only after this rank goes on."""
     world = MPI.COMM_WORLD
     rank = world.Get_rank()
     flag = world.bcast(os.path.join(tempfile.mkdtemp(), "flag") if rank == 0 else None)
@@ -71,7 +71,7 @@ class Counted(Silent):
 
 @on_ranks(2)
 def test_who_finds_that_a_message_has_gone_rings() -> None:
-    """As the sender may be elsewhere from then on, and the receiver asleep: the first ring came too early."""
+    """gone() rings again when a long message has gone: at the first ring it was not readable yet."""
     world = MPI.COMM_WORLD
     bell = Counted()
     transport = MpiTransport(world.Dup(), bell, [0, 1])

@@ -1,4 +1,4 @@
-"""A standalone Spark cluster of this test run's own, started from the pip package."""
+"""A standalone Spark cluster for this test run, started from the pip package."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ ROOT = Path(__file__).resolve().parents[2]
 _START_S = 60.0
 CORES = 2
 WORKERS = ("a", "b")
-# What the cluster and the driver start has it in its environment.
+# All processes of the cluster and of the driver have it in their environment.
 MARK = ("PYHVD_TEST_CLUSTER", str(uuid.uuid4()))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a daemon runs.
+    """The host on which a daemon runs.
 
     Attributes
     ----------
     address : str
-        It listens there.
+        Address on which the daemon listens.
     command : callable
-        Makes of a command line one that runs it there.
+        Returns a command line that runs another one on that host.
     """
 
     address: str
@@ -48,14 +48,14 @@ LOOPBACK = Place("127.0.0.1")
 
 
 class Cluster:
-    """A master, and the workers that are started.
+    """A master and its workers.
 
     Parameters
     ----------
     folder : Path
-        For logs and whatever Spark writes.
+        For logs and Spark's files.
     head : Place
-        The master's.
+        The master's host.
     """
 
     def __init__(self, folder: Path, head: Place) -> None:
@@ -81,11 +81,11 @@ class Cluster:
         return log
 
     def wait_for_worker(self, log: Path) -> None:
-        """Return when the master knows the worker."""
+        """Wait until the master has registered the worker."""
         _wait_for(log, r"(Successfully registered with master)")
 
     def close(self) -> None:
-        """End all."""
+        """End the master and all workers."""
         self._stack.close()
 
     def _start(
@@ -132,7 +132,7 @@ def standalone_cluster(
 
 
 def spark_environment() -> dict[str, str]:
-    """Return the environment in which all of Spark finds Java, this Python, and the tree that is tested."""
+    """Return the environment in which Spark's processes find Java, this Python, and the tested tree."""
     return os.environ | {
         MARK[0]: MARK[1],
         "SPARK_HOME": str(_home()),
@@ -151,7 +151,7 @@ def _home() -> Path:
 
 @contextmanager
 def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[None]:
-    # Whatever kills the tests: util-linux has the kernel end what they have started.
+    # However the tests are killed, the kernel ends the processes that they started (util-linux).
     with_us = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -165,7 +165,7 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
     try:
         yield
     finally:
-        # A session of its own: executors end with their worker.
+        # In a separate session, so that executors end with their worker.
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, number)
@@ -180,7 +180,7 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
 
 
 def _named(name: str) -> Callable[[Sequence[str]], list[str]]:
-    """Return what gives a worker a host name of its own, by which Open MPI tells hosts; needs root."""
+    """Return a function that gives a worker's command its own host name, for Open MPI; needs root."""
     if find_library().family != OPENMPI:
         return list
     rename = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"worker-{name}")

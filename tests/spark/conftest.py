@@ -1,4 +1,4 @@
-"""One cluster and one session for all tests here; and after each test, nothing of its ranks may be left."""
+"""One cluster and one session for all tests here; after each test, none of its ranks may be left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _START_S = 60.0
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The master's URL."""
+    """Yield the URL of the master."""
     pytest.importorskip("pyspark", reason="make test-spark installs it")
     with standalone_cluster(tmp_path_factory.mktemp("spark")) as url:
         yield url
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def spark(cluster: str) -> Iterator[Any]:
-    """A session on all of the cluster."""
+    """Yield a session on the whole cluster."""
     from pyspark.sql import SparkSession
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -51,7 +51,7 @@ def spark(cluster: str) -> Iterator[Any]:
 
 
 def _wait_for_slots(session: Any, slots: int = 4) -> None:
-    """Wait until both executors have come."""
+    """Wait until both executors have registered."""
     until = time.monotonic() + 60
     while session.sparkContext.defaultParallelism < slots and time.monotonic() < until:
         time.sleep(0.2)
@@ -59,14 +59,14 @@ def _wait_for_slots(session: Any, slots: int = 4) -> None:
 
 @pytest.fixture
 def mark() -> Iterator[dict[str, str]]:
-    """Variables for the ranks of a test, by which they and what they start are found; none may be left."""
+    """Yield variables by which a test's ranks and their children are found; check that none is left."""
     name, value = _MARK.split("=")
     yield {name: value}
     wait_until_gone()
 
 
 def wait_until_gone(timeout: float = GONE_S) -> None:
-    """Return when no rank is left on any host, nor anything that one has started; fail if it does not end."""
+    """Wait until no rank, and no process that a rank started, is left on any host; fail at the time limit."""
     until = time.monotonic() + timeout
     while (left := marked()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -74,7 +74,7 @@ def wait_until_gone(timeout: float = GONE_S) -> None:
 
 
 def wait_for_ranks(folder: Path, size: int) -> None:
-    """Return when that many ranks are in :func:`tests.spark.failing.wait`."""
+    """Wait until a number of ranks are in :func:`tests.spark.failing.wait`."""
     until = time.monotonic() + _START_S
     while len(there := list(folder.glob("rank-?"))) < size:
         assert time.monotonic() < until, there
@@ -82,7 +82,7 @@ def wait_for_ranks(folder: Path, size: int) -> None:
 
 
 def marked() -> dict[int, str]:
-    """The processes of ranks: their ids and command lines."""
+    """Return ids and command lines of the ranks' processes."""
     found = {}
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -90,7 +90,7 @@ def marked() -> dict[int, str]:
         try:
             if _MARK.encode() in (process / "environ").read_bytes():
                 found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has just ended, or is another user's
+        except OSError:  # the process has just ended, or is another user's
             continue
     return found
 

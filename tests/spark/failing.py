@@ -1,4 +1,4 @@
-"""What the ranks of these tests do, most of all to fail; imported on the ranks too."""
+"""The functions that the ranks of these tests run, most of them failures; ranks import this module too."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def parent_of(pid: int) -> int:
 
 
 def python_worker() -> int:
-    """The Python worker whose task this rank belongs to: its guardian's parent."""
+    """Return the Python worker of this rank's task: the parent of the rank's guardian."""
     return parent_of(os.getppid())
 
 
 def executor() -> int:
-    """The JVM of this rank's executor: the Python worker's parent is the daemon that Spark has started."""
+    """Return the JVM of this rank's executor: the parent of the daemon that started the Python worker."""
     pid = python_worker()
     while "java" not in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
         pid = parent_of(pid)
@@ -87,7 +87,7 @@ ONE_ERROR = {
 
 
 def one_error(how: str) -> str:
-    """Return a pattern for all that the error of a failure says."""
+    """Return a pattern for the whole text of a failure's error."""
     who = "[23]" if how == "executor" else BAD  # both ranks of the executor are lost at the same time
     return rf"rank {who} of 4 on host \S+ \(Spark task \d\) {ONE_ERROR[how][0]}"
 
@@ -113,7 +113,7 @@ def place() -> tuple[str, int, int, int, int, float]:
 
 
 def wait(folder: str) -> None:
-    """Say that this rank is there, and on which host, once all are; and never come to an end."""
+    """Write this rank's host to a file once all ranks run, and never return."""
     import numpy as np
 
     hvd.init()

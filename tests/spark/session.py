@@ -1,7 +1,7 @@
-"""A Spark session in a process of its own (tests.spark.session_process), as its tests see it.
+"""A Spark session in a separate process (tests.spark.session_process), controlled by tests.
 
-A process has one session at most, and what is to be on a host of a bed must begin there: so tests only tell
-it what to run, and hear what came of that.
+A process has one session at most, and a session on a host of a test bed must start there. Tests therefore
+only send it functions to run, and receive the results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START_S = 90.0
 SETTINGS = {
     "spark.driver.memory": "512m",
     "spark.executor.memory": "512m",
-    # How often Spark looks for the slots of a job in barrier mode, say until a lost executor is back.
+    # How often Spark looks for the slots of a barrier job, for example until a lost executor is back.
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -33,22 +33,22 @@ SETTINGS = {
 
 @dataclass
 class Answer:
-    """What came of a run.
+    """The result of a run.
 
     Attributes
     ----------
     results : list
-        What the ranks returned.
+        The ranks' results.
     error : str
-        Name of the type of what was raised; "" if nothing was.
+        Name of the exception's type; "" without an exception.
     text : str
-        Its text.
+        Text of the exception.
     cause : str
         Text of its ``__cause__``.
     missing : list of int
         Of a StartTimeoutError.
     output : str
-        What the ranks wrote to stdout, as the driver shows it.
+        The ranks' stdout, as the driver shows it.
     when : float
         time.monotonic() of the return; one clock for all namespaces.
     """
@@ -63,22 +63,22 @@ class Answer:
 
 
 class SessionProcess:
-    """The process, as its tests see it.
+    """The process with the session.
 
     Parameters
     ----------
     master : str
-        Spark's.
+        URL of Spark's master.
     log : Path
-        What the process says goes there.
+        File for the process's output.
     slots : int
-        How many there must be before the session counts as started.
+        Number of Spark slots that must exist before the session counts as started.
     place : Place
-        Where it runs.
+        Host of the process.
     conf : mapping of str to str
         Settings of Spark.
     env : mapping of str to str
-        Variables beside those that it has in any case.
+        Additional environment variables.
     """
 
     def __init__(
@@ -111,31 +111,31 @@ class SessionProcess:
             raise
 
     def begin(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Have it call pyhvd.spark.run."""
+        """Start pyhvd.spark.run in the process."""
         self._connection.send((function, args, options))
 
     def end(self, timeout: float) -> Answer:
-        """Return what came of it; fail if nothing has by then."""
+        """Return the result of the run; fail at the time limit."""
         answer = self._hear(timeout)
         assert isinstance(answer, Answer)
         return answer
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0, **options: Any) -> Answer:
-        """Have it call pyhvd.spark.run, and wait."""
+        """Call pyhvd.spark.run in the process, and wait for the result."""
         self.begin(function, *args, **options)
         return self.end(timeout)
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C on its terminal does: all of the foreground gets the signal."""
+        """Send SIGINT to the foreground process group, as Ctrl-C on a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """End it as the kernel does when memory is short: nothing of it cleans up."""
+        """End the process by SIGKILL, so that nothing cleans up."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End it well, if it still can be."""
+        """End the process cleanly, if it still runs."""
         self._connection.close()
         try:
             self._process.wait(20)

@@ -30,7 +30,7 @@ def _answer(function: Callable[..., Any], args: Sequence[Any], options: dict[str
 
 
 def main(descriptor: int) -> None:
-    """Make the session that is asked for, then run what is asked for, until nobody asks any more."""
+    """Make the requested session, and run the requested functions until the socket closes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     from pyspark.sql import SparkSession

@@ -1,4 +1,4 @@
-"""The benchmark inside Spark runs, tiny, and finds all averages right. No figure is judged here."""
+"""The benchmark inside Spark runs at a tiny size, and all averages are correct. No figure is judged here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_question(tmp_path: Path) -> None:
     start, step = run["outcomes"]
     whole, *phases, empty = start["figures"]
     assert (whole["name"], empty["name"]) == ("pyhvd", "an empty barrier job of Spark's")
-    # The slowest rank's phases each: no less, together, than the slowest rank's whole.
+    # The sum of the slowest phases is at least the slowest rank's whole time.
     parts = np.array([each["samples"] for each in phases])
     assert parts.shape == (3, 2)
     assert np.all(whole["samples"] <= parts.sum(axis=0) + 1e-4)

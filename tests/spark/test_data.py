@@ -1,4 +1,4 @@
-"""prepare and shard on a cluster: from a DataFrame to the ranks, and what is refused on the way."""
+"""prepare and shard on a cluster: from a DataFrame to the ranks, and the errors on the way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
-    """A thousand rows, of all kinds of columns."""
+    """Return a DataFrame of a thousand rows with all kinds of columns."""
     import datetime
 
     from pyspark.ml.linalg import Vectors
@@ -44,7 +44,7 @@ def frame(spark: Any) -> Any:
 
 
 def summary(path: str) -> dict[str, Any]:
-    """What one rank sees of its share."""
+    """Return a summary of one rank's shard."""
     hvd.init()
     data = pyhvd.spark.shard(path, batch_size=64, equal_steps=False)
     rows, ok = [], True
@@ -191,7 +191,7 @@ def test_files_that_cannot_be_removed(
 
 
 def test_a_task_that_is_tried_again(spark: Any, tmp_path: Path) -> None:
-    """Its first attempt fails when it has written rows; what that left is no data."""
+    """The first attempt fails after it has written rows; its files do not count as data."""
     marker = str(tmp_path / "failed-once")
 
     def fail_once(batches: Any) -> Any:
@@ -225,7 +225,7 @@ def test_disks_that_are_not_shared(spark: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def own_rows(batch_size: int, equal_steps: bool) -> dict[str, Any]:
-    """What one rank sees of its partition, in two epochs."""
+    """Return a summary of one rank's partition in two epochs."""
     hvd.init()
     data = pyhvd.spark.partition(batch_size=batch_size, equal_steps=equal_steps)
     epochs = [list(data.epoch(number)) for number in range(2)]
@@ -276,7 +276,7 @@ def test_partitions_of_which_one_is_empty(spark: Any, mark: dict[str, str]) -> N
 
 @pytest.mark.parametrize("condition", ["false", "rand() > 1"])
 def test_rows_for_which_spark_starts_no_task(spark: Any, condition: str) -> None:
-    """Its optimizer sees the one before the job, and the other when the rows have been dealt out."""
+    """Spark's optimizer finds one condition false before the job, the other only while it partitions rows."""
     with pytest.raises(DataError, match=r"^the DataFrame has no rows$"):
         pyhvd.spark.run(own_rows, (1, True), num_proc=2, df=spark.range(4).where(condition))
 
@@ -314,7 +314,7 @@ def test_a_failure_beside_rows(spark: Any, mark: dict[str, str]) -> None:
 
 
 def test_the_example(mark: dict[str, str], tmp_path: Path) -> None:
-    """It starts a Spark of its own; the ranks' marks are checked, as everywhere."""
+    """The example starts its own Spark, and leaves no rank behind."""
     pytest.importorskip("sklearn", reason="scikit-learn, which brings the digits, is missing")
     env = os.environ | mark | {"PYTHONPATH": str(ROOT), "SPARK_LOCAL_DIRS": str(tmp_path / "local")}
     env.pop("PYSPARK_PYTHON", None)

@@ -27,7 +27,7 @@ from pyhvd.spark.errors import DataError, SparkError  # noqa: E402
 
 @pytest.fixture(params=["local", "url"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    """A folder on disk, and one that fsspec alone knows how to reach."""
+    """Yield a folder on disk, or one that only fsspec can reach."""
     if request.param == "local":
         yield Folder(tmp_path / "data")
         return
@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
 
 
 def write(folder: Folder, tables: list[Any], rows_per_group: int | None = None) -> Dataset:
-    """Write each table as one file, as the tasks do, and the manifest."""
+    """Write each table to a file, as the tasks do, and the manifest."""
     parts, columns = [], None
     for number, table in enumerate(tables):
         written = PartWriter(folder, "0" * 12, rows_per_group, "snappy").write(
@@ -224,7 +224,7 @@ def test_a_scheme_that_nobody_knows() -> None:
 
 
 def test_a_name_node_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec's file system of Hadoop takes host and port out of the URL; the rest stays a path."""
+    """fsspec's file system for Hadoop takes host and port from the URL; the rest is the path."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     class Hadoop(MemoryFileSystem):  # type: ignore[misc]
@@ -255,7 +255,7 @@ def test_a_name_node_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_system_that_moves_no_file_onto_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec's WebHDFS does not look at the answer, which is "false" then."""
+    """fsspec's WebHDFS ignores the answer "false" to a move onto an existing file."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     class WebHdfs(MemoryFileSystem):  # type: ignore[misc]

@@ -41,7 +41,7 @@ class Linear:
 
 
 def descend(x: Array, y: Array, steps: int, rate: float, momentum: float) -> Linear:
-    """The oracle: descent on all rows at once, in one process."""
+    """Return the expected result: gradient descent on all rows, in one process."""
     model, optimizer = Linear(), SGD(rate, momentum)
     for _ in range(steps):
         optimizer.step(model.parameters, dict(model.gradients(x, y)[1]))
@@ -55,7 +55,7 @@ def points(rows: int = ROWS) -> tuple[Array, Array]:
 
 @pytest.fixture
 def rows(spark: Any) -> Any:
-    """A DataFrame: id, vector x, label y, held (true for every fourth row)."""
+    """Return a DataFrame with id, vector x, label y, and held, which is true for every fourth row."""
     from pyspark.ml.linalg import Vectors
 
     x, y = points()
@@ -68,7 +68,7 @@ def rows(spark: Any) -> Any:
 
 @pytest.fixture
 def make(mark: dict[str, str], tmp_path: Path) -> Callable[..., Any]:
-    """Makes Estimators of Linear on 4 ranks, which take all rows in one step."""
+    """Return a function that makes Estimators of Linear on 4 ranks, which take all rows in one step."""
 
     def estimator(**changed: Any) -> Any:
         arguments: dict[str, Any] = {
@@ -132,9 +132,9 @@ def test_a_run_goes_on_where_it_has_ended(rows: Any, make: Callable[..., Any]) -
     second = make(epochs=5, run_id="long").fit(rows)
     assert second.history[:2] == first.history
     assert len(second.history) == 5
-    expected = descend(*points(), 5, 0.1, 0.5)  # the momentum has been kept too
+    expected = descend(*points(), 5, 0.1, 0.5)  # the momentum was kept too
     assert np.allclose(parameters(second)["weights"], expected.parameters["weights"], rtol=1e-12)
-    third = make(epochs=5, run_id="long").fit(rows)  # nothing is left to be done
+    third = make(epochs=5, run_id="long").fit(rows)  # no epoch is left
     assert third.history == second.history
 
 
@@ -147,7 +147,7 @@ def test_the_checkpoint_of_another_model_is_refused(rows: Any, make: Callable[..
 
 
 def own_loop(training: Training) -> Callable[[Any], Any]:
-    """A train_fn of two features and two labels: it counts rows, and keeps the sum of the labels."""
+    """Train with two features and two labels: the state is the sum of the labels seen."""
     hvd.barrier()  # init() has been called
     seen = training.state or 0.0
     for epoch in training.epochs():

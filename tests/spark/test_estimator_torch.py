@@ -54,7 +54,7 @@ def test_a_module_trains_as_one_process_does(rows: Any, make: Callable[..., Any]
 
 
 class Normalised(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Has running means, and two inputs."""
+    """A module with running means and two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_buffers_metrics_and_a_saved_module(rows: Any, make: Callable[..., Any],
 
 
 class Partly(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Its output is the sum of its parameters, of which ranks 2 and 3 do not use the second."""
+    """A module whose output is the sum of its parameters; ranks 2 and 3 do not use the second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""pyhvd.spark.run where something fails: one error, nothing left behind, and the session goes on."""
+"""A failing pyhvd.spark.run raises one error, leaves no process behind, and the session continues."""
 
 from __future__ import annotations
 

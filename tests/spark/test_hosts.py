@@ -1,4 +1,4 @@
-"""pyhvd.spark.run on two hosts with a network between them, and all that can happen to hosts."""
+"""pyhvd.spark.run on two simulated hosts with a network between them, and failures of hosts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.spark.conftest import GONE_S, wait_for_ranks, wait_until_gone
 from tests.spark.failing import ONE_ERROR, SILENT_S, SOON_S, fail, one_error, place, rank_number, wait
 from tests.spark.session import Answer, SessionProcess
 
-# Starting the cluster is counted in, or a host and what Spark runs on it.
+# It includes the start of the cluster, or of a host and its Spark worker.
 pytestmark = pytest.mark.timeout(240)
 
 _NAMES = ("east", "west")
-# Who hears nothing of the driver any more gives it so long to come back.
+# For so long a task waits for a driver from which it receives nothing.
 _DRIVER_SILENT_S = 20.0
 
 
 class Site:
-    """Two hosts with a Spark worker each; master and driver are on the head."""
+    """Two hosts with a Spark worker each; master and driver run on the head host."""
 
     def __init__(self, made: Bed, folder: Path, stack: ExitStack) -> None:
         self.bed = made
@@ -40,7 +40,7 @@ class Site:
         self.session = self.new_session()
 
     def new_session(self) -> SessionProcess:
-        """Start a session on all of the cluster, in place of the one before."""
+        """Start a session on the whole cluster, in place of the previous one."""
         self._sessions += 1
         log = self._folder / f"driver-{self._sessions}.log"
         self.session = SessionProcess(self._cluster.url, log, 4, place_of(self.bed.head))
@@ -48,7 +48,7 @@ class Site:
         return self.session
 
     def restart(self, host: Host) -> None:
-        """Start a host that is down, and its worker."""
+        """Start a stopped host and its worker."""
         self.bed.start_host(host)
         self._cluster.wait_for_worker(self._start_worker(host.name))
 
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def check_that_it_goes_on(site: Site, mark: dict[str, str], size: int = 4) -> None:
-    """The same session runs the next job."""
+    """Check that the same session runs another job."""
     answer = site.session.run(rank_number, num_proc=size, env=mark, start_timeout=60)
     assert answer.results == list(range(size)), answer
 
@@ -104,7 +104,7 @@ def test_one_error_and_the_session_goes_on(
 
 
 class Lost:
-    """A job of four ranks, and the host of its last two."""
+    """A job of four ranks whose last two ranks run on the host that will be lost."""
 
     def __init__(self, site: Site, mark: dict[str, str], folder: Path) -> None:
         site.session.begin(wait, str(folder), num_proc=4, env=mark)
@@ -114,7 +114,7 @@ class Lost:
         self.when = time.monotonic()
 
     def answer(self, text: str, within: float) -> None:
-        """Check the one error of the job: its text, and that it came in time."""
+        """Check the job's error: its text, and that it was raised in time."""
         answer = self._session.end(60)
         took = answer.when - self.when
         print(f"{took:.2f} s")
@@ -156,7 +156,7 @@ def test_a_host_freezes(site: Site, mark: dict[str, str], tmp_path: Path) -> Non
         check_that_it_goes_on(site, mark, size=2)
     finally:
         lost.host.thaw()
-    # A frozen process cannot end itself; it has to as soon as it can.
+    # A frozen process cannot end itself; it must do so as soon as it continues.
     wait_until_gone()
     check_that_it_goes_on(site, mark)
 
@@ -200,7 +200,7 @@ def test_the_driver_is_killed(site: Site, mark: dict[str, str], tmp_path: Path) 
 
 
 def test_the_host_of_the_driver_loses_its_power(site: Site, mark: dict[str, str], tmp_path: Path) -> None:
-    """What it leaves behind ends by itself, though nothing tells it to."""
+    """Ranks on other hosts end although no message from the driver reaches them."""
     Lost(site, mark, tmp_path)
     for host in site.bed.hosts.values():
         site.bed.cut_off(host)

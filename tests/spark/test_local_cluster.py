@@ -19,7 +19,7 @@ echo '{"name": "gpu", "addresses": ["5", "7"]}'
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProcess]:
-    """Two workers of three cores, each of which says that it has two GPUs."""
+    """Yield a session with two workers of three cores; each worker reports two GPUs."""
     pytest.importorskip("pyspark", reason="make test-spark installs it")
     folder = tmp_path_factory.mktemp("local-cluster")
     script = folder / "gpus"
@@ -40,7 +40,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionProcess
 
 
 def home_of_its_own(folder: Path) -> Path:
-    """Return a SPARK_HOME that may be written to: the workers of a local-cluster put their logs there."""
+    """Return a writable SPARK_HOME, because the workers of a local-cluster write their logs there."""
     folder.mkdir()
     for entry in Path(spark_environment()["SPARK_HOME"]).iterdir():
         (folder / entry.name).symlink_to(entry)

@@ -46,7 +46,7 @@ def test_another_mpi_is_refused(spark: Any) -> None:
 
 @pytest.fixture
 def no_launcher_is_left(spark: Any, open_mpi: None) -> Iterator[None]:
-    """Neither mpiexec and launch agents here, nor daemons and rank proxies on the workers."""
+    """Check after a test that no mpiexec, launch agent, daemon or rank proxy is left."""
     yield
     until = time.monotonic() + _PATIENCE_S
     while (left := _launchers()) and time.monotonic() < until:

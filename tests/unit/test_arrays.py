@@ -1,4 +1,4 @@
-"""What may be sent: arrays of every kind, and what is said of those that may not."""
+"""Arrays of every kind that pyhvd accepts, and the errors for those that it rejects."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_memmap_is_written_through(tmp_path: Path) -> None:
 
 
 class Foreign:
-    """An array of another library, seen through the array interface."""
+    """An array of another library, with the array interface."""
 
     def __init__(self, array: np.ndarray[Any, Any], **changes: Any) -> None:
         self._array = array
@@ -183,7 +183,7 @@ def test_the_array_interface_shares_memory() -> None:
 
 
 class Capsule:
-    """An array of another library, seen through DLPack; ``device`` is (2, 0) for a GPU."""
+    """An array of another library, with DLPack; ``device`` is (2, 0) for a GPU."""
 
     def __init__(self, array: Any, device: tuple[int, int] = (1, 0), error: Exception | None = None) -> None:
         self._array, self._device, self._error = array, device, error

@@ -1,4 +1,4 @@
-"""Configuration: every knob, both prefixes, the notices, and what is said of a value that is none."""
+"""Configuration: every knob, both prefixes, the notices, and the errors for invalid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two machines together: what travels, what is remembered, what is said of what waits."""
+"""Worker and coordinator together: the messages, the caches, and the report of waiting tensors."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_bits_mean_nothing_of_sets_that_a_rank_is_not_in() -> None:
 
 
 def test_nothing_follows_a_stop() -> None:
-    """A second rank asks for the end while the first one's is under way: nobody would receive a list."""
+    """A second rank asks for a shutdown while one is under way; no rank would receive another list."""
     network = Network(2)
     for rank in range(2):
         stop = ErrorInfo(ErrorKind.SHUT_DOWN, f"rank {rank} called shutdown()", rank)

@@ -1,4 +1,4 @@
-"""The tables in docs/ say what the code says."""
+"""The tables in docs/ agree with the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FROM_HOROVOD = (ROOT / "docs" / "from_horovod.md").read_text()
 
 
 def _rows(text: str, first_cell: str) -> list[list[str]]:
-    """Rows of the tables in `text` whose first cell matches; code marks stripped."""
+    """Return the rows of the tables in `text` whose first cell matches, without code marks."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.M)
     ]
@@ -43,7 +43,7 @@ def test_knobs_without_effect_are_listed() -> None:
 
 
 def test_every_error_has_its_row() -> None:
-    """All but what Horovod's elastic training and its extensions raise, which pyhvd does not have yet."""
+    """Errors of Horovod's elastic training and extensions are left out, because pyhvd never raises them."""
     documented = {row[0]: row[1] for row in _rows(FROM_HOROVOD, r"`\w+Error`")}
     raised = {
         name: error
@@ -68,7 +68,7 @@ def test_names_said_to_exist_do() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """The other way round, a name that does not exist, is an error of the site's build."""
+    """A name in the reference that does not exist fails the build of the site."""
     listed: dict[str, list[str]] = {}
     for module, block in re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", REFERENCE, re.M | re.S):
         names = re.findall(r"^\.\. (?:auto\w+|data):: (\w+)", block, re.M)

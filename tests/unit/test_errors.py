@@ -1,4 +1,4 @@
-"""The taxonomy: what Horovod's users catch catches it, and each error carries what it knows."""
+"""The error classes: handlers written for Horovod catch them, and each error has its attributes."""
 
 from __future__ import annotations
 

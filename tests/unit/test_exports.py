@@ -1,4 +1,4 @@
-"""The public face: its names, their stub, their signatures, and that importing it costs nothing."""
+"""The public API: its names, the stub, the signatures, and a cheap import."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ SIGNATURES: dict[str, list[str]] = {
 
 
 def described(default: Any) -> str:
-    """A default, by its public name."""
+    """Return the public name of a default value."""
     if default is hvd.global_process_set:
         return "global"
     if default is hvd.Compression.none:
@@ -120,7 +120,7 @@ def test_every_name_is_there() -> None:
 
 
 def test_a_name_of_horovods_that_is_missing_says_what_does_its_work() -> None:
-    """The functions that the message names exist."""
+    """The functions that the error message names exist."""
     remedy = r"has no attribute 'DistributedOptimizer' yet: average the gradients with grouped_allreduce_\(\)"
     with pytest.raises(AttributeError, match=remedy):
         _ = hvd.DistributedOptimizer  # type: ignore[attr-defined]

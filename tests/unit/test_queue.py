@@ -1,4 +1,4 @@
-"""TensorQueue: nothing is lost, nothing is doubled, and the runtime sleeps through no submission."""
+"""TensorQueue: no submission is lost or doubled, and each one wakes the runtime."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wakes:
 
 
 def ignore(result: Any, error: BaseException | None) -> None:
-    """A completion that nobody looks at."""
+    """Ignore a completion."""
 
 
 def entry(name: str, set_id: int = 0) -> TensorEntry:
@@ -157,7 +157,7 @@ def test_closed_with_the_first_reason() -> None:
 
 
 class Sleeper:
-    """A runtime's thread, with nothing but the queue and a bell: it never looks without having been rung."""
+    """A runtime's thread with only the queue and a bell; it reads the queue only after the bell rings."""
 
     def __init__(self, window: float) -> None:
         self._bell = threading.Semaphore(0)
@@ -197,7 +197,7 @@ class Sleeper:
 
 @pytest.mark.parametrize("window", [0.0, 1e-4, NEVER])
 def test_many_threads_lose_nothing(window: float) -> None:
-    """With a window without end only the flush of who waits moves anything: a lost wake-up would hang."""
+    """With an endless cycle time only a waiting thread's flush wakes the runtime: a lost one would hang."""
     sleeper = Sleeper(window)
     sleeper.thread.start()
     rounds, failures = 150, []
@@ -266,18 +266,18 @@ def test_closing_under_fire_answers_everybody_once() -> None:
 
 
 class Lane:
-    """The fast lane, as the queue knows it."""
+    """The part of the fast path that the queue uses."""
 
     def __init__(self) -> None:
         self.paused = False
         self.held: set[str] = set()
 
     def find(self, set_id: int, name: str) -> object | None:
-        """Return what is in flight under a name."""
+        """Return the tensor in flight under a name, or None."""
         return name if name in self.held else None
 
     def find_group(self, set_id: int, name: str) -> object | None:
-        """There are no groups."""
+        """Return None: no group is in flight."""
         return None
 
 
@@ -310,7 +310,7 @@ def test_the_answer_to_a_join_lets_in_again_before_anybody_hears_of_it() -> None
     lane = Lane()
     queue = TensorQueue(Wakes(), 0.0, cast(Any, lane))
     queue.add([join_entry()])
-    queue.pop(0, JOIN_NAME)  # and then it is told
+    queue.pop(0, JOIN_NAME)  # completes the join
     assert not lane.paused
     queue.add([entry("after")])
     queue.announce(0, Request(RequestType.ALLREDUCE, "wrong", error="no"))

@@ -1,4 +1,4 @@
-"""The source distribution: whoever has no wheel builds from what is in it."""
+"""The source distribution has all files that a build without a wheel needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".c", ".h", ".cu", ".typed"}
 
-# Which files are packed does not depend on what Cython writes, and it would take its time.
+# The list of packed files does not depend on Cython's output, and Cython would take long.
 BUILD = """
 import runpy, sys, types
 import setuptools

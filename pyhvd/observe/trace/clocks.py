@@ -12,23 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyhvd.arrays import Bytes
+if TYPE_CHECKING:
+    from pyhvd.transport.fabric import Fabric
 
 ROUNDS = 32
-
-
-class Gathering(Protocol):
-    """The part of :class:`pyhvd.transport.fabric.Fabric` that the measurement uses."""
-
-    rank: int
-    size: int
-
-    def allgather(self, send: Bytes, recv: Bytes) -> None:
-        """Gather ``send`` of every rank, all of one length, into ``recv`` in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +34,10 @@ class Reading:
     uncertainty: int
 
 
-def measure(fabric: Gathering, clock: Callable[[], int], rounds: int = ROUNDS) -> Reading:
-    """Measure this rank's clock against rank 0's. Collective over the fabric.
+def measure(fabric: Fabric, clock: Callable[[], int], rounds: int = ROUNDS) -> Reading:
+    """Measure this rank's clock (ns) against rank 0's. Collective over the fabric.
 
-    Parameters
-    ----------
-    fabric : Gathering
-        Reaches all ranks.
-    clock : callable
-        Returns the time in ns.
-    rounds : int
-        Exchanges. More rounds make a fast message in each direction more likely.
+    Each of the ``rounds`` is one exchange. More rounds make a fast message in each direction more likely.
     """
     mine = np.zeros(2, np.int64)
     table = np.empty((fabric.size, 2), np.int64)

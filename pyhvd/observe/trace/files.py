@@ -31,6 +31,11 @@ class TraceError(ValueError):
     """A trace file is not readable, or files are not of one recording; the text names the files."""
 
 
+def metadata(name: str, args: Event, pid: int = 0, tid: int = 0) -> Event:
+    """Return a metadata event."""
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
 def rank_path(path: str, rank: int) -> Path:
     """Return the path of a rank's trace file.
 

@@ -18,15 +18,17 @@ import msgspec
 from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.clocks import ClockMap, Reading
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceError, read_events
-from pyhvd.observe.trace.rows import DATA_PATH, MAIN
+from pyhvd.observe.trace.rows import DATA_PATH, MAIN, row_label
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One turn of one tensor on one rank; times in us of rank 0's clock.
+    """One turn of one tensor on one rank; times in us of rank 0's clock. Each is equal to itself only.
 
     Attributes
     ----------
+    rank : int
+        The rank.
     key : (int, str, str)
         Process set id, operation (``ALLREDUCE``), name.
     turn : str
@@ -43,6 +45,7 @@ class Turn:
         Text of the error, or empty.
     """
 
+    rank: int
     key: tuple[int, str, str]
     turn: str
     submitted: float | None
@@ -52,6 +55,11 @@ class Turn:
     batch: int
     nbytes: int
     error: str
+
+    @property
+    def label(self) -> str:
+        """The text that shows operation, name and process set."""
+        return row_label(*self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +106,21 @@ def load(paths: Sequence[str]) -> list[RankTrace]:
     TraceError
         No files, unreadable files, or files of several recordings.
     """
-    found: dict[Path, tuple[list[Event], bool]] = {}
-    named: list[Path] = []
+    found: dict[Path, Path] = {}  # as given, by resolved path: each file counts once
+    named: set[Path] = set()
     for each in map(Path, paths):
         if each.is_dir():
-            found |= _traces_in(each)
+            files = _traces_in(each)
         elif each.exists():
-            found |= {**_traces_in(each.parent), each: read_events(each)}
-            named.append(each)
+            files = [*_traces_in(each.parent), each]
+            named.add(each.resolve())
         else:
             raise TraceError(f"{each}: no such file or directory")
+        found |= {path.resolve(): path for path in files}
     if not found:
         raise TraceError(f"{', '.join(paths)}: no trace files; a timeline writes *.json there")
-    traces = {path.resolve(): _read(path, events, cut) for path, (events, cut) in found.items()}
-    jobs = {traces[path.resolve()].job for path in named}
+    traces = {resolved: _read(path) for resolved, path in found.items()}
+    jobs = {traces[path].job for path in named}
     by_job: dict[str, list[RankTrace]] = {}
     for trace in traces.values():
         if not jobs or trace.job in jobs:
@@ -133,13 +142,9 @@ def _in_order(traces: list[RankTrace]) -> list[RankTrace]:
     return traces
 
 
-def _traces_in(directory: Path) -> dict[Path, tuple[list[Event], bool]]:
-    """Return the traces in a directory; skip other JSON files, such as a merged trace."""
-    found = {}
-    for path in sorted(directory.glob("*.json")):
-        if _begins_like_a_trace(path):
-            found[path] = read_events(path)
-    return found
+def _traces_in(directory: Path) -> list[Path]:
+    """Return the trace files in a directory; skip other JSON files, such as a merged trace."""
+    return [path for path in sorted(directory.glob("*.json")) if _begins_like_a_trace(path)]
 
 
 def _begins_like_a_trace(path: Path) -> bool:
@@ -181,17 +186,21 @@ def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
     return f"files of {len(texts)} recordings: name one file of the recording you want: {'; '.join(texts)}"
 
 
-def _read(path: Path, events: list[Event], cut: bool) -> RankTrace:
+def _read(path: Path) -> RankTrace:
+    events, cut = read_events(path)
     header = _header(path, events)
     try:
-        return _read_body(path, header, events, cut)
+        trace = _read_metadata(path, header, events, cut)
+        _Reader(trace, header.origin_ns).read(events)
     except TraceError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as exc:
         raise TraceError(f"{path}: damaged: incomplete event: {exc!r}") from exc
+    return trace
 
 
-def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
+def _read_metadata(path: Path, header: Header, events: list[Event], cut: bool) -> RankTrace:
+    """Return a trace without turns and phases."""
     readings: dict[str, Reading] = {}
     dropped, complete, epoch = 0, False, 0
     for event in events:
@@ -204,20 +213,9 @@ def _read_body(path: Path, header: Header, events: list[Event], cut: bool) -> Ra
             epoch = args["start_time_since_epoch_in_micros"]
     if "start" not in readings:
         raise TraceError(f"{path}: damaged: no measurement of the clock")
-    trace = RankTrace(
-        path,
-        header.job,
-        header.rank,
-        header.size,
-        header.host,
-        epoch / 1e6,
-        ClockMap(readings["start"], readings.get("end")),
-        cut,
-        complete,
-        dropped,
-    )
-    _Reader(trace, header.origin_ns).read(events)
-    return trace
+    clock = ClockMap(readings["start"], readings.get("end"))
+    who = header.job, header.rank, header.size, header.host
+    return RankTrace(path, *who, epoch / 1e6, clock, cut, complete, dropped)
 
 
 @dataclass(slots=True)
@@ -267,25 +265,25 @@ class _Reader:
     def _close(self, row: _RowState, event: Event) -> None:
         name, begin = row.open.pop()
         args = event.get("args", {})
+        end = self._time(event["ts"])
         if name == "QUEUE":
-            row.begun = self._time(event["ts"])
+            row.begun = end
         if args.get("unfinished") and not row.open:
             self._trace.unfinished.append((row.label, name, begin))
         if "id" not in args:
             return
         submitted = args.get("submitted")
-        end = self._time(event["ts"])
-        self._trace.turns.append(
-            Turn(
-                (args["process_set"], name, args["tensor"]),
-                args["id"],
-                None if submitted is None else self._time(submitted),
-                begin,
-                row.begun if row.begun is not None else end,
-                end,
-                args.get("batch", -1),
-                args.get("bytes", 0),
-                args.get("error", ""),
-            )
+        turn = Turn(
+            rank=self._trace.rank,
+            key=(args["process_set"], name, args["tensor"]),
+            turn=args["id"],
+            submitted=None if submitted is None else self._time(submitted),
+            ready=begin,
+            begun=row.begun if row.begun is not None else end,
+            ended=end,
+            batch=args.get("batch", -1),
+            nbytes=args.get("bytes", 0),
+            error=args.get("error", ""),
         )
+        self._trace.turns.append(turn)
         row.begun = None

@@ -8,11 +8,10 @@ without nesting go to further threads of the same name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pyhvd.observe.trace.files import Event
+from pyhvd.observe.trace.files import Event, metadata
 from pyhvd.observe.trace.loading import RankTrace, Turn
 
 NEGOTIATE, QUEUE, RUN, WAIT, PACK, REDUCE, UNPACK, MOVE = range(8)
@@ -24,13 +23,13 @@ _FIRST_THREAD = 1_000_000
 
 def track_of(phase: str) -> int:
     """Return the track of a phase, by its name in the ranks' files."""
-    fixed = {
-        "WAIT_FOR_RANK": WAIT,
-        "MEMCPY_IN_FUSION_BUFFER": PACK,
-        "MEMCPY_OUT_FUSION_BUFFER": UNPACK,
-    }
-    if phase in fixed:
-        return fixed[phase]
+    match phase:
+        case "WAIT_FOR_RANK":
+            return WAIT
+        case "MEMCPY_IN_FUSION_BUFFER":
+            return PACK
+        case "MEMCPY_OUT_FUSION_BUFFER":
+            return UNPACK
     return REDUCE if phase.endswith(("_ALLREDUCE", "_REDUCESCATTER", "_ADASUM")) else MOVE
 
 
@@ -44,6 +43,10 @@ class Span:
     category: str
     args: Event
     lane: int = 0
+
+
+Drawn = dict[tuple[Turn, int], Span]
+"""The spans that an arrow may join: by turn and track (NEGOTIATE or RUN)."""
 
 
 def lay_out(spans: list[Span]) -> list[Span]:
@@ -67,25 +70,21 @@ def lay_out(spans: list[Span]) -> list[Span]:
 def merge(traces: Sequence[RankTrace]) -> Event:
     """Return the merged trace, as an object with ``traceEvents`` and ``metadata``."""
     origin = min((begin for trace in traces for begin in _begins(trace)), default=0.0)
-    events: list[Event] = []
-    places: dict[tuple[int, int, int], tuple[int, int, int]] = {}
-    for trace in traces:
-        _add_rank(events, trace, origin, places)
-    events += _arrows(traces, origin, places)
-    clocks = {str(trace.rank): describe_clock(trace) for trace in traces}
+    drawn: Drawn = {}
+    events = [event for trace in traces for event in _rank_events(trace, origin, drawn)]
+    events += _arrows(traces, origin, drawn)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ns",
         "metadata": {
             "pyhvd_clock": "times are rank 0's; us from the first event",
-            "pyhvd_ranks": clocks,
+            "pyhvd_ranks": {str(trace.rank): _describe_clock(trace) for trace in traces},
             "pyhvd_uncertainty_us": max(trace.clock.uncertainty for trace in traces) / 1000,
         },
     }
 
 
-def describe_clock(trace: RankTrace) -> dict[str, Any]:
-    """Return the facts of a rank's clock: offset (us, at its start), uncertainty (us), drift (ppm)."""
+def _describe_clock(trace: RankTrace) -> Event:
     return {
         "host": trace.host,
         "offset_us": trace.clock.start.offset / 1000,
@@ -117,101 +116,82 @@ def _us(ns: int) -> float:
     return us if int(us * 1000) == ns else math.nextafter(us, math.inf)
 
 
-def label(turn: Turn) -> str:
-    """Return the text of a turn."""
-    set_id, operation, name = turn.key
-    return f"{operation.lower()}.{name}" + (f" (process set {set_id})" if set_id else "")
+def _rank_events(trace: RankTrace, origin: float, drawn: Drawn) -> Iterator[Event]:
+    """Yield the events of one rank."""
+    rank = trace.rank
+    yield metadata("process_name", {"name": f"rank {rank} ({trace.host})"}, rank)
+    yield metadata("process_sort_index", {"sort_index": rank}, rank)
+    for track, spans in enumerate(_spans(trace, origin, drawn)):
+        lanes = 1 + max((span.lane for span in lay_out(spans)), default=-1)
+        for tid in (_thread(track, lane) for lane in range(lanes)):
+            yield metadata("thread_name", {"name": TRACKS[track]}, rank, tid)
+            yield metadata("thread_sort_index", {"sort_index": tid}, rank, tid)
+        for span in spans:
+            event = _event(span.name, "X", span.begin, rank, _thread(track, span.lane))
+            yield event | {"dur": _us(span.end - span.begin), "cat": span.category, "args": span.args}
 
 
-def _add_rank(
-    events: list[Event],
-    trace: RankTrace,
-    origin: float,
-    places: dict[tuple[int, int, int], tuple[int, int, int]],
-) -> None:
+def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[Span]]:
+    """Return the spans of each track; note in ``drawn`` those that arrows join."""
     tracks: list[list[Span]] = [[] for _ in TRACKS]
-    owners: list[tuple[int, int, Span]] = []
-    for number, turn in enumerate(trace.turns):
+    for turn in trace.turns:
         args: Event = {"tensor": turn.key[2], "turn": turn.turn, "bytes": turn.nbytes, "batch": turn.batch}
         if turn.error:
             args["error"] = turn.error
-        name, operation = label(turn), turn.key[1]
+        name, operation = turn.label, turn.key[1]
         ready, begun, ended = (_since(origin, time) for time in (turn.ready, turn.begun, turn.ended))
         if turn.submitted is not None:
-            span = Span(
-                min(_since(origin, turn.submitted), ready), ready, name, f"NEGOTIATE_{operation}", args
-            )
-            tracks[NEGOTIATE].append(span)
-            owners.append((number, NEGOTIATE, span))
+            submitted = min(_since(origin, turn.submitted), ready)
+            drawn[turn, NEGOTIATE] = Span(submitted, ready, name, f"NEGOTIATE_{operation}", args)
+            tracks[NEGOTIATE].append(drawn[turn, NEGOTIATE])
         if begun > ready:
             tracks[QUEUE].append(Span(ready, begun, name, "QUEUE", args))
-        span = Span(begun, ended, name, operation, args)
-        tracks[RUN].append(span)
-        owners.append((number, RUN, span))
+        drawn[turn, RUN] = Span(begun, ended, name, operation, args)
+        tracks[RUN].append(drawn[turn, RUN])
     for phase in trace.phases:
         args = {"batch": phase.batch} | ({"waited for rank": phase.rank} if phase.rank >= 0 else {})
         name = f"rank {phase.rank}" if phase.rank >= 0 else phase.name
         begin, end = _since(origin, phase.begin), _since(origin, phase.end)
         tracks[track_of(phase.name)].append(Span(begin, end, name, phase.name, args))
-    rank = trace.rank
-    events.append(_metadata("process_name", rank, 0, name=f"rank {rank} ({trace.host})"))
-    events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-    for track, spans in enumerate(tracks):
-        lanes = 1 + max((span.lane for span in lay_out(spans)), default=-1)
-        for lane in range(lanes):
-            tid = _thread(track, lane)
-            events.append(_metadata("thread_name", rank, tid, name=TRACKS[track]))
-            events.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
-        for span in spans:
-            event = _event(span.name, "X", span.begin, rank, _thread(track, span.lane))
-            event |= {"dur": _us(span.end - span.begin), "cat": span.category, "args": span.args}
-            events.append(event)
-    for number, track, span in owners:
-        places[rank, number, track] = (span.begin, span.end, _thread(track, span.lane))
+    return tracks
 
 
-def turns_together(traces: Sequence[RankTrace]) -> list[list[tuple[int, int, Turn]]]:
-    """Return the records of each turn over all ranks, as (rank, number on that rank, turn), by time."""
-    together: dict[tuple[tuple[int, str, str], str], list[tuple[int, int, Turn]]] = {}
+def turns_together(traces: Sequence[RankTrace]) -> list[list[Turn]]:
+    """Return the records that the ranks have of each turn, by time."""
+    together: dict[tuple[tuple[int, str, str], str], list[Turn]] = {}
     for trace in traces:
-        for number, turn in enumerate(trace.turns):
-            together.setdefault((turn.key, turn.turn), []).append((trace.rank, number, turn))
-    return sorted(together.values(), key=lambda parts: min(turn.ready for _, _, turn in parts))
+        for turn in trace.turns:
+            together.setdefault((turn.key, turn.turn), []).append(turn)
+    return sorted(together.values(), key=lambda turns: min(turn.ready for turn in turns))
 
 
-def last_to_submit(parts: Sequence[tuple[int, int, Turn]]) -> tuple[float, int, int] | None:
-    """Return (time, rank, number of the turn) of a tensor's last submission; None if there was none."""
-    times = [(turn.submitted, rank, number) for rank, number, turn in parts if turn.submitted is not None]
-    return max(times) if times else None
+def last_to_submit(turns: Iterable[Turn]) -> tuple[float, Turn] | None:
+    """Return the time of a turn's last submission, and that rank's record; None without a submission."""
+    times = [(turn.submitted, turn) for turn in turns if turn.submitted is not None]
+    return max(times, key=lambda each: (each[0], each[1].rank), default=None)
 
 
-def _arrows(
-    traces: Sequence[RankTrace],
-    origin: float,
-    places: dict[tuple[int, int, int], tuple[int, int, int]],
-) -> list[Event]:
+def _arrows(traces: Sequence[RankTrace], origin: float, drawn: Drawn) -> list[Event]:
     events: list[Event] = []
-    for parts in turns_together(traces):
-        last = last_to_submit(parts)
-        if last is None or len(parts) < 2:
+    for turns in turns_together(traces):
+        last = last_to_submit(turns)
+        if last is None:
             continue
-        when, slowest, its_number = last
-        begin, end, tid = places[slowest, its_number, NEGOTIATE]
-        start = min(max(_since(origin, when), begin), end)
-        for rank, number, turn in parts:
-            if rank == slowest:
+        when, slowest = last
+        tail = drawn[slowest, NEGOTIATE]
+        start = min(max(_since(origin, when), tail.begin), tail.end)
+        for turn in turns:
+            if turn is slowest:
                 continue
             arrow = {"cat": "last to submit", "id": len(events) // 2}
-            to_begin, _, to_tid = places[rank, number, RUN]
-            events.append(_event(label(turn), "s", start, slowest, tid) | arrow)
+            head = drawn[turn, RUN]
+            tail_thread, head_thread = _thread(NEGOTIATE, tail.lane), _thread(RUN, head.lane)
+            events.append(_event(turn.label, "s", start, slowest.rank, tail_thread) | arrow)
             # Clocks are not exact, but an arrow must not point backwards.
-            events.append(_event(label(turn), "f", max(to_begin, start), rank, to_tid) | arrow | {"bp": "e"})
+            end = _event(turn.label, "f", max(head.begin, start), turn.rank, head_thread)
+            events.append(end | arrow | {"bp": "e"})
     return events
 
 
 def _event(name: str, kind: str, ns: int, pid: int, tid: int) -> Event:
     return {"name": name, "ph": kind, "ts": _us(ns), "pid": pid, "tid": tid}
-
-
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}

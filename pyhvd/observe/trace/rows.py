@@ -23,7 +23,7 @@ from typing import Any
 
 from pyhvd.dtypes import BY_CODE
 from pyhvd.negotiation.messages import UNNAMED, Request, verb
-from pyhvd.observe.trace.files import Event
+from pyhvd.observe.trace.files import Event, metadata
 
 MAIN, DATA_PATH, FIRST_TENSOR = 0, 1, 2
 """Row numbers (pid)."""
@@ -47,6 +47,11 @@ class Row:
     turn: Tensor | None = None
     args: Event = field(default_factory=dict)
 
+    @property
+    def negotiating(self) -> bool:
+        """Whether the tensor is being negotiated; that span is never open together with another."""
+        return bool(self.open) and self.open[0].startswith("NEGOTIATE_")
+
 
 class Rows:
     """See the module's docstring.
@@ -57,9 +62,15 @@ class Rows:
         Time (ns) that becomes 0 in the trace.
     mark_cycles : bool
         Whether to write a CYCLE_START for each response list and each batch of the fast lane.
+
+    Attributes
+    ----------
+    process_set : int
+        Id of the process set whose batch started last.
     """
 
     def __init__(self, origin: int, mark_cycles: bool) -> None:
+        self.process_set = 0
         self._origin = origin
         self._mark_cycles = mark_cycles
         self._events: list[Event] = []
@@ -76,10 +87,6 @@ class Rows:
         """Return the events so far, and drop them."""
         events, self._events = self._events, []
         return events
-
-    def microseconds(self, at: int) -> float:
-        """Return a time (ns) in µs of the trace."""
-        return (at - self._origin) / 1000
 
     # -- records -------------------------------------------------------------------------------
 
@@ -98,7 +105,7 @@ class Rows:
         """Record that rank 0 counted requests of a rank."""
         for tensor in tensors:
             row = self._row(tensor)
-            if len(row.open) > 1 or (row.open and not row.open[0].startswith("NEGOTIATE_")):
+            if row.open and not row.negotiating:
                 row.early.append((at, rank))  # of the tensor's next call, on a rank that is ahead
                 continue
             if not row.open:
@@ -117,6 +124,7 @@ class Rows:
 
     def started(self, at: int, tensors: Sequence[Tensor]) -> None:
         """Record the start of a batch."""
+        self.process_set = tensors[0][0]
         for tensor in tensors:
             row = self._row(tensor)
             row.args["batch"] = self._batch
@@ -146,16 +154,17 @@ class Rows:
         """Record that this rank marked tensors ready."""
         for tensor in tensors:
             row = self._row(tensor)
-            if row.open and row.open[-1].startswith("NEGOTIATE_"):
+            if row.negotiating:
                 self._tick(row, at, rank)
 
     def matched(self, ready: int, turn: int, place: int, last: int, tensor: Tensor) -> None:
         """Record that rank ``last`` made a tensor ready everywhere; its batch starts at ``turn``."""
+        self.process_set = tensor[0]
         row = self._row(tensor)
         if place != self._cycle:
             self._cycle = place
             self._mark_cycle(ready)
-        if row.open and row.open[-1].startswith("NEGOTIATE_"):
+        if row.negotiating:
             self._tick(row, ready, last)
         self._ready(row, ready, tensor, f"f{place}")
         row.args["batch"] = self._batch
@@ -184,8 +193,7 @@ class Rows:
         row = self._rows.get(key)
         if row is not None:
             return row
-        label = f"{verb(request.type)}.{request.name}" + (f" (process set {set_id})" if set_id else "")
-        pool = ""
+        label, pool = row_label(set_id, verb(request.type), request.name), ""
         if UNNAMED in request.name.split(".") or self._pids >= MOST_ROWS:
             pool = label = f"{verb(request.type)} (unnamed)"
         free = self._free.get(pool, []) if pool else []
@@ -201,20 +209,13 @@ class Rows:
         return row
 
     def _name(self, row: Row, label: str) -> None:
-        for name, value in (("name", label), ("sort_index", row.pid)):
-            event: Event = {
-                "name": f"process_{name}",
-                "ph": "M",
-                "pid": row.pid,
-                "tid": 0,
-                "args": {name: value},
-            }
-            self._events.append(event)
+        self._events.append(metadata("process_name", {"name": label}, row.pid))
+        self._events.append(metadata("process_sort_index", {"sort_index": row.pid}, row.pid))
 
     def head(self, title: str, epoch: int) -> None:
         """Name rows 0 and 1; ``epoch`` is the wall clock (us since 1970) at time 0."""
         args = {"name": title, "start_time_since_epoch_in_micros": epoch}
-        self._events.append({"name": "process_name", "ph": "M", "pid": MAIN, "tid": 0, "args": args})
+        self._events.append(metadata("process_name", args, MAIN))
         self._name(self._path, "data path")
 
     def _release(self, row: Row, tensor: Tensor) -> None:
@@ -225,7 +226,7 @@ class Rows:
     # -- spans ---------------------------------------------------------------------------------------
 
     def _negotiate(self, row: Row, at: int, request: Request) -> None:
-        if row.open and row.open[0].startswith("NEGOTIATE_"):
+        if row.negotiating:
             return  # another rank submitted first
         self._begin(row, at, f"NEGOTIATE_{_operation(request)}")
         for when, rank in row.early:
@@ -242,7 +243,7 @@ class Rows:
         row.turn = tensor
         row.args = {"id": turn}
         if row.mine is not None:
-            row.args["submitted"] = self.microseconds(row.mine)
+            row.args["submitted"] = self._since_origin(row.mine)
             row.mine = None
         self._begin(row, at, _operation(tensor[1]))
         self._begin(row, at, "QUEUE")
@@ -271,8 +272,12 @@ class Rows:
         row.last = max(row.last, at)
         return row.last
 
+    def _since_origin(self, at: int) -> float:
+        """Return a time (ns) in us of the trace."""
+        return (at - self._origin) / 1000
+
     def _event(self, row: Row, name: str, kind: str, at: int) -> Event:
-        event: Event = {"name": name, "ph": kind, "ts": self.microseconds(at), "pid": row.pid, "tid": 0}
+        event: Event = {"name": name, "ph": kind, "ts": self._since_origin(at), "pid": row.pid, "tid": 0}
         self._events.append(event)
         return event
 
@@ -288,6 +293,11 @@ class Rows:
             self._end(row, at)
             if args:
                 self._events[-1]["args"] = args
+
+
+def row_label(set_id: int, operation: str, name: str) -> str:
+    """Return the label of a tensor's row."""
+    return f"{operation.lower()}.{name}" + (f" (process set {set_id})" if set_id else "")
 
 
 def _operation(request: Request) -> str:

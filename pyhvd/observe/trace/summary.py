@@ -13,7 +13,8 @@ turn, in us.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pyhvd.observe.trace.loading import RankTrace, Turn
@@ -23,7 +24,6 @@ from pyhvd.observe.trace.merging import (
     REDUCE,
     UNPACK,
     WAIT,
-    label,
     last_to_submit,
     track_of,
     turns_together,
@@ -31,30 +31,27 @@ from pyhvd.observe.trace.merging import (
 
 Interval = tuple[float, float]
 
+
 PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "unpack", "other")
 _TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE: "other"}
 
 
 @dataclass(slots=True)
 class Total:
-    """Sums of one tensor, or of all tensors.
+    """Sums of one tensor, or of all tensors; times in us, means over ranks.
 
     Attributes
     ----------
-    name : str
-        Operation and tensor.
-    turns : int
-        Number of turns.
     nbytes : int
         Bytes on one rank, over all turns.
-    parts : dict of str to float
-        Time (us) of each of :data:`PARTS`, mean over ranks.
-    waited_for : dict of int to float
-        Time (us, mean over ranks) for which the others waited, by the rank that was last.
-    last : dict of int to int
-        Number of turns in which a rank was last, by rank.
     failed : int
         Turns that ended in an error.
+    parts : dict of str to float
+        Time of each of :data:`PARTS`.
+    waited_for : dict of int to float
+        Time for which the others waited, by the rank that was last.
+    last : Counter of int
+        Turns in which a rank was last, by rank.
     """
 
     name: str
@@ -62,8 +59,8 @@ class Total:
     nbytes: int = 0
     failed: int = 0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    waited_for: dict[int, float] = field(default_factory=dict)
-    last: dict[int, int] = field(default_factory=dict)
+    waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    last: Counter[int] = field(default_factory=Counter)
 
     @property
     def time(self) -> float:
@@ -81,33 +78,32 @@ def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
     The total of all is less than the sum, because many tensors wait or negotiate at the same time. On each
     rank a part counts for the time in which at least one tensor was in it.
     """
-    shares = {trace.rank: _shares(trace) for trace in traces}
+    shares = {turn: share for trace in traces for turn, share in _shares(trace)}
     totals: dict[tuple[int, str, str], Total] = {}
     everything = Total("all together")
-    spans: dict[tuple[int, str, int], list[Interval]] = {}
-    for parts in turns_together(traces):
-        own = totals.setdefault(parts[0][2].key, Total(label(parts[0][2])))
-        last = last_to_submit(parts)
+    spans: defaultdict[tuple[int, str, int], list[Interval]] = defaultdict(list)
+    for turns in turns_together(traces):
+        own = totals.setdefault(turns[0].key, Total(turns[0].label))
+        last = last_to_submit(turns)
+        # With one rank's record alone it is not known that anybody waited.
+        slowest = last[1].rank if last is not None and len(turns) > 1 else -1
         for total in (own, everything):
-            _count(total, parts, last)
-        for rank, number, turn in parts:
-            for part, interval in _before_the_batch(turn, last).items():
-                own.parts[part] += (interval[1] - interval[0]) / len(parts)
-                # With one rank's record alone it is not known that anybody waited.
-                who = last[1] if part == "slowest" and last is not None and len(parts) > 1 else -1
-                spans.setdefault((rank, part, who), []).append(interval)
+            _count(total, turns, slowest)
+        for turn in turns:
+            for part, (begin, end) in _before_the_batch(turn, last).items():
+                own.parts[part] += (end - begin) / len(turns)
+                who = slowest if part == "slowest" else -1
+                spans[turn.rank, part, who].append((begin, end))
                 if who >= 0:
-                    own.waited_for[who] = own.waited_for.get(who, 0.0) + (interval[1] - interval[0]) / len(
-                        parts
-                    )
-            for part, us in shares[rank][number].items():
-                own.parts[part] += us / len(parts)
+                    own.waited_for[who] += (end - begin) / len(turns)
+            for part, us in shares[turn].items():
+                own.parts[part] += us / len(turns)
                 everything.parts[part] += us / len(traces)
     for (_, part, who), intervals in spans.items():
         us = covered(intervals) / len(traces)
         everything.parts[part] += us
         if who >= 0:
-            everything.waited_for[who] = everything.waited_for.get(who, 0.0) + us
+            everything.waited_for[who] += us
     return everything, sorted(totals.values(), key=lambda total: -total.time)
 
 
@@ -121,15 +117,15 @@ def covered(intervals: Sequence[Interval]) -> float:
     return whole
 
 
-def _count(total: Total, parts: Sequence[tuple[int, int, Turn]], last: tuple[float, int, int] | None) -> None:
+def _count(total: Total, turns: Sequence[Turn], slowest: int) -> None:
     total.turns += 1
-    total.nbytes += max(turn.nbytes for _, _, turn in parts)
-    total.failed += any(turn.error for _, _, turn in parts)
-    if last is not None and len(parts) > 1:
-        total.last[last[1]] = total.last.get(last[1], 0) + 1
+    total.nbytes += max(turn.nbytes for turn in turns)
+    total.failed += any(turn.error for turn in turns)
+    if slowest >= 0:
+        total.last[slowest] += 1
 
 
-def _before_the_batch(turn: Turn, last: tuple[float, int, int] | None) -> dict[str, Interval]:
+def _before_the_batch(turn: Turn, last: tuple[float, Turn] | None) -> dict[str, Interval]:
     """Return the intervals in which a rank waited for the slowest rank, negotiated, and queued."""
     intervals = {"queue": (turn.ready, max(turn.begun, turn.ready))}
     if turn.submitted is None or last is None:
@@ -140,24 +136,20 @@ def _before_the_batch(turn: Turn, last: tuple[float, int, int] | None) -> dict[s
     return intervals | {"slowest": (submitted, everywhere), "negotiation": (everywhere, turn.ready)}
 
 
-def _shares(trace: RankTrace) -> list[dict[str, float]]:
-    """Return for each turn its share (us) of each part of its batch's data path."""
-    spent: dict[int, dict[str, float]] = {}
+def _shares(trace: RankTrace) -> Iterator[tuple[Turn, dict[str, float]]]:
+    """Yield each turn with its share (us) of each part of its batch's data path."""
+    spent: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for phase in trace.phases:
-        batch = spent.setdefault(phase.batch, {})
-        part = _TRACKS[track_of(phase.name)]
-        batch[part] = batch.get(part, 0.0) + phase.end - phase.begin
-    nbytes: dict[int, int] = {}
-    members: dict[int, int] = {}
+        spent[phase.batch][_TRACKS[track_of(phase.name)]] += phase.end - phase.begin
+    nbytes: Counter[int] = Counter()
+    members: Counter[int] = Counter()
     for turn in trace.turns:
-        nbytes[turn.batch] = nbytes.get(turn.batch, 0) + turn.nbytes
-        members[turn.batch] = members.get(turn.batch, 0) + 1
-    shares = []
+        nbytes[turn.batch] += turn.nbytes
+        members[turn.batch] += 1
     for turn in trace.turns:
         whole = nbytes[turn.batch]
         share = turn.nbytes / whole if whole else 1 / members[turn.batch]
-        parts = {part: us * share for part, us in spent.get(turn.batch, {}).items()}
+        parts = {part: us * share for part, us in spent[turn.batch].items()}
         rest = (turn.ended - turn.begun) * share - sum(parts.values())
         parts["other"] = parts.get("other", 0.0) + max(rest, 0.0)
-        shares.append(parts)
-    return shares
+        yield turn, parts

@@ -1,7 +1,6 @@
 """Checks: small pure functions that derive findings from facts; each knows one kind of fault.
 
-A check takes a case and yields findings with advice in words. To add a check, write a function and add it to
-``CHECKS``.
+A check yields findings with advice in words. To add a check, write a function and call it in ``_check``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyhvd.common.text import describe_ranks
@@ -56,35 +55,6 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """The input of a check.
-
-    Attributes
-    ----------
-    facts : Facts
-        Facts of one host.
-    ranks : int
-        Ranks that the host is to run.
-    trial : Trial or None
-        The trial's result; None if there was no trial, or if another host reports it.
-    """
-
-    facts: Facts
-    ranks: int
-    trial: Trial | None = None
-
-    @property
-    def found(self) -> TrialFacts | None:
-        """The trial's measurements; None if it made none."""
-        return self.trial.found if self.trial is not None else None
-
-    @property
-    def crowded(self) -> float:
-        """Ranks per core; at least 1."""
-        return max(self.ranks / self.facts.cores.effective, 1.0)
-
-
 def problem(about: str, text: str) -> Finding:
     """Return a finding that makes the doctor's exit code 1."""
     return Finding(Level.PROBLEM, about, text)
@@ -99,9 +69,8 @@ def size(nbytes: float) -> str:
     """Return bytes with a unit: ``"64 MiB"``."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
         if nbytes >= factor:
-            return (
-                f"{nbytes / factor:.3g} {unit}" if nbytes < 1000 * factor else f"{nbytes / factor:.0f} {unit}"
-            )
+            digits = ".3g" if nbytes < 1000 * factor else ".0f"
+            return f"{nbytes / factor:{digits}} {unit}"
     return f"{nbytes:.0f} B"
 
 
@@ -121,9 +90,8 @@ def rate(bytes_per_second: float) -> str:
 # -- one host ---------------------------------------------------------------------------
 
 
-def check_extensions(case: Case) -> Findings:
-    """Check that every extension can be imported."""
-    for name, error in case.facts.extensions.items():
+def _check_extensions(facts: Facts) -> Findings:
+    for name, error in facts.extensions.items():
         if error:
             yield problem(
                 "pyhvd",
@@ -132,9 +100,8 @@ def check_extensions(case: Case) -> Findings:
             )
 
 
-def check_gil(case: Case) -> Findings:
-    """Check that a free-threaded Python runs without its GIL."""
-    if case.facts.gil and case.facts.free_threaded:
+def _check_gil(facts: Facts) -> Findings:
+    if facts.gil and facts.free_threaded:
         yield note(
             "Python",
             "this is a free-threaded Python, but its GIL is on: an extension module that is not ready for it"
@@ -142,9 +109,8 @@ def check_gil(case: Case) -> Findings:
         )
 
 
-def check_mpi(case: Case) -> Findings:
-    """Check that MPI exists, starts, and permits calls from a background thread."""
-    mpi = case.facts.mpi
+def _check_mpi(facts: Facts) -> Findings:
+    mpi = facts.mpi
     if mpi.error:
         yield problem("MPI", f"{mpi.error}. Tried in a process of its own, without mpiexec")
     elif mpi.threads not in ("MPI_THREAD_MULTIPLE", "MPI_THREAD_SERIALIZED"):
@@ -161,15 +127,13 @@ def check_mpi(case: Case) -> Findings:
         )
 
 
-def check_mpiexec(case: Case) -> Findings:
-    """Check that an mpiexec of that MPI exists."""
-    if case.facts.mpiexec_error and not case.facts.mpi.error:
-        yield problem("mpiexec", case.facts.mpiexec_error)
+def _check_mpiexec(facts: Facts) -> Findings:
+    if facts.mpiexec_error and not facts.mpi.error:
+        yield problem("mpiexec", facts.mpiexec_error)
 
 
-def check_shared_memory(case: Case) -> Findings:
-    """Check the room in shared memory for the ranks' windows and for other programs."""
-    shared, needed = case.facts.shared, case.facts.shared_per_rank * case.ranks
+def _check_shared_memory(facts: Facts, ranks: int) -> Findings:
+    shared, needed = facts.shared, facts.shared_per_rank * ranks
     if shared.total is None or shared.free is None:
         yield note(
             "shared memory",
@@ -179,22 +143,21 @@ def check_shared_memory(case: Case) -> Findings:
     elif shared.free < needed:
         yield problem(
             "shared memory",
-            f"{shared.path} has {size(shared.free)} free of {size(shared.total)}, and {case.ranks} ranks"
+            f"{shared.path} has {size(shared.free)} free of {size(shared.total)}, and {ranks} ranks"
             f" need {size(needed)}: pyhvd would go through MPI, which is slower. Remove files that crashed"
             " programs have left there; in a container, start it with --shm-size=1g",
         )
     elif shared.total < SMALL_SHM:
         yield note(
             "shared memory",
-            f"{shared.path} is {size(shared.total)}: enough for pyhvd ({size(needed)} for {case.ranks} ranks"
+            f"{shared.path} is {size(shared.total)}: enough for pyhvd ({size(needed)} for {ranks} ranks"
             " and each process set), but MPI and data loaders use it too, and end with a bus error when it is"
             " full. Start the container with --shm-size=1g",
         )
 
 
-def check_cores(case: Case) -> Findings:
-    """Check that every rank gets a core."""
-    cores, ranks = case.facts.cores, case.ranks
+def _check_cores(facts: Facts, ranks: int) -> Findings:
+    cores = facts.cores
     if cores.usable < cores.host and cores.usable < ranks:
         yield note(
             "cores",
@@ -216,9 +179,8 @@ def check_cores(case: Case) -> Findings:
         )
 
 
-def check_memory(case: Case) -> Findings:
-    """Check that memory is available."""
-    memory = case.facts.memory
+def _check_memory(facts: Facts) -> Findings:
+    memory = facts.memory
     if memory.available is not None and memory.available < LITTLE_MEMORY:
         yield note(
             "memory", f"only {size(memory.available)} are available: a job may be killed for want of it"
@@ -228,9 +190,8 @@ def check_memory(case: Case) -> Findings:
         yield note("memory", f"the cgroup allows {limit}: raise the container's memory limit")
 
 
-def check_gpus(case: Case) -> Findings:
-    """Check that pyhvd takes arrays on this host's GPUs, without a copy through the host."""
-    there, cuda = len(case.facts.gpus), case.facts.cuda
+def _check_gpus(facts: Facts, ranks: int) -> Findings:
+    there, cuda = len(facts.gpus), facts.cuda
     devices = len(cuda.devices)
     if there and (error := cuda.errors.get("CuPy")):
         yield note(
@@ -254,19 +215,18 @@ def check_gpus(case: Case) -> Findings:
             "NVRTC is not found, so that pyhvd's kernels cannot be compiled, and arrays on GPUs go through"
             ' the host: pip install "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it',
         )
-    elif cuda.nccl and 0 < devices < case.ranks:
+    elif cuda.nccl and 0 < devices < ranks:
         which = "1 device: arrays on it" if devices == 1 else f"{devices} devices: arrays on them"
         yield note(
             "GPU arrays",
-            f"{case.ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
+            f"{ranks} ranks share {which} go through the host, as NCCL wants a device for each rank",
         )
 
 
-def check_variables(case: Case) -> Findings:
-    """Check that every variable of pyhvd is a knob with a valid value."""
+def _check_variables(facts: Facts) -> Findings:
     known = known_variables()
     suffixes = sorted({name.partition("_")[2] for name in known})
-    for name in case.facts.variables:
+    for name in facts.variables:
         prefix, _, suffix = name.partition("_")
         if name in known:
             continue
@@ -277,7 +237,7 @@ def check_variables(case: Case) -> Findings:
             hint = f": did you mean {prefix}_{near[0]}?" if near else ""
             yield note("environment", f"pyhvd does not know {name}, and ignores it{hint}")
     try:
-        _, notices = Config.from_env({n: v for n, v in case.facts.variables.items() if n in known})
+        _, notices = Config.from_env({n: v for n, v in facts.variables.items() if n in known})
     except ConfigError as exc:
         yield problem("environment", f"{exc}; init() fails with it")
         return
@@ -286,9 +246,8 @@ def check_variables(case: Case) -> Findings:
             yield note("environment", notice)
 
 
-def check_limits(case: Case) -> Findings:
-    """Check the limits on open files and, with an RDMA card, on locked memory."""
-    limits = case.facts.limits
+def _check_limits(facts: Facts) -> Findings:
+    limits = facts.limits
     if limits.open_files is not None and limits.open_files < FEW_FILES:
         yield note(
             "limits",
@@ -306,10 +265,8 @@ def check_limits(case: Case) -> Findings:
 # -- the trial ---------------------------------------------------------------------------
 
 
-def check_end(case: Case) -> Findings:
-    """Check that the trial succeeded."""
-    trial = case.trial
-    if trial is None or not trial.error:
+def _check_end(trial: Trial) -> Findings:
+    if not trial.error:
         return
     where: dict[str, list[int]] = {}
     for rank, stage in sorted(trial.stages.items()):
@@ -320,23 +277,19 @@ def check_end(case: Case) -> Findings:
     yield problem("trial", f"{trial.error}. When it ended: {'; '.join(parts)}")
 
 
-def check_binding(case: Case) -> Findings:
-    """Check that ranks are not bound to a few cores while other cores idle."""
-    here = [each for each in case.found.ranks if each.host == case.facts.host] if case.found else []
+def _check_binding(facts: Facts, found: TrialFacts) -> Findings:
+    here = [each for each in found.ranks if each.host == facts.host]
     cores = {core for each in here for core in each.cores}
-    if len(cores) < min(len(here), case.facts.cores.host):
+    if len(cores) < min(len(here), facts.cores.host):
         yield note(
             "binding",
-            f"{len(here)} ranks on {case.facts.host} are bound to {len(cores)} of its"
-            f" {case.facts.cores.host} cores between them: leave the binding to the system (--bind-to none),"
+            f"{len(here)} ranks on {facts.host} are bound to {len(cores)} of its"
+            f" {facts.cores.host} cores between them: leave the binding to the system (--bind-to none),"
             " or give each rank cores of its own (--bind-to core)",
         )
 
 
-def check_ring(case: Case) -> Findings:
-    """Check that the payloads of the ring test arrived undamaged."""
-    if (found := case.found) is None:
-        return
+def _check_ring(found: TrialFacts) -> Findings:
     for receiver, sender, nbytes in found.ring.damaged:
         yield problem(
             "ring",
@@ -347,10 +300,7 @@ def check_ring(case: Case) -> Findings:
         )
 
 
-def check_clocks(case: Case) -> Findings:
-    """Check that clocks agree well enough to compare log files."""
-    if (found := case.found) is None:
-        return
+def _check_clocks(found: TrialFacts) -> Findings:
     for clock in found.clocks:
         if abs(clock.offset) - clock.uncertainty > CLOCK_SKEW_S:
             ahead = "ahead of" if clock.offset > 0 else "behind"
@@ -362,10 +312,8 @@ def check_clocks(case: Case) -> Findings:
             )
 
 
-def check_fast_lane(case: Case) -> Findings:
-    """Check that the ranks of one host negotiate in shared memory."""
-    found = case.found
-    if found is None or len({each.host for each in found.ranks}) > 1:
+def _check_fast_path(found: TrialFacts) -> Findings:
+    if len({each.host for each in found.ranks}) > 1:
         return
     if not any(lane.name == "shared memory" for lane in found.lanes):
         yield note(
@@ -375,14 +323,13 @@ def check_fast_lane(case: Case) -> Findings:
         )
 
 
-def check_latency(case: Case) -> Findings:
-    """Check the latency of a small allreduce."""
-    for lane in case.found.lanes if case.found is not None else ():
-        limit = SLOW_LATENCY_S[lane.name] * (1 if case.crowded == 1 else 20 * case.crowded)
+def _check_latency(found: TrialFacts, crowded: float) -> Findings:
+    for lane in found.lanes:
+        limit = SLOW_LATENCY_S[lane.name] * (1 if crowded == 1 else 20 * crowded)
         if lane.latency > limit:
             cause = (
                 "look for other programs on these cores (top), for power saving, and for a CPU limit"
-                if case.crowded == 1
+                if crowded == 1
                 else "ranks share cores, which explains a part of it"
             )
             yield note(
@@ -392,12 +339,9 @@ def check_latency(case: Case) -> Findings:
             )
 
 
-def check_bandwidth(case: Case) -> Findings:
-    """Check the rate of a large allreduce against that of a copy."""
-    if (found := case.found) is None:
-        return
+def _check_bandwidth(found: TrialFacts, crowded: float) -> Findings:
     for lane in found.lanes:
-        floor = SLOW_SHARE * found.copy_rate / case.crowded
+        floor = SLOW_SHARE * found.copy_rate / crowded
         if lane.rate < floor:
             yield note(
                 "bandwidth",
@@ -407,35 +351,47 @@ def check_bandwidth(case: Case) -> Findings:
             )
 
 
-def check_warnings(case: Case) -> Findings:
-    """Report pyhvd's own warnings during the trial."""
-    for text in case.found.warnings if case.found is not None else ():
+def _check_warnings(found: TrialFacts) -> Findings:
+    for text in found.warnings:
         yield note("pyhvd", text)
 
 
-CHECKS: Sequence[Callable[[Case], Findings]] = (
-    check_extensions,
-    check_gil,
-    check_mpi,
-    check_mpiexec,
-    check_shared_memory,
-    check_cores,
-    check_memory,
-    check_gpus,
-    check_variables,
-    check_limits,
-    check_end,
-    check_binding,
-    check_ring,
-    check_clocks,
-    check_fast_lane,
-    check_latency,
-    check_bandwidth,
-    check_warnings,
-)
+def examine(facts: Facts, ranks: int, trial: Trial | None = None) -> list[Finding]:
+    """Return all findings of one host, problems first.
+
+    Parameters
+    ----------
+    facts : Facts
+        Facts of the host.
+    ranks : int
+        Ranks that the host is to run.
+    trial : Trial or None
+        The trial's result; None if there was no trial, or if another host reports it.
+    """
+    return sorted(_check(facts, ranks, trial), key=lambda finding: finding.level != Level.PROBLEM)
 
 
-def examine(case: Case) -> list[Finding]:
-    """Return all findings, problems first."""
-    found = [finding for check in CHECKS for finding in check(case)]
-    return sorted(found, key=lambda finding: finding.level != Level.PROBLEM)
+def _check(facts: Facts, ranks: int, trial: Trial | None) -> Findings:
+    yield from _check_extensions(facts)
+    yield from _check_gil(facts)
+    yield from _check_mpi(facts)
+    yield from _check_mpiexec(facts)
+    yield from _check_shared_memory(facts, ranks)
+    yield from _check_cores(facts, ranks)
+    yield from _check_memory(facts)
+    yield from _check_gpus(facts, ranks)
+    yield from _check_variables(facts)
+    yield from _check_limits(facts)
+    if trial is None:
+        return
+    yield from _check_end(trial)
+    if trial.found is None:
+        return
+    crowded = max(ranks / facts.cores.effective, 1.0)  # ranks per core
+    yield from _check_binding(facts, trial.found)
+    yield from _check_ring(trial.found)
+    yield from _check_clocks(trial.found)
+    yield from _check_fast_path(trial.found)
+    yield from _check_latency(trial.found, crowded)
+    yield from _check_bandwidth(trial.found, crowded)
+    yield from _check_warnings(trial.found)

@@ -9,15 +9,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 
 from pyhvd.common.text import describe_exception
 from pyhvd.job.mpi.rank_env import RankEnv, read_rank_env
 from pyhvd.run.cli import positive_float, positive_int
-from pyhvd.tools.doctor.advice import Case, examine
+from pyhvd.tools.doctor.advice import examine
 from pyhvd.tools.doctor.facts import Facts, gather
 from pyhvd.tools.doctor.screen import Report, show
 from pyhvd.tools.doctor.trial import try_out
@@ -89,35 +87,23 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
 
 
 def _from_outside(options: argparse.Namespace) -> Report:
-    with _progress() as say:
-        say("looking around")
-        facts = gather(timeout=min(options.timeout, _PROBE_S))
+    try:
+        _say("looking around")
+        facts = gather(min(options.timeout, _PROBE_S))
         trial = None
         sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
         if sound and not options.no_run:
-            trial = try_out(options.num_proc, options.timeout, say)
-    return Report([facts], {facts.host: examine(Case(facts, options.num_proc, trial))}, trial)
-
-
-class _Progress:
-    """A progress line on the terminal, redrawn in place; elsewhere nothing."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def __call__(self, text: str) -> None:
-        if self._shown:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-
-
-@contextmanager
-def _progress() -> Iterator[_Progress]:
-    progress = _Progress()
-    try:
-        yield progress
+            trial = try_out(options.num_proc, options.timeout, _say)
     finally:
-        progress("")
+        _say("")
+    return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
+
+
+def _say(text: str) -> None:
+    """Redraw the progress line on a terminal; elsewhere do nothing."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
 
 
 # -- as a rank ---------------------------------------------------------------------------
@@ -125,8 +111,8 @@ def _progress() -> Iterator[_Progress]:
 
 def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     """Run the trial with the ranks of this mpiexec; return the report on rank 0."""
-    facts = gather(timeout=min(timeout, _PROBE_S)) if place.local_rank == 0 else None
-    with _watchdog(place, timeout) as watchdog:
+    facts = gather(min(timeout, _PROBE_S)) if place.local_rank == 0 else None
+    with _Watchdog(place, timeout) as watchdog:
         from pyhvd.tools.doctor.ranks import measure
 
         begun = time.monotonic()
@@ -144,7 +130,6 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     if gathered is None:
         return None
     hosts: list[Facts] = [facts for _, facts, _, _ in gathered if facts is not None]
-    per_host = {facts.host: sum(host == facts.host for host, _, _, _ in gathered) for facts in hosts}
     errors = [error for _, _, error, _ in gathered if error]
     if errors:
         stages = {rank: stage for rank, (_, _, _, stage) in enumerate(gathered)}
@@ -152,40 +137,37 @@ def _as_rank(place: RankEnv, timeout: float) -> Report | None:
     else:
         trial = Trial(len(gathered), seconds, found)
     findings = {}
-    for i, each in enumerate(hosts):
-        findings[each.host] = examine(Case(each, per_host[each.host], trial if i == 0 else None))
+    for each in hosts:
+        ranks = sum(host == each.host for host, _, _, _ in gathered)
+        findings[each.host] = examine(each, ranks, trial if each is hosts[0] else None)
     return Report(hosts, findings, trial)
 
 
 class _Watchdog:
-    """Ends a rank that hangs, and names the stage."""
+    """A context manager that ends a rank that hangs, and names the stage."""
 
     def __init__(self, place: RankEnv, timeout: float) -> None:
+        self.stage = "starting"
         self._place = place
         self._timeout = timeout
-        self.stage = "starting"
+        self._timer = threading.Timer(timeout, self._bite)
+        self._timer.daemon = True
 
     def say(self, stage: str) -> None:
         """Note the next stage."""
         self.stage = stage
 
-    def bite(self) -> None:
-        """End the process with a message."""
+    def __enter__(self) -> _Watchdog:
+        self._timer.start()
+        # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
+        # MPI_Finalize at the interpreter's exit may hang too.
+        faulthandler.dump_traceback_later(self._timeout + 5, exit=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _bite(self) -> None:
         text = f"pyhvd doctor: {self._place.title} has hung for {self._timeout:g} s at {self.stage!r}\n"
         os.write(2, text.encode())
         os._exit(1)
-
-
-@contextmanager
-def _watchdog(place: RankEnv, timeout: float) -> Iterator[_Watchdog]:
-    watchdog = _Watchdog(place, timeout)
-    timer = threading.Timer(timeout, watchdog.bite)
-    timer.daemon = True
-    timer.start()
-    # A Python thread needs the GIL, which a hung MPI_Init may hold; this timer does not. It stays armed:
-    # MPI_Finalize at the interpreter's exit may hang too.
-    faulthandler.dump_traceback_later(timeout + 5, exit=True)
-    try:
-        yield watchdog
-    finally:
-        timer.cancel()

@@ -127,16 +127,8 @@ class Facts:
     limits: Limits = field(default_factory=Limits)
 
 
-def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Facts:
-    """Gather the facts of this host.
-
-    Parameters
-    ----------
-    environ : mapping of str to str
-        Environment to read.
-    timeout : float
-        Time limit (s) for the question to MPI; all else takes a few seconds at most.
-    """
+def gather(timeout: float) -> Facts:
+    """Gather the facts of this host; MPI gets ``timeout`` seconds, all else takes a few seconds at most."""
     mpi = probe_mpi(timeout)
     mpiexec, mpiexec_error = _mpiexec(mpi)
     extensions = {name: _extension_error(name) for name in EXTENSIONS}
@@ -162,8 +154,10 @@ def gather(environ: Mapping[str, str] = os.environ, timeout: float = 20.0) -> Fa
         gpus=gpus(),
         cuda=probe_cuda(),
         packages={name: _version(name) for name in OPTIONAL},
-        schedulers=[f"{words} {environ[name]}" for name, words in _SCHEDULERS.items() if name in environ],
-        variables=knob_variables(environ),
+        schedulers=[
+            f"{words} {os.environ[name]}" for name, words in _SCHEDULERS.items() if name in os.environ
+        ],
+        variables=knob_variables(os.environ),
         limits=_limits(),
     )
 
@@ -192,23 +186,19 @@ def cgroup_limits(
     Version 2: the smallest limit from its own group up to the root. Version 1: the limits that a container
     sees as its own.
     """
-    quotas: list[float] = []
-    limits: list[int] = []
-    words = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
-    if words[0].isdecimal() and words[1].isdecimal():
-        quotas.append(int(words[0]) / int(words[1]))
-    if (text := _read(root / "memory/memory.limit_in_bytes")).isdecimal() and int(text) < 1 << 60:
-        limits.append(int(text))
+    times = [(_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us"))]
+    sizes = [_read(root / "memory/memory.limit_in_bytes")]
     mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
     group = root / mine.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
             break
         quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if quota.isdecimal() and period.isdecimal():
-            quotas.append(int(quota) / int(period))
-        if (text := _read(folder / "memory.max")).isdecimal():
-            limits.append(int(text))
+        times.append((quota, period))
+        sizes.append(_read(folder / "memory.max"))
+    quotas = [int(quota) / int(period) for quota, period in times if quota.isdecimal() and period.isdecimal()]
+    # Version 1 shows no limit as a number close to 2**63.
+    limits = [int(text) for text in sizes if text.isdecimal() and int(text) < 1 << 60]
     return min(quotas, default=None), min(limits, default=None)
 
 

@@ -29,18 +29,14 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """Facts from CuPy.
+    """Facts from CuPy; a version that is not found is empty.
 
     Attributes
     ----------
-    cupy : str
-        CuPy's version; empty if it cannot be imported.
     driver, runtime : str
-        The newest CUDA of the driver, and the CUDA of CuPy; empty if there is none.
+        The newest CUDA of the driver, and the CUDA of CuPy.
     compiler : str
-        NVRTC's version; empty if not found: pyhvd's kernels cannot be compiled.
-    nccl : str
-        NCCL's version; empty if CuPy finds none.
+        NVRTC's version; without NVRTC pyhvd's kernels cannot be compiled.
     devices : list of CudaDevice
         Devices visible to this process (CUDA_VISIBLE_DEVICES).
     errors : dict of str to str
@@ -69,13 +65,7 @@ class CudaFacts:
 
 
 def probe_cuda(timeout: float = _PROBE_S) -> CudaFacts:
-    """Ask CuPy in a child process.
-
-    Parameters
-    ----------
-    timeout : float
-        Time limit (s).
-    """
+    """Ask CuPy in a child process, for ``timeout`` seconds at most."""
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

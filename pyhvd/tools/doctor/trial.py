@@ -24,16 +24,9 @@ _NOT_FOR_A_TRIAL = ("TIMELINE", "METRICS_PORT", "AUTOTUNE", "AUTOTUNE_LOG")
 
 
 def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Trial:
-    """Run a trial on this host.
+    """Run a trial on this host; call ``progress`` with rank 0's stage, repeatedly.
 
-    Parameters
-    ----------
-    ranks : int
-        Number of ranks.
-    timeout : float
-        Time (s) after which the job is ended, by SIGTERM and then by SIGKILL.
-    progress : callable
-        Called with rank 0's stage.
+    After ``timeout`` seconds the job is ended, by SIGTERM and then by SIGKILL.
     """
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
@@ -55,15 +48,16 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
             finally:
                 _end(job)
         seconds = time.monotonic() - begun
-        stages = read_stages(folder, ranks)
         if hung:
-            text = f"{ranks} ranks have not ended within {timeout:g} s"
-            return Trial(ranks, seconds, error=text, stages=stages)
-        if job.returncode != 0:
+            error = f"{ranks} ranks have not ended within {timeout:g} s"
+        elif job.returncode != 0:
             said = (folder / "output").read_text(errors="replace").strip().splitlines()
             tail = " / ".join(line.strip() for line in said[-_TAIL_LINES:]) or "without a word"
-            text = f"{ranks} ranks ended with code {job.returncode}: {tail}"
-            return Trial(ranks, seconds, error=text, stages=stages)
+            error = f"{ranks} ranks ended with code {job.returncode}: {tail}"
+        else:
+            error = ""
+        if error:
+            return Trial(ranks, seconds, error=error, stages=read_stages(folder, ranks))
         found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
         return Trial(ranks, seconds, found)
 

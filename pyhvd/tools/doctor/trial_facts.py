@@ -15,15 +15,7 @@ class RankFacts(msgspec.Struct, frozen=True):
 
 
 class RingFacts(msgspec.Struct, frozen=True):
-    """Results of the ring test.
-
-    Attributes
-    ----------
-    sizes : list of int
-        Sizes of the payloads (bytes).
-    damaged : list of (int, int, int)
-        Receiver, its left neighbour, and size (bytes) of each damaged payload.
-    """
+    """Results of the ring test: the sizes of the payloads, and receiver, sender and size of damaged ones."""
 
     sizes: list[int]
     damaged: list[tuple[int, int, int]]
@@ -38,18 +30,10 @@ class ClockFacts(msgspec.Struct, frozen=True):
 
 
 class LaneFacts(msgspec.Struct, frozen=True):
-    """Speed of one lane, measured on rank 0.
+    """Speed of one lane, "shared memory" or "MPI", measured on rank 0.
 
-    Attributes
-    ----------
-    name : str
-        ``"shared memory"`` or ``"MPI"``.
-    latency : float
-        Median time (s) of a synchronous, cached allreduce of 4 bytes.
-    nbytes : int
-        Bytes of the large tensor.
-    seconds : float
-        Median time (s) of its allreduce.
+    ``latency`` is the median time (s) of a synchronous, cached allreduce of 4 bytes, ``seconds`` that of an
+    allreduce of ``nbytes`` bytes.
     """
 
     name: str
@@ -66,16 +50,8 @@ class LaneFacts(msgspec.Struct, frozen=True):
 class TrialFacts(msgspec.Struct, frozen=True):
     """Results of a trial.
 
-    Attributes
-    ----------
-    ranks : list of RankFacts
-        By rank.
-    ring, clocks, lanes
-        Results of each test.
-    copy_rate : float
-        Rate (B/s) at which one rank copies memory while all ranks do; the yardstick of the lanes.
-    warnings : list of str
-        pyhvd's warnings during the trial.
+    ``copy_rate`` is the rate (B/s) at which one rank copies memory while all ranks do: the yardstick of the
+    lanes. ``warnings`` are pyhvd's own, during the trial.
     """
 
     ranks: list[RankFacts]
@@ -87,20 +63,10 @@ class TrialFacts(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A trial and how it ended.
+    """A trial of ``ranks`` ranks, which took ``seconds``.
 
-    Attributes
-    ----------
-    ranks : int
-        Number of ranks asked for.
-    seconds : float
-        Duration (s).
-    found : TrialFacts or None
-        Results; None if the trial failed.
-    error : str
-        Text of the error, or empty.
-    stages : dict of int to str
-        Each rank's last stage, if the trial failed.
+    If it failed, ``found`` is None, ``error`` says why, and ``stages`` has the last stage of each rank that
+    started.
     """
 
     ranks: int

@@ -17,7 +17,7 @@ from pyhvd.observe.metrics import Meter
 
 
 class Made(QueuedHandle):
-    """A handle with its flushes counted."""
+    """A handle that counts its flushes."""
 
     __slots__ = ("flushes",)
 
@@ -93,7 +93,7 @@ def test_many_threads_wait_for_one_handle(timeout: float | None) -> None:
     for thread in threads:
         thread.start()
     for _ in threads:
-        # Who has asked for the flush has seen that the handle has not ended, and depends on being woken.
+        # A thread that asked for the flush saw the handle unfinished, so it must be woken.
         assert about_to_sleep.acquire(timeout=30)
     handle.complete(0, "out", None)
     for thread in threads:
@@ -187,7 +187,7 @@ def test_many_coroutines_await_one_handle() -> None:
 
 
 def test_an_await_that_was_given_up_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    """The collective goes on, and ends when the loop has long been closed."""
+    """The collective completes after the event loop has closed, without an error in the log."""
     handle = Made()
 
     async def use() -> Any:

@@ -1,4 +1,4 @@
-"""Adasum's kernels bit by bit against numpy, its factors, and its batches of tensors."""
+"""Adasum's kernels compared with numpy bit by bit, its factors, and its batches of tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = (0, 1, 7, 8, 9, 64, 1000, 5003)
 
 
 def vectors(code: Code, count: int, seed: int = 1) -> tuple[Array, Array]:
-    """Two vectors at odd addresses, with many magnitudes, so the order of a sum shows in the bits."""
+    """Return two vectors at odd addresses; magnitudes differ, so that the order of a sum changes its bits."""
     rng = np.random.default_rng([seed, count])
     made = []
     for _ in range(2):
@@ -37,7 +37,7 @@ def vectors(code: Code, count: int, seed: int = 1) -> tuple[Array, Array]:
 
 
 def in_lanes(x: Array, y: Array) -> float:
-    """The kernels' order: element i in lane i % 8, then halves of the lanes onto each other."""
+    """Return the inner product in the kernels' order: element i goes to lane i % 8, then lanes are halved."""
     rows = -(-len(x) // 8)
     products = np.zeros(rows * 8)
     products[: len(x)] = x.astype(np.float64) * y.astype(np.float64)
@@ -68,7 +68,7 @@ def test_terms(code: Code, count: int) -> None:
 
 @each_dtype
 def test_terms_of_pieces(code: Code) -> None:
-    """Each piece is summed by itself, at any address."""
+    """The kernel sums each piece separately, at any address."""
     a, b = vectors(code, sum(COUNTS))
     got = terms(code, a, b, list(COUNTS))
     first = 0
@@ -133,7 +133,7 @@ def test_kernels_refuse() -> None:
         ((0.0, 4.0, 9.0), (1.0, 1.0)),  # orthogonal
         ((4.0, 4.0, 4.0), (0.5, 0.5)),  # equal
         ((6.0, 4.0, 9.0), (0.25, 1 - 1 / 3)),  # parallel, of lengths 2 and 3
-        ((-6.0, 4.0, 9.0), (1.75, 1 + 1 / 3)),  # against each other
+        ((-6.0, 4.0, 9.0), (1.75, 1 + 1 / 3)),  # opposite
         ((0.0, 0.0, 9.0), (1.0, 1.0)),
         ((0.0, 0.0, 0.0), (1.0, 1.0)),
         ((1e-155, TINY / 2, 9.0), (1.0, 1.0)),
@@ -150,7 +150,7 @@ def test_factors(row: tuple[float, float, float], want: tuple[float, float]) -> 
 
 
 def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
-    """Not even after a sum of the same name was delegated; the response cache still holds it."""
+    """An Adasum tensor's slot is never delegated, even if a sum of the same name had a delegated slot."""
     network = LaneNetwork(4)
     add, other = allreduce("x"), allreduce("y")
     adasum = replace(add, type=RequestType.ADASUM, op=ReduceOp.ADASUM)
@@ -170,7 +170,7 @@ def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
 @settings(max_examples=200, deadline=None)
 @given(counts=st.lists(st.integers(0, 60), max_size=30), limit=st.integers(1, 100))
 def test_rides(counts: list[int], limit: int) -> None:
-    """Every tensor with elements is in one batch; a batch of several has at most the limit."""
+    """Every tensor with elements is in one batch; a batch of several tensors does not exceed the limit."""
     plan = list(batches(counts, limit))
     assert sorted(i for ride in plan for i in ride) == [i for i, count in enumerate(counts) if count]
     for ride in plan:

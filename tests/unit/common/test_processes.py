@@ -1,4 +1,4 @@
-"""What is seen of a process from outside."""
+"""The states of a process that another process can read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /pr
 
 
 def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has come to `code` {ready}: what it does before that is not what is looked at."""
+    """Yield a process once it has run `code` up to {ready}, so that tests do not see it start."""
     said = "__import__('os').write(1, b'.')"
     process = subprocess.Popen([sys.executable, "-c", code.replace("{ready}", said)], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -40,7 +40,7 @@ def counter() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def waiter() -> Iterator[subprocess.Popen[bytes]]:
-    """Two threads that wait for the GIL: they are runnable for a moment every 5 ms."""
+    """Yield a process with two threads that wait for the GIL: each is runnable for a moment every 5 ms."""
     spin = "def spin():\n    while True: pass\n"
     waiting = "for _ in 'ab': threading.Thread(target=spin, daemon=True).start()\n"
     yield from child(f"import ctypes, threading\n{spin}{waiting}{{ready}}\nctypes.PyDLL(None).sleep(60)")
@@ -78,7 +78,7 @@ def test_one_that_sleeps_is_stopped_and_killed(sleeper: subprocess.Popen[bytes])
     sleeper.send_signal(signal.SIGSTOP)
     assert becomes(lambda: of(sleeper), State.STOPPED)
     sleeper.kill()
-    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: nobody has waited for it
+    assert becomes(lambda: of(sleeper), State.GONE)  # a zombie: no process has reaped it
     sleeper.wait(10)
     assert of(sleeper) is State.GONE
 

@@ -1,4 +1,4 @@
-"""What is told of a stack: the user's calls, the innermost first, and what of a library they are in."""
+"""Stacks in reports: the user's calls, innermost first, and the library function that they called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def line_of(mark: str) -> int:
 
 
 class Sleeper:
-    """A thread that rests in a function of this file until it is told to go on."""
+    """A thread that waits in a function of this file until the context ends."""
 
     def __init__(
         self, rest: Callable[[threading.Event, threading.Event], None], name: str = "sleeper"
@@ -40,7 +40,7 @@ class Sleeper:
         assert there.wait(10)
 
     def stack(self) -> ThreadStack:
-        """Return its stack."""
+        """Return the thread's stack."""
         (found,) = user_stacks([self._thread.ident or 0])
         return found
 
@@ -70,7 +70,7 @@ def test_a_frame_of_the_users_and_the_library_function_that_it_is_in() -> None:
     assert stack.name == "sleeper"
     assert stack.inside == "threading.Event.wait"
     assert stack.left_out == 0
-    (frame,) = stack.frames  # and none of threading's own below it
+    (frame,) = stack.frames  # no frame of threading below it
     assert frame.file.endswith("test_stacks.py")
     assert (frame.line, frame.function) == (line_of("# rests here"), "load")
     assert frame.text == "go_on.wait(30)  # rests here"
@@ -148,7 +148,7 @@ def test_pyhvds_own_frames_are_folded_into_what_was_called() -> None:
     run_ranks(2, body, timeout=30)
     (stack,) = stood
     assert stack.inside == "pyhvd.result"
-    assert [frame.function for frame in stack.frames] == ["body"]  # none of pyhvd.testing's
+    assert [frame.function for frame in stack.frames] == ["body"]  # no frame of pyhvd.testing
 
 
 def test_paths_are_shown_as_one_names_them_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_paths_are_shown_as_one_names_them_here(monkeypatch: pytest.MonkeyPatch)
     assert stacks.shorten_path(HERE) == "test_stacks.py"
     assert stacks.shorten_path("/elsewhere/x.py") == "/elsewhere/x.py"
     assert stacks.shorten_path("<string>") == "<string>"
-    assert stacks.shorten_path("bad\udcff.py") == "bad\\udcff.py"  # what is no text could not be sent
+    assert stacks.shorten_path("bad\udcff.py") == "bad\\udcff.py"  # invalid text could not be sent
 
 
 def test_the_current_directory_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_a_view_of_an_array_on_a_device() -> None:
 
 
 def test_compression_of_what_is_in_host_memory() -> None:
-    """It is sent as numpy's, or torch's own, float16, and comes back as numpy's array of the first dtype."""
+    """Compression sends float16, and returns a numpy array of the original dtype."""
     values = np.arange(3, dtype=np.float32)
 
     class Host(Capsule):

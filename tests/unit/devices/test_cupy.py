@@ -41,13 +41,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def cupy_array(values: Any) -> Any:
-    """Return the stand-in's array, with values that arrive late."""
+    """Return an array of the stand-in; its values arrive only when its stream runs."""
     fixed = np.array(values)
     return sys.modules["cupy"].empty(fixed.shape, fixed.dtype).set(fixed)
 
 
 class Interface:
-    """An array by the CUDA array interface, whose work is on a stream of its own."""
+    """An array with the CUDA array interface, whose work is on a separate stream."""
 
     def __init__(self, device: FakeDevice, values: Any, stream: int | None = None, **changes: Any) -> None:
         self.inner = fake_array(device, values)
@@ -63,7 +63,7 @@ class Interface:
 
 
 class Capsule:
-    """An array by DLPack, of a library with a namespace; its work is on a stream of its own."""
+    """An array with DLPack, of a library with a namespace; its work is on a separate stream."""
 
     def __init__(self, device: FakeDevice, values: Any) -> None:
         self.device, self.stream = device, device.make_stream()

@@ -1,4 +1,4 @@
-"""Staging through the host, against numpy, on a device whose streams run as late as allowed."""
+"""Staging through the host, compared with numpy, on a device whose streams run as late as allowed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_piece_comes_down_is_worked_on_and_goes_up(seed: int, length: int,
 
 
 class Forgetful(FakeDevice):
-    """A device whose caller forgets the n-th wait, or synchronization."""
+    """A device that skips the n-th wait or synchronization, as if the caller had forgotten it."""
 
     forgets = ("", -1)
 
@@ -75,7 +75,7 @@ def _goes_wrong(what: str, number: int) -> bool:
     for seed in range(60):
         device = Forgetful(seed=seed)
         values = np.arange(3 * PIECE, dtype=np.uint8)
-        # Something that takes long is under way on the caller's stream when the transfer is begun.
+        # Long work is under way on the caller's stream when the transfer begins.
         source = fake_array(device, np.full(len(values), 77, np.uint8))
         source.set(values)
         target = fake_array(device, np.zeros(len(values), np.uint8))
@@ -85,9 +85,9 @@ def _goes_wrong(what: str, number: int) -> bool:
     return False
 
 
-# Of a transfer of three pieces. The waits: of the communication stream for the input, of the way down for
-# that stream, of that stream for the way up, and of the caller's. The synchronizations: with what has come
-# down for each piece; and with what went up from the slot of the first piece, before the third takes it.
+# The transfer has three pieces. Waits: the communication stream for the input, the stream down for
+# that stream, that stream for the stream up, and the caller's stream. Synchronizations: with the bytes that
+# came down, for each piece; and with those that went up from the first piece's slot, before its reuse.
 @pytest.mark.parametrize(
     ("what", "number"), [("wait", n) for n in range(4)] + [("synchronize", n) for n in (0, 2, 4, 5)]
 )

@@ -105,7 +105,7 @@ def look_later(device: FakeDevice, ptr: int) -> list[Array]:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait until the background thread has swept, which it does when idle."""
+    """Wait for a condition that the idle background thread makes true when it sweeps pending arrays."""
     end = time.monotonic() + 20
     while not happened():
         assert time.monotonic() < end
@@ -117,7 +117,7 @@ def alone(body: Callable[[], None]) -> None:
 
 
 def received_elsewhere(device: FakeDevice, kind: str, verb: Any, uses: Stream) -> None:
-    """Submit on one stream; drop the result while another stream that uses it is held up."""
+    """Submit on one stream; drop the result while another stream, which uses the result, is held up."""
     submits = device.make_stream()
 
     def body() -> None:
@@ -131,7 +131,7 @@ def received_elsewhere(device: FakeDevice, kind: str, verb: Any, uses: Stream) -
             found = look_later(device, ptr)
         del result, handle
         until(lambda: ptr in device.reclaimed)
-        device.run_on()  # what is given memory now, on the stream that submitted, may write to it
+        device.run_on()  # new arrays on the submitting stream may now reuse the memory
         assert not found
         go_on()
         device.run_on()
@@ -223,7 +223,7 @@ def test_the_stream_that_an_interface_names_waits_for_what_is_done_in_place(devi
 
 
 def test_the_stream_of_an_arrays_library_waits_for_what_is_done_in_place(device: FakeDevice) -> None:
-    """DLPack does not name the library's stream, so the array is exported to it once more."""
+    """DLPack does not name the library's stream, so pyhvd exports the array to that stream once more."""
     Capsule.works_on = works = device.make_stream()
     with device.using(works):
         array = make_array("dlpack", device)
@@ -250,7 +250,7 @@ def test_the_stream_of_an_arrays_library_waits_for_what_is_done_in_place(device:
 
 @pytest.mark.parametrize("kind", ["cupy", "torch"])
 def test_what_is_done_in_place_makes_no_lease(device: FakeDevice, kind: str) -> None:
-    """The caller owns the array and orders its use, so its stream does not wait."""
+    """The caller owns the array and orders its use, so the submitting stream does not wait."""
     submits, uses = device.make_stream(), device.make_stream()
     waits: list[int] = []
 

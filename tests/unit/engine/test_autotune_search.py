@@ -1,4 +1,4 @@
-"""Autotuning's search against models of a machine: it ends, it finds, it is never worse than the defaults."""
+"""Autotuning's search on model machines: it ends, finds the best, and is never worse than the defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rate = Callable[[Tuning], float]
 
 @dataclass
 class Run:
-    """A search that has ended, and what it has measured."""
+    """A search that has ended, and its samples."""
 
     search: Search
     samples: list[tuple[str, Tuning]] = field(default_factory=list)
@@ -44,7 +44,7 @@ def follow(
 
 
 def peak(**best: float) -> Rate:
-    """Return a machine that is the slower, the further a knob is from its best value."""
+    """Return a machine that gets slower with each knob's distance from its best value."""
 
     def rate(tuning: Tuning) -> float:
         return 1e9 / (1 + sum(0.2 * abs(math.log2(getattr(tuning, knob) / at)) for knob, at in best.items()))
@@ -99,7 +99,7 @@ def test_the_defaults_are_measured_last_in_turns_with_the_winner() -> None:
 
 
 def test_a_gain_that_does_not_last_is_not_kept() -> None:
-    """The machine was slow while the defaults were measured first, and only then."""
+    """The machine is slow only during the first measurement of the defaults."""
     samples = 0
 
     def rate(tuning: Tuning) -> float:
@@ -149,7 +149,7 @@ tables = st.dictionaries(st.integers(0, 10_000), st.floats(1e6, 1e11), min_size=
 
 
 def _rate_of(table: dict[int, float]) -> Rate:
-    """Return a machine without any rhyme or reason."""
+    """Return a machine whose rates are arbitrary but reproducible."""
     values = list(table.values())
     return lambda tuning: values[hash(msgspec.structs.astuple(tuning)) % len(values)]
 

@@ -1,4 +1,4 @@
-"""Rank 0's part of autotuning: the sampler, the samples, the changes, the CSV file."""
+"""Autotuning on rank 0: the sampler, the samples, the changes of knobs, the CSV file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of what is under way on a device, after some rank has failed."""
+"""How the device executor ends work that is under way on a device after a rank has failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyhvd.errors import TransportError
 
 
 class Broken:
-    """A backend that says that it is broken once it has been aborted, as NCCL's does."""
+    """A backend that raises after an abort, as NCCL's backend does."""
 
     def __init__(self) -> None:
         self.why, self.closed = "", False
@@ -29,7 +29,7 @@ class Broken:
 
 
 class Slow:
-    """A device whose events pass when somebody has looked at them so many times."""
+    """A device whose events pass after a number of queries."""
 
     def __init__(self, looks: float) -> None:
         self.looks = looks
@@ -40,7 +40,7 @@ class Slow:
 
 
 def executor(looks: float) -> tuple[DeviceExecutor, Broken]:
-    """Return an executor with one backend, and a device at work."""
+    """Return an executor with one backend and a busy device."""
     nothing: Any = None
     made = DeviceExecutor(0, [], {}, {}, nothing, nothing, checked=False)
     backend: Any = Broken()

@@ -1,4 +1,4 @@
-"""Notes: what a rank that fails leaves to the others says what it can, and is read as it was written."""
+"""The notes that a failing rank leaves in the window: they keep what fits, and decode to the same error."""
 
 from __future__ import annotations
 

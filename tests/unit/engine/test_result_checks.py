@@ -1,4 +1,4 @@
-"""The comparison of results, by itself: whatever differs, the first element that does is named."""
+"""The comparison of results alone: an error names the first element that differs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMBERS = (2, 3, 5)
 
 
 def compare(results: list[list[np.ndarray | None]], code: Code) -> list[list[CorruptionError | None]]:
-    """Compare results on ranks that are threads; by rank: this rank's results, and then what it hears."""
+    """Compare each rank's results on ranks that are threads; return each rank's errors."""
     counts = [next(r.size for r in of_one if r is not None) for of_one in zip(*results, strict=True)]
     batch = [
         Response(Request(RequestType.ALLREDUCE, f"t{i}", int(code), (count,)), 0)

@@ -1,4 +1,4 @@
-"""When a response list may be carried out."""
+"""When a rank may carry out a response list."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from pyhvd.transport.inprocess import InProcessTransport, Mailbox
 
 
 class Parcel:
-    """A message that goes out when the test says so."""
+    """A message whose sending completes when the test sets ``out``."""
 
     def __init__(self) -> None:
         self.out = False
 
     def gone(self) -> bool:
-        """Return whether the test has said so."""
+        """Return whether the message has been sent."""
         return self.out
 
 
 class Carrier(InProcessTransport):
-    """Rank 0 of three; keeps what it is given."""
+    """The transport of rank 0 of three; records the messages."""
 
     def __init__(self) -> None:
         super().__init__(0, [Mailbox() for _ in range(3)])
         self.sent: list[tuple[int, bytes, Parcel]] = []
 
     def send(self, destination: int, payload: bytes) -> Parcel:
-        """Keep a message."""
+        """Record a message."""
         self.sent.append((destination, payload, Parcel()))
         return self.sent[-1][2]
 
@@ -61,10 +61,10 @@ def test_a_list_waits_until_it_has_gone_out_to_all() -> None:
 
 
 def test_a_list_waits_for_earlier_ones_of_other_ranks_and_for_no_later_ones() -> None:
-    """Rank 1 may wait for rank 2, which has not got the first list yet, before it comes to the second."""
+    """Rank 1 may wait in the first list for rank 2, which has not received that list yet."""
     carrier = Carrier()
     queue = ResponseQueue(carrier)
-    queue.publish(a_list(1), [1, 2])  # none of this rank's
+    queue.publish(a_list(1), [1, 2])  # not for this rank
     queue.publish(a_list(2), [0, 1])
     queue.publish(a_list(3), [0, 1, 2])
     assert [rank for rank, _, _ in carrier.sent] == [1, 2, 1, 1, 2]
@@ -80,7 +80,7 @@ def test_a_list_waits_for_earlier_ones_of_other_ranks_and_for_no_later_ones() ->
 
 
 def test_the_last_list_waits_for_a_short_time_only() -> None:
-    """As some rank may be gone, or stand still."""
+    """A rank may have died or stopped, so the wait for its message has a limit."""
     queue = ResponseQueue(Carrier())
     stop = a_list(1, ErrorInfo(ErrorKind.SHUT_DOWN, "the end", 0))
     begun = time.monotonic()

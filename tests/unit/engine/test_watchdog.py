@@ -1,4 +1,4 @@
-"""For how long nothing has ended; and the text with which a rank gives up by itself."""
+"""The time without progress, and the error with which a rank gives up without rank 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_time_in_which_nobody_looked_does_not_count() -> None:
 
 
 def test_rank_0_comes_first() -> None:
-    """It looks four times in each warning time, and waits for answers."""
+    """A rank gives up only after rank 0 had time to inspect the stall and to wait for answers."""
     for end_after in (0.1, 1.0, 60.0, 3600.0):
         assert give_up_after(end_after) > 1.25 * end_after + 2.0
     assert give_up_after(0.0) == 0.0

@@ -1,6 +1,6 @@
-"""Every kernel against numpy, bit by bit: a NaN only has to be a NaN, all else has to be equal in its bits.
+"""Every kernel compared with numpy bit by bit; a NaN matches any NaN.
 
-Subnormals, signed zeros and infinities are therefore compared as well, and so is the order of the sum.
+The comparison therefore covers subnormals, signed zeros, infinities and the order of a sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _no_float_warnings() -> Any:
 
 
 def unaligned(array: Array) -> Array:
-    """A copy at an odd address."""
+    """Return a copy at an odd address."""
     raw = np.empty(array.nbytes + 64, np.uint8)
     start = 1 - raw.ctypes.data % 2
     copy = raw[start : start + array.nbytes].view(array.dtype)
@@ -52,7 +52,7 @@ def unaligned(array: Array) -> Array:
 
 
 def values(code: Code, count: int, seed: int) -> Array:
-    """Arbitrary bits, so all kinds of special values, for a third of it; moderate numbers for the rest."""
+    """Return random values: a third are arbitrary bits, and so all special values; the rest are moderate."""
     rng = np.random.default_rng([seed, int(code)])
     dtype = DTYPES[code]
     if dtype.kind == "b":
@@ -69,7 +69,7 @@ def addresses(*arrays: Array) -> Array:
 
 
 def parts(array: Array) -> Array:
-    """Complex numbers as pairs of reals."""
+    """Return complex numbers as pairs of reals."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
@@ -88,7 +88,7 @@ def wide(code: Code) -> np.dtype[Any]:
 
 
 def want_scaled(array: Array, factor: float) -> Array:
-    """The rule for factors, in numpy, on an array that is no 16-bit float."""
+    """Return an array times a factor, computed by numpy; not for 16-bit floats."""
     if factor == 1.0:
         return array.copy()
     if array.dtype.kind in "iu":
@@ -104,7 +104,7 @@ def want_scaled(array: Array, factor: float) -> Array:
 def combine(op: ReduceOp, x: Array, y: Array) -> Array:
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if x.dtype.kind == "f":
-            # numpy leaves open which zero wins; here it is -0.0 for MIN and +0.0 for MAX.
+            # numpy does not define which zero it returns; the kernels return -0.0 for MIN and +0.0 for MAX.
             lower = op is ReduceOp.MIN
             zeros = np.signbit(x) | np.signbit(y) if lower else np.signbit(x) & np.signbit(y)
             result = np.minimum(x, y) if lower else np.maximum(x, y)
@@ -199,7 +199,7 @@ def test_min_and_max_do_not_depend_on_the_order(code: Code, op: ReduceOp) -> Non
 
 
 def test_half_sums_round_once() -> None:
-    # 2048 + 1 is no float16: rounded after each step, the sum would never get off 2048.
+    # 2048 + 1 is no float16: rounded after each step, the sum would stay at 2048.
     sources = [np.array([x], np.float16) for x in (2048, 1, 1)]
     assert reduced(Code.FLOAT16, ReduceOp.SUM, sources)[0] == 2050
     # The sum alone would be infinite, its half is not.
@@ -208,7 +208,7 @@ def test_half_sums_round_once() -> None:
 
 
 def test_products_are_not_fused_with_sums() -> None:
-    # Fused, the real part would be what rounding takes off a square, and not 0. Many, for the vector loop.
+    # Fused operations would leave a rounding error in the real part. Many elements reach the vector loop.
     array = np.full(100, complex(1 + 2.0**-12, 1 + 2.0**-12), np.complex64)
     assert not reduced(Code.COMPLEX64, ReduceOp.PRODUCT, [array, array]).real.any()
 
@@ -297,7 +297,7 @@ def test_sums_and_products_of_integers_wrap() -> None:
 
 
 def nearest(x: float, target: np.dtype[Any]) -> Array:
-    """Correct rounding by definition: of the neighbours the nearer, of two equally near the even one."""
+    """Return the nearest value of a type; of two equally near values, the even one."""
     if math.isnan(x) or math.isinf(x):
         return np.array(x).astype(target)
     ladder = np.arange(0, 0x8000, dtype=np.uint16).view(target).astype(np.float64)
@@ -313,7 +313,7 @@ def nearest(x: float, target: np.dtype[Any]) -> Array:
 
 
 def near_ties(target: np.dtype[Any]) -> Array:
-    """Halfway between neighbours, and one float64 step to both sides, for many neighbours."""
+    """Return values halfway between neighbours, and one float64 step to either side."""
     ladder = np.arange(0, 0x7C00 if target != BF16 else 0x7F80, 37, dtype=np.uint16)
     ladder = np.append(ladder, [1, 2, 3, 0x3FF, 0x400, 0x401, 0x7F, 0x80, 0x81]).astype(np.uint16)
     low, high = ladder.view(target).astype(np.float64), (ladder + 1).view(target).astype(np.float64)
@@ -373,7 +373,7 @@ def test_cast_float64_to_half_rounds_once(code: Code) -> None:
 @given(array=hnp.arrays(np.uint64, st.integers(1, 30)))
 @quick
 def test_cast_any_float64_to_half(code: Code, array: Array) -> None:
-    # Any bits, and the same brought into the range of the 16-bit floats.
+    # Arbitrary bits, and the same values scaled into the range of the 16-bit floats.
     x = array.view(np.float64)
     x = np.concatenate([x, np.where(np.isfinite(x), np.frexp(x)[0] * 2.0 ** (array % 50 - 30.0), x)])
     want = np.array([nearest(value, DTYPES[code]) for value in x.tolist()])
@@ -459,7 +459,7 @@ def test_pack_nothing() -> None:
 
 
 def test_threads() -> None:
-    """Large calls release the GIL: they have to be right side by side."""
+    """Large calls release the GIL, and are correct when several threads run them at once."""
     results: dict[int, Array] = {}
     sources = [values(Code.FLOAT16, 50_000, seed) for seed in range(3)]
 

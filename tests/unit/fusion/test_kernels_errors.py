@@ -1,4 +1,4 @@
-"""What the kernels refuse, and that they touch no memory when they do."""
+"""The kernels reject invalid arguments, and touch no memory then."""
 
 from __future__ import annotations
 

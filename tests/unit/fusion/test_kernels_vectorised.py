@@ -1,6 +1,7 @@
-"""The compiled kernels use the vector instructions that they were written for: a look at the machine code.
+"""The compiled kernels use the vector instructions that they were written for.
 
-A compiler that gives up on a loop says nothing, and every result stays right: only this would show it.
+If a compiler fails to vectorise a loop, it prints nothing and all results stay correct, so these tests
+read the machine code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pyhvd import _fusion
 
 @pytest.fixture(scope="module")
 def functions() -> dict[str, str]:
-    """The disassembly of each function."""
+    """Return the disassembly of each function."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"the instructions looked for are x86-64's, and this is {platform.machine()}")
     objdump = shutil.which("objdump")
@@ -40,7 +41,7 @@ def functions() -> dict[str, str]:
 
 
 def avx2_clone(functions: dict[str, str], kernel: str) -> str:
-    """A kernel as compiled for AVX2, under any of the names that compilers give to it."""
+    """Return a kernel's AVX2 code, under any of the names that compilers give to it."""
     clone = re.compile(rf"{kernel}\.(?:arch_x86_64_v3|avx2)(?:\.\d+)?")
     for name, text in functions.items():
         if clone.fullmatch(name):
@@ -69,7 +70,7 @@ def test_avx2(functions: dict[str, str], kernel: str, instruction: str) -> None:
 
 
 def test_no_fused_multiply_add(functions: dict[str, str]) -> None:
-    # It rounds once where other machines round twice. gcc 12 made some in spite of -ffp-contract=off.
+    # A fused operation rounds once, not twice. gcc 12 made some in spite of -ffp-contract=off.
     fused = re.compile(r"\bvfn?m(?:add|sub)")
     assert [name for name, text in functions.items() if fused.search(text)] == []
 

@@ -1,4 +1,4 @@
-"""launcher="mpiexec" without MPI: command lines, environments, placements, and what ends when."""
+"""launcher="mpiexec" without MPI: command lines, environments, placements, and the order of shutdown."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_environment_that_a_process_was_started_with() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"\n")
-        assert process.stdout.readline() == b"\n"  # until it runs, the kernel may still be about to set it up
+        assert process.stdout.readline() == b"\n"  # before that the kernel may still be setting it up
         assert rank_proxy.read_environment(process.pid) == environ
     finally:
         process.kill()
@@ -205,7 +205,7 @@ def test_a_barrier_that_cannot_fill() -> None:
 
 
 class Recorder:
-    """A driver's service, and connections to launch agents and rank proxies, that record what they get."""
+    """A driver's service, and connections to launch agents and rank proxies; all record what they receive."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -261,7 +261,7 @@ def pump(driver: Recorder, until: Callable[[], object]) -> None:
 
 
 def start_all(rendezvous: MpiexecRendezvous, driver: Recorder) -> None:
-    """As ``--map-by node`` would: neighbours are on different hosts."""
+    """Register rank proxies as ``--map-by node`` starts them: neighbouring ranks are on different hosts."""
     for rank, host, local_rank in ((2, "haa", 1), (0, "haa", 0), (1, "hbb", 0)):
         assert rendezvous.placements() == []
         rendezvous.hear(driver.peer(f"proxy {rank}"), RankProxy(host, rank, local_rank, {"R": str(rank)}))
@@ -426,7 +426,7 @@ def test_a_command_may_tidy_up_before_it_is_killed() -> None:
         pump(recorder, lambda: ended)
     finally:
         process.close()
-    assert b"".join(said).endswith(b"tidied\n")  # a shell may also say that its child was terminated
+    assert b"".join(said).endswith(b"tidied\n")  # a shell may also print that its child was terminated
     assert ended == [5]
 
 

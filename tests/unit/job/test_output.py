@@ -1,4 +1,4 @@
-"""What ranks print, on the driver: by lines, and without waiting for who reads it."""
+"""The output of ranks on the driver: whole lines, and no wait for a slow reader."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wait_for_shown(output: Output, count: int) -> dict[int, int]:
 
 
 class Reader:
-    """A pipe that is read when the test says so."""
+    """A pipe that is read only after begin()."""
 
     def __init__(self) -> None:
         self._from, to = os.pipe()
@@ -119,7 +119,7 @@ os.write(int(sys.argv[1]), b".")
 
 @contextmanager
 def script_at_its_end(options: list[str], stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[bytes]]:
-    """A script that has come to its end, with 4,000 lines for a reader that has not begun."""
+    """Yield a script that has reached its end with 4,000 lines of output that nobody has read."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     told, tell = os.pipe()
     with subprocess.Popen(
@@ -193,7 +193,7 @@ def test_a_file_that_is_broken_is_left_out_and_the_other_goes_on(caplog: pytest.
 
 
 class Unwritable(io.StringIO):
-    """A file whose writes end as they are told to."""
+    """A file whose writes raise an error."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rank each task becomes, which failure is the cause, what is shown, and what is refused."""
+"""Placement, failure analysis, the display of output, and the checks of arguments and of Java."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_mpi_makes_of_a_lost_host_is_not_the_cause(kind: str, code: int, te
     placements = placements_of(["a", "a", "b"])
     failures = FailureAnalysis()
     failures.add(ExitReport(0, kind, code, text, 10.0), now=100.0)
-    assert failures.settled_at > 100.0  # the loss may be seen later than what follows from it
+    assert failures.settled_at > 100.0  # the loss may be seen later than its consequences
     failures.add(ExitReport(1, LOST, 1, "is lost", 10.1), now=100.1)
     assert str(failures.error(placements)) == f"rank 0 of 3 on host a (Spark task 0) {text}"
     failures.add(ExitReport(2, LOST, 1, "is lost", 10.2), now=100.2)
@@ -234,7 +234,7 @@ def test_arguments_for_mpiexec_are_those_of_a_shell() -> None:
 
 
 def fake_java(folder: Path, version: str, modules: str) -> Path:
-    """A java that says its version and modules, and otherwise what it was given."""
+    """Make a java that prints its version and modules, or else its arguments."""
     path = folder / "bin" / "java"
     path.parent.mkdir(parents=True)
     path.write_text(

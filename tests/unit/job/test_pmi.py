@@ -1,4 +1,4 @@
-"""The PMI-1 server: against scripted clients, and against real MPICH ranks as plain processes."""
+"""The PMI-1 server, with scripted clients, and with real MPICH ranks as plain processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyhvd.job.mpi.rank_env import MPICH
 
 
 def expand(mapping: str) -> list[int]:
-    """The node of each rank, as MPI reads a mapping."""
+    """Return the node of each rank, as MPI reads a mapping."""
     nodes = []
     for block in mapping.removeprefix("(vector,").removesuffix(")").split("),("):
         first, hosts, each = map(int, block.strip("()").split(","))

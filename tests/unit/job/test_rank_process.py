@@ -1,4 +1,4 @@
-"""A rank's process and its guardian, as its task sees them."""
+"""A rank's process and its guardian, seen from the task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _end_under(python: Path) -> RankProcess:
     """Return a rank that has ended before it has taken its code; its guardian is in the file `python`."""
     start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
     process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # its word is there, and nobody takes the code
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the rank has reported, and nobody reads the code
     _see_to_the_end(process)
     return process
 
@@ -52,7 +52,7 @@ def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
 
 def test_a_guardian_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # who the rank is
+    said = "os.write(int(sys.argv[3]), b'%d\\n' % os.getpid())"  # the rank's process id
     python.write_text(f"#!{sys.executable}\nimport os, sys\n{said}\nsys.exit(3)\n")
     python.chmod(0o700)
     failure = _end_under(python).failure
@@ -110,7 +110,7 @@ def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
-    """They come by spark.executorEnv; what speaks of another job does not pass."""
+    """The parameters come from spark.executorEnv; variables of another MPI job are removed."""
     given = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_plm": "x", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
     given |= {"OMPI_MCA_ess_base_jobid": "7", "OMPI_MCA_orte_hnp_uri": "u", "PRTE_LAUNCHED": "1", "A": "b"}
     rank = rank_environment(given, Start(0, 1, 0, 1, 0, 1, {}))

@@ -1,4 +1,4 @@
-"""The driver's service and the tasks in one process: ranks are real, Spark is threads."""
+"""The driver's service and the tasks in one process: ranks are real processes, Spark is played by threads."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
         lines = b"".join(data for who, _, data in display.seen if who == rank).splitlines()
         assert lines[:-1] == [b"%060d" % number for number in range(20_000)]
         assert lines[-1] == b"the last line, which does not end"
-    # What a rank's pipe held, and what was read at once, are beyond the credit.
+    # The contents of a rank's pipe, and of one read, come on top of the credit.
     assert display.most_before <= 2 * (OUTPUT_CREDIT + (1 << 17))
 
 
 class Slow(EagerDisplay):
-    """Takes everything, and says that it has been shown only when it is let through."""
+    """A display that accepts all output, and reports it as shown only after the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(lambda *_: None)
@@ -127,7 +127,7 @@ def _fail_while_a_thread_prints() -> None:
             print("x" * 1000)
 
     threading.Thread(target=print_on, daemon=True).start()
-    time.sleep(2)  # it waits by now
+    time.sleep(2)  # by now the rank waits
     raise LookupError("not here")
 
 
@@ -143,7 +143,7 @@ def test_a_failure_does_not_wait_for_who_reads_the_output() -> None:
 def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[bytes] = []
     bench = Bench(rank, 1, lambda rank, stream, data: shown.append(data))
-    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # it would listen on
+    monkeypatch.setattr(bench.service, "stop", lambda *_: None)  # stop() would keep listening
 
     def much_then_a_result() -> Any:
         connection = bench.register(0)
@@ -257,7 +257,7 @@ def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
 
 
 def times_out_once_only_these_are_missing(bench: Bench, missing: list[int]) -> None:
-    """However late the others register on a busy machine."""
+    """Let the start time out only once exactly these ranks are missing, however slow the machine is."""
     service: Any = bench.service
     inner = service._start_or_time_out
     service._start_or_time_out = lambda now, until: inner(
@@ -275,7 +275,7 @@ def test_tasks_that_do_not_come_are_named() -> None:
 
 
 class Pipe:
-    """Stands for a job in Spark that has failed when it is said."""
+    """A Spark job that fails when fail() is called."""
 
     def __init__(self) -> None:
         self._wake, self._waker = os.pipe()
@@ -307,7 +307,7 @@ def test_the_end_of_a_job_waits_for_its_tasks_when_spark_has_ended_it() -> None:
     job.fail()
     with patch.object(bench.service._connections, "turn", wraps=bench.service._connections.turn) as turn:
         bench.service.stop("the test", 1.0)
-    assert 0 < turn.call_count < 50  # each waits for a quarter of a second if nobody says anything
+    assert 0 < turn.call_count < 50  # without messages each waits for a quarter of a second
     connections[0].close()
     bench.service.close()
     bench.display.close()
@@ -384,7 +384,7 @@ def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
 
 
 class Broken(PmiRendezvous):
-    """Has its placements only after a task was lost, and sends to the lost rank."""
+    """A rendezvous that has placements only after a task is lost, and then sends to the lost rank."""
 
     def __init__(self) -> None:
         super().__init__()

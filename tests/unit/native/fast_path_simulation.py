@@ -1,4 +1,4 @@
-"""The simulated network with a fast lane: a ready table, and one log for batches and lists.
+"""The simulated network with a fast path: a ready table, and one log for batches and response lists.
 
 The ready table and the C half of the fast path are simulated, step by step like the messages. The
 coordinator's delegation and the Python half (:mod:`pyhvd.engine.fast_path`) are real.
@@ -43,7 +43,7 @@ class Decision:
 
 
 class FakeBoard:
-    """The ready table: delegated slots, marks, and the log."""
+    """The ready table: delegated slots, marks, and the ready log."""
 
     slots = 64
 
@@ -109,7 +109,7 @@ class FakeBoard:
 
 @dataclass(eq=False)
 class FakeUnit:
-    """What is submitted together: (request, slot, since) of each tensor."""
+    """A cached call: (request, slot, version) of each tensor."""
 
     set_id: int
     name: str
@@ -135,7 +135,7 @@ class FakeUnit:
 
 @dataclass
 class FakeLane:
-    """One rank's lane, as :class:`pyhvd.engine.fast_path.FastPathAdapter` and the network see it."""
+    """One rank's fast path, as :class:`pyhvd.engine.fast_path.FastPathAdapter` and the network use it."""
 
     rank: int
     board: FakeBoard
@@ -207,7 +207,7 @@ class FakeLane:
         self.board.freeze(set_id, slot)
 
     def hold(self, set_id: int, requests: Sequence[Request]) -> bool:
-        """Submit requests that are one unit's, as it remembers them; else return False."""
+        """Submit and hold the requests of a cached call; return False if no cached call has them."""
         unit = self.units.get((set_id, requests[0].name))
         if unit is None or [part[0] for part in unit.parts] != list(requests) or unit.in_flight():
             return False
@@ -237,7 +237,7 @@ class FakeLane:
 
 
 class FakeQueue:
-    """The queue, as far as the lane's Python half knows it."""
+    """The part of the queue that the adapter uses."""
 
     def __init__(self) -> None:
         self.entries: dict[Key, TensorEntry] = {}
@@ -385,7 +385,7 @@ class LaneNetwork(Network):
         return can
 
     def check_slots(self) -> None:
-        """Whatever is lent can be posted by every rank: they all know it by the same number."""
+        """Check that every rank has installed each delegated slot with the same version."""
         super().check_slots()
         for (set_id, slot), since in self.board.lent.items():
             for rank in self.board.members[set_id]:

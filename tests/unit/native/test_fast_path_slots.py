@@ -1,4 +1,4 @@
-"""What a rank's lane knows of its slots, and under which number it posts them; no other rank is needed."""
+"""The slots that one rank's fast path knows, and the versions with which it marks them ready."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
 
 
 class Lane:
-    """Rank 0 of two; with the lane's board."""
+    """The fast path of rank 0 of two, with its ready table."""
 
     def __init__(self) -> None:
         memory, base = _aligned(shared_memory.ready_table_bytes(2, SLOTS))
@@ -69,7 +69,7 @@ class Lane:
 
     @contextmanager
     def submitted(self, grouped: bool) -> Iterator[Any]:
-        """Submit the one tensor, or the group; nobody posts it by himself."""
+        """Submit one tensor, or a group; only the test marks it ready."""
         slot = Slot()
         slot.lane = self.lane
         arrays = [np.ones(1, np.int64), np.ones(2, np.int64)]
@@ -96,7 +96,7 @@ def requests(grouped: bool) -> list[Request]:
 
 @pytest.mark.parametrize("grouped", GROUPED)
 def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
-    """For how long it was on its way is counted from there, whichever way it ends."""
+    """The time is 0 if the call was not marked ready; latencies are measured from this time."""
     here, mine = Lane(), requests(grouped)
     here.install(1, mine)
     for lends in (False, True):
@@ -118,7 +118,7 @@ def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
 
 @pytest.mark.parametrize("grouped", GROUPED)
 def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: bool) -> None:
-    """Another rank's part of what the slots mean has changed while this rank held its submission back."""
+    """The slots get a new version, for another rank's tensors, while this rank holds its call."""
     here, mine = Lane(), requests(grouped)
     every = (1 << len(mine)) - 1
     here.install(1, mine)
@@ -134,7 +134,7 @@ def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: b
 @pytest.mark.parametrize("grouped", GROUPED)
 @pytest.mark.parametrize("number", [1, 3])
 def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number: int) -> None:
-    """Of a group, the last one's is another."""
+    """In a group, only the last tensor's version differs."""
     here, mine = Lane(), requests(grouped)
     here.install(2, mine)
     here.install(number, mine[-1:], len(mine) - 1)
@@ -149,7 +149,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
 @pytest.mark.parametrize("grouped", GROUPED)
 @pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew", "known anew"])
 def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
-    """That the slots were lent is remembered, for as long as nothing changes there."""
+    """A call remembers that its slots are delegated, until the ready table or its slots change."""
     here, mine = Lane(), requests(grouped)
     last = len(mine) - 1
     here.install(1, mine)
@@ -164,9 +164,9 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         here.lane.freeze(0, last)
     elif what == "lent anew":
         here.lane.delegate(0, last, 2)
-    elif what == "known anew":  # by this rank alone, so far
+    elif what == "known anew":  # so far by this rank only
         here.install(2, mine[last:], last)
-    else:  # and as many slots lent as before, but others
+    else:  # as many slots delegated as before, but other slots
         here.lane.open_ready_set(0, range(2))
         for slot in range(len(mine)):
             here.lane.delegate(0, 10 + slot, 1)
@@ -193,7 +193,7 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
 
 
 def test_what_was_refused_stays_so_when_the_number_comes() -> None:
-    """It goes by message once, and is then posted again."""
+    """The refused submission goes by message; the next submission is marked ready again."""
     here, mine = Lane(), requests(False)
     here.install(1, mine)
     here.lend(2, 1)
@@ -224,7 +224,7 @@ def test_a_group_that_is_not_complete_yet_takes_the_number_too() -> None:
 
 
 def test_a_set_that_is_closed_leaves_no_half_of_a_group_behind() -> None:
-    """Its id, and the group's name, may come again."""
+    """The id of the set and the name of the group may be used again."""
     here, mine = Lane(), requests(True)
     here.install(1, mine[:1])
     here.lane.close_set(0)
@@ -235,7 +235,7 @@ def test_a_set_that_is_closed_leaves_no_half_of_a_group_behind() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(own: bool) -> None:
-    """The background thread of a process's only rank acts for that rank: with it, no thread has one."""
+    """In a process with one rank no thread has a rank slot of its own, so nothing is looked up."""
     asked = 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""The ring that the C code records in: bounded, complete, and whole under many writers."""
+"""The trace ring of the C code: bounded, complete, and consistent with many writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUM = 1
 
 
 class _Writer:
-    """A window of one rank: each reduction records that it packed, and that it reduced."""
+    """A window of one rank: each reduction writes one record for packing and one for reducing."""
 
     def __init__(self, trace: Trace) -> None:
         self._memory = np.empty(area_bytes(CHUNK) + LINE, np.uint8)

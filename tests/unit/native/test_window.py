@@ -1,4 +1,4 @@
-"""The shared window: every operation against numpy, in rank order, with ranks as threads."""
+"""The shared window: every operation compared with numpy, in rank order, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyhvd.dtypes import BY_CODE, Code, ReduceOp
 from pyhvd.native import shared_memory
 
 Array = npt.NDArray[Any]
-CHUNK = shared_memory.FLAT  # the smallest: many chunks for little data
+CHUNK = shared_memory.FLAT  # the smallest chunk: small arrays have many chunks
 TIMEOUT = 30.0
 
 
@@ -63,7 +63,7 @@ def starts_of(counts: list[int]) -> npt.NDArray[np.int64]:
 
 
 def reduce_oracle(parts: list[Array], code: int, op: int, factor: float) -> Array:
-    """Reduce in rank order by the kernel itself, which has tests of its own."""
+    """Reduce in rank order by the kernel, which other tests check."""
     out = np.empty_like(parts[0])
     if out.size:
         _fusion.reduce(addresses([out])[0], addresses(parts), out.size, code, op, factor)
@@ -216,7 +216,7 @@ def test_alltoall_of_uneven_blocks(size: int, unit: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("unit", [0, 1, 100, 30_000])
 def test_swap_in_pairs(size: int, unit: int) -> None:
-    """Every pair has its own lengths, and each rank of a pair its own; pairs change."""
+    """Lengths differ between pairs and between the two ranks of a pair, and the pairs change."""
 
     def block(rank: int, distance: int) -> Array:
         count = unit * (rank // 2 + rank * distance % 3)
@@ -246,7 +246,7 @@ def test_swap_without_a_partner_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
-    """Slots, flat buffers and counters are shared by all operations: mix them, with ranks out of step."""
+    """All operations share slots, flat buffers and counters, so they are mixed, and ranks pause at random."""
     plan = np.random.default_rng(7).integers(0, 5, 300)
 
     def body(rank: int, window: shared_memory.Window) -> bool:
@@ -284,7 +284,7 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_chunks_change_their_size_between_operations_with_ranks_that_dawdle(size: int) -> None:
-    """A rank that is ahead fills slots in the new size while others still empty them in the old one."""
+    """A rank that is ahead fills slots of the new size while others still empty slots of the old size."""
     capacity = 8 * CHUNK
     rng = np.random.default_rng(11)
     sizes = [CHUNK, CHUNK + 128, 3 * CHUNK, capacity]
@@ -340,13 +340,13 @@ def test_abort_ends_every_wait() -> None:
 
 @pytest.mark.parametrize("count", [3, 40_000])
 def test_an_abort_wakes_sleepers_and_whoever_comes_finds_the_first_note(count: int) -> None:
-    """Rank 1 sleeps inside, rank 2 comes later; each has its own note to give, and reads rank 0's."""
+    """Rank 1 sleeps in the window, rank 2 enters later; both abort with other notes, and read rank 0's."""
     aborted = threading.Event()
 
     def body(rank: int, window: shared_memory.Window) -> tuple[bool, bytes | None, bytes | None]:
         before = window.note()
         if rank == 0:
-            time.sleep(0.05)  # by now rank 1 sleeps, as a rule: the outcome is the same if it does not
+            time.sleep(0.05)  # usually rank 1 sleeps by now; the result is the same if not
             window.abort(b"rank 0 has failed")
             window.abort(b"and again")
             aborted.set()
@@ -364,7 +364,7 @@ def test_an_abort_wakes_sleepers_and_whoever_comes_finds_the_first_note(count: i
 
 
 def test_what_all_have_done_their_part_of_ends_well_in_an_aborted_window() -> None:
-    """Rank 0 has laid down its part, and is let go; rank 1 comes only then, and misses nothing."""
+    """Rank 0 writes its part and leaves by the abort; rank 1 enters after that, and gets the right result."""
     left = threading.Event()
 
     def body(rank: int, window: shared_memory.Window) -> tuple[bool, list[float]]:

@@ -1,8 +1,8 @@
 """A simulated network: n workers, one coordinator, and the messages between them, for tests of the machines.
 
-Nothing here has a clock or a thread: a test says, step by step, which message moves next. Every message goes
-through its wire form. The network plays the runtime's part (queue, duplicates, plan), and fails at once where
-a rank is told to do something that it cannot do, or where two ranks come to different caches.
+There is no clock and no thread: a test chooses, step by step, which message moves next. Every message goes
+through its wire form. The network plays the runtime's part (queue, duplicates, plan). It fails at once if a
+rank gets a response that it cannot carry out, or if the caches of two ranks differ.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ THRESHOLD = 100
 
 
 def allreduce(name: str, shape: Ranks = (2,), **options: Any) -> Request:
-    """A request for a float32 sum, unless told otherwise."""
+    """Return a request for an allreduce, by default a float32 sum."""
     fields: dict[str, Any] = {"dtype": Code.FLOAT32, "shape": shape, "op": ReduceOp.SUM}
     return Request(RequestType.ALLREDUCE, name, **{**fields, **options})
 
 
 def tensor(kind: RequestType, name: str, shape: Ranks = (2,), **options: Any) -> Request:
-    """A float32 request of any kind that does not reduce."""
+    """Return a float32 request of a kind that does not reduce."""
     return Request(kind, name, **{"dtype": Code.FLOAT32, "shape": shape, **options})
 
 
 def grouped(name: str, shapes: Sequence[Ranks], **options: Any) -> list[Request]:
-    """A grouped allreduce, with the names that a grouped call gives its tensors."""
+    """Return the requests of a grouped allreduce, with the names that a grouped call gives its tensors."""
     size = len(shapes)
     return [
         allreduce(f"{name}_{i}of{size}", shape, group=name, group_size=size, **options)
@@ -58,7 +58,7 @@ def grouped(name: str, shapes: Sequence[Ranks], **options: Any) -> list[Request]
 
 
 def refusal(request: Request, text: str = "ValueError: no") -> Request:
-    """What a rank announces instead of a request, or instead of a group, that it refused."""
+    """Return the request with an error that a rank sends in place of a tensor or a group that it refused."""
     return Request(
         request.type,
         request.group or request.name,
@@ -70,7 +70,7 @@ def refusal(request: Request, text: str = "ValueError: no") -> Request:
 
 @dataclass
 class Done:
-    """How one submitted tensor ended on one rank: in which response list, and with which response."""
+    """How one submitted tensor ended on one rank: number of the response list, and the response."""
 
     seq: int
     response: Response
@@ -78,7 +78,7 @@ class Done:
 
 @dataclass
 class Rank:
-    """One rank, as far as the network knows it."""
+    """One rank's state in the network."""
 
     worker: Worker
     fresh: list[tuple[int, Request]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Rank:
 
 
 class Network:
-    """See the module's docstring; ``up`` and ``down`` hold the messages under way, rank by rank."""
+    """See the module's docstring; ``up`` and ``down`` hold the messages under way, by rank."""
 
     def __init__(self, size: int, capacity: int = 8, sets: Sequence[Ranks] = ()) -> None:
         self.size = size
@@ -111,7 +111,7 @@ class Network:
     # -- what a rank's threads do ----------------------------------------------------------------------
 
     def submit(self, rank: int, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[Done] | None:
-        """Submit requests as one unit; return where their ends will be listed, None if one is a duplicate."""
+        """Submit requests as one call; return the list of their ends, or None if one is a duplicate."""
         here = self.ranks[rank]
         members = list(requests)
         if any((set_id, r.name) in here.in_flight for r in members):
@@ -127,13 +127,13 @@ class Network:
     def refuse(
         self, rank: int, request: Request, set_id: int = GLOBAL_SET, text: str = "ValueError: no"
     ) -> None:
-        """Announce that a rank refused a tensor, or the group that it is one of."""
+        """Announce that a rank refused a tensor, or the tensor's group."""
         self.ranks[rank].fresh.append((set_id, refusal(request, text)))
 
     # -- what the messages do --------------------------------------------------------------------------
 
     def send(self, rank: int) -> RequestList:
-        """Put what is new on a rank on its way, as one message."""
+        """Send a rank's new requests as one message."""
         here = self.ranks[rank]
         fresh, here.fresh = here.fresh, []
         message = here.worker.compose(fresh)
@@ -142,7 +142,7 @@ class Network:
         return message
 
     def deliver_up(self, rank: int, now: float = 0.0) -> None:
-        """Let a rank's oldest message arrive at the coordinator."""
+        """Deliver a rank's oldest message to the coordinator."""
         message = decode_requests(self.up[rank].popleft())
         joins = [r for _, r in message.requests if r.type == RequestType.JOIN and not r.error]
         self.join_order += [rank] * len(joins)
@@ -151,7 +151,7 @@ class Network:
         self.validate()
 
     def respond(self) -> ResponseList | None:
-        """Let the coordinator answer, if it has something to say."""
+        """Let the coordinator send a response list, if it has responses."""
         message = self.coordinator.respond()
         self.validate()
         if message is not None:
@@ -161,7 +161,7 @@ class Network:
         return message
 
     def deliver_down(self, rank: int) -> list[Response]:
-        """Let a rank process the oldest answer under way to it, and complete what that answers."""
+        """Let a rank process the oldest response list under way to it, and complete its tensors."""
         here = self.ranks[rank]
         message = decode_responses(self.down[rank].popleft())
         todo = here.worker.process(message)
@@ -178,7 +178,7 @@ class Network:
         return todo
 
     def _follow(self, rank: int, todo: list[Response]) -> None:
-        """What a rank does before it carries out what it is to do."""
+        """Prepare a rank for the responses of a list; subclasses override it."""
 
     def _complete(self, rank: int, seq: int, response: Response) -> None:
         here = self.ranks[rank]
@@ -207,7 +207,7 @@ class Network:
     # -- all of it ---------------------------------------------------------------------------------------
 
     def moves(self) -> list[Callable[[], object]]:
-        """Return what can happen next in the network, the simplest first."""
+        """Return the steps that are possible next, the simplest first."""
         ranks = range(self.size)
         can: list[Callable[[], object]] = [partial(self.deliver_up, r) for r in ranks if self.up[r]]
         can += [partial(self.deliver_down, r) for r in ranks if self.down[r]]
@@ -215,7 +215,7 @@ class Network:
         return can
 
     def settle(self) -> None:
-        """Let everything happen that can happen, rank by rank."""
+        """Take all possible steps, rank by rank, until none is left."""
         while True:
             while can := self.moves():
                 can[0]()
@@ -223,7 +223,7 @@ class Network:
                 return
 
     def everywhere(self, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[list[Done]]:
-        """Submit the same on every rank of a set, and settle; return how it ended on each rank."""
+        """Submit the same requests on every rank of a set, and settle; return their ends by rank."""
         members = list(requests)
         ends = [self.submit(rank, members, set_id) for rank in self.ranks[0].worker.sets[set_id]]
         self.settle()
@@ -243,19 +243,19 @@ class Network:
     # -- what must hold ----------------------------------------------------------------------------------
 
     def _compare_caches(self, rank: int, seq: int) -> None:
-        """The first rank to come to a list says what its caches hold; the others must hold the same."""
+        """Check that all ranks have the same caches after the same response list."""
         for set_id, cache in self.ranks[rank].worker._caches.items():
             mine = {slot: response for slot, (response, _) in cache._slots.items()}
             assert cache._by_name == {response.request.name: slot for slot, response in mine.items()}
             assert self._caches.setdefault((seq, set_id), mine) == mine, f"rank {rank}, set {set_id}, {seq}"
 
     def validate(self) -> None:
-        """The invariants of every message table hold after each event."""
+        """Check the invariants of every message table; runs after each event."""
         for table in self.coordinator._sets.values():
             table.validate()
 
     def check_slots(self) -> None:
-        """Once nothing is under way, the coordinator's slots are those of the ranks."""
+        """Check that the coordinator's slots equal the ranks' slots when no message is under way."""
         for set_id, table in self.coordinator._sets.items():
             for place, rank in enumerate(table.ranks):
                 own = {s: q for s, (_, q) in self.ranks[rank].worker._caches[set_id]._slots.items()}
@@ -263,7 +263,7 @@ class Network:
                 assert own == {number: slot.requests[place] for number, slot in slots}
 
     def check_same_order(self) -> None:
-        """Any two ranks have carried out the same responses, in the same batches, in the same order."""
+        """Check that any two ranks carried out the same responses, in the same batches and the same order."""
         for a in self.ranks:
             for b in self.ranks:
                 both = {a.worker.rank, b.worker.rank}
@@ -271,7 +271,7 @@ class Network:
                 assert [x for x in a.batches if x[1] in common] == [x for x in b.batches if x[1] in common]
 
     def check_no_residue(self) -> None:
-        """Nothing is left over: nothing in flight, nothing remembered but the cache."""
+        """Check that nothing is in flight, and that only the cache remembers anything."""
         assert not self.coordinator.stalled()
         for rank in self.ranks:
             assert not rank.in_flight
@@ -282,7 +282,7 @@ class Network:
             each.cache.forget(min(self.coordinator._seen[rank] for rank in each.ranks))
 
     def check_nothing_retired(self) -> None:
-        """Once every rank has spoken after the last change, no slot's past is remembered."""
+        """Check that no slot's history is kept once every rank has sent a message after the last change."""
         self.everywhere([Request(RequestType.BARRIER, "last words")])
         self.everywhere([Request(RequestType.BARRIER, "last words")])
         for set_id, ranks in self.ranks[0].worker.sets.items():
@@ -291,7 +291,7 @@ class Network:
             assert not cache._retired
 
     def check_all(self) -> None:
-        """Everything that must hold at the end of a program."""
+        """Check everything that must hold at the end of a program."""
         self.check_no_residue()
         self.check_slots()
         self.check_same_order()

@@ -1,4 +1,4 @@
-"""Grouped on some ranks, by themselves or of another size on others: each is told, and the next call works.
+"""Tensors that some ranks submit as a group, and others alone or in a larger group: all ranks get errors.
 
 ``g`` is a group, and ``g_1of2`` the name that its first tensor has; nothing stops a rank from giving that
 name to a tensor of its own.
@@ -29,7 +29,7 @@ Unit = Sequence[Request] | str
 
 
 class Clash:
-    """Ranks that submit units one after the other on a network, and what came of each."""
+    """Calls that ranks submit one after the other on a network, and the end of each."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -45,7 +45,7 @@ class Clash:
         return ends
 
     def check_told(self) -> None:
-        """Every rank has heard of everything, of each group as of one unit, and of nothing twice."""
+        """Check that every rank got one error for each tensor, and for a group in one response list."""
         for rank, unit, ends in self.ends:
             names = [end.response.request.name for end in ends]
             assert sorted(names) == sorted(each.name for each in unit), (rank, names)
@@ -56,7 +56,7 @@ class Clash:
                 assert error.kind in (ErrorKind.MISMATCH, ErrorKind.RANK_FAILED)
 
     def check_retry(self, retry: Sequence[Request]) -> None:
-        """The next call of every rank ends well, by messages and from the cache, and leaves nothing."""
+        """Check that the next calls succeed, by messages and from the cache, and leave no state."""
         for _ in range(3):
             for ends in self.network.everywhere(retry):
                 assert [end.response.error for end in ends] == [None] * len(retry)
@@ -64,7 +64,7 @@ class Clash:
 
 
 def send(network: Network, rank: int) -> None:
-    """Let what is new on a rank reach the coordinator as one message."""
+    """Send a rank's new requests to the coordinator as one message."""
     if network.ranks[rank].fresh:
         network.send(rank)
         network.deliver_up(rank)
@@ -99,7 +99,7 @@ def test_a_member_by_itself(order: Sequence[int], alone: set[int], member: int, 
 @pytest.mark.parametrize("grouped_first", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
 def test_members_by_themselves_are_all_told(grouped_first: bool, at_once: bool) -> None:
-    """Also those that a rank submits when it could know already that the group has failed."""
+    """Tensors that a rank submits after it could know that the group failed get the error too."""
     clash = Clash(Network(2))
     if grouped_first:
         clash.submit(0, PAIR)
@@ -118,7 +118,7 @@ def test_members_by_themselves_are_all_told(grouped_first: bool, at_once: bool) 
 
 
 def test_a_rank_that_goes_on_by_itself_has_moved_on() -> None:
-    """All ranks agree now that the tensors are no group."""
+    """After the error, all ranks submit the tensors without a group, and succeed."""
     clash = Clash(Network(2))
     clash.submit(0, PAIR)
     clash.submit(1, [ALONE[0]])
@@ -176,10 +176,10 @@ PROGRAMS: list[list[Unit]] = [
 
 
 def is_clash(programs: Sequence[list[Unit]]) -> bool:
-    """Whether what the ranks submit can be told to be wrong, before anything else comes.
+    """Return whether the coordinator can tell from these calls alone that the ranks disagree.
 
-    Ranks that submit different members by themselves wait for each other's, as they may yet come: that is for
-    the stall handling to say. Of ranks that refuse in different ways each means another call.
+    Ranks that submit different members alone wait for each other, because the other members may yet come. The
+    stall inspector reports them. Ranks that refuse in different ways mean different calls.
     """
     units = [unit for program in programs for unit in program]
     refused = {unit for unit in units if isinstance(unit, str)}
@@ -192,7 +192,7 @@ def is_clash(programs: Sequence[list[Unit]]) -> bool:
 
 @dataclass
 class Player:
-    """One rank: what it has yet to submit, and where the ends of that are listed."""
+    """One rank: the calls that it has yet to submit, and the lists that get their ends."""
 
     rank: int
     todo: list[Unit]
@@ -201,11 +201,11 @@ class Player:
     again: list[Done] | None = None
 
     def may(self) -> bool:
-        """Whether it can go on: it submits the last call once it has been told of all the others."""
+        """Return whether the rank can submit: the last call waits for the ends of all others."""
         return bool(self.todo) or (self.again is None and all(len(ends) == n for n, ends in self.ends))
 
     def play(self, clash: Clash) -> None:
-        """Submit what is next."""
+        """Submit the next call."""
         if not self.todo:
             self.again = clash.network.submit(self.rank, self.retry)
             return
@@ -215,7 +215,7 @@ class Player:
 
 
 def play(clash: Clash, players: Sequence[Player], choices: Sequence[int]) -> None:
-    """Let the ranks submit, and the messages travel, as the choices say; then all the rest."""
+    """Let ranks submit and messages move in the chosen order; then take all steps that are left."""
     remaining = iter(choices)
     network = clash.network
     while True:
@@ -249,8 +249,8 @@ def test_everybody_is_told_in_every_order(
     retry: Sequence[Request],
 ) -> None:
     if any(isinstance(unit, str) for program in programs for unit in program):
-        # The next call of a rank that refuses may come before the others' first: it must be told from that,
-        # by its size, and by all of its tensors if they travel in their order and not half of them as bits.
+        # The next call of a rank that refuses may arrive before the others' first call. The two must differ
+        # in size, or in all tensors if these arrive in order and not half of them as bits.
         retry, capacity = PAIR, 8 if capacity else 0
     network = (LaneNetwork if lane else Network)(len(programs), capacity)
     if warm is not None:

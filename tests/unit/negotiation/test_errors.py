@@ -1,4 +1,4 @@
-"""Every error of the negotiation: whom it reaches, what it says, and in which order faults are looked for."""
+"""Every error of the negotiation: the ranks that get it, its text, and the order of the checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCATTER, ALLTOALL = RequestType.REDUCESCATTER, RequestType.ALLTOALL
 
 
 def error_of(requests: Sequence[Request]) -> ErrorInfo:
-    """Let each rank submit one request under one name; all must fail alike, and the set stay usable."""
+    """Let each rank submit one request under one name; all must fail alike, and the set must stay usable."""
     network = Network(len(requests))
     ends = network.each(requests)
     errors = [end.response.error for (end,) in ends]

@@ -1,4 +1,4 @@
-"""The planner: what rides together, and that every rank comes to the same answer."""
+"""The planner of batches: which responses it fuses, and that every rank gets the same plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.unit.negotiation.simulation import allreduce, tensor
 
 
 def reduce_(name: str, count: int = 10, **options: Any) -> Response:
-    """An allreduce of so many float32."""
+    """Return the response of an allreduce of float32 elements."""
     return Response(allreduce(name, (count,), **options))
 
 
 def names(batches: list[list[Response]]) -> list[str]:
-    """Each batch's names in one word."""
+    """Return the names of each batch, joined to one word."""
     return ["".join(r.request.name for r in batch) for batch in batches]
 
 
@@ -57,7 +57,7 @@ def test_look_ahead_over_others_ends_at_the_threshold() -> None:
 
     mixed = [reduce_("a"), f64("x"), reduce_("b"), f64("y"), reduce_("c")]
     assert names(plan(mixed, 1000)) == ["abc", "xy"]
-    # 40 + 80 skipped is 120: not beyond 120; one more of 40 does not fit beside what was skipped.
+    # 40 + 80 skipped bytes are 120, which is allowed; another 40 beside the skipped ones do not fit.
     assert names(plan(mixed, 120)) == ["ab", "x", "y", "c"]
     assert names(plan(mixed, 119)) == ["a", "x", "b", "y", "c"]
 
@@ -104,14 +104,14 @@ def test_nothing_moves_across(kind: RequestType) -> None:
 
 
 def test_an_error_keeps_its_place_and_holds_up_nothing() -> None:
-    """Only some ranks hear of an error: if it held up what follows, the ranks would plan differently."""
+    """Only some ranks get an error: if it split the batch around it, the ranks' plans would differ."""
     mine = plan([reduce_("a"), error("!"), reduce_("b")], 1000)
     assert names(mine) == ["ab", "!"]
     assert names(plan([reduce_("a"), reduce_("b")], 1000)) == [n for n in names(mine) if n != "!"]
 
 
 def test_another_set_makes_no_difference() -> None:
-    """A rank that is not in set 1 does not see "S", which is larger than the look-ahead."""
+    """A rank outside set 1 does not get "S", which is larger than the look-ahead."""
     in_both = [reduce_("a"), Response(allreduce("S", (1000,)), 1), reduce_("b")]
     assert names(plan(in_both, 100)) == ["ab", "S"]
     barrier = [reduce_("a"), Response(Request(RequestType.BARRIER, "|"), 1), reduce_("b")]
@@ -164,7 +164,7 @@ any_response = st.builds(
 
 
 def numbered(responses: list[Response]) -> list[Response]:
-    """Names that say where a response stood."""
+    """Return the responses, each named by its place."""
     return [
         replace(response, request=replace(response.request, name=f"{place:03}"))
         for place, response in enumerate(responses)
@@ -222,7 +222,7 @@ fusable_or_not = st.builds(
 def test_two_ranks_plan_alike(
     responses: list[Response], threshold: int, alone: bool, sets: tuple[set[int], set[int]], told: int
 ) -> None:
-    """Ranks of different sets, and told of different errors, run what they have in common in one order."""
+    """Ranks of different sets, with different errors, have the same plan for their common responses."""
     everything = numbered(responses)
     seen = []
     for rank, mine in enumerate(sets):

@@ -1,4 +1,4 @@
-"""Grouped calls: ready as a whole, answered as a whole, failed as a whole."""
+"""Grouped calls: all tensors of a group become ready, run and fail together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
 
 def texts(ends: list[Done]) -> dict[str, str]:
-    """By tensor, the error it ended with, or an empty text."""
+    """Return the text of each tensor's error, empty without an error."""
     return {
         e.response.request.name: "" if e.response.error is None else e.response.error.message for e in ends
     }
@@ -87,7 +87,7 @@ def test_groups_of_one_name_and_different_sizes_at_the_same_time() -> None:
 def test_groups_of_different_sizes_fail_where_both_are_remembered(
     late: int, other: int, evicted: bool
 ) -> None:
-    """Every rank sends bits, and none of them speaks of another rank's tensors."""
+    """Every rank sends bits of cached tensors, and the bits differ between ranks."""
     network = Network(3, capacity=6)
     pair, triple = grouped("g", [(1,)] * 2), grouped("g", [(1,)] * 3)
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_the_refusal_of_one_does_not_fail_another_group_of_its_name() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_refusal_may_not_know_the_size(cached: bool) -> None:
-    """A grouped call that is given no list at all cannot say how long it is."""
+    """A grouped call whose argument is no list is refused without a size."""
     network = Network(3)
     group = grouped("g", [(1,), (1,)])
     if cached:
@@ -196,7 +196,7 @@ def test_grouped_here_and_single_there(first: int, cached: bool) -> None:
 
 
 def test_bits_of_half_a_group_are_not_ready() -> None:
-    """Not even if every rank sent them; ranks send groups as a whole."""
+    """The table waits for the bits of all tensors of a group, even if every rank sent half of them."""
     table = MessageTable(0, (0, 1), 8)
     for request in grouped("g", [(1,), (2,)]):
         for rank in (0, 1):

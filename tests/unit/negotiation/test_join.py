@@ -1,4 +1,4 @@
-"""Join: what the ranks that are left can still do, and what they are told."""
+"""Join: the operations that the remaining ranks can still run, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADVICE = "Call it before the first rank joins or after join() has returned."
 def with_joined(
     request: Request, size: int = 3, joined: tuple[int, ...] = (1,)
 ) -> tuple[Network, list[Done]]:
-    """Let some ranks join, and the others submit; return how it ended on the first of them."""
+    """Let some ranks join and the others submit; return the ends on the first rank that has not joined."""
     network = Network(size)
     for rank in joined:
         network.submit(rank, [JOIN])
@@ -27,7 +27,7 @@ def with_joined(
 
 
 def finish(network: Network) -> list[Response]:
-    """Let the remaining ranks join, and hold that nothing is left."""
+    """Let the remaining ranks join; check that no state is left; return the last responses."""
     for rank in [r.worker.rank for r in network.ranks if not r.joining]:
         network.submit(rank, [JOIN])
         network.settle()
@@ -268,7 +268,7 @@ def test_a_rank_that_joins_after_a_refusal_needs_no_telling() -> None:
 
 
 def test_duplicates_of_ranks_that_join_cancel_each_other() -> None:
-    """Found by the random programs: a refusal that was deferred on two ranks counted twice."""
+    """Regression, found by random programs: a refusal that two joining ranks deferred was counted twice."""
     network = Network(3)
     x = allreduce("x")
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""The wire form: everything comes back as it was, and what is not a message is said to be none."""
+"""The wire form: every message decodes to itself, and other bytes raise an error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random programs of several ranks, in every order in which their messages can travel.
 
-A program is a list of steps that all ranks carry out. What each call must come to does not depend on the
+A program is a list of steps that all ranks carry out. The end that each call must have does not depend on the
 interleaving: the k-th submission of a tensor (or of a group) on one rank belongs to the k-th on every other.
 ``verdict`` says, from that alone, how it must end.
 """
@@ -39,7 +39,7 @@ GLOBAL = 0
 class Call:
     """One call of every member of a set.
 
-    ``odd`` says which ranks (by number) do something else, and what; ``shared``, whose arrays are in shared
+    ``odd`` tells what some ranks do instead; ``shared`` has the ranks whose arrays are in shared
     memory.
     """
 
@@ -56,7 +56,7 @@ class Call:
         return [f"{name}_{i + 1}of{size}" for i in range(size)] if size else [name]
 
     def requests(self, rank: int, members: Ranks) -> list[Request]:
-        """What a rank submits."""
+        """Return the requests that a rank submits."""
         group, size = UNITS[self.unit]
         kind = KINDS[self.kind % GROUPABLE if size else self.kind]
         made = [self._request(kind, name, rank, members) for name in self.names()]
@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Window:
-    """Calls that a rank may make in any order; then, perhaps, it waits for all of them."""
+    """Calls that a rank may make in any order; with ``wait`` it then waits for all of them."""
 
     calls: list[Call]
     wait: bool
@@ -93,7 +93,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Join:
-    """Each rank makes the calls up to one of its own, and joins; sets other than the global one go on."""
+    """Each rank makes the calls before number ``leave[rank]``, and joins; calls in other sets continue."""
 
     calls: list[Call]
     leave: list[int]
@@ -101,14 +101,14 @@ class Join:
 
 @dataclass(frozen=True)
 class Add:
-    """A process set comes."""
+    """Every rank adds a process set."""
 
     ranks: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Remove:
-    """A process set goes, with calls pending in it that not every rank has made."""
+    """Every rank removes a process set, in which calls are pending that not every rank has made."""
 
     set: int
     calls: list[Call]
@@ -142,7 +142,7 @@ subsets = st.lists(st.frozensets(small, min_size=1), max_size=2)
 
 @dataclass
 class Submission:
-    """One submission of one rank; ``requests`` is None where it was refused."""
+    """One submission of one rank; ``requests`` is None if it was refused."""
 
     requests: list[Request] | None
     ends: list[Done]
@@ -150,7 +150,7 @@ class Submission:
 
 @dataclass
 class Player:
-    """One rank, as it walks through the program."""
+    """One rank and its place in the program."""
 
     rank: int
     steps: list[Step]
@@ -164,7 +164,7 @@ Unit = tuple[int, int, int]
 
 
 class Program:
-    """A program on a network; sets are numbered in the order in which they come, and never reused."""
+    """A program on a network; sets are numbered in the order of their additions, without reuse."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Program:
         self._responded_to = 0
 
     def _resolve(self, step: Step) -> Iterator[Step]:
-        """Name the sets by number, and leave out what cannot be done."""
+        """Yield the step with numbers of live sets; yield nothing if the step is impossible."""
         if isinstance(step, Add):
             self.members.append(_within(step.ranks, len(self.members[GLOBAL])))
             self.live.append(len(self.members) - 1)
@@ -204,7 +204,7 @@ class Program:
     # -- running -------------------------------------------------------------------------------------------
 
     def run(self, choices: Sequence[int]) -> None:
-        """Let happen what the choices say, and then all the rest."""
+        """Take the chosen steps, then all steps that are left."""
         remaining = iter(choices)
         while moves := self._moves():
             moves[next(remaining, 0) % len(moves)]()
@@ -307,7 +307,7 @@ class Program:
     # -- judging -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Hold what came of every submission against the verdict."""
+        """Compare the end of every submission with the verdict."""
         for (number, _, _), by_rank in self.submissions.items():
             for k in range(max(len(each) for each in by_rank.values())):
                 together = {rank: each[k] for rank, each in by_rank.items() if k < len(each)}
@@ -353,7 +353,7 @@ def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -
 def verdict(
     made: dict[int, list[Request]], refused: bool, absent: Sequence[int], may_go: bool
 ) -> ErrorKind | None:
-    """Say how a submission must end: with which kind of error, or None for a result."""
+    """Return the kind of error with which a submission must end, or None for a result."""
     if refused:
         return ErrorKind.RANK_FAILED
     if absent and may_go:
@@ -442,7 +442,7 @@ def test_program_ends_the_same_with_a_fast_lane(
 def test_joins_amid_what_is_cached(
     size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
 ) -> None:
-    """A rank joins right behind calls that all ranks remember, and have made as well."""
+    """A rank joins directly after calls that all ranks have cached and made."""
     same = [replace(call, odd={}, impatient=False) for call in calls]
     steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
     program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)

@@ -1,4 +1,4 @@
-"""Process sets that come and go: what is pending in them, what comes late, and ids that are used again."""
+"""Process sets that are added and removed: pending calls, late messages, and ids that are used again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add(network: Network, ranks: Ranks, name: str = "process_set.add.0") -> int:
 
 
 def removal(set_id: int = 1) -> Request:
-    """A request to remove a set."""
+    """Return a request to remove a set."""
     return Request(RequestType.REMOVE_PROCESS_SET, f"process_set.remove.{set_id}", ranks=(set_id,))
 
 
@@ -97,7 +97,7 @@ def test_what_is_ready_in_the_same_moment_still_runs(cached: bool) -> None:
 
 
 def test_what_is_ready_with_the_removal_finds_its_set_as_it_was() -> None:
-    """Though the next set is added in the same response list."""
+    """The set keeps its members and slots until the list is carried out, even if it adds another set."""
     network = Network(3, sets=[(0, 1)])
     for rank in range(3):
         network.submit(rank, [removal()])
@@ -133,7 +133,7 @@ def test_refusals_of_a_removed_set_are_forgotten() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_late_messages_to_a_removed_set_reach_nobody(cached: bool) -> None:
-    """Nor do they reach the set that has its id by then."""
+    """Late messages do not reach the new set that has the removed set's id."""
     network = Network(3, sets=[(0, 1)])
     if cached:
         network.everywhere([allreduce("x")], 1)

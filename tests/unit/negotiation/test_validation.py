@@ -1,4 +1,4 @@
-"""What ranks and values look like in a message, and which requests agree."""
+"""The text of ranks and values in an error, and which requests agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings made up for tests: ranks whose clocks are known to be wrong, and by how much."""
+"""Made-up recordings for tests: ranks whose clocks differ by known amounts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyhvd.negotiation.messages import Request, RequestType
-from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, rank_path
+from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
 from pyhvd.observe.trace.rows import Rows
 
 MS = 1_000_000
@@ -15,24 +15,19 @@ MS = 1_000_000
 
 @dataclass(frozen=True)
 class Skew:
-    """A clock that shows ``ahead`` ns too much at time 0, and ``drift`` of every second more."""
+    """A clock that is ``ahead`` ns ahead at time 0, and gains ``drift`` s per second."""
 
     ahead: int = 0
     drift: float = 0.0
 
     def shows(self, time: float) -> int:
-        """Return what the clock shows at a true time (ns)."""
+        """Return the clock's time (ns) at a true time (ns)."""
         return round(time + self.ahead + time * self.drift)
 
 
 def request(name: str, elements: int = 256, kind: RequestType = RequestType.ALLREDUCE) -> Request:
     """Return the request of a float32 tensor."""
     return Request(kind, name, dtype=7, shape=(elements,))
-
-
-def metadata(name: str, args: Event) -> Event:
-    """Return one of pyhvd's own metadata events."""
-    return {"name": name, "ph": "M", "pid": 0, "tid": 0, "args": args}
 
 
 class Recording:
@@ -60,16 +55,16 @@ class Recording:
         self._writer.write([head, self.clock("start", begin)])
 
     def clock(self, when: str, time: int) -> Event:
-        """Return a measurement that is exact."""
+        """Return an exact measurement of the clock."""
         at = self.skew.shows(time)
         return metadata(CLOCK, {"when": when, "at_ns": at, "offset_ns": at - time, "uncertainty_ns": 1000})
 
     def flush(self) -> None:
-        """Write what there is, as a rank does that is killed right after."""
+        """Write the events so far, as a rank that is killed directly after it."""
         self._writer.write(self.rows.take())
 
     def close(self) -> Path:
-        """End as a job does that is stopped properly."""
+        """Write the rest and close the file, as at the end of a job; return the path."""
         self.rows.close(self.skew.shows(self._end))
         last = metadata(END, {"dropped": 0, "at_ns": self.skew.shows(self._end)})
         self._writer.write([*self.rows.take(), self.clock("end", self._end), last])
@@ -77,7 +72,7 @@ class Recording:
         return self.path
 
     def turn(self, number: int, name: str, times: tuple[int, int, int, int], elements: int = 256) -> None:
-        """Add a turn: (submitted, ready, begun, ended), true times in ns; half a batch packs."""
+        """Add a turn, in true ns: (submitted, ready, begun, ended); packing takes half of the batch."""
         submitted, ready, begun, ended = map(self.skew.shows, times)
         tensors = [(0, request(name, elements))]
         self.rows.queued(submitted, tensors)

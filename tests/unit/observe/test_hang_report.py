@@ -160,7 +160,7 @@ def test_the_error_says_the_same_with_the_stacks_apart() -> None:
 
 @pytest.mark.parametrize("suspended", [False, True])
 def test_a_job_that_was_suspended_is_not_ended_for_it(suspended: bool) -> None:
-    """Rank 0 slept until 10 s, and went on at 100 s: from then on time counts."""
+    """Rank 0 is suspended from 10 s to 100 s; the time of the stall starts anew at 100 s."""
     waiting = [Stalled(0, "x", 0.0, (0,), (1,))]
     reporter = HangReporter(
         StallInspector(10.0, 20.0),

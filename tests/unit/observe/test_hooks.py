@@ -1,4 +1,4 @@
-"""Hooks: who listens hears; who raises is taken out; and where nobody listens nothing is made."""
+"""Hooks: instruments get every call; one that raises is removed; without instruments nothing is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting: histograms, the meter's snapshot, and whom the others wait for."""
+"""Counting: histograms, the meter's snapshot, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 
 class FakeLane:
-    """A fast lane that has counted: two responses, of one tensor of 8 bytes and of three of 16 in all."""
+    """The counters of a fast path with two responses: one tensor of 8 bytes, and three of 16 bytes in all."""
 
     timed = False
 
@@ -138,7 +138,7 @@ def test_time_that_overlaps_counts_once() -> None:
     late.count(0, 1, since=0.0, now=10.0)
     late.count(0, 1, since=1.0, now=11.0)
     late.count(0, 2, since=10.5, now=12.0)
-    late.count(7, 0, since=0.0, now=2.0, tensors=4)  # another set waits for itself
+    late.count(7, 0, since=0.0, now=2.0, tensors=4)  # waits of another set count separately
     assert late.totals() == [(4, 2.0), (1 + 1, 11.0), (1, 1.0)]
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told, and the endpoint: parsed back by prometheus-client's own parser."""
+"""The metrics for Prometheus and the endpoint, read back by prometheus-client's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stall inspector: when it looks, what it finds, when it gives up; and what the ranks are asked."""
+"""The stall inspector: when it looks, what it finds, when it ends the job, and which ranks it asks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_no_more_ranks_are_asked_than_can_be_read() -> None:
 
 @pytest.mark.parametrize("end", [60.0, 61.0, 75.0, 119.0, 121.0, 500.0])
 def test_the_end_comes_on_time(end: float) -> None:
-    """Whoever looks whenever told to, ends the job no later than half a second after its time."""
+    """The inspector ends the job at most half a second late if it is called at the times that it asks for."""
     inspector = StallInspector(60.0, end)
     pending = [stalled("x", 3.0)]
     now: float = 3.0

@@ -1,4 +1,4 @@
-"""Who waits for a recording to begin or to end hears of it, however the runtime ends."""
+"""Waits for a recording to start or to stop end with a result or an error, however the runtime ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyhvd.transport.fabric import Fabric
 
 
 class Lonely:
-    """A fabric of one rank, which may be broken."""
+    """A fabric of one rank, which raises if it is broken."""
 
     rank = 0
     size = 1
@@ -66,4 +66,4 @@ def test_nobody_waits_for_a_thread_that_is_caught(recorder: Recorder, lonely: Lo
     for each in (begins, ends, later):
         with pytest.raises(StallError):
             each.result(timeout=0)
-    recorder.finish(None)  # the thread has come free after all
+    recorder.finish(None)  # the stuck thread returns after all

@@ -1,9 +1,10 @@
-"""Clocks of ranks: what a measurement promises, and that the mapping keeps it."""
+"""Clocks of ranks: the true offset and the mapped times are within the stated uncertainty."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.arrays import Bytes
 from pyhvd.observe.trace.clocks import ClockMap, Reading, measure
+from pyhvd.transport.fabric import Fabric
 
 SECOND = 1_000_000_000
 
 
 class Wires:
-    """A network of two ranks with chosen delays; a fabric's allgather, played by two threads in lockstep.
+    """A network of two ranks with chosen delays; two threads in lockstep play a fabric's allgather.
 
-    Each rank has its own true time, moved on by what it does; it leaves when the other's message is there.
+    Each rank has its own true time, which its actions advance. It leaves when the other's message arrives.
     """
 
     def __init__(self, delays: list[tuple[int, int]], late: list[int], offset: int) -> None:
@@ -35,7 +37,7 @@ class Wires:
         return lambda: self.now[rank] + self.offset[rank]
 
     def play(self, rank: int, rounds: int) -> Reading:
-        return measure(_End(self, rank), self.clock(rank), rounds)
+        return measure(cast(Fabric, _End(self, rank)), self.clock(rank), rounds)
 
     def allgather(self, rank: int, turn: int, send: Bytes, recv: Bytes) -> None:
         self._sent[rank] = (self.now[rank], send.copy())
@@ -103,7 +105,7 @@ def test_times_come_back_within_the_uncertainty(
         readings.append(Reading(at, at - moment + error, 5000))
     clock = ClockMap(*readings)
     time = where * length
-    # Two ns of rounding, and what floats of this size lose.
+    # Two ns of rounding, and the precision of floats of this size.
     assert (
         abs(clock.to_root(shows(time)) - time) <= clock.uncertainty * (1 + 1e-3) + 2 + 1e-15 * abs(ahead) * 4
     )

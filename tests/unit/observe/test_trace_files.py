@@ -1,4 +1,4 @@
-"""Trace files: where they lie, that they can be read at any moment, and what is said of broken ones."""
+"""Trace files: their paths, that they are readable at any moment, and the errors for broken files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings of ranks with known clocks: put on one clock, drawn with arrows, summed up."""
+"""Recordings of ranks with known clocks: put on one clock, merged with arrows, summarised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATE = 4 * MS
 
 
 def _record(path: Path, *, turns: int = 20, job: str = "job", begin: int = 0) -> list[Recording]:
-    """Three ranks, turns of 10 ms: rank 2 submits 4 ms late, agreement takes 1 ms, queue 2, batch 3."""
+    """Record turns of 10 ms on 3 ranks: rank 2 submits 4 ms late, agreement takes 1 ms, queue 2, batch 3."""
     ranks = [
         Recording(str(path), rank, 3, skew, job, begin, begin + 1000 * MS) for rank, skew in enumerate(SKEWS)
     ]
@@ -101,13 +101,13 @@ def test_spans_nest_or_go_to_another_lane() -> None:
 
 
 def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
-    """Perfetto multiplies us by 1000 and cuts off; one ns too many, and it drops the span."""
+    """Perfetto multiplies us by 1000 and truncates; it drops a span that is one ns too long."""
     ranks = _record(tmp_path / "t.json", turns=50)
     for recording in ranks:
         recording.close()
     traces = load([str(tmp_path)])
     for trace in traces:
-        trace.turns[:] = [  # as clocks come out: with fractions
+        trace.turns[:] = [  # converted times have fractions
             replace(
                 turn,
                 ready=turn.ready + 0.0007 * turn.batch,
@@ -122,7 +122,7 @@ def test_what_nests_still_nests_in_a_viewer(tmp_path: Path) -> None:
             begin = int(event["ts"] * 1000)
             spans = threads.setdefault((event["pid"], event["tid"]), [])
             spans.append((begin, begin + int(event["dur"] * 1000)))
-    assert not any(tid in (0, pid) for pid, tid in threads)  # it takes these for one thread
+    assert not any(tid in (0, pid) for pid, tid in threads)  # Perfetto treats these as one thread
     for spans in threads.values():
         open_ends: list[int] = []
         for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):

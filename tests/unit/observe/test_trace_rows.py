@@ -1,4 +1,4 @@
-"""From what happened to events: Horovod's names, spans that nest, and what comes late or twice."""
+"""Conversion of records to events: Horovod's names, spans that nest, and late or repeated records."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_handle_that_completes_early_and_is_used_again() -> None:
     rows.queued(1 * US, [W])
     rows.listed(2 * US, 1, [(W, "")])
     rows.started(3 * US, [W])
-    rows.queued(4 * US, [W])  # the next turn: its thread saw the result before the batch had ended here
+    rows.queued(4 * US, [W])  # the next turn: the submitting thread got the result before the batch ended
     rows.ended(5 * US, [W])
     check_events(events := rows.take(), complete=False)
     assert [e["name"] for e in events if e["ph"] == "B"][-1] == "NEGOTIATE_ALLREDUCE"

@@ -46,7 +46,7 @@ class Line:
 
 
 def values(**changed: Any) -> dict[str, Any]:
-    """Return arguments of an Estimator that are all right but for the changed ones."""
+    """Return valid arguments of an Estimator, with the given changes."""
     right: dict[str, Any] = {
         "model": Line(), "train_fn": None, "store": Store.create("/tmp/store"), "feature_cols": ["x"],
         "label_cols": ["y"], "num_proc": None, "batch_size": 8, "epochs": 1, "validation": None, "loss": None,

@@ -1,4 +1,4 @@
-"""What a rank knows of the devices that Spark has given its task."""
+"""The devices of a rank: those that Spark assigned to its task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose rows are whose, the order of an epoch, and the description of a prepared dataset."""
+"""The rows of each rank, the order of an epoch, and the description of a prepared dataset."""
 
 from __future__ import annotations
 

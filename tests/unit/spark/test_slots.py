@@ -1,4 +1,4 @@
-"""How many ranks run() starts when it is not told."""
+"""The default number of ranks of run()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up facts for the doctor's tests: a sound host, and a trial on it that went well."""
+"""Made-up facts for the doctor's tests: a host without faults, and a successful trial on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pyhvd.run.check_build import MpiFacts
-from pyhvd.tools.doctor.advice import Case, Finding, examine
+from pyhvd.tools.doctor.advice import Finding, examine
 from pyhvd.tools.doctor.facts import Cores, Facts, Limits, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaDevice, CudaFacts
 from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial, TrialFacts
@@ -49,16 +49,16 @@ GOOD_TRIAL = Trial(2, 1.5, FOUND)
 
 
 def found(ranks: int = 2, trial: Trial | None = GOOD_TRIAL, **changes: Any) -> list[Finding]:
-    """What is found on a host that differs from the sound one."""
-    return examine(Case(replace(GOOD, **changes), ranks, trial))
+    """Return the findings for the faultless host with some changes."""
+    return examine(replace(GOOD, **changes), ranks, trial)
 
 
 def only(findings: list[Finding]) -> tuple[str, str, str]:
-    """The one finding that there is."""
+    """Return level, subject and text of the only finding."""
     (finding,) = findings
     return str(finding.level), finding.about, finding.text
 
 
 def trial_with(**changes: Any) -> Trial:
-    """A trial that has measured something else."""
+    """Return the successful trial with other measurements."""
     return Trial(2, 1.5, msgspec.structs.replace(FOUND, **changes))

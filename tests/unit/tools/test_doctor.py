@@ -1,4 +1,4 @@
-"""The doctor: what is read from files, and what is shown; ``--check-build``; ``python -m pyhvd``."""
+"""The doctor's facts and its report; ``--check-build``; ``python -m pyhvd``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from pyhvd import __main__ as dispatcher, __version__
 from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build
 from pyhvd.tools.doctor import facts as gathering, gpus
-from pyhvd.tools.doctor.advice import Case, Finding, Level, examine, rate, size, span
+from pyhvd.tools.doctor.advice import Finding, Level, examine, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.ranks import offset_of
@@ -169,14 +169,14 @@ NOTE (shared memory): /dev/shm is 64 MiB: enough for pyhvd (1.56 MiB for 2 ranks
 def test_the_report_in_plain_text() -> None:
     facts = replace(GOOD, shared=Shared("/dev/shm", 64 * MIB, 63 * MIB))
     trial = trial_with(ring=RingFacts([1, 65536], [(1, 0, 1)]))
-    report = Report([facts], {"node1": examine(Case(facts, 2, trial))}, trial)
+    report = Report([facts], {"node1": examine(facts, 2, trial)}, trial)
     assert plain(report).replace(__version__, "VERSION") == SHOWN
     assert report.code == 1
 
 
 def test_a_trial_that_failed_is_shown() -> None:
     trial = Trial(2, 3.0, error="2 ranks ended with code 1: boom", stages={0: "ring test", 1: "ring test"})
-    report = Report([GOOD], {"node1": examine(Case(GOOD, 2, trial))}, trial)
+    report = Report([GOOD], {"node1": examine(GOOD, 2, trial)}, trial)
     assert "problem  trial  2 ranks, ended after 3 s" in plain(report)
     assert (
         "PROBLEM (trial): 2 ranks ended with code 1: boom. When it ended: ranks 0-1 at 'ring test'"
@@ -193,7 +193,7 @@ def test_notes_alone_leave_the_exit_code_at_0() -> None:
 
 def test_each_of_several_hosts_has_its_table() -> None:
     other = replace(GOOD, host="node2", memory=Memory(GIB, MIB))
-    findings = {"node1": examine(Case(GOOD, 1, GOOD_TRIAL)), "node2": examine(Case(other, 1))}
+    findings = {"node1": examine(GOOD, 1, GOOD_TRIAL), "node2": examine(other, 1)}
     text = plain(Report([GOOD, other], findings, GOOD_TRIAL))
     assert "NOTE (memory on node2): only 1 MiB are available" in text
     assert re.findall(r"^(?:  )?(\w+) +memory ", text, re.MULTILINE) == ["ok", "note"]
@@ -216,7 +216,7 @@ GPU_LINES = """\
 
 def test_what_there_is_for_arrays_on_gpus_is_shown() -> None:
     facts = replace(GOOD, cuda=CUDA)
-    text = plain(Report([facts], {"node1": [f for f in examine(Case(facts, 3)) if f.about == "GPU arrays"]}))
+    text = plain(Report([facts], {"node1": [f for f in examine(facts, 3) if f.about == "GPU arrays"]}))
     assert GPU_LINES in re.sub(" (ok|note) +", r" \1  ", text).replace("  ok  ", "  ok    ")
 
 
@@ -239,7 +239,7 @@ def test_the_way_that_arrays_on_gpus_would_take(changes: dict[str, Any], way: st
 
 
 def test_cuda_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever stands for CuPy there: one that is whole, one that cannot be imported, one that hangs."""
+    """The child reports a CuPy that works, one that cannot be imported, and one that crashes or hangs."""
     found_here = gpus.probe_cuda()
     assert isinstance(found_here, CudaFacts)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}")

@@ -1,4 +1,4 @@
-"""Each thing that the doctor may find, on made-up facts, and its words."""
+"""The text of each of the doctor's findings, on made-up facts."""
 
 from __future__ import annotations
 

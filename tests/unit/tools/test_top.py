@@ -1,4 +1,4 @@
-"""python -m pyhvd top, without a job: rates of two readings, what is printed, and what where none runs."""
+"""``python -m pyhvd top`` without a job: the rates between two readings, the output, and the errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def url(endpoint: Endpoint) -> str:
 
 
 def reading(rank: int, when: float, **samples: float) -> Reading:
-    """Samples are written name__label__value=number."""
+    """Return a reading; samples are written name__label__value=number."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for name, value in samples.items():
         metric, *label = name.split("__")
@@ -123,7 +123,7 @@ def test_who_does_not_answer_is_not_gone() -> None:
 
 
 def _answer(*pieces: bytes, length: int | None = None) -> Scrape:
-    """Return what one sees of a server that answers so."""
+    """Return the scrape of a server that sends these pieces."""
 
     def speak(_: WSGIEnvironment, start: StartResponse) -> list[bytes]:
         start("200 OK", [] if length is None else [("Content-Length", str(length))])
@@ -230,8 +230,8 @@ def test_bad_flags(arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
-    with top._Rich() as screen:
-        screen.show("[/i]: 1 of 1 ranks", [row])
+    with top._rich_screen() as show:
+        show("[/i]: 1 of 1 ranks", [row])
     shown = capsys.readouterr().out
     assert "[/i]: 1 of 1 ranks" in shown
     assert "[/b]" in shown

@@ -77,7 +77,7 @@ def test_who_finishes_loses_nothing_though_it_leaves_something_unread(listener: 
         client.send(bytes([number]) * 65536)
     thread = threading.Thread(target=client.finish, args=(_PATIENCE_S,))
     thread.start()
-    time.sleep(0.2)  # it has sent what the buffers hold
+    time.sleep(0.2)  # by now it has filled the buffers
     messages: list[bytes] = []
     while server.open:
         select.select([server], [], [], _PATIENCE_S)

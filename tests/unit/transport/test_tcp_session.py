@@ -105,7 +105,7 @@ def test_records_repeated_swapped_or_left_out_are_refused(messages: list[bytes],
         else:
             with pytest.raises(ChannelError, match="repeated, dropped or reordered"):
                 server.receive(records[number])
-            with pytest.raises(ChannelError):  # and nothing is taken after it
+            with pytest.raises(ChannelError):  # the session accepts nothing after it
                 server.receive(records[good] if good < len(records) else b"")
             break
 
