@@ -149,17 +149,20 @@ class Context:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))
         # Tensors of the ready table bypass the checks, so with checks there is no ready table.
         checked = config.check != "off"
-        self.lane = (
+        self.fast_path = (
             None if checked else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
         )
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
-        self.arena = NoArena(without) if self.lane is None else world.open_arena(world.fabric)
-        make_fast_path = bell = None
-        if self.lane is not None:
-            self.lane.record_in(recorder.trace)
+        self.arena = NoArena(without) if self.fast_path is None else world.open_arena(world.fabric)
+        make_adapter = bell = None
+        if self.fast_path is not None:
+            self.fast_path.record_in(recorder.trace)
             arena = self.arena if isinstance(self.arena, Arena) else None
-            make_fast_path, bell = partial(FastPathAdapter, self.lane, arena), FastPathBell(self.lane, rank)
-        recorder.lane, recorder.members = self.lane, self.process_sets
+            make_adapter, bell = (
+                partial(FastPathAdapter, self.fast_path, arena),
+                FastPathBell(self.fast_path, rank),
+            )
+        recorder.fast_path, recorder.members = self.fast_path, self.process_sets
         recorder.begin(backends[GLOBAL_SET].fabric)
         tuner = None
         if config.autotune and rank == 0:
@@ -177,8 +180,8 @@ class Context:
                 where=RankLocations(rank, places, threads),
                 hooks=self.hooks,
                 recorder=recorder,
-                lane=self.lane,
-                make_fast_path=make_fast_path,
+                fast_path=self.fast_path,
+                make_adapter=make_adapter,
                 surroundings=lambda: playing_rank(slot),
                 tuner=tuner,
             ),
@@ -335,7 +338,7 @@ class _ThreadSlot(threading.local):
 class Slot(FastPathSlot):
     """A slot for a context: the process's own, or that of a thread that plays a rank.
 
-    ``rank`` is set as soon as ``init()`` knows it, for log records. ``lane`` is the context's fast path; a
+    ``rank`` is set as soon as ``init()`` knows it, for log records. ``fast_path`` is the context's; a
     submission reads it without the context.
     """
 
@@ -349,7 +352,7 @@ class Slot(FastPathSlot):
     def use(self, context: Context | None) -> None:
         """Set the context of the module-level functions, or clear it."""
         self.context = context
-        self.lane = None if context is None else context.lane
+        self.fast_path = None if context is None else context.fast_path
 
 
 process_slot = Slot()

@@ -64,7 +64,7 @@ def open_fast_path(
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
         return None
-    lane = FastPath(
+    fast_path = FastPath(
         opened.areas[0],
         opened.memory,
         fabric.rank,
@@ -76,9 +76,9 @@ def open_fast_path(
         _code_of,
     )
     if fabric.rank == 0:
-        lane.clear()
+        fast_path.clear()
     fabric.barrier()
-    return lane
+    return fast_path
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:
@@ -93,7 +93,7 @@ class FastPathAdapter(NoFastPath):
 
     Parameters
     ----------
-    lane : FastPath
+    fast_path : FastPath
         The fast path's Cython object.
     arena : Arena or None
         Shared memory of arrays that need not be copied.
@@ -107,13 +107,13 @@ class FastPathAdapter(NoFastPath):
 
     def __init__(
         self,
-        lane: FastPath,
+        fast_path: FastPath,
         arena: Arena | None,
         worker: Worker,
         queue: TensorQueue,
         meter: Meter,
     ) -> None:
-        self._lane = lane
+        self._fast_path = fast_path
         self._entered = False
         self._arena = arena
         self._worker = worker
@@ -121,33 +121,33 @@ class FastPathAdapter(NoFastPath):
         self._meter = meter
         self._unsent: list[tuple[int, Request]] = []
         if arena is not None:
-            lane.know_arena(arena.start, arena.nbytes)
-        lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
+            fast_path.know_arena(arena.start, arena.nbytes)
+        fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: Backend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts
             ranks = self._worker.sets[set_id]
-            self._lane.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
+            self._fast_path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
         """Forget a process set; return its tensors in flight."""
-        if not self._lane.has_set(set_id):
+        if not self._fast_path.has_set(set_id):
             return []
-        left = [entry for call in self._lane.in_flight(set_id) for entry in self._entries(call)[1]]
-        self._lane.close_set(set_id)
+        left = [entry for call in self._fast_path.in_flight(set_id) for entry in self._entries(call)[1]]
+        self._fast_path.close_set(set_id)
         return left
 
     def close(self, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
-        self._lane.shut(stuck or self._entered)
-        return [entry for call in self._lane.in_flight() for entry in self._entries(call)[1]]
+        self._fast_path.shut(stuck or self._entered)
+        return [entry for call in self._fast_path.in_flight() for entry in self._entries(call)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
         """Return the names in flight, whether a batch is running, and the position. From any thread."""
-        names = [call.name for call in self._lane.in_flight()]
-        return names, self._lane.is_running(), self._lane.position()
+        names = [call.name for call in self._fast_path.in_flight()]
+        return names, self._fast_path.is_running(), self._fast_path.position()
 
     def before_sending(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
         """Return the requests to send, after all calls that this rank has marked ready.
@@ -156,50 +156,50 @@ class FastPathAdapter(NoFastPath):
         2. A tensor that this rank rejected is frozen: its next call must not match the others' current call.
         """
         if fresh:
-            self._lane.mark_ready()
+            self._fast_path.mark_ready()
         first, self._unsent = self._unsent, []
-        while (call := self._lane.refused()) is not None:
+        while (call := self._fast_path.refused()) is not None:
             _, entries = self._entries(call)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
         for set_id, request in fresh:
-            if request.error and self._lane.has_set(set_id):
+            if request.error and self._fast_path.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
-                    if slot < self._lane.slots:
-                        self._lane.freeze(set_id, slot)
+                    if slot < self._fast_path.slots:
+                        self._fast_path.freeze(set_id, slot)
         return first + fresh
 
     def forget(self, keep: bool = False) -> None:
         """Release the handles' arrays; with ``keep``, only those that no other rank can reach."""
-        self._lane.forget(keep=keep)
+        self._fast_path.forget(keep=keep)
 
     def flush(self) -> None:
         """Mark held calls as ready: a thread waits."""
-        self._lane.flush()
+        self._fast_path.flush()
 
     def announce(self, number: int, ranks: Iterable[int]) -> bool:
         """Give a response list its place in the ready log; return False if the log is full."""
-        return self._lane.announce(number, ranks)
+        return self._fast_path.announce(number, ranks)
 
     def enter(self, number: int) -> bool:
         """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""
-        self._entered = self._lane.enter(number)
+        self._entered = self._fast_path.enter(number)
         return self._entered
 
     def leave(self) -> None:
         """Release the progress lock, if :meth:`enter` took it."""
         if self._entered:
             self._entered = False
-            self._lane.leave()
+            self._fast_path.leave()
 
     def tune(self, threshold: int, cycle: float) -> None:
         """Use another fusion threshold (bytes) and cycle time (s)."""
-        self._lane.tune(threshold, cycle)
+        self._fast_path.tune(threshold, cycle)
 
     def prepare(self, message: ResponseList) -> None:
         """Take back the calls that a response list answers: the coordinator recalled their slots."""
         for set_id, data in message.cached.items():
-            if self._lane.has_set(set_id):
+            if self._fast_path.has_set(set_id):
                 names = (
                     self._worker.request_of(set_id, slot).name for slot in iter_bits(bytes_to_bits(data))
                 )
@@ -211,9 +211,9 @@ class FastPathAdapter(NoFastPath):
     def follow(self, todo: Iterable[Response]) -> None:
         """Take back the calls whose cache slots a response list reassigns."""
         for response in todo:
-            if response.slot >= 0 and self._lane.has_set(response.process_set):
+            if response.slot >= 0 and self._fast_path.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
-                call = self._lane.retire(response.process_set, response.slot, own)
+                call = self._fast_path.retire(response.process_set, response.slot, own)
                 if call is not None:
                     self._convert(call)
 
@@ -221,20 +221,20 @@ class FastPathAdapter(NoFastPath):
         """Accept the calls that a finished response list has put into the cache."""
         for response in todo:
             set_id, slot = response.process_set, response.slot
-            if not 0 <= slot < self._lane.slots or not self._lane.has_set(set_id):
+            if not 0 <= slot < self._fast_path.slots or not self._fast_path.has_set(set_id):
                 continue
             own = self._worker.request_of(set_id, slot)
             # With a small cache a list may reassign a slot several times: the last one counts.
             on_host = own.device == HOST
             if on_host and own.type == RequestType.ALLREDUCE and own.name == response.request.name:
                 spec = own.reduce_spec(len(self._worker.sets[set_id]))
-                self._lane.install(
+                self._fast_path.install(
                     set_id, slot, own, response.version, spec.op, spec.postscale, response.direct
                 )
 
     def _take_over(self, set_id: int, names: Iterable[str]) -> None:
         for name in names:
-            if (call := self._lane.find(set_id, name)) is not None:
+            if (call := self._fast_path.find(set_id, name)) is not None:
                 self._convert(call)
 
     def _convert(self, call: CachedCall) -> None:
@@ -282,13 +282,13 @@ class FastPathBell:
 
     shortest = 0.0
 
-    def __init__(self, lane: FastPath, rank: int) -> None:
-        self._lane = lane
+    def __init__(self, fast_path: FastPath, rank: int) -> None:
+        self._fast_path = fast_path
         self._rank = rank
 
     def ring(self, address: int | None = None) -> None:
         """Ring a bell, by default this rank's own; from any thread; never blocks."""
-        self._lane.call(self._rank if address is None else address)
+        self._fast_path.call(self._rank if address is None else address)
 
     def wait(self, timeout: float | None) -> bool:
         """Sleep until rung, at most ``timeout`` seconds; return whether it was rung.
@@ -298,8 +298,8 @@ class FastPathBell:
         Aborted
             Another rank has aborted a window while this one's engine was, or came, inside.
         """
-        rung = bool(self._lane.doze(timeout))
-        if (note := self._lane.note()) is not None:
+        rung = bool(self._fast_path.doze(timeout))
+        if (note := self._fast_path.note()) is not None:
             raise Aborted(note)
         return rung
 

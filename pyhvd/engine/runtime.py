@@ -190,10 +190,10 @@ class RuntimeParts:
         The instruments to notify.
     recorder : Recorder
         Starts and stops timelines.
-    lane : FastPath or None
+    fast_path : FastPath or None
         The fast path; the thread makes progress on it while no other thread waits, and sleeps on it.
-    make_fast_path : callable or None
-        ``make_fast_path(worker, queue, meter)`` returns the fast path as the runtime sees it.
+    make_adapter : callable or None
+        ``make_adapter(worker, queue, meter)`` returns the fast path as the runtime sees it.
     surroundings : callable
         A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
@@ -203,8 +203,8 @@ class RuntimeParts:
     where: RankLocations
     hooks: Instruments
     recorder: Recorder
-    lane: FastPath | None = None
-    make_fast_path: Callable[[Worker, TensorQueue, Meter], NoFastPath] | None = None
+    fast_path: FastPath | None = None
+    make_adapter: Callable[[Worker, TensorQueue, Meter], NoFastPath] | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
 
@@ -238,21 +238,21 @@ class Runtime:
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config
-        lane = parts.lane
+        fast_path = parts.fast_path
         self._fit(parts)
         self.tuning = tuning_of(config)
-        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, lane)
+        self._queue = TensorQueue(control.wake, config.cycle_time_ms / 1000, fast_path)
         self._worker = Worker(control.rank, control.size, sets)
         self._coordinator = (
-            Coordinator(control.size, config.cache_capacity, sets, lane) if control.rank == 0 else None
+            Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
         lateness = self._coordinator.stragglers if self._coordinator is not None else None
-        self.meter = Meter(control.rank, control.size, config.metrics_timed, lane, lateness)
+        self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, lateness)
         self._fast_path = NoFastPath()
-        if parts.make_fast_path is not None:
-            self._fast_path = parts.make_fast_path(self._worker, self._queue, self.meter)
+        if parts.make_adapter is not None:
+            self._fast_path = parts.make_adapter(self._worker, self._queue, self.meter)
         self._hangs = make_reporter(
-            config, self._where, control.send, self._coordinator, lane is not None, self.meter
+            config, self._where, control.send, self._coordinator, fast_path is not None, self.meter
         )
         self._executor = Executor(
             control.rank,
@@ -290,8 +290,8 @@ class Runtime:
         self._tuner, self._where = parts.tuner, parts.where
         self._hooks, self._recorder = parts.hooks, parts.recorder
         self._surroundings = parts.surroundings
-        if parts.tuner is not None and parts.lane is not None:
-            parts.lane.measure(parts.tuner.sampler)
+        if parts.tuner is not None and parts.fast_path is not None:
+            parts.fast_path.measure(parts.tuner.sampler)
 
     # -- for any thread ------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ _log: logging.Logger
 def ready_table_bytes(size: int, slots: int) -> int: ...
 
 class FastPathSlot:
-    lane: FastPath | None
+    fast_path: FastPath | None
 
 GROUPED: int
 IN_PLACE: int

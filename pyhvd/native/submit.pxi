@@ -3,21 +3,21 @@
 cdef class FastPathSlot:
     """Where :func:`start` finds the fast path of a rank; None: all calls go by message."""
 
-    cdef FastPath _lane
+    cdef FastPath _fast_path
 
     @property
-    def lane(self):
+    def fast_path(self):
         """The rank's fast path, or None."""
         return self.get()
 
-    @lane.setter
-    def lane(self, FastPath lane):
+    @fast_path.setter
+    def fast_path(self, FastPath fast_path):
         with cython.critical_section(self):
-            self._lane = lane
+            self._fast_path = fast_path
 
     cdef FastPath get(self):
         with cython.critical_section(self):  # without the GIL, another thread may replace it meanwhile
-            return self._lane
+            return self._fast_path
 
 
 cdef object _current_slot = None

@@ -89,8 +89,8 @@ class Timeline(Instrument):
         every response list and every entry of the ready log.
     trace : Trace
         Ring to which the C code writes records.
-    lane : FastPath or None
-        The fast lane, which knows the tensors of cache slots.
+    fast_path : FastPath or None
+        The fast path, which knows the tensors of cache slots.
     members : callable
         ``members(id)`` returns the global ranks of a process set.
     """
@@ -102,13 +102,13 @@ class Timeline(Instrument):
         size: int,
         order: TimelineOrder,
         trace: Trace,
-        lane: FastPath | None,
+        fast_path: FastPath | None,
         members: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._writer = writer
         self._rank = rank
         self._trace = trace
-        self._lane = lane
+        self._fast_path = fast_path
         self._members = members
         self._notes: deque[Note] = deque()
         self._counting = threading.Lock()
@@ -211,7 +211,7 @@ class Timeline(Instrument):
 
     def _tensors(self, set_id: int, slot: int, alone: bool) -> list[Tensor]:
         """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
-        requests = self._lane.requests(set_id, slot, alone) if self._lane is not None else []
+        requests = self._fast_path.requests(set_id, slot, alone) if self._fast_path is not None else []
         return [(set_id, request) for request in requests]
 
     def _awaited(self, begin: int, end: int, set_rank: int) -> None:
@@ -265,7 +265,7 @@ class Recorder:
 
     def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
         self.busy = False
-        self.lane: FastPath | None = None
+        self.fast_path: FastPath | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
         self.trace = Trace()
         self._rank = rank
@@ -329,7 +329,7 @@ class Recorder:
             self._size,
             self._order,
             self.trace,
-            self.lane,
+            self.fast_path,
             lambda set_id: self.members.get(set_id, ()),
         )
         self._active.add_clock("start", reading)

@@ -104,7 +104,7 @@ def _main(
     # start() returns None for a call that the fast path does not take.
     set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
     slot = Slot()
-    slot.lane = here.lane
+    slot.fast_path = here.lane
     with playing_rank(slot):
         _play(here, rank, size, rounds, progress)
 

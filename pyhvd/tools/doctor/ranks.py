@@ -161,7 +161,7 @@ def _copy_rate(comm: MPI.Intracomm) -> float:
 def _has_lane() -> bool:
     from pyhvd.engine import context
 
-    return context.current().lane is not None
+    return context.current().fast_path is not None
 
 
 def _latency() -> float:
