@@ -54,7 +54,7 @@ class RankValue:
         The differing part of its submission: a shape, a dtype, ...
     site : str
         The line of the program that submitted it, as ``"train.py:41 in step"``; empty if unknown. For a
-        cached tensor it is the line that submitted the tensor first.
+        cached tensor it is the line of the submission that put it into the cache.
     """
 
     rank: int

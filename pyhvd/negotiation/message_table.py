@@ -129,7 +129,7 @@ class StragglerStats:
 class CallSites:
     """Remember at which line each rank submitted a tensor, for the text of a mismatch.
 
-    A line travels with a full request only. A cached tensor keeps the line of its first full request.
+    A line travels with a full request only. A cached tensor keeps the line of its last full request.
     """
 
     def __init__(self) -> None:
