@@ -61,7 +61,9 @@ def rows_of(extent: int, size: int) -> list[int]:
 
 
 class HostBackend:
-    """Runs agreed collectives on host arrays; see :class:`pyhvd.backends.base.Backend`.
+    """Runs agreed collectives on host arrays, for one process set.
+
+    Ranks are set ranks: 0 .. size-1. All of them call the same methods in the same order.
 
     Parameters
     ----------
@@ -71,7 +73,7 @@ class HostBackend:
         The staging size is a window's size (1-4 MiB are best for MPI on one node).
     """
 
-    name = "MPI"
+    name = "MPI"  # its phases' names start with it
 
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
         self.phase: PhaseHook = no_phase
@@ -117,7 +119,7 @@ class HostBackend:
     def reducescatter(
         self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce; each rank gets its own rows."""
+        """Reduce; each rank gets its own rows of dimension 0."""
         item = spec.info.itemsize
         row = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
@@ -163,7 +165,10 @@ class HostBackend:
     # -- the other collectives -----------------------------------------------------------------------
 
     def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
-        """Concatenate the ranks' blocks; small tensors share a buffer."""
+        """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes.
+
+        Small tensors share a buffer.
+        """
         small = [i for i, each in enumerate(counts) if sum(each) * 2 < self.pieces.staging_size]
         if len(small) > 1:
             self._allgather_packed(sources, targets, counts, small)
@@ -217,21 +222,21 @@ class HostBackend:
     def alltoall(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Send the r-th block to rank r."""
+        """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
 
     def resize(self, pieces: Pieces) -> None:
-        """Change the size of windows."""
+        """Change the size of pieces, between the same two collectives on all ranks."""
         self.pieces = pieces
 
     def agree(self, ok: bool) -> list[int]:
-        """Return the ranks on which ``ok`` is false."""
+        """Return the ranks on which ``ok`` is false; collective."""
         flags = np.empty(self.size, np.uint8)
         self.fabric.allgather(np.array([ok], np.uint8), flags)
         return [r for r in range(self.size) if not flags[r]]
 
     def abort(self, note: bytes) -> None:
-        """Make the ranks that wait for this one fail; not collective; any thread may call it."""
+        """Make the ranks that wait for this one fail; see :meth:`Fabric.abort`."""
         self.fabric.abort(note)
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from pyhvd import __version__
-from pyhvd.backends.base import Backend, Pieces
+from pyhvd.backends.base import Pieces
+from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
 from pyhvd.common.processes import Place, here
@@ -137,12 +138,12 @@ class Context:
 
         recorder = self._make_recorder(world)
 
-        def make(fabric: Fabric) -> Backend:
+        def make(fabric: Fabric) -> HostBackend:
             backend = make_backend(fabric, open_window, pieces, largest)
             recorder.watch(backend)
             return backend
 
-        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
+        backends: dict[int, HostBackend] = {GLOBAL_SET: make(world.fabric)}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
@@ -42,7 +42,7 @@ KernelTerms = Callable[[Request, int], ReduceSpec]
 
 
 def open_lane(
-    fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
+    fabric: Fabric, open_window: OpenWindow | None, backend: HostBackend, config: Config
 ) -> FastPath | None:
     """Return this rank's end of a new fast path, or None if there cannot be one. Collective.
 
@@ -52,7 +52,7 @@ def open_lane(
         Reaches all ranks.
     open_window : callable or None
         Makes shared memory.
-    backend : Backend
+    backend : HostBackend
         Backend of all ranks; without a window there is no fast path.
     config : Config
         The knobs, with rank 0's values.
@@ -95,7 +95,7 @@ class NoFastPath:
     :class:`FastPathAdapter` overrides each method for a fast path that exists.
     """
 
-    def open_set(self, set_id: int, backend: Backend) -> None:
+    def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
 
     def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
@@ -184,7 +184,7 @@ class FastPathAdapter(NoFastPath):
             lane.know_arena(arena.start, arena.nbytes)
         lane.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
-    def open_set(self, set_id: int, backend: Backend) -> None:
+    def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pyhvd.backends.base import Backend, Pieces
+from pyhvd.backends.base import Pieces
+from pyhvd.backends.host import HostBackend
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
@@ -104,7 +105,7 @@ class Runtime:
     ----------
     control : ControlTransport
         Carries messages; the runtime closes it.
-    backends : dict of int to Backend
+    backends : dict of int to HostBackend
         Backends by process set id; the runtime closes them.
     sets : sequence of tuple of int
         Members of the static process sets 1, 2, ...
@@ -119,10 +120,10 @@ class Runtime:
     def __init__(
         self,
         control: ControlTransport,
-        backends: dict[int, Backend],
+        backends: dict[int, HostBackend],
         sets: Sequence[tuple[int, ...]],
         config: Config,
-        make_backend: Callable[[Fabric], Backend],
+        make_backend: Callable[[Fabric], HostBackend],
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config

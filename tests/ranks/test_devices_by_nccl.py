@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu import select
 from pyhvd.backends.gpu.nccl_init import NcclTransport
+from pyhvd.backends.host import HostBackend
 from pyhvd.devices import array_libraries
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
@@ -32,7 +32,7 @@ class PeerTransport(NcclTransport):
         super().__init__(lambda: library)
         self._nccl = nccl
 
-    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
+    def open(self, host: HostBackend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
         assert isinstance(device, PeerDevice)
         return NcclTransport(lambda: self._nccl.rank(device)).open(host, device, stream, packer)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.backends.gpu.staged import StagedBackend
+from pyhvd.backends.host import HostBackend
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import Fabric
 
@@ -58,7 +58,7 @@ class NcclTransport:
             )
         return version_text(self._load().get_version())
 
-    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
+    def open(self, host: HostBackend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
         """Return a process set's backend; collective over the set.
 
         Raises

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.nccl_init import NcclTransport, Refused, allgather_bytes
 from pyhvd.backends.gpu.staged import StagedBackend
+from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 
@@ -40,7 +40,7 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def open_backend(
-    host: Backend, device: Device, stream: Stream, packer: Packer | None, members: Sequence[int]
+    host: HostBackend, device: Device, stream: Stream, packer: Packer | None, members: Sequence[int]
 ) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
@@ -48,7 +48,7 @@ def open_backend(
 
     Parameters
     ----------
-    host : Backend
+    host : HostBackend
         The set's backend for arrays in host memory.
     device, stream, packer
         This rank's device, its communication stream, and the device's packer.
@@ -81,7 +81,7 @@ def _describe(device: Device) -> RankDevice:
     return RankDevice(f"{boot_id()}/{identity}", device.name, version, error)
 
 
-def _log_choice(host: Backend, choice: str) -> None:
+def _log_choice(host: HostBackend, choice: str) -> None:
     if host.rank == 0:
         ranks = f"{host.size} rank{'s' if host.size > 1 else ''}"
         _log.info("arrays on the devices of %s go %s", ranks, choice)
