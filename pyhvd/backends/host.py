@@ -22,7 +22,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import PhaseHook, Pieces, Views, no_phase
+from pyhvd.backends.base import PhaseHook, Pieces, Views, batches, no_phase
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
@@ -38,20 +38,13 @@ def windows(counts: Sequence[int], limit: int) -> Iterator[Window]:
     A tensor of half a window or more gets windows of its own, without packing; smaller ones share. Windows
     follow from the counts alone, so they are equal on all ranks.
     """
-    shared: Window = []
-    room = limit
-    for index, count in enumerate(counts):
-        if 2 * count >= limit:
-            for first in range(0, count, limit):
-                yield [(index, first, min(limit, count - first))]
-        elif count:
-            if count > room:
-                yield shared
-                shared, room = [], limit
-            shared.append((index, 0, count))
-            room -= count
-    if shared:
-        yield shared
+    for batch in batches(counts, limit):
+        if len(batch) > 1:
+            yield [(index, 0, counts[index]) for index in batch]
+        else:
+            (index,) = batch
+            for first in range(0, counts[index], limit):
+                yield [(index, first, min(limit, counts[index] - first))]
 
 
 def rows_of(extent: int, size: int) -> list[int]:
@@ -111,7 +104,7 @@ class HostBackend:
 
     def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors by Adasum; see :mod:`pyhvd.backends.adasum`."""
-        for batch in adasum.batches(counts, max(adasum.BATCH // spec.info.itemsize, 1)):
+        for batch in batches(counts, max(adasum.BATCH // spec.info.itemsize, 1)):
             adasum.AdasumBatch(self.fabric, self._buffer, [counts[i] for i in batch], spec).run(
                 [sources[i] for i in batch], [targets[i] for i in batch]
             )

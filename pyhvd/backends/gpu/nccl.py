@@ -118,7 +118,7 @@ class NcclBackend:
             if len(counts) == 1:
                 total = counts[0]  # the same count as on ranks that reduce directly
             with self._room(total * spec.info.itemsize) as buffer:
-                self._pack(buffer, offsets, sources, counts, spec)
+                self._pack(buffer, offsets, _addresses(sources), counts, spec)
                 self._reduce(buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
 
@@ -150,7 +150,7 @@ class NcclBackend:
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
-                self._queue_pack(buffer, where, froms, counts, spec)
+                self._pack(buffer, where, froms, counts, spec)
                 self._reduce_blocks(buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
                 self._unpack(out, offsets, targets, mine, spec)
@@ -171,7 +171,7 @@ class NcclBackend:
         with self._room(first + mine * info.itemsize if packs or via_buffer else 0) as buffer:
             begin = np.zeros(1, np.int64)
             if packs:
-                self._pack(buffer, begin, [source], [sum(parts)], spec)
+                self._pack(buffer, begin, _addresses([source]), [sum(parts)], spec)
             send = source.ptr if source is not None and not packs else buffer
             recv = target.ptr if target is not None and not via_buffer else buffer + first
             self._reduce_rows(send, recv, parts, info.itemsize, terms)
@@ -350,13 +350,10 @@ class NcclBackend:
             self._packer.unpack(source, *one, code, code, factor, self.stream)
 
     def _pack(
-        self, buffer: int, offsets: Words, sources: DeviceViews, counts: Sequence[int], spec: ReduceSpec
+        self, buffer: int, offsets: Words, ptrs: Words, counts: Words | Sequence[int], spec: ReduceSpec
     ) -> None:
-        self._queue_pack(buffer, offsets, _addresses(sources), np.array(counts, np.int64), spec)
-
-    def _queue_pack(self, buffer: int, offsets: Words, ptrs: Words, counts: Words, spec: ReduceSpec) -> None:
-        code = spec.info.code
-        self._packer.pack(buffer, offsets, ptrs, counts, code, code, spec.op, spec.prescale, self.stream)
+        numbers, code = np.asarray(counts, np.int64), spec.info.code
+        self._packer.pack(buffer, offsets, ptrs, numbers, code, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
         self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec

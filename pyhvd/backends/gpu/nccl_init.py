@@ -13,8 +13,6 @@ import numpy as np
 
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
-from pyhvd.backends.gpu.staged import StagedBackend
-from pyhvd.backends.host import HostBackend
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import Fabric
 
@@ -31,47 +29,20 @@ class Refused(Exception):
     """NCCL does not connect a process set. The text is the same on all ranks: it says where and why."""
 
 
-class NcclTransport:
-    """Opens NCCL backends.
+def usable_version(device: Device) -> str:
+    """Return NCCL's version.
 
-    Parameters
-    ----------
-    load : callable
-        Returns the library, or raises ImportError.
+    Raises
+    ------
+    ImportError, RuntimeError
+        NCCL cannot be used here; the text says why.
     """
-
-    def __init__(self, load: Callable[[], Library] = load_library) -> None:
-        self._load = load
-
-    def version(self, device: Device) -> str:
-        """Return NCCL's version.
-
-        Raises
-        ------
-        ImportError, RuntimeError
-            NCCL cannot be used here; the text says why.
-        """
-        if device.packer() is None:
-            raise RuntimeError(
-                "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
-                ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
-            )
-        return version_text(self._load().get_version())
-
-    def open(self, host: HostBackend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        """Return a process set's backend; collective over the set.
-
-        Raises
-        ------
-        Refused
-            NCCL does not connect these ranks; no rank holds a communicator.
-        """
-
-        def by_host() -> StagedBackend:
-            return StagedBackend(host, device, stream, packer)
-
-        assert packer is not None  # version() has refused a device without one
-        return open_nccl(host.fabric, device, stream, packer, self._load(), by_host)
+    if device.packer() is None:
+        raise RuntimeError(
+            "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
+            ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
+        )
+    return version_text(load_library().get_version())
 
 
 def open_nccl(

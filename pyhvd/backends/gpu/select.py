@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
-from pyhvd.backends.gpu.nccl_init import NcclTransport, Refused, allgather_bytes
+from pyhvd.backends.gpu.nccl_bindings import load_library
+from pyhvd.backends.gpu.nccl_init import Refused, allgather_bytes, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 
 _log = logging.getLogger("pyhvd")
-
-NCCL = NcclTransport()
 
 
 class RankDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -57,27 +57,30 @@ def open_backend(
     """
     mine = msgspec.msgpack.encode(_describe(device))
     ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
+    by_host = partial(StagedBackend, host, device, stream, packer)
     reason = why_not_nccl(ranks, members)
     if not reason:
+        assert packer is not None  # usable_version() has refused a device without one
         try:
-            backend = NCCL.open(host, device, stream, packer)
+            backend = open_nccl(host.fabric, device, stream, packer, load_library(), by_host)
         except Refused as exc:
             reason = f"NCCL does not connect them: {exc}"
         else:
             _log_choice(host, f"by NCCL ({ranks[host.rank].nccl})")
             return backend
     _log_choice(host, f"through the host: {reason}")
-    return StagedBackend(host, device, stream, packer)
+    return by_host()
 
 
 def _describe(device: Device) -> RankDevice:
     identity = device.identity()
     if not identity:
         return RankDevice("")
+    version = error = ""
     try:
-        version, error = NCCL.version(device), ""
+        version = usable_version(device)
     except (ImportError, RuntimeError) as exc:
-        version, error = "", str(exc)
+        error = str(exc)
     return RankDevice(f"{boot_id()}/{identity}", device.name, version, error)
 
 
