@@ -60,7 +60,7 @@ def open_lane(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-ready_table_bytes(fabric.size, slots) // fabric.size))
+    opened = open_window(fabric, -(-ready_table_bytes(fabric.size) // fabric.size))
     if not isinstance(opened, Segment):
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)

@@ -15,9 +15,9 @@ SETS = PYHVD_MAX_SETS
 MAX_SLOTS = PYHVD_MAX_SLOTS
 
 
-def ready_table_bytes(int size, uint32_t slots):
-    """Return the bytes of a ready table for ``size`` ranks and ``slots`` slots, a multiple of 64."""
-    return pyhvd_ready_table_bytes(size, slots)
+def ready_table_bytes(int size):
+    """Return the bytes of a ready table for ``size`` ranks."""
+    return pyhvd_ready_table_bytes(size)
 
 
 cdef class FastPath(ReadyTableEnd):

@@ -115,10 +115,8 @@ cdef class ReadyTableEnd:
 
     def lateness(self):
         """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
-        return [
-            (self.c.setup.table.rank_states[rank].late, self.c.setup.table.rank_states[rank].awaited)
-            for rank in range(self.c.setup.table.size)
-        ]
+        cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
+        return [(states[rank].late, states[rank].awaited) for rank in range(self.c.setup.table.size)]
 
     def _by_rank(self, bytearray marked):
         step = self.c.setup.table.words * 8

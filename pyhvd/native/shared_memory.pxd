@@ -44,12 +44,6 @@ cdef extern from "window/window.h" nogil:
         int size
         size_t chunk
         size_t capacity
-        size_t shift
-        uint64_t chunks
-        uint64_t flats
-        int64_t left_core_ns
-        int spin_budget
-        int interruptible
         pyhvd_trace* trace
         uint8_t* area[256]
         uint8_t* arena[256]
@@ -115,19 +109,22 @@ cdef extern from "fast_path/ready_table.h" nogil:
         uint64_t late
         uint64_t awaited
 
+    ctypedef struct pyhvd_shared_table:
+        pyhvd_rank_state* rank_states
+
     ctypedef struct pyhvd_ready_table:
         int rank
         int size
         uint32_t slots
         uint32_t words
-        pyhvd_rank_state* rank_states
+        pyhvd_shared_table* shared
 
     ctypedef struct pyhvd_slot_list:
         uint32_t n
         uint32_t* ids
         uint64_t* versions
 
-    size_t pyhvd_ready_table_bytes(int size, uint32_t slots)
+    size_t pyhvd_ready_table_bytes(int size)
     void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
     void pyhvd_ready_table_attach(pyhvd_ready_table* t, void* base, int rank, int size, uint32_t slots)
     void pyhvd_ready_table_clear(pyhvd_ready_table* t)

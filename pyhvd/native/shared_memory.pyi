@@ -75,7 +75,7 @@ MAX_SLOTS: int
 
 _log: logging.Logger
 
-def ready_table_bytes(size: int, slots: int) -> int: ...
+def ready_table_bytes(size: int) -> int: ...
 
 class FastPathSlot:
     lane: FastPath | None

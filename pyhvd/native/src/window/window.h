@@ -7,7 +7,7 @@
  * Counters. They only grow.
  *   packed   chunks that the owner has copied into its slots
  *   reduced  chunks for which the owner no longer needs any other rank's slot
- *   flat     flat operations for which the owner has written its part
+ *   flats    flat operations for which the owner has written its part
  *
  * Three ways to reduce
  *   1. Flat: at most PYHVD_FLAT bytes. Each rank writes all into its flat buffer, and reduces all
