@@ -28,22 +28,19 @@ cdef class CachedTensor:
     cdef bint in_arena
     cdef cnp.npy_intp dims[32]
 
-    @staticmethod
-    cdef CachedTensor of(object request, uint32_t slot, uint64_t version):
-        cdef CachedTensor tensor = CachedTensor.__new__(CachedTensor)
+    def __cinit__(self, request, uint32_t slot, uint64_t version):
         cdef Py_ssize_t d
-        tensor.request = request
-        tensor.slot = slot
-        tensor.version = version
-        tensor.op = request.op
-        tensor.prescale = request.prescale
-        tensor.postscale = request.postscale
-        tensor.code = request.dtype
-        tensor.ndim = len(request.shape)
-        tensor.in_arena = request.window
+        self.request = request
+        self.slot = slot
+        self.version = version
+        self.op = request.op
+        self.prescale = request.prescale
+        self.postscale = request.postscale
+        self.code = request.dtype
+        self.ndim = len(request.shape)
+        self.in_arena = request.window
         for d, length in enumerate(request.shape):
-            tensor.dims[d] = length
-        return tensor
+            self.dims[d] = length
 
     cdef void describe(self, ArrayLayout* layout) noexcept:
         """Fill in the layout of an array that suits; it points into this object."""
@@ -76,11 +73,11 @@ cdef class CachedTensor:
         """Return whether a call has the op and the factors of the cached one."""
         if type(prescale) is not float or type(postscale) is not float:
             return False
-        if op is None:
-            return self.op == AVERAGE and prescale == self.prescale and postscale == self.postscale
-        if not isinstance(op, int):
+        if op is not None and not isinstance(op, int):
             return False
-        return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
+        if self.op != (AVERAGE if op is None else <int>op):
+            return False
+        return prescale == self.prescale and postscale == self.postscale
 
     cdef bint learn(self, ArrayLayout* layout, object dtype) except -1:
         """Return whether another dtype object means the same dtype; if so, remember it, in the layout too."""

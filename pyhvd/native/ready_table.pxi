@@ -25,7 +25,7 @@ cdef class ReadyTableEnd:
 
     def serves(self, int set_id):
         """Return whether the table has room for a process set of this id."""
-        return set_id < PYHVD_MAX_SETS
+        return set_id < SETS
 
     def seize(self):
         """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""

@@ -4,15 +4,15 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
 cdef extern from "common/trace_ring.h" nogil:
-    enum:
-        PYHVD_SUBMITTED
-        PYHVD_MARKED_READY
-        PYHVD_READY
-        PYHVD_CARRIED
-        PYHVD_PACKING
-        PYHVD_REDUCING
-        PYHVD_UNPACKING
-        PYHVD_AWAITING
+    cpdef enum:
+        SUBMITTED "PYHVD_SUBMITTED"
+        MARKED_READY "PYHVD_MARKED_READY"
+        READY "PYHVD_READY"
+        CARRIED "PYHVD_CARRIED"
+        PACKING "PYHVD_PACKING"
+        REDUCING "PYHVD_REDUCING"
+        UNPACKING "PYHVD_UNPACKING"
+        AWAITING "PYHVD_AWAITING"
 
     ctypedef struct pyhvd_event:
         int64_t begin
@@ -34,10 +34,10 @@ cdef extern from "common/trace_ring.h" nogil:
 
 
 cdef extern from "window/window.h" nogil:
-    enum:
-        PYHVD_MAX_LOCAL
-        PYHVD_FLAT
-        PYHVD_NOTE
+    cpdef enum:
+        MAX_LOCAL "PYHVD_MAX_LOCAL"
+        FLAT "PYHVD_FLAT"
+        NOTE "PYHVD_NOTE"
 
     ctypedef struct pyhvd_window:
         int rank
@@ -98,9 +98,9 @@ cdef extern from "common/sampler.h" nogil:
 
 
 cdef extern from "fast_path/ready_table.h" nogil:
-    enum:
-        PYHVD_MAX_SETS
-        PYHVD_MAX_SLOTS
+    cpdef enum:
+        SETS "PYHVD_MAX_SETS"
+        MAX_SLOTS "PYHVD_MAX_SLOTS"
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]

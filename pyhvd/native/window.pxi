@@ -15,9 +15,6 @@ cdef extern from "common/huge_pages.h" nogil:
     int pyhvd_drop(void* start, size_t nbytes)
 
 HUGE = PYHVD_HUGE
-MAX_LOCAL = PYHVD_MAX_LOCAL
-FLAT = PYHVD_FLAT
-NOTE = PYHVD_NOTE
 CHUNK_UNIT = 128
 
 
@@ -77,16 +74,6 @@ cdef class Mapping:
         with nogil:
             done = pyhvd_drop(<uint8_t*>self.memory + offset, nbytes)
         return done != 0
-
-
-SUBMITTED = PYHVD_SUBMITTED
-MARKED_READY = PYHVD_MARKED_READY
-READY = PYHVD_READY
-CARRIED = PYHVD_CARRIED
-PACKING = PYHVD_PACKING
-REDUCING = PYHVD_REDUCING
-UNPACKING = PYHVD_UNPACKING
-AWAITING = PYHVD_AWAITING
 
 
 cdef class Trace:
@@ -157,8 +144,8 @@ cdef class Window:
     """
 
     def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
-        if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:
-            raise ValueError(f"a window has at most {PYHVD_MAX_LOCAL} ranks")
+        if not 0 <= rank < len(areas) <= MAX_LOCAL:
+            raise ValueError(f"a window has at most {MAX_LOCAL} ranks")
         cdef Py_ssize_t room = chunk if capacity is None else capacity
         if room < chunk or room % CHUNK_UNIT:
             raise ValueError(f"a slot of {room} bytes does not suit chunks of {chunk}")
@@ -173,9 +160,9 @@ cdef class Window:
 
     def resize(self, Py_ssize_t chunk):
         """Set the bytes of a chunk; between the same two operations on every rank."""
-        if chunk < PYHVD_FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
+        if chunk < FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
             raise ValueError(
-                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {PYHVD_FLAT} at least,"
+                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {FLAT} at least,"
                 f" {self.window.capacity} at most here, not {chunk}"
             )
         self.window.chunk = <size_t>chunk
@@ -286,8 +273,8 @@ cdef class Window:
         note : bytes
             The other ranks can read it; NOTE bytes at most. Only the first note of a rank is kept.
         """
-        if len(note) > PYHVD_NOTE:
-            raise ValueError(f"a note has {PYHVD_NOTE} bytes at most, not {len(note)}")
+        if len(note) > NOTE:
+            raise ValueError(f"a note has {NOTE} bytes at most, not {len(note)}")
         pyhvd_window_abort(&self.window, <const uint8_t*><const char*>note, <size_t>len(note))
 
     def note(self):
