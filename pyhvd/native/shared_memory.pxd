@@ -62,12 +62,10 @@ cdef extern from "window/window.h" nogil:
     size_t pyhvd_window_area(size_t capacity)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
-    int pyhvd_window_gather(
-        pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts, const int64_t* starts
-    )
+    int pyhvd_window_gather(pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts)
     int pyhvd_window_alltoall(
-        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
-        uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
+        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, uint8_t* recv,
+        const int64_t* recv_counts
     )
     int pyhvd_window_exchange(
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pyhvd.backends.gpu.nccl import NcclBackend
@@ -19,10 +20,8 @@ from pyhvd.transport.fabric import Fabric
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
 
-ERROR_BYTES = 512
-"""Longest error text that ranks tell each other."""
-
-_ID_BYTES = 128
+ERROR_LENGTH = 512
+"""Most characters of an error that ranks tell each other."""
 
 
 class Refused(Exception):
@@ -78,8 +77,8 @@ def open_nccl(
     try:
         comm = _connect(library, device, fabric.size, made, fabric.rank, timeout)
     except Exception as exc:
-        error = f"{type(exc).__name__}: {exc}"
-    texts = [text.decode() for text in allgather_bytes(fabric, _cut(error))]
+        error = _text_of(exc)
+    texts = [text.decode() for text in allgather_bytes(fabric, error.encode())]
     if any(texts):
         if comm is not None:
             comm.abort()
@@ -89,22 +88,14 @@ def open_nccl(
 
 def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:
     """Return rank 0's id on every rank, in the library's own form, or the text of rank 0's error."""
-    message = np.zeros(1 + ERROR_BYTES, np.uint8)
+    mine = b""
     if fabric.rank == 0:
         try:
-            made = library.get_unique_id()
-            form, payload = (b"b", made) if isinstance(made, bytes) else (b"t", bytes(n & 0xFF for n in made))
+            mine = msgspec.msgpack.encode(library.get_unique_id())
         except Exception as exc:
-            form, payload = b"!", _cut(f"{type(exc).__name__}: {exc}")
-        sent = form + payload
-        message[: len(sent)] = np.frombuffer(sent, np.uint8)
-    fabric.broadcast(message, 0)
-    form, payload = message[:1].tobytes(), message[1:].tobytes()
-    if form == b"!":
-        return payload.rstrip(b"\0").decode()
-    if form == b"t":
-        return tuple(message[1 : 1 + _ID_BYTES].view(np.int8).tolist())
-    return payload[:_ID_BYTES]
+            mine = msgspec.msgpack.encode(_text_of(exc))
+    made = msgspec.msgpack.decode(allgather_bytes(fabric, mine)[0])
+    return tuple(made) if isinstance(made, list) else made
 
 
 def _connect(
@@ -146,6 +137,7 @@ def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
     return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
 
 
-def _cut(text: str) -> bytes:
-    """Return a text as UTF-8, cut to :data:`ERROR_BYTES`."""
-    return text.encode("utf-8", "backslashreplace")[:ERROR_BYTES].decode("utf-8", "ignore").encode()
+def _text_of(exc: Exception) -> str:
+    """Return an error as text that UTF-8 can encode, cut to :data:`ERROR_LENGTH`."""
+    text = f"{type(exc).__name__}: {exc}"[:ERROR_LENGTH]
+    return text.encode("utf-8", "backslashreplace").decode()

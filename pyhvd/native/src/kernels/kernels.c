@@ -43,18 +43,6 @@ BINARY(product_f64, f64, x *y)
     (x > y   ? x       \
      : y > x ? y       \
              : from_##F(((bits_##F(x) | bits_##F(y)) & ~(S)) | (bits_##F(x) & bits_##F(y))))
-#define ORDERED(T)                    \
-    BINARY(min_##T, T, x < y ? x : y) \
-    BINARY(max_##T, T, x > y ? x : y)
-
-ORDERED(u8)
-ORDERED(i8)
-ORDERED(u16)
-ORDERED(i16)
-ORDERED(u32)
-ORDERED(i32)
-ORDERED(u64)
-ORDERED(i64)
 BINARY(min_f32, f32, LEAST(f32))
 BINARY(max_f32, f32, GREATEST(f32, 0x80000000u))
 BINARY(min_f64, f64, LEAST(f64))
@@ -79,29 +67,6 @@ typedef void sum_scaled_fn(void *out, const void *a, const void *b, size_t n, do
 SUM_SCALED(f32, float)
 SUM_SCALED(f64, double)
 
-/* Complex numbers use the plain formula, as numpy does, without C99's correction of infinities. The
- * product is not CLONED: even with -ffp-contract=off, gcc 12 turns it into vfmaddsub. */
-#define COMPLEX(name, T, R)                                                                 \
-    static void sum_##name(void *out, const void *a, const void *b, size_t n) {             \
-        sum_##T(out, a, b, 2 * n);                                                          \
-    }                                                                                       \
-    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n,        \
-                                  double factor) {                                          \
-        sum_scaled_##T(out, a, b, 2 * n, factor);                                           \
-    }                                                                                       \
-    static void product_##name(void *out, const void *a, const void *b, size_t n) {         \
-        T *o = out;                                                                         \
-        const T *pa = a, *pb = b;                                                           \
-        EACH(i, n) {                                                                        \
-            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1]; \
-            o[2 * i] = ar * br - ai * bi;                                                   \
-            o[2 * i + 1] = ar * bi + ai * br;                                               \
-        }                                                                                   \
-    }
-
-COMPLEX(c64, f32, float)
-COMPLEX(c128, f64, double)
-
 /* ---- Scaling: out[i] = in[i] * factor ----
  *
  *   1. As in Horovod, float32 and complex64 use the factor as float32, all others as float64.
@@ -121,28 +86,52 @@ typedef void scale_fn(void *out, const void *in, size_t n, double factor);
         }                                                                                 \
     }
 
-/* TOP is MAX + 1, which float64 represents exactly even if it cannot represent MAX. */
-#define SCALE_INT(T, MIN, MAX, TOP) \
-    SCALE(T, T, double, r != r ? 0 : r >= (TOP) ? (MAX) : r <= (double)(MIN) ? (MIN) : (T)r)
-
-SCALE_INT(u8, 0, UINT8_MAX, 256.0)
-SCALE_INT(i8, INT8_MIN, INT8_MAX, 128.0)
-SCALE_INT(u16, 0, UINT16_MAX, 65536.0)
-SCALE_INT(i16, INT16_MIN, INT16_MAX, 32768.0)
-SCALE_INT(u32, 0, UINT32_MAX, 4294967296.0)
-SCALE_INT(i32, INT32_MIN, INT32_MAX, 2147483648.0)
-SCALE_INT(u64, 0, UINT64_MAX, 18446744073709551616.0)
-SCALE_INT(i64, INT64_MIN, INT64_MAX, 9223372036854775808.0)
 SCALE(f32, f32, float, r)
 SCALE(f64, f64, double, r)
 
-static void scale_c64(void *out, const void *in, size_t n, double factor) {
-    scale_f32(out, in, 2 * n, factor);
-}
+/* ---- Integers and complex numbers ---- */
 
-static void scale_c128(void *out, const void *in, size_t n, double factor) {
-    scale_f64(out, in, 2 * n, factor);
-}
+/* What the sign of an integer type changes. TOP is MAX + 1, which float64 represents exactly even if
+ * it cannot represent MAX. */
+#define INTEGERS(T, MIN, MAX, TOP)    \
+    BINARY(min_##T, T, x < y ? x : y) \
+    BINARY(max_##T, T, x > y ? x : y) \
+    SCALE(T, T, double, r != r ? 0 : r >= (TOP) ? (MAX) : r <= (double)(MIN) ? (MIN) : (T)r)
+
+INTEGERS(u8, 0, UINT8_MAX, 256.0)
+INTEGERS(i8, INT8_MIN, INT8_MAX, 128.0)
+INTEGERS(u16, 0, UINT16_MAX, 65536.0)
+INTEGERS(i16, INT16_MIN, INT16_MAX, 32768.0)
+INTEGERS(u32, 0, UINT32_MAX, 4294967296.0)
+INTEGERS(i32, INT32_MIN, INT32_MAX, 2147483648.0)
+INTEGERS(u64, 0, UINT64_MAX, 18446744073709551616.0)
+INTEGERS(i64, INT64_MIN, INT64_MAX, 9223372036854775808.0)
+
+/* Complex numbers use the plain formula, as numpy does, without C99's correction of infinities. The
+ * product is not CLONED: even with -ffp-contract=off, gcc 12 turns it into vfmaddsub. */
+#define COMPLEX(name, T, R)                                                                 \
+    static void sum_##name(void *out, const void *a, const void *b, size_t n) {             \
+        sum_##T(out, a, b, 2 * n);                                                          \
+    }                                                                                       \
+    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n,        \
+                                  double factor) {                                          \
+        sum_scaled_##T(out, a, b, 2 * n, factor);                                           \
+    }                                                                                       \
+    static void scale_##name(void *out, const void *in, size_t n, double factor) {          \
+        scale_##T(out, in, 2 * n, factor);                                                  \
+    }                                                                                       \
+    static void product_##name(void *out, const void *a, const void *b, size_t n) {         \
+        T *o = out;                                                                         \
+        const T *pa = a, *pb = b;                                                           \
+        EACH(i, n) {                                                                        \
+            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1]; \
+            o[2 * i] = ar * br - ai * bi;                                                   \
+            o[2 * i + 1] = ar * bi + ai * br;                                               \
+        }                                                                                   \
+    }
+
+COMPLEX(c64, f32, float)
+COMPLEX(c128, f64, double)
 
 /* ---- The table of element types ---- */
 
@@ -155,17 +144,13 @@ struct row {
     uint64_t neutral[SLOTS];   /* bits of a real number, or of the real part */
 };
 
-#define INTEGER(N, T, LO, HI)                  \
-    {{sum_##N, min_##T, max_##T, product_##N}, \
-     scale_##T,                                \
-     NULL,                                     \
-     {0, (uint64_t)(HI), (uint64_t)(LO), 1}}
-#define FLOAT(F, ZERO, INF, NEGATIVE, ONE)                                     \
-    {                                                                          \
-        {sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F, { \
-            ZERO, INF, NEGATIVE, ONE                                           \
-        }                                                                      \
-    }
+// clang-format off
+#define INTEGER(N, T, LO, HI) \
+    {{sum_##N, min_##T, max_##T, product_##N}, scale_##T, NULL, {0, (uint64_t)(HI), (uint64_t)(LO), 1}}
+#define FLOAT(F, ...) \
+    {{sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F, {__VA_ARGS__}}
+#define COMPLEX_ROW(C, ...) {{sum_##C, NULL, NULL, product_##C}, scale_##C, sum_scaled_##C, {__VA_ARGS__}}
+// clang-format on
 
 /* The neutral element of a float sum is -0.0: x + -0.0 is x for every x; -0.0 + 0.0 is 0.0. */
 static const struct row ROWS[PYHVD_DTYPES] = {
@@ -183,14 +168,8 @@ static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_FLOAT64] = FLOAT(f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
                             0x3ff0000000000000u),
     [PYHVD_BOOL] = {{NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
-    [PYHVD_COMPLEX64] = {{sum_c64, NULL, NULL, product_c64},
-                         scale_c64,
-                         sum_scaled_c64,
-                         {0x80000000u, 0, 0, 0x3f800000u}},
-    [PYHVD_COMPLEX128] = {{sum_c128, NULL, NULL, product_c128},
-                          scale_c128,
-                          sum_scaled_c128,
-                          {0x8000000000000000u, 0, 0, 0x3ff0000000000000u}},
+    [PYHVD_COMPLEX64] = COMPLEX_ROW(c64, 0x80000000u, 0, 0, 0x3f800000u),
+    [PYHVD_COMPLEX128] = COMPLEX_ROW(c128, 0x8000000000000000u, 0, 0, 0x3ff0000000000000u),
 };
 
 static int known(int dtype) { return dtype >= 0 && dtype < PYHVD_DTYPES; }

@@ -4,9 +4,16 @@
 
 #include <string.h>
 
-int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
-                        const int64_t *starts) {
-    int64_t longest = 0, chunk = (int64_t)w->chunk;
+/* Store where blocks begin that lie one behind the other. */
+static void find_starts(const int64_t *counts, int n, int64_t *starts) {
+    int64_t at = 0;
+    for (int q = 0; q < n; at += counts[q++]) starts[q] = at;
+}
+
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv,
+                        const int64_t *counts) {
+    int64_t longest = 0, chunk = (int64_t)w->chunk, starts[PYHVD_MAX_LOCAL] = {0};
+    find_starts(counts, w->size, starts);
     for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
     if (recv + starts[w->rank] != send)
         memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
@@ -48,11 +55,13 @@ int pyhvd_window_barrier(pyhvd_window *w) {
 }
 
 int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
-                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
-                          const int64_t *recv_starts) {
+                          uint8_t *recv, const int64_t *recv_counts) {
+    int64_t send_starts[PYHVD_MAX_LOCAL], recv_starts[PYHVD_MAX_LOCAL];
     int64_t part = (int64_t)(w->chunk / (size_t)w->size) & ~(int64_t)63, longest = 0;
     for (int q = 0; q < w->size; q++)
         if (q != w->rank) longest = MAX(longest, send_counts[q]);
+    find_starts(send_counts, w->size, send_starts);
+    find_starts(recv_counts, w->size, recv_starts);
     if (largest(w, &longest)) return PYHVD_ABORTED;
     memmove(recv + recv_starts[w->rank], send + send_starts[w->rank], (size_t)send_counts[w->rank]);
     for (int64_t from = 0; from < longest; from += part) {

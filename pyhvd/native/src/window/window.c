@@ -253,30 +253,25 @@ static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint
     }
 }
 
-/* Reduce one piece of this rank's slice, `at` bytes into the chunk. */
-static void reduce_piece(const pyhvd_window *w, const pyhvd_job *job, const piece *p,
-                         uint64_t chunk, size_t at, size_t more) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
-    uint8_t *slots[PYHVD_MAX_LOCAL];
-    for (int q = 0; q < w->size; q++) slots[q] = slot_of(w, q, chunk) + at;
-    uint8_t *mine = slots[w->rank];
-    const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
-    uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
-    reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
-}
-
+/* Reduce this rank's slice [from, to) of a chunk whose first element is `first`. */
 static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
                          int64_t from, int64_t to, uint64_t chunk) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank)
-            prefetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item,
-                            (size_t)(to - from) * item);
+    size_t item = pyhvd_itemsize(job->dtype), at = (size_t)(from - first) * item;
+    uint8_t *slots[PYHVD_MAX_LOCAL];
+    for (int q = 0; q < w->size; q++) {
+        slots[q] = slot_of(w, q, chunk) + at;
+        if (q != w->rank) prefetch_second(slots[q], (size_t)(to - from) * item);
+    }
     piece p;
-    for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
+    while (next_piece(job, walk, &from, to, &p)) {
+        size_t bytes = (size_t)p.count * item;
+        int64_t src = job->srcs[p.tensor], dst = job->dsts[p.tensor];
+        uint8_t *mine = slots[w->rank];
+        const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p.offset, item) : mine;
+        uint8_t *out = dst ? address_of(dst, p.offset, item) : mine;
         if (!p.offset) prefetch_tensor(job, p.tensor, item);
-        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
+        reduce_bytes(w, job, own, out, slots, bytes, (size_t)(to - from) * item);
+        for (int q = 0; q < w->size; q++) slots[q] += bytes;
     }
 }
 
@@ -358,32 +353,24 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     return PYHVD_OK;
 }
 
-/* Reduce elements [from, to) directly in the arenas. */
-static void reduce_in_arenas(const pyhvd_window *w, const pyhvd_job *job, size_t *walk,
-                             int64_t from, int64_t to) {
-    size_t item = pyhvd_itemsize(job->dtype);
+/* Reduce this rank's share of every chunk in the arenas, the last chunk first: usually the end of an
+ * array is in the cache. */
+static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
+    size_t item = pyhvd_itemsize(job->dtype), walk = 0;
+    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
     uint8_t *theirs[PYHVD_MAX_LOCAL];
     piece p;
-    while (next_piece(job, walk, &from, to, &p)) {
-        for (int q = 0; q < w->size; q++) {
-            const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
-            theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
-            if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
-        }
-        uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
-        reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
-    }
-}
-
-/* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in
- * the cache. */
-static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
-    int64_t total = job->starts[job->n],
-            per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
-    size_t walk = 0;
     for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
-        reduce_in_arenas(w, job, &walk, s.mine_from, s.mine_to);
+        while (next_piece(job, &walk, &s.mine_from, s.mine_to, &p)) {
+            for (int q = 0; q < w->size; q++) {
+                const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
+                theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
+                if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
+            }
+            uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
+            reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
+        }
     }
 }
 
