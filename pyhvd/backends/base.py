@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from pyhvd.arrays import TensorView
@@ -25,17 +25,8 @@ class Pieces:
     staging_size: int
 
 
-PhaseHook = Callable[[str], AbstractContextManager[None]]
+PhaseHook = Callable[[str], AbstractContextManager[object]]
 """``with phase("MPI_ALLREDUCE"):`` records a phase of a collective."""
-
-
-def no_phase(name: str) -> AbstractContextManager[None]:  # noqa: ARG001 - a PhaseHook
-    """Record nothing."""
-    return _NO_PHASE
-
-
-_NO_PHASE: AbstractContextManager[None] = nullcontext()
-
 
 Views = Sequence[TensorView | None]
 """A view per tensor; None if this rank has joined."""

@@ -50,16 +50,8 @@ def make_backend(
 ) -> HostBackend:
     """Return a process set's backend, over a window if possible; collective over the set.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        Reaches the set's ranks; owned by the backend.
-    open_window : callable, optional
-        Makes the window; None if windows are disabled.
-    pieces : Pieces
-        Sizes of pieces.
-    largest_chunk : int
-        Upper limit of later chunk sizes.
+    The backend owns the fabric. Without ``open_window`` there is no window. No chunk will be larger than
+    ``largest_chunk``.
     """
     opened = open_window(fabric, area_bytes(largest_chunk)) if open_window is not None else None
     if isinstance(opened, Segment):

@@ -41,7 +41,7 @@ from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
@@ -113,7 +113,8 @@ class Context:
             _make_job_name(),
             here(),
         )
-        heard = [_hello_decoder.decode(data) for data in world.exchange(msgspec.msgpack.encode(hello))]
+        payloads = allgather_bytes(world.fabric, msgspec.msgpack.encode(hello))
+        heard = [_hello_decoder.decode(data) for data in payloads]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job

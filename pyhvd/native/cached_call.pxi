@@ -42,15 +42,6 @@ cdef class CachedTensor:
         for d, length in enumerate(request.shape):
             self.dims[d] = length
 
-    cdef void describe(self, ArrayLayout* layout) noexcept:
-        """Fill in the layout of an array that suits; it points into this object."""
-        layout.dtype = <void*>self.dtype
-        layout.length = self.dims[0]
-        layout.dims = self.dims
-        layout.ndim = self.ndim
-        layout.in_arena = self.in_arena
-        layout.unscaled = self.prescale == 1.0
-
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.
 
@@ -148,13 +139,20 @@ cdef class CachedCall:
         """Enter its tensors, in the order of their slots."""
         cdef Py_ssize_t index
         cdef CachedTensor tensor
+        cdef ArrayLayout* layout
         cdef pyhvd_cached_tensor* cached
         slots = [(<CachedTensor>each).slot for each in self.tensors]
         for index, k in enumerate(sorted(range(len(slots)), key=slots.__getitem__)):
             tensor = <CachedTensor>self.tensors[k]
             tensor.call = self
-            tensor.describe(&self.layouts[k])
-            self.layouts[k].index = <uint32_t>index
+            layout = &self.layouts[k]
+            layout.dtype = <void*>tensor.dtype
+            layout.length = tensor.dims[0]
+            layout.dims = tensor.dims
+            layout.index = <uint32_t>index
+            layout.ndim = tensor.ndim
+            layout.in_arena = tensor.in_arena
+            layout.unscaled = tensor.prescale == 1.0
             self.c.slots.ids[index] = tensor.slot
             self.c.slots.versions[index] = tensor.version
             cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]

@@ -271,10 +271,7 @@ cdef class FastPath(ReadyTableEnd):
 
     def find_group(self, int set_id, name):
         """Return the grouped call in flight of this name, of any size, or None."""
-        for call in self.in_flight(set_id):
-            if call.grouped and call.name == name:
-                return call
-        return None
+        return next((call for call in self.in_flight(set_id) if call.grouped and call.name == name), None)
 
     def in_flight(self, set_id=None):
         """Return the calls in flight, of one process set or of all."""

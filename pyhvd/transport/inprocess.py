@@ -228,16 +228,9 @@ _DELIVERED = _Delivered()
 
 
 class InProcessTransport:
-    """The control transport of one thread.
+    """The control transport of one thread: a message goes into the receiver's box, and rings its bell.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    boxes : sequence of collections.deque
-        By rank, the messages that it has not received yet.
-    bell : Bell
-        Wakes the ranks; its addresses are the ranks.
+    Boxes are by rank, and the bell's addresses are the ranks.
     """
 
     def __init__(self, rank: int, boxes: Sequence[deque[Message]], bell: Bell) -> None:
@@ -302,11 +295,9 @@ class ThreadWorlds:
                 group = ThreadGroup(self._size, self._timeout)
                 self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
             group, boxes, rung = self._worlds[number]
-        fabric = ThreadFabric(group, rank)
         return World(
             topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
-            fabric=fabric,
-            exchange=fabric.exchange_objects,
+            fabric=ThreadFabric(group, rank),
             connect=lambda bell: InProcessTransport(rank, boxes, bell or ThreadBell(rank, rung)),
             members=_no_communicators,
             abort=group.interrupt,

@@ -111,7 +111,7 @@ class NcclBackend:
                 if spec.prescale != 1.0:
                     given = target.ptr
                     self._scale(source.ptr, given, count, spec.info.code, spec.prescale)
-                self._reduce(given, target.ptr, count, terms)
+                self._reduce(self._comm.allReduce, given, target.ptr, count, terms)
                 self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
             offsets, total = lay_out(counts, spec.info.itemsize)
@@ -119,7 +119,7 @@ class NcclBackend:
                 total = counts[0]  # the same count as on ranks that reduce directly
             with self._room(total * spec.info.itemsize) as buffer:
                 self._pack(buffer, offsets, _addresses(sources), counts, spec)
-                self._reduce(buffer, buffer, total, terms)
+                self._reduce(self._comm.allReduce, buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
@@ -151,7 +151,7 @@ class NcclBackend:
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
                 self._pack(buffer, where, froms, counts, spec)
-                self._reduce_blocks(buffer, out, block, terms)
+                self._reduce(self._comm.reduceScatter, buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
                 self._unpack(out, offsets, targets, mine, spec)
 
@@ -180,20 +180,17 @@ class NcclBackend:
             else:
                 self._scale(recv, recv, mine, info.code, spec.postscale)
 
-    def _reduce(self, send: int, recv: int, count: int, terms: Terms) -> None:
+    def _reduce(
+        self, collective: Callable[..., None], send: int, recv: int, count: int, terms: Terms
+    ) -> None:
         kind, how, numbers = terms
         if count:
-            self._comm.allReduce(send, recv, count * numbers, kind, how, self.stream)
-
-    def _reduce_blocks(self, send: int, recv: int, count: int, terms: Terms) -> None:
-        kind, how, numbers = terms
-        if count:
-            self._comm.reduceScatter(send, recv, count * numbers, kind, how, self.stream)
+            collective(send, recv, count * numbers, kind, how, self.stream)
 
     def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], itemsize: int, terms: Terms) -> None:
         """Reduce each rank's rows of one tensor to that rank, without a buffer."""
         if len(set(parts)) == 1:
-            self._reduce_blocks(send, recv, parts[0], terms)
+            self._reduce(self._comm.reduceScatter, send, recv, parts[0], terms)
             return
         kind, how, numbers = terms
         with self._group():

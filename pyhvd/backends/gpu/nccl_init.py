@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
@@ -122,19 +121,6 @@ def _connect(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
-
-
-def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
-    """Return every rank's bytes, of any length, in rank order; collective."""
-    lengths = np.empty(fabric.size, np.int64)
-    fabric.allgather(np.array([len(mine)], np.int64).view(np.uint8), lengths.view(np.uint8))
-    longest = int(lengths.max())
-    if not longest:
-        return [b""] * fabric.size
-    box = np.empty((fabric.size, longest), np.uint8)
-    padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
-    fabric.allgather(padded, box.reshape(-1))
-    return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
 
 
 def _text_of(exc: Exception) -> str:

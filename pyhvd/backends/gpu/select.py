@@ -9,11 +9,12 @@ from functools import partial
 import msgspec
 
 from pyhvd.backends.gpu.nccl_bindings import load_library
-from pyhvd.backends.gpu.nccl_init import Refused, allgather_bytes, open_nccl, usable_version
+from pyhvd.backends.gpu.nccl_init import Refused, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.transport.fabric import allgather_bytes
 
 _log = logging.getLogger("pyhvd")
 
@@ -44,16 +45,8 @@ def open_backend(
 ) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
-    Rank 0 of the set logs which backend it is, and why it is not NCCL.
-
-    Parameters
-    ----------
-    host : HostBackend
-        The set's backend for arrays in host memory.
-    device, stream, packer
-        This rank's device, its communication stream, and the device's packer.
-    members : sequence of int
-        The set's global ranks.
+    Rank 0 of the set logs which backend it is, and why it is not NCCL. ``host`` is the set's backend for
+    arrays in host memory; ``members`` are the set's global ranks.
     """
     mine = msgspec.msgpack.encode(_describe(device))
     ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
@@ -91,15 +84,7 @@ def _log_choice(host: HostBackend, choice: str) -> None:
 
 
 def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
-    """Return why the ranks of a process set cannot use NCCL; empty if they can.
-
-    Parameters
-    ----------
-    ranks : sequence of RankDevice
-        By set rank.
-    members : sequence of int
-        The set's global ranks.
-    """
+    """Return why the ranks of a process set, with these global ranks, cannot use NCCL; empty if they can."""
     without = [members[i] for i, rank in enumerate(ranks) if not rank.device]
     if without:
         return f"there is no device on {_list_ranks(without)}"

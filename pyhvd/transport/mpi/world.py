@@ -35,9 +35,6 @@ def mpi_world(comm: object, owned: bool = False) -> World:
         )
     base = comm if owned else comm.Dup()
 
-    def exchange(payload: bytes) -> list[bytes]:
-        return base.allgather(payload)
-
     def connect(given: Bell | None) -> ControlTransport:
         if given is not None:
             return MpiTransport(base.Dup(), given, range(base.Get_size()))
@@ -56,7 +53,6 @@ def mpi_world(comm: object, owned: bool = False) -> World:
     return World(
         topology=_mpi_topology(base),
         fabric=MpiFabric(base),
-        exchange=exchange,
         connect=connect,
         members=members,
         abort=_abort,

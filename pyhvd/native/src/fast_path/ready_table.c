@@ -65,10 +65,6 @@ int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
     }
 }
 
-static int concerns(const pyhvd_ranks *ranks, uint32_t rank) {
-    return (int)(ranks->ranks[rank / 64] >> (rank % 64) & 1);
-}
-
 /* Wake the thread of a rank that makes progress there, or will. */
 static void wake_rank(pyhvd_rank_state *rank) {
     if (atomic_load_explicit(&rank->progress_lock, memory_order_relaxed)) {
@@ -83,7 +79,7 @@ void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience)
     atomic_store_explicit(&t->shared->lock, 0, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < t->size; rank++)
-        if (rank != t->rank && concerns(audience, (uint32_t)rank))
+        if (rank != t->rank && (audience->ranks[rank / 64] >> (rank % 64) & 1))
             wake_rank(&t->shared->rank_states[rank]);
 }
 
