@@ -203,7 +203,8 @@ int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t 
         const size_t n = lesser(BLOCK, count - start);
         const char *const in = (const char *)src + start * pyhvd_itemsize(src_dtype);
         char *const out = (char *)dst + start * pyhvd_itemsize(dst_dtype);
-        float *const to = dst_dtype == PYHVD_FLOAT32 ? (float *)(void *)out : buffer;
+        float *to = buffer;
+        if (dst_dtype == PYHVD_FLOAT32) to = (float *)(void *)out;
         const float *middle = to;
         if (src_dtype == PYHVD_FLOAT32)
             middle = (const float *)(const void *)in;
