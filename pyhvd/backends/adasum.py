@@ -26,7 +26,7 @@ postscale factor, and are rounded once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,26 +52,6 @@ normal float64: above it, squares and quotients of squares keep their digits."""
 
 Terms = NDArray[np.float64]
 Span = tuple[int, int]
-
-
-def batches(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Yield batches of tensors: lists of indices; several tensors have at most ``limit`` elements together.
-
-    Empty tensors are in no batch.
-    """
-    shared: list[int] = []
-    room = limit
-    for index, count in enumerate(counts):
-        if 2 * count >= limit:
-            yield [index]
-        elif count:
-            if count > room:
-                yield shared
-                shared, room = [], limit
-            shared.append(index)
-            room -= count
-    if shared:
-        yield shared
 
 
 def factors_of(terms: Terms) -> Terms:
@@ -201,7 +181,8 @@ class AdasumBatch:
         rank, size = self._fabric.rank, self._fabric.size
         way: list[tuple[int, Span, Span]] = []
         low, high = 0, size
-        for distance in _powers(size):
+        for level in range(size.bit_length() - 1):
+            distance = 1 << level
             upper = bool(rank & distance)
             middle = (low + high) // 2
             keep, give = (low, middle), (middle, high)
@@ -261,11 +242,6 @@ class AdasumBatch:
         sizes = self._sizes[span[0] : span[1]].reshape(-1)
         factors = np.tile(factors_of(terms), (pieces, 1))
         _fusion.adasum_combine(address(into), address(a), address(b), sizes, factors, self._wide.code)
-
-
-def _powers(size: int) -> Iterator[int]:
-    """Return 1, 2, 4, ... below ``size``."""
-    return itertools.takewhile(lambda power: power < size, (1 << level for level in itertools.count()))
 
 
 def _as_bytes(array: NDArray[np.float64]) -> Bytes:

@@ -22,7 +22,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import Phases, Pieces, Views
+from pyhvd.backends.base import Phases, Pieces, Views, batches
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
@@ -38,20 +38,13 @@ def windows(counts: Sequence[int], limit: int) -> Iterator[Window]:
     A tensor of half a window or more gets windows of its own, without packing; smaller ones share. Windows
     follow from the counts alone, so they are equal on all ranks.
     """
-    shared: Window = []
-    room = limit
-    for index, count in enumerate(counts):
-        if 2 * count >= limit:
-            for first in range(0, count, limit):
-                yield [(index, first, min(limit, count - first))]
-        elif count:
-            if count > room:
-                yield shared
-                shared, room = [], limit
-            shared.append((index, 0, count))
-            room -= count
-    if shared:
-        yield shared
+    for batch in batches(counts, limit):
+        if len(batch) > 1:
+            yield [(index, 0, counts[index]) for index in batch]
+        else:
+            (index,) = batch
+            for first in range(0, counts[index], limit):
+                yield [(index, first, min(limit, counts[index] - first))]
 
 
 def rows_of(extent: int, size: int) -> list[int]:
@@ -61,7 +54,9 @@ def rows_of(extent: int, size: int) -> list[int]:
 
 
 class HostBackend:
-    """Runs agreed collectives on host arrays; see :class:`pyhvd.backends.base.Backend`.
+    """Runs agreed collectives on host arrays, for one process set.
+
+    Ranks are set ranks: 0 .. size-1. All of them call the same methods in the same order.
 
     Parameters
     ----------
@@ -71,7 +66,7 @@ class HostBackend:
         The staging size is a window's size (1-4 MiB are best for MPI on one node).
     """
 
-    name = "MPI"
+    name = "MPI"  # its phases' names start with it
 
     def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
         self.phases: Phases = Phases()
@@ -109,7 +104,7 @@ class HostBackend:
 
     def adasum(self, sources: Views, targets: Views, counts: Sequence[int], spec: ReduceSpec) -> None:
         """Reduce tensors by Adasum; see :mod:`pyhvd.backends.adasum`."""
-        for batch in adasum.batches(counts, max(adasum.BATCH // spec.info.itemsize, 1)):
+        for batch in batches(counts, max(adasum.BATCH // spec.info.itemsize, 1)):
             adasum.AdasumBatch(self.fabric, self._buffer, [counts[i] for i in batch], spec).run(
                 [sources[i] for i in batch], [targets[i] for i in batch]
             )
@@ -117,7 +112,7 @@ class HostBackend:
     def reducescatter(
         self, sources: Views, targets: Views, shapes: Sequence[tuple[int, ...]], spec: ReduceSpec
     ) -> None:
-        """Reduce; each rank gets its own rows."""
+        """Reduce; each rank gets its own rows of dimension 0."""
         item = spec.info.itemsize
         row = [math.prod(shape[1:]) for shape in shapes]
         parts = [[n * row[i] for n in rows_of(shape[0], self.size)] for i, shape in enumerate(shapes)]
@@ -163,7 +158,10 @@ class HostBackend:
     # -- the other collectives -----------------------------------------------------------------------
 
     def allgather(self, sources: Views, targets: Sequence[Bytes], counts: Sequence[Sequence[int]]) -> None:
-        """Concatenate the ranks' blocks; small tensors share a buffer."""
+        """Concatenate the ranks' blocks; rank r's block of tensor i has ``counts[i][r]`` bytes.
+
+        Small tensors share a buffer.
+        """
         small = [i for i, each in enumerate(counts) if sum(each) * 2 < self.pieces.staging_size]
         if len(small) > 1:
             self._allgather_packed(sources, targets, counts, small)
@@ -217,21 +215,21 @@ class HostBackend:
     def alltoall(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
-        """Send the r-th block to rank r."""
+        """Send the r-th block of ``send`` to rank r; counts are bytes, and may differ."""
         self.fabric.exchange(send, send_counts, recv, recv_counts)
 
     def resize(self, pieces: Pieces) -> None:
-        """Change the size of windows."""
+        """Change the size of pieces, between the same two collectives on all ranks."""
         self.pieces = pieces
 
     def agree(self, ok: bool) -> list[int]:
-        """Return the ranks on which ``ok`` is false."""
+        """Return the ranks on which ``ok`` is false; collective."""
         flags = np.empty(self.size, np.uint8)
         self.fabric.allgather(np.array([ok], np.uint8), flags)
         return [r for r in range(self.size) if not flags[r]]
 
     def abort(self, note: bytes) -> None:
-        """Make the ranks that wait for this one fail; not collective; any thread may call it."""
+        """Make the ranks that wait for this one fail; see :meth:`Fabric.abort`."""
         self.fabric.abort(note)
 
     def close(self) -> None:

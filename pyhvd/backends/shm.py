@@ -17,7 +17,7 @@ from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes, starts_of
+from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
 
 _log = logging.getLogger("pyhvd")
 
@@ -41,7 +41,7 @@ class ShmBackend(HostBackend):
         """Reduce fused tensors, directly from and to the callers' memory."""
         srcs = np.array([0 if view is None else view.ptr for view in sources], np.int64)
         dsts = np.array([0 if view is None else view.ptr for view in targets], np.int64)
-        starts, code = starts_of(counts), spec.info.code
+        starts, code = np.cumsum([0, *counts], dtype=np.int64), spec.info.code
         self._check(self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale))
 
 
@@ -50,16 +50,8 @@ def make_backend(
 ) -> HostBackend:
     """Return a process set's backend, over a window if possible; collective over the set.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        Reaches the set's ranks; owned by the backend.
-    open_window : callable, optional
-        Makes the window; None if windows are disabled.
-    pieces : Pieces
-        Sizes of pieces.
-    largest_chunk : int
-        Upper limit of later chunk sizes.
+    The backend owns the fabric. Without ``open_window`` there is no window. No chunk will be larger than
+    ``largest_chunk``.
     """
     opened = open_window(fabric, area_bytes(largest_chunk)) if open_window is not None else None
     if isinstance(opened, Segment):

@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 
 from pyhvd import __version__
-from pyhvd.backends.base import Backend, Pieces
+from pyhvd.backends.base import Pieces
+from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
 from pyhvd.common.processes import Place, here
@@ -41,7 +42,7 @@ from pyhvd.observe.hooks import Instruments
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
@@ -113,7 +114,8 @@ class Context:
             _make_job_name(),
             here(),
         )
-        heard = [_hello_decoder.decode(data) for data in world.exchange(msgspec.msgpack.encode(hello))]
+        payloads = allgather_bytes(world.fabric, msgspec.msgpack.encode(hello))
+        heard = [_hello_decoder.decode(data) for data in payloads]
         sets = _agree(heard)
         self.config = self._adopt(config, heard)
         self.job = heard[0].job
@@ -138,12 +140,12 @@ class Context:
 
         recorder = self._make_recorder(world)
 
-        def make(fabric: Fabric) -> Backend:
+        def make(fabric: Fabric) -> HostBackend:
             backend = make_backend(fabric, open_window, pieces, largest)
             recorder.watch(backend)
             return backend
 
-        backends: dict[int, Backend] = {GLOBAL_SET: make(world.fabric)}
+        backends: dict[int, HostBackend] = {GLOBAL_SET: make(world.fabric)}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id))

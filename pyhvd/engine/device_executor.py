@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from pyhvd.arrays import TensorView, address, flat_bytes
-from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.select import open_backend
 from pyhvd.backends.gpu.staged import StagedBackend
+from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import Place
 from pyhvd.devices.base import Device, DeviceBackend, DeviceView, Memory, Packer, Span, Stream
 from pyhvd.devices.host_device import HostDevice
@@ -72,7 +72,7 @@ class DeviceExecutor:
         This rank's global number.
     places : sequence of Place
         Location of every rank.
-    backends : mapping of int to Backend
+    backends : mapping of int to HostBackend
         Host backends by process set; the executor updates the mapping.
     sets : mapping of int to tuple of int
         Members of every process set.
@@ -88,7 +88,7 @@ class DeviceExecutor:
         self,
         rank: int,
         places: Sequence[Place],
-        backends: Mapping[int, Backend],
+        backends: Mapping[int, HostBackend],
         sets: Mapping[int, tuple[int, ...]],
         hooks: Instruments,
         on_host: Callable[[list[Response], Entries], None],

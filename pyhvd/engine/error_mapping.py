@@ -1,7 +1,7 @@
 """Errors of a rank: as exceptions for its callers, and as messages for the other ranks.
 
 Owns the mapping between exceptions and :class:`~pyhvd.negotiation.messages.ErrorInfo`, and the *note*: an
-encoded ErrorInfo for ranks that wait in shared memory (:meth:`pyhvd.backends.base.Backend.abort`). A rank
+encoded ErrorInfo for ranks that wait in shared memory (:meth:`pyhvd.backends.host.HostBackend.abort`). A rank
 that ends with a note passes the same note on, so that all ranks report the first failure. Pure.
 """
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
-from pyhvd.backends.base import Backend, Pieces
-from pyhvd.backends.host import rows_of
+from pyhvd.backends.base import Pieces
+from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.common.processes import Place
 from pyhvd.config import Config
@@ -45,7 +45,7 @@ class Executor:
         This rank's global number.
     queue : TensorQueue
         Submitted tensors that wait for agreement.
-    backends : dict of int to Backend
+    backends : dict of int to HostBackend
         Backends by process set, without sets of other ranks; the executor closes them.
     sets : dict of int to tuple of int
         Members of every process set; the worker updates it, the executor only reads it.
@@ -67,12 +67,12 @@ class Executor:
         self,
         rank: int,
         queue: TensorQueue,
-        backends: dict[int, Backend],
+        backends: dict[int, HostBackend],
         sets: dict[int, tuple[int, ...]],
-        make_backend: Callable[[Fabric], Backend],
+        make_backend: Callable[[Fabric], HostBackend],
         meter: Meter,
         places: Sequence[Place],
-        open_set: Callable[[int, Backend], None],
+        open_set: Callable[[int, HostBackend], None],
         close_set: Callable[[int], list[TensorEntry]],
         hooks: Instruments,
         config: Config,
@@ -215,7 +215,7 @@ class Executor:
         self._deliver_targets(batch, entries)
 
     @staticmethod
-    def _reduce(backend: Backend, batch: list[Response], sources: Views, targets: Views) -> None:
+    def _reduce(backend: HostBackend, batch: list[Response], sources: Views, targets: Views) -> None:
         counts = [math.prod(r.request.shape) for r in batch]
         backend.allreduce(sources, targets, counts, batch[0].request.reduce_spec(backend.size))
 
@@ -288,7 +288,7 @@ class Executor:
         entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
 
     def _allocate(
-        self, backend: Backend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
+        self, backend: HostBackend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
     ) -> list[Array] | None:
         def make(response: Response, entry: TensorEntry | None, shape: tuple[int, ...]) -> Array:
             return np.empty(shape, _dtype(BY_CODE[response.request.dtype], entry))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pyhvd.arrays import TensorView
-from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
@@ -41,7 +41,7 @@ _log = logging.getLogger("pyhvd")
 
 
 def open_fast_path(
-    fabric: Fabric, open_window: OpenWindow | None, backend: Backend, config: Config
+    fabric: Fabric, open_window: OpenWindow | None, backend: HostBackend, config: Config
 ) -> FastPath | None:
     """Return this rank's end of a new fast path, or None if there cannot be one. Collective.
 
@@ -51,7 +51,7 @@ def open_fast_path(
         Reaches all ranks.
     open_window : callable or None
         Makes shared memory.
-    backend : Backend
+    backend : HostBackend
         Backend of all ranks; without a window there is no fast path.
     config : Config
         The knobs, with rank 0's values.
@@ -59,7 +59,7 @@ def open_fast_path(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-ready_table_bytes(fabric.size, slots) // fabric.size))
+    opened = open_window(fabric, -(-ready_table_bytes(fabric.size) // fabric.size))
     if not isinstance(opened, Segment):
         if fabric.rank == 0:
             _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
@@ -124,7 +124,7 @@ class FastPathAdapter(NoFastPath):
             fast_path.know_arena(arena.start, arena.nbytes)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
-    def open_set(self, set_id: int, backend: Backend) -> None:
+    def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
         if set_id < SETS and isinstance(backend, ShmBackend):
             starts = [] if self._arena is None else self._arena.starts

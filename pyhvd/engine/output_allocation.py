@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
 from pyhvd.common.text import describe_ranks
 from pyhvd.errors import RankFailedError
 from pyhvd.negotiation.messages import Response, verb
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 def allocate(
-    backend: Backend,
+    backend: HostBackend,
     batch: Sequence[Response],
     entries: Entries,
     shapes: Sequence[Shape],
@@ -28,7 +28,7 @@ def allocate(
 
     Parameters
     ----------
-    backend : Backend
+    backend : HostBackend
         Backend by which the ranks agree on the outcome.
     batch, entries, shapes
         The tensors, and the shapes of their outputs.

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
-from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
 from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.config import Config
 from pyhvd.dtypes import BY_CODE, Code
@@ -183,7 +183,7 @@ class Checker:
         response: Response,
         sent: Sequence[Bytes],
         received: Sequence[Bytes],
-        backend: Backend,
+        backend: HostBackend,
         members: Sequence[int],
     ) -> CorruptionError | None:
         """Compare the blocks that each rank received in an alltoall with the sent blocks."""

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pyhvd.backends.base import Backend, Pieces
+from pyhvd.backends.base import Pieces
+from pyhvd.backends.host import HostBackend
 from pyhvd.config import Config
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.engine.autotuner import Tuner, tuning_of
@@ -76,7 +77,7 @@ class NoFastPath:
     :class:`pyhvd.engine.fast_path.FastPathAdapter` overrides each method for a fast path that exists.
     """
 
-    def open_set(self, set_id: int, backend: Backend) -> None:
+    def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
 
     def close_set(self, set_id: int) -> list[TensorEntry]:  # noqa: ARG002
@@ -216,7 +217,7 @@ class Runtime:
     ----------
     control : ControlTransport
         Carries messages; the runtime closes it.
-    backends : dict of int to Backend
+    backends : dict of int to HostBackend
         Backends by process set id; the runtime closes them.
     sets : sequence of tuple of int
         Members of the static process sets 1, 2, ...
@@ -231,10 +232,10 @@ class Runtime:
     def __init__(
         self,
         control: ControlTransport,
-        backends: dict[int, Backend],
+        backends: dict[int, HostBackend],
         sets: Sequence[tuple[int, ...]],
         config: Config,
-        make_backend: Callable[[Fabric], Backend],
+        make_backend: Callable[[Fabric], HostBackend],
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config

@@ -28,31 +28,19 @@ cdef class CachedTensor:
     cdef bint in_arena
     cdef cnp.npy_intp dims[32]
 
-    @staticmethod
-    cdef CachedTensor of(object request, uint32_t slot, uint64_t version):
-        cdef CachedTensor tensor = CachedTensor.__new__(CachedTensor)
+    def __cinit__(self, request, uint32_t slot, uint64_t version):
         cdef Py_ssize_t d
-        tensor.request = request
-        tensor.slot = slot
-        tensor.version = version
-        tensor.op = request.op
-        tensor.prescale = request.prescale
-        tensor.postscale = request.postscale
-        tensor.code = request.dtype
-        tensor.ndim = len(request.shape)
-        tensor.in_arena = request.window
+        self.request = request
+        self.slot = slot
+        self.version = version
+        self.op = request.op
+        self.prescale = request.prescale
+        self.postscale = request.postscale
+        self.code = request.dtype
+        self.ndim = len(request.shape)
+        self.in_arena = request.window
         for d, length in enumerate(request.shape):
-            tensor.dims[d] = length
-        return tensor
-
-    cdef void describe(self, ArrayLayout* layout) noexcept:
-        """Fill in the layout of an array that suits; it points into this object."""
-        layout.dtype = <void*>self.dtype
-        layout.length = self.dims[0]
-        layout.dims = self.dims
-        layout.ndim = self.ndim
-        layout.in_arena = self.in_arena
-        layout.unscaled = self.prescale == 1.0
+            self.dims[d] = length
 
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.
@@ -76,11 +64,11 @@ cdef class CachedTensor:
         """Return whether a call has the op and the factors of the cached one."""
         if type(prescale) is not float or type(postscale) is not float:
             return False
-        if op is None:
-            return self.op == AVERAGE and prescale == self.prescale and postscale == self.postscale
-        if not isinstance(op, int):
+        if op is not None and not isinstance(op, int):
             return False
-        return <int>op == self.op and prescale == self.prescale and postscale == self.postscale
+        if self.op != (AVERAGE if op is None else <int>op):
+            return False
+        return prescale == self.prescale and postscale == self.postscale
 
     cdef bint learn(self, ArrayLayout* layout, object dtype) except -1:
         """Return whether another dtype object means the same dtype; if so, remember it, in the layout too."""
@@ -151,13 +139,20 @@ cdef class CachedCall:
         """Enter its tensors, in the order of their slots."""
         cdef Py_ssize_t index
         cdef CachedTensor tensor
+        cdef ArrayLayout* layout
         cdef pyhvd_cached_tensor* cached
         slots = [(<CachedTensor>each).slot for each in self.tensors]
         for index, k in enumerate(sorted(range(len(slots)), key=slots.__getitem__)):
             tensor = <CachedTensor>self.tensors[k]
             tensor.call = self
-            tensor.describe(&self.layouts[k])
-            self.layouts[k].index = <uint32_t>index
+            layout = &self.layouts[k]
+            layout.dtype = <void*>tensor.dtype
+            layout.length = tensor.dims[0]
+            layout.dims = tensor.dims
+            layout.index = <uint32_t>index
+            layout.ndim = tensor.ndim
+            layout.in_arena = tensor.in_arena
+            layout.unscaled = tensor.prescale == 1.0
             self.c.slots.ids[index] = tensor.slot
             self.c.slots.versions[index] = tensor.version
             cached = &self.path.c.setup.sets[self.set_id].tensors[tensor.slot]

@@ -11,13 +11,46 @@ def _count_generation():
 
 os.register_at_fork(after_in_child=_count_generation)
 
-SETS = PYHVD_MAX_SETS
-MAX_SLOTS = PYHVD_MAX_SLOTS
+
+def ready_table_bytes(int size):
+    """Return the bytes of a ready table for ``size`` ranks."""
+    return pyhvd_ready_table_bytes(size)
 
 
-def ready_table_bytes(int size, uint32_t slots):
-    """Return the bytes of a ready table for ``size`` ranks and ``slots`` slots, a multiple of 64."""
-    return pyhvd_ready_table_bytes(size, slots)
+cdef class PathSet:
+    """A process set that the fast path serves."""
+
+    cdef Window window
+    cdef dict calls  # {name of a tensor: its CachedCall}
+    cdef dict groups  # {(name of a grouped call, size): CachedCall}
+    cdef dict tensors  # {slot: CachedTensor}
+    cdef dict incomplete  # {(name of a grouped call, size): {name of a tensor: CachedTensor}}
+
+    def __cinit__(self, Window window):
+        self.window = window
+        self.calls = {}
+        self.groups = {}
+        self.tensors = {}
+        self.incomplete = {}
+
+    cdef int enter(self, FastPath path, int set_id, CachedTensor tensor) except -1:
+        """Make the call of a tensor; of a grouped call, once all of its tensors are there."""
+        request = tensor.request
+        if not request.group:
+            self.calls[request.name] = CachedCall(path, set_id, request.name, False, [tensor])
+            return 0
+        key = (request.group, request.group_size)
+        present = self.incomplete.setdefault(key, {})
+        present[request.name] = tensor
+        if len(present) < request.group_size:
+            return 0
+        del self.incomplete[key]
+        names = [f"{request.group}_{i}of{request.group_size}" for i in range(1, request.group_size + 1)]
+        if present.keys() == set(names):
+            call = CachedCall(path, set_id, request.group, True, [present[name] for name in names])
+            self.groups[key] = call
+            self.calls.update(dict.fromkeys(names, call))
+        return 0
 
 
 cdef class FastPath(ReadyTableEnd):
@@ -43,12 +76,7 @@ cdef class FastPath(ReadyTableEnd):
         Returns the code of a numpy dtype, or -1.
     """
 
-    # By process set, None where the path does not serve it:
-    cdef list names  # {name of a tensor: its CachedCall}
-    cdef list groups  # {(name of a grouped call, size): CachedCall}
-    cdef list tensors  # {slot: CachedTensor}
-    cdef list windows
-    cdef dict incomplete_groups  # {(set, (name, size)): {name of a tensor: CachedTensor}}
+    cdef list sets  # PathSet by id, None where the path does not serve the set
     # The queue's, read here:
     cdef dict entries
     cdef dict busy_groups
@@ -75,11 +103,7 @@ cdef class FastPath(ReadyTableEnd):
         self.memory = memory
         self.generation = _generation
         self.code_of = code_of
-        self.names = [None] * SETS
-        self.groups = [None] * SETS
-        self.tensors = [None] * SETS
-        self.windows = [None] * SETS
-        self.incomplete_groups = {}
+        self.sets = [None] * SETS
         self.entries = {}
         self.busy_groups = {}
         self.refusals = {}
@@ -145,26 +169,20 @@ cdef class FastPath(ReadyTableEnd):
             window.window.arena[<int>q] = <uint8_t*><uintptr_t>start
         if not pyhvd_fast_path_open(&self.c, <uint32_t>set_id, &window.window):
             raise MemoryError
-        self.windows[set_id] = window
-        self.names[set_id] = {}
-        self.groups[set_id] = {}
-        self.tensors[set_id] = {}
+        self.sets[set_id] = PathSet(window)
 
     def close_set(self, int set_id):
         """Forget a process set. Its calls were taken, and no thread submits to it."""
-        for call in self.names[set_id].values():
+        for call in (<PathSet>self.sets[set_id]).calls.values():
             (<CachedCall>call).retire()
-        self.names[set_id] = None
-        self.groups[set_id] = None
-        self.tensors[set_id] = None
-        self.windows[set_id] = None
-        self.incomplete_groups = {
-            key: tensors for key, tensors in self.incomplete_groups.items() if key[0] != set_id
-        }
+        self.sets[set_id] = None
+
+    cdef PathSet get_set(self, int set_id):
+        return self.sets[set_id] if 0 <= set_id < SETS else None
 
     def has_set(self, int set_id):
         """Return whether the path serves a process set."""
-        return 0 <= set_id < PYHVD_MAX_SETS and self.names[set_id] is not None
+        return self.get_set(set_id) is not None
 
     def install(
         self, int set_id, uint32_t slot, request, uint64_t version, int op, double postscale, bint direct
@@ -186,7 +204,8 @@ cdef class FastPath(ReadyTableEnd):
         direct : bool
             Whether every rank's array is in its arena.
         """
-        cdef CachedTensor before = <CachedTensor>(<dict>self.tensors[set_id]).get(slot)
+        cdef PathSet served = self.sets[set_id]
+        cdef CachedTensor before = <CachedTensor>served.tensors.get(slot)
         cdef CachedTensor tensor
         cdef pyhvd_cached_tensor* cached = &self.c.setup.sets[set_id].tensors[slot]
         # A rank whose request says so submits arrays in its arena, once the ranks have agreed on that.
@@ -206,55 +225,38 @@ cdef class FastPath(ReadyTableEnd):
         cached.postscale = postscale
         cached.dtype = request.dtype
         cached.op = op
-        tensor = CachedTensor.of(request, slot, version)
-        self.tensors[set_id][slot] = tensor
-        self._assemble(set_id, tensor)
-
-    def _assemble(self, int set_id, CachedTensor tensor):
-        """Make the call of a tensor; of a grouped call, once all of its tensors are there."""
-        request = tensor.request
-        if not request.group:
-            self.names[set_id][request.name] = CachedCall(self, set_id, request.name, False, [tensor])
-            return
-        key = (request.group, request.group_size)
-        present = self.incomplete_groups.setdefault((set_id, key), {})
-        present[request.name] = tensor
-        if len(present) < request.group_size:
-            return
-        del self.incomplete_groups[set_id, key]
-        names = [f"{request.group}_{i}of{request.group_size}" for i in range(1, request.group_size + 1)]
-        if present.keys() == set(names):
-            call = CachedCall(self, set_id, request.group, True, [present[name] for name in names])
-            self.groups[set_id][key] = call
-            for name in names:
-                self.names[set_id][name] = call
+        tensor = CachedTensor(request, slot, version)
+        served.tensors[slot] = tensor
+        served.enter(self, set_id, tensor)
 
     def retire(self, int set_id, uint32_t slot, request):
         """Forget what a slot means, unless it means this request; return its call if that is in flight."""
-        cdef CachedTensor tensor = <CachedTensor>self.tensors[set_id].get(slot)
+        cdef PathSet served = self.sets[set_id]
+        cdef CachedTensor tensor = <CachedTensor>served.tensors.get(slot)
         cdef CachedCall call
         if tensor is None or tensor.request == request:
             return None
-        del self.tensors[set_id][slot]
+        del served.tensors[slot]
         call = tensor.call
         if call is None:  # its group never became complete
             old = tensor.request
-            present = self.incomplete_groups.get((set_id, (old.group, old.group_size)), {})
-            present.pop(old.name, None)
+            served.incomplete.get((old.group, old.group_size), {}).pop(old.name, None)
             return None
         call.retire()
         for each in call.tensors:
-            if self.names[set_id].get(each.request.name) is call:
-                del self.names[set_id][each.request.name]
-        if call.grouped and self.groups[set_id].get((call.name, len(call.tensors))) is call:
-            del self.groups[set_id][call.name, len(call.tensors)]
+            if served.calls.get(each.request.name) is call:
+                del served.calls[each.request.name]
+        key = (call.name, len(call.tensors))
+        if served.groups.get(key) is call:
+            del served.groups[key]
         return call if call.in_flight() else None
 
     # -- calls in flight -------------------------------------------------------------------------------
 
     def requests(self, int set_id, uint32_t slot, bint alone):
         """Return this rank's requests of a slot's call; with ``alone``, of the slot only."""
-        cdef CachedTensor tensor = self.tensors[set_id].get(slot) if self.has_set(set_id) else None
+        cdef PathSet served = self.get_set(set_id)
+        cdef CachedTensor tensor = None if served is None else served.tensors.get(slot)
         if tensor is None:
             return []
         if alone or tensor.call is None:
@@ -263,28 +265,22 @@ cdef class FastPath(ReadyTableEnd):
 
     def find(self, int set_id, name):
         """Return the call in flight that has a tensor of this name, or None."""
-        cdef CachedCall call
-        if not self.has_set(set_id):
-            return None
-        call = <CachedCall>self.names[set_id].get(name)
+        cdef PathSet served = self.get_set(set_id)
+        cdef CachedCall call = None if served is None else served.calls.get(name)
         return call if call is not None and call.in_flight() else None
 
     def find_group(self, int set_id, name):
         """Return the grouped call in flight of this name, of any size, or None."""
-        if not self.has_set(set_id):
-            return None
-        for (group, _), call in list(self.groups[set_id].items()):
-            if group == name and call.in_flight():
-                return call
-        return None
+        return next((call for call in self.in_flight(set_id) if call.grouped and call.name == name), None)
 
     def in_flight(self, set_id=None):
         """Return the calls in flight, of one process set or of all."""
-        which = range(PYHVD_MAX_SETS) if set_id is None else [set_id]
+        cdef PathSet served
         calls = {}
-        for each in which:
-            if self.has_set(each):
-                calls.update((id(call), call) for call in list(self.names[each].values()) if call.in_flight())
+        for each in range(SETS) if set_id is None else [set_id]:
+            served = self.get_set(each)
+            if served is not None:
+                calls.update((id(call), call) for call in list(served.calls.values()) if call.in_flight())
         return list(calls.values())
 
     def refused(self):
@@ -340,7 +336,7 @@ cdef class FastPath(ReadyTableEnd):
     def note(self):
         """Return the note of the rank that aborted a window, once this rank has found it aborted; or None."""
         cdef uint32_t found = pyhvd_fast_path_aborted(&self.c)
-        return (<Window>self.windows[found - 1]).note() if found else None
+        return (<PathSet>self.sets[found - 1]).window.note() if found else None
 
     def forget(self, bint keep=False):
         """Run the last callbacks and release all handles: every call has ended.
@@ -352,8 +348,10 @@ cdef class FastPath(ReadyTableEnd):
         self._run_callbacks()
         if keep:
             return
-        for tensors in self.tensors:
-            for tensor in (tensors or {}).values():
+        for served in self.sets:
+            if served is None:
+                continue
+            for tensor in (<PathSet>served).tensors.values():
                 if tensor.call is not None:
                     (<CachedCall>tensor.call).handle = None
 

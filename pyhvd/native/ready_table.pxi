@@ -25,7 +25,7 @@ cdef class ReadyTableEnd:
 
     def serves(self, int set_id):
         """Return whether the table has room for a process set of this id."""
-        return set_id < PYHVD_MAX_SETS
+        return set_id < SETS
 
     def seize(self):
         """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""
@@ -115,10 +115,8 @@ cdef class ReadyTableEnd:
 
     def lateness(self):
         """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
-        return [
-            (self.c.setup.table.rank_states[rank].late, self.c.setup.table.rank_states[rank].awaited)
-            for rank in range(self.c.setup.table.size)
-        ]
+        cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
+        return [(states[rank].late, states[rank].awaited) for rank in range(self.c.setup.table.size)]
 
     def _by_rank(self, bytearray marked):
         step = self.c.setup.table.words * 8

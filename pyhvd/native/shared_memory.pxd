@@ -4,15 +4,15 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 
 cdef extern from "common/trace_ring.h" nogil:
-    enum:
-        PYHVD_SUBMITTED
-        PYHVD_MARKED_READY
-        PYHVD_READY
-        PYHVD_CARRIED
-        PYHVD_PACKING
-        PYHVD_REDUCING
-        PYHVD_UNPACKING
-        PYHVD_AWAITING
+    cpdef enum:
+        SUBMITTED "PYHVD_SUBMITTED"
+        MARKED_READY "PYHVD_MARKED_READY"
+        READY "PYHVD_READY"
+        CARRIED "PYHVD_CARRIED"
+        PACKING "PYHVD_PACKING"
+        REDUCING "PYHVD_REDUCING"
+        UNPACKING "PYHVD_UNPACKING"
+        AWAITING "PYHVD_AWAITING"
 
     ctypedef struct pyhvd_event:
         int64_t begin
@@ -34,22 +34,16 @@ cdef extern from "common/trace_ring.h" nogil:
 
 
 cdef extern from "window/window.h" nogil:
-    enum:
-        PYHVD_MAX_LOCAL
-        PYHVD_FLAT
-        PYHVD_NOTE
+    cpdef enum:
+        MAX_LOCAL "PYHVD_MAX_LOCAL"
+        FLAT "PYHVD_FLAT"
+        NOTE "PYHVD_NOTE"
 
     ctypedef struct pyhvd_window:
         int rank
         int size
         size_t chunk
         size_t capacity
-        size_t shift
-        uint64_t chunks
-        uint64_t flats
-        int64_t left_core_ns
-        int spin_budget
-        int interruptible
         pyhvd_trace* trace
         uint8_t* area[256]
         uint8_t* arena[256]
@@ -68,12 +62,10 @@ cdef extern from "window/window.h" nogil:
     size_t pyhvd_window_area(size_t capacity)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
-    int pyhvd_window_gather(
-        pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts, const int64_t* starts
-    )
+    int pyhvd_window_gather(pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts)
     int pyhvd_window_alltoall(
-        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, const int64_t* send_starts,
-        uint8_t* recv, const int64_t* recv_counts, const int64_t* recv_starts
+        pyhvd_window* w, const uint8_t* send, const int64_t* send_counts, uint8_t* recv,
+        const int64_t* recv_counts
     )
     int pyhvd_window_exchange(
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
@@ -104,9 +96,9 @@ cdef extern from "common/sampler.h" nogil:
 
 
 cdef extern from "fast_path/ready_table.h" nogil:
-    enum:
-        PYHVD_MAX_SETS
-        PYHVD_MAX_SLOTS
+    cpdef enum:
+        SETS "PYHVD_MAX_SETS"
+        MAX_SLOTS "PYHVD_MAX_SLOTS"
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]
@@ -115,19 +107,22 @@ cdef extern from "fast_path/ready_table.h" nogil:
         uint64_t late
         uint64_t awaited
 
+    ctypedef struct pyhvd_shared_table:
+        pyhvd_rank_state* rank_states
+
     ctypedef struct pyhvd_ready_table:
         int rank
         int size
         uint32_t slots
         uint32_t words
-        pyhvd_rank_state* rank_states
+        pyhvd_shared_table* shared
 
     ctypedef struct pyhvd_slot_list:
         uint32_t n
         uint32_t* ids
         uint64_t* versions
 
-    size_t pyhvd_ready_table_bytes(int size, uint32_t slots)
+    size_t pyhvd_ready_table_bytes(int size)
     void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
     void pyhvd_ready_table_attach(pyhvd_ready_table* t, void* base, int rank, int size, uint32_t slots)
     void pyhvd_ready_table_clear(pyhvd_ready_table* t)

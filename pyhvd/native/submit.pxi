@@ -27,12 +27,10 @@ cdef object _global_set = None
 cdef object _by_message = None
 cdef int _rank_threads = 0
 
-cdef enum:
-    _GROUPED = 1
-    _IN_PLACE = 2
-    _WAITS = 4
-
-GROUPED, IN_PLACE, WAITS = _GROUPED, _IN_PLACE, _WAITS
+cpdef enum:
+    GROUPED = 1
+    IN_PLACE = 2
+    WAITS = 4
 
 
 def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, by_message):
@@ -79,10 +77,11 @@ cdef object _submit_cached(
     cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
     cdef FastPath path = slot.get()
     cdef object set_id = 0
-    cdef bint grouped = form & _GROUPED
-    cdef bint inplace = form & _IN_PLACE
-    cdef bint ring = not form & _WAITS
-    cdef CachedCall call
+    cdef bint grouped = form & GROUPED
+    cdef bint inplace = form & IN_PLACE
+    cdef bint ring = not form & WAITS
+    cdef PathSet served
+    cdef CachedCall call = None
     if path is None or average is not None:
         return None
     if process_set is not _global_set:
@@ -93,18 +92,17 @@ cdef object _submit_cached(
         return None
     if type(name) is not str or type(set_id) is not int:
         return None
-    if not 0 <= set_id < PYHVD_MAX_SETS or path.names[set_id] is None:
+    if not 0 <= set_id < SETS:
+        return None
+    served = <PathSet>path.sets[set_id]
+    if served is None:
         return None
     if not grouped:
-        call = <CachedCall>(<dict>path.names[set_id]).get(name)
-        if call is None or call.grouped:
-            return None
-    else:
-        if not isinstance(tensors, (list, tuple)):
-            return None
-        call = <CachedCall>(<dict>path.groups[set_id]).get((name, len(tensors)))
-        if call is None:
-            return None
+        call = <CachedCall>served.calls.get(name)
+    elif isinstance(tensors, (list, tuple)):
+        call = <CachedCall>served.groups.get((name, len(tensors)))
+    if call is None or call.grouped != grouped:
+        return None
     if (path.entries or path.refusals) and not path.is_free(call):
         return None
     if not call.first.same_terms(op, prescale, postscale):

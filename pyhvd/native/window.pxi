@@ -6,18 +6,16 @@ cdef extern from "stdlib.h" nogil:
 
 cdef extern from "sys/mman.h" nogil:
     int munmap(void* address, size_t length)
+    int madvise(void* address, size_t length, int advice)
 
 
 cdef extern from "common/huge_pages.h" nogil:
     size_t PYHVD_HUGE
     void* pyhvd_map(int fd, size_t nbytes)
-    int pyhvd_enlarge(void* start, size_t nbytes)
-    int pyhvd_drop(void* start, size_t nbytes)
+    int PYHVD_COLLAPSE
+    int PYHVD_REMOVE
 
 HUGE = PYHVD_HUGE
-MAX_LOCAL = PYHVD_MAX_LOCAL
-FLAT = PYHVD_FLAT
-NOTE = PYHVD_NOTE
 CHUNK_UNIT = 128
 
 
@@ -65,28 +63,14 @@ cdef class Mapping:
         return <uintptr_t>self.memory
 
     def enlarge(self, size_t offset, size_t nbytes):
-        """Turn existing memory into huge pages; return whether the kernel did."""
-        cdef int done
+        """Turn existing memory into huge pages, if the kernel does."""
         with nogil:
-            done = pyhvd_enlarge(<uint8_t*>self.memory + offset, nbytes)
-        return done != 0
+            madvise(<uint8_t*>self.memory + offset, nbytes, PYHVD_COLLAPSE)
 
     def drop(self, size_t offset, size_t nbytes):
-        """Free memory in all processes that map the file; return whether the system can."""
-        cdef int done
+        """Free memory in all processes that map the file, if the system can."""
         with nogil:
-            done = pyhvd_drop(<uint8_t*>self.memory + offset, nbytes)
-        return done != 0
-
-
-SUBMITTED = PYHVD_SUBMITTED
-MARKED_READY = PYHVD_MARKED_READY
-READY = PYHVD_READY
-CARRIED = PYHVD_CARRIED
-PACKING = PYHVD_PACKING
-REDUCING = PYHVD_REDUCING
-UNPACKING = PYHVD_UNPACKING
-AWAITING = PYHVD_AWAITING
+            madvise(<uint8_t*>self.memory + offset, nbytes, PYHVD_REMOVE)
 
 
 cdef class Trace:
@@ -157,8 +141,8 @@ cdef class Window:
     """
 
     def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
-        if not 0 <= rank < len(areas) <= PYHVD_MAX_LOCAL:
-            raise ValueError(f"a window has at most {PYHVD_MAX_LOCAL} ranks")
+        if not 0 <= rank < len(areas) <= MAX_LOCAL:
+            raise ValueError(f"a window has at most {MAX_LOCAL} ranks")
         cdef Py_ssize_t room = chunk if capacity is None else capacity
         if room < chunk or room % CHUNK_UNIT:
             raise ValueError(f"a slot of {room} bytes does not suit chunks of {chunk}")
@@ -173,9 +157,9 @@ cdef class Window:
 
     def resize(self, Py_ssize_t chunk):
         """Set the bytes of a chunk; between the same two operations on every rank."""
-        if chunk < PYHVD_FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
+        if chunk < FLAT or chunk % CHUNK_UNIT or <size_t>chunk > self.window.capacity:
             raise ValueError(
-                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {PYHVD_FLAT} at least,"
+                f"a chunk is a multiple of {CHUNK_UNIT} bytes, and {FLAT} at least,"
                 f" {self.window.capacity} at most here, not {chunk}"
             )
         self.window.chunk = <size_t>chunk
@@ -231,30 +215,25 @@ cdef class Window:
             status = pyhvd_window_allreduce(&self.window, &job)
         return status == 0
 
-    def gather(self, uintptr_t send, uintptr_t recv, const int64_t[::1] counts, const int64_t[::1] starts):
-        """Gather blocks: every rank gets rank q's ``counts[q]`` bytes at ``recv + starts[q]``."""
+    def gather(self, uintptr_t send, uintptr_t recv, const int64_t[::1] counts):
+        """Gather contiguous blocks: every rank gets rank q's ``counts[q]`` bytes."""
         cdef int status
-        if counts.shape[0] != self.window.size or starts.shape[0] < self.window.size:
-            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
+        if counts.shape[0] != self.window.size:
+            raise ValueError(f"expected {self.window.size} counts, one per rank")
         with nogil:
-            status = pyhvd_window_gather(
-                &self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0], &starts[0]
-            )
+            status = pyhvd_window_gather(&self.window, <const uint8_t*>send, <uint8_t*>recv, &counts[0])
         return status == 0
 
     def alltoall(
-        self, uintptr_t send, const int64_t[::1] send_counts, const int64_t[::1] send_starts, uintptr_t recv,
-        const int64_t[::1] recv_counts, const int64_t[::1] recv_starts
+        self, uintptr_t send, const int64_t[::1] send_counts, uintptr_t recv, const int64_t[::1] recv_counts
     ):
-        """Send a block to each rank; counts and starts in bytes, one per rank."""
+        """Send a block to each rank; blocks are contiguous, counts are bytes."""
         cdef int status
-        cdef Py_ssize_t size = self.window.size
-        if min(send_counts.shape[0], send_starts.shape[0], recv_counts.shape[0], recv_starts.shape[0]) < size:
-            raise ValueError(f"expected {self.window.size} counts and starts, one per rank")
+        if send_counts.shape[0] != self.window.size or recv_counts.shape[0] != self.window.size:
+            raise ValueError(f"expected {self.window.size} counts, one per rank")
         with nogil:
             status = pyhvd_window_alltoall(
-                &self.window, <const uint8_t*>send, &send_counts[0], &send_starts[0], <uint8_t*>recv,
-                &recv_counts[0], &recv_starts[0]
+                &self.window, <const uint8_t*>send, &send_counts[0], <uint8_t*>recv, &recv_counts[0]
             )
         return status == 0
 
@@ -286,8 +265,8 @@ cdef class Window:
         note : bytes
             The other ranks can read it; NOTE bytes at most. Only the first note of a rank is kept.
         """
-        if len(note) > PYHVD_NOTE:
-            raise ValueError(f"a note has {PYHVD_NOTE} bytes at most, not {len(note)}")
+        if len(note) > NOTE:
+            raise ValueError(f"a note has {NOTE} bytes at most, not {len(note)}")
         pyhvd_window_abort(&self.window, <const uint8_t*><const char*>note, <size_t>len(note))
 
     def note(self):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from pyhvd.arrays import Bytes
 
 
@@ -71,3 +73,16 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Free the fabric's resources; collective."""
+
+
+def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
+    """Return every rank's bytes, of any length, in rank order; collective."""
+    lengths = np.empty(fabric.size, np.int64)
+    fabric.allgather(np.array([len(mine)], np.int64).view(np.uint8), lengths.view(np.uint8))
+    longest = int(lengths.max())
+    if not longest:
+        return [b""] * fabric.size
+    box = np.empty((fabric.size, longest), np.uint8)
+    padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
+    fabric.allgather(padded, box.reshape(-1))
+    return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,34 +192,28 @@ def _do_nothing(offset: int, nbytes: int) -> None:
     """Keep the memory as it is: it stays allocated."""
 
 
-class Mailbox:
-    """One thread's received messages."""
+class ThreadBell:
+    """Wakes the ranks of one world; a bell's address is the rank."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._messages: list[Message] = []
-        self._rung = False
+    shortest = 0.0
 
-    def put(self, message: Message | None) -> None:
-        """Add a message, if there is one, and wake the owner; any thread may call it."""
-        with self._changed:
-            if message is not None:
-                self._messages.append(message)
-            self._rung = True
-            self._changed.notify()
+    def __init__(self, rank: int, rung: Sequence[threading.Event]) -> None:
+        self._rank = rank
+        self._rung = rung
 
-    def take(self) -> list[Message]:
-        """Remove and return the messages."""
-        with self._changed:
-            messages, self._messages = self._messages, []
-            return messages
+    def ring(self, address: int | None = None) -> None:
+        """Ring a rank's bell, by default this rank's own; any thread may call it."""
+        self._rung[self._rank if address is None else address].set()
 
-    def wait(self, timeout: float | None) -> None:
-        """Sleep until the next :meth:`put`, at most ``timeout`` s."""
-        with self._changed:
-            if not self._rung:
-                self._changed.wait(timeout and min(timeout, threading.TIMEOUT_MAX))
-            self._rung = False
+    def wait(self, timeout: float | None) -> bool:
+        """Sleep until rung, at most ``timeout`` s; return whether the bell was rung."""
+        mine = self._rung[self._rank]
+        rung = mine.wait(timeout and min(timeout, threading.TIMEOUT_MAX))
+        mine.clear()
+        return rung
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class _Delivered:
@@ -233,12 +228,12 @@ _DELIVERED = _Delivered()
 
 
 class InProcessTransport:
-    """The control transport of one thread.
+    """The control transport of one thread: a message goes into the receiver's box, and rings its bell.
 
-    The thread sleeps on its bell, whose addresses are the ranks; without a bell, on its mailbox.
+    Boxes are by rank, and the bell's addresses are the ranks.
     """
 
-    def __init__(self, rank: int, boxes: Sequence[Mailbox], bell: Bell | None = None) -> None:
+    def __init__(self, rank: int, boxes: Sequence[deque[Message]], bell: Bell) -> None:
         self.rank = rank
         self.size = len(boxes)
         self._boxes = boxes
@@ -246,28 +241,22 @@ class InProcessTransport:
 
     def send(self, destination: int, payload: bytes) -> Sending:
         """Deliver a message."""
-        self._boxes[destination].put((self.rank, payload))
-        if self._bell is not None:
-            self._bell.ring(destination)
+        self._boxes[destination].append((self.rank, payload))
+        self._bell.ring(destination)
         return _DELIVERED
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived."""
-        return self._boxes[self.rank].take()
+        box = self._boxes[self.rank]
+        return [box.popleft() for _ in range(len(box))]
 
     def wait(self, timeout: float | None) -> None:
         """Sleep; see :class:`pyhvd.transport.control.ControlTransport`."""
-        if self._bell is not None:
-            self._bell.wait(timeout)
-        else:
-            self._boxes[self.rank].wait(timeout)
+        self._bell.wait(timeout)
 
     def wake(self) -> None:
         """Wake the thread that sleeps in :meth:`wait`."""
-        if self._bell is not None:
-            self._bell.ring()
-        else:
-            self._boxes[self.rank].put(None)
+        self._bell.ring()
 
     def drain(self, timeout: float) -> bool:  # noqa: ARG002 - messages arrive at once
         """Return True: messages arrive at once."""
@@ -292,25 +281,24 @@ class ThreadWorlds:
         self._size = size
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._groups: list[ThreadGroup] = []
-        self._boxes: list[list[Mailbox]] = []
+        # What the ranks of each world share: their group, messages and bells.
+        self._worlds: list[tuple[ThreadGroup, list[deque[Message]], list[threading.Event]]] = []
         self._calls = [0] * size
 
     def world(self, rank: int) -> World:
         """Return one rank's next world; the n-th calls of all ranks return the same one."""
+        ranks = range(self._size)
         with self._lock:
             number = self._calls[rank]
             self._calls[rank] += 1
-            if number == len(self._groups):
-                self._groups.append(ThreadGroup(self._size, self._timeout))
-                self._boxes.append([Mailbox() for _ in range(self._size)])
-            group, boxes = self._groups[number], self._boxes[number]
-        fabric = ThreadFabric(group, rank)
+            if number == len(self._worlds):
+                group = ThreadGroup(self._size, self._timeout)
+                self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
+            group, boxes, rung = self._worlds[number]
         return World(
             topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
-            fabric=fabric,
-            exchange=fabric.exchange_objects,
-            connect=lambda bell: InProcessTransport(rank, boxes, bell),
+            fabric=ThreadFabric(group, rank),
+            connect=lambda bell: InProcessTransport(rank, boxes, bell or ThreadBell(rank, rung)),
             members=_no_communicators,
             abort=group.interrupt,
             threads=True,
@@ -321,8 +309,8 @@ class ThreadWorlds:
     def abort(self) -> None:
         """Make every wait of one rank for another fail, in all worlds."""
         with self._lock:
-            groups = list(self._groups)
-        for group in groups:
+            worlds = list(self._worlds)
+        for group, _, _ in worlds:
             group.interrupt()
 
 

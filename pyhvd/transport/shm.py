@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.native import shared_memory
@@ -92,11 +90,8 @@ class ShmFabric:
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Send block r to rank r."""
-        sizes = [np.array(counts, np.int64) for counts in (send_counts, recv_counts)]
-        starts = [starts_of(counts) for counts in (send_counts, recv_counts)]
-        self.check(
-            self.window.alltoall(address(send), sizes[0], starts[0], address(recv), sizes[1], starts[1])
-        )
+        out, into = np.array(send_counts, np.int64), np.array(recv_counts, np.int64)
+        self.check(self.window.alltoall(address(send), out, address(recv), into))
 
     exchange = alltoallv
 
@@ -106,10 +101,7 @@ class ShmFabric:
 
     def broadcast(self, buffer: Bytes, root: int) -> None:
         """Copy the root's buffer to every rank's."""
-        counts = np.zeros(self.size, np.int64)
-        counts[root] = len(buffer)
-        here = address(buffer)
-        self.check(self.window.gather(here, here, counts, np.zeros(self.size, np.int64)))
+        self._gather(address(buffer), buffer, [len(buffer) if r == root else 0 for r in range(self.size)])
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -138,9 +130,4 @@ class ShmFabric:
             raise Aborted(self.window.note() or b"")
 
     def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
-        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64), starts_of(counts)))
-
-
-def starts_of(counts: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return where contiguous blocks start, and where the last one ends."""
-    return np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(counts) + 1)
+        self.check(self.window.gather(send, address(recv), np.array(counts, np.int64)))

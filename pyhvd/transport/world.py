@@ -38,8 +38,6 @@ class World:
         This rank's place.
     fabric : Fabric
         Moves arrays.
-    exchange : callable
-        ``exchange(payload)`` returns every rank's payload, in rank order; collective, for the start only.
     connect : callable
         ``connect(bell)`` returns the control transport; collective. The bell's addresses are the ranks.
         With None the transport makes bells of its own.
@@ -57,7 +55,6 @@ class World:
 
     topology: Topology
     fabric: Fabric
-    exchange: Callable[[bytes], list[bytes]]
     connect: Callable[[Bell | None], ControlTransport]
     members: Callable[[object], tuple[int, ...]]
     abort: Callable[[], None]

@@ -41,7 +41,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
     values = np.empty(max(SIZES) + 2 * size, np.int64)
     where = np.array([values.__array_interface__["data"][0]], np.int64)
     gathered = np.empty(size, np.int64)
-    counts, starts = np.full(size, 8, np.int64), np.arange(size, dtype=np.int64) * 8
+    counts = np.full(size, 8, np.int64)
     for number in range(rounds):
         count = plan.choices(SIZES, (40, 20, 20, 8, 8, 3, 1))[0]
         if draw.random() < 0.001:
@@ -52,7 +52,7 @@ def _rank(rank: int, size: int, memory: mmap.mmap, rounds: int, progress: Synchr
         assert (values[:count] == expected).all(), f"rank {rank}, round {number}: {count} elements are torn"
         if number % 7 == 0:
             values[0] = number + rank
-            window.gather(int(where[0]), gathered.__array_interface__["data"][0], counts, starts)
+            window.gather(int(where[0]), gathered.__array_interface__["data"][0], counts)
             assert gathered.tolist() == [number + q for q in range(size)], f"rank {rank}, round {number}"
         if number % 5 == 0:
             partner, amount = rank ^ (size // 2 if number % 2 else 1), count // 2 + rank

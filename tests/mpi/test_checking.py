@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.base import Backend
+from pyhvd.backends.host import HostBackend
 from tests.mpi.harness import on_ranks
 
 CHECKED = {"PYHVD_CHECK": "results,finite"}
@@ -43,7 +43,7 @@ def test_a_corrupted_result_is_an_error_everywhere(fast_lane: str, monkeypatch: 
     assert hvd.allreduce(1, op=hvd.Sum, name="on") == hvd.size()
 
 
-def hvd_backend() -> Backend:
+def hvd_backend() -> HostBackend:
     """This rank's backend of all ranks."""
     from pyhvd.engine import context
 

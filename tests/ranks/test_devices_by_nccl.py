@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.base import Backend
-from pyhvd.backends.gpu import select
-from pyhvd.backends.gpu.nccl_init import NcclTransport
+from pyhvd.backends.gpu import nccl_init, select
+from pyhvd.backends.gpu.nccl import NcclBackend
+from pyhvd.backends.gpu.nccl_init import open_nccl
 from pyhvd.devices import array_libraries
-from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.testing import RanksFailed, run_ranks
+from pyhvd.transport.fabric import Fabric
 from tests.conformance.oracle import rows, same
 from tests.devices.fake import FakeLibrary, fake_array
 from tests.devices.fake_nccl import FakeNccl, NcclError, PeerDevice
@@ -24,24 +24,18 @@ SIZES = (1, 2, 4)
 Body = Callable[[PeerDevice], Any]
 
 
-class PeerTransport(NcclTransport):
-    """A transport that gives each rank its handle of one shared fake NCCL."""
-
-    def __init__(self, nccl: FakeNccl) -> None:
-        library: Any = nccl
-        super().__init__(lambda: library)
-        self._nccl = nccl
-
-    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        assert isinstance(device, PeerDevice)
-        return NcclTransport(lambda: self._nccl.rank(device)).open(host, device, stream, packer)
-
-
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     library = FakeNccl()
     monkeypatch.setattr(array_libraries, "_libraries", {"tests": FakeLibrary()})
-    monkeypatch.setattr(select, "NCCL", PeerTransport(library))
+
+    def open_peer(fabric: Fabric, device: PeerDevice, *rest: Any) -> NcclBackend:
+        stream, packer, whole, by_host = rest
+        return open_nccl(fabric, device, stream, packer, whole.rank(device), by_host)
+
+    for module in (nccl_init, select):
+        monkeypatch.setattr(module, "load_library", lambda: library)
+    monkeypatch.setattr(select, "open_nccl", open_peer)
     return library
 
 

@@ -111,15 +111,15 @@ class NcclBackend:
                 if spec.prescale != 1.0:
                     given = target.ptr
                     self._scale(source.ptr, given, count, spec.info.code, spec.prescale)
-                self._reduce(given, target.ptr, count, terms)
+                self._reduce(self._comm.allReduce, given, target.ptr, count, terms)
                 self._scale(target.ptr, target.ptr, count, spec.info.code, spec.postscale)
                 return
             offsets, total = lay_out(counts, spec.info.itemsize)
             if len(counts) == 1:
                 total = counts[0]  # the same count as on ranks that reduce directly
             with self._room(total * spec.info.itemsize) as buffer:
-                self._pack(buffer, offsets, sources, counts, spec)
-                self._reduce(buffer, buffer, total, terms)
+                self._pack(buffer, offsets, _addresses(sources), counts, spec)
+                self._reduce(self._comm.allReduce, buffer, buffer, total, terms)
                 self._unpack(buffer, offsets, targets, counts, spec)
 
     def reducescatter(
@@ -150,8 +150,8 @@ class NcclBackend:
             froms = np.where(ptrs, ptrs + firsts, 0).reshape(-1)
             with self._room(block * self.size * info.itemsize) as buffer:
                 out = buffer + block * self.rank * info.itemsize
-                self._queue_pack(buffer, where, froms, counts, spec)
-                self._reduce_blocks(buffer, out, block, terms)
+                self._pack(buffer, where, froms, counts, spec)
+                self._reduce(self._comm.reduceScatter, buffer, out, block, terms)
                 mine = [part[self.rank] for part in parts]
                 self._unpack(out, offsets, targets, mine, spec)
 
@@ -171,7 +171,7 @@ class NcclBackend:
         with self._room(first + mine * info.itemsize if packs or via_buffer else 0) as buffer:
             begin = np.zeros(1, np.int64)
             if packs:
-                self._pack(buffer, begin, [source], [sum(parts)], spec)
+                self._pack(buffer, begin, _addresses([source]), [sum(parts)], spec)
             send = source.ptr if source is not None and not packs else buffer
             recv = target.ptr if target is not None and not via_buffer else buffer + first
             self._reduce_rows(send, recv, parts, info.itemsize, terms)
@@ -180,20 +180,17 @@ class NcclBackend:
             else:
                 self._scale(recv, recv, mine, info.code, spec.postscale)
 
-    def _reduce(self, send: int, recv: int, count: int, terms: Terms) -> None:
+    def _reduce(
+        self, collective: Callable[..., None], send: int, recv: int, count: int, terms: Terms
+    ) -> None:
         kind, how, numbers = terms
         if count:
-            self._comm.allReduce(send, recv, count * numbers, kind, how, self.stream)
-
-    def _reduce_blocks(self, send: int, recv: int, count: int, terms: Terms) -> None:
-        kind, how, numbers = terms
-        if count:
-            self._comm.reduceScatter(send, recv, count * numbers, kind, how, self.stream)
+            collective(send, recv, count * numbers, kind, how, self.stream)
 
     def _reduce_rows(self, send: int, recv: int, parts: Sequence[int], itemsize: int, terms: Terms) -> None:
         """Reduce each rank's rows of one tensor to that rank, without a buffer."""
         if len(set(parts)) == 1:
-            self._reduce_blocks(send, recv, parts[0], terms)
+            self._reduce(self._comm.reduceScatter, send, recv, parts[0], terms)
             return
         kind, how, numbers = terms
         with self._group():
@@ -350,13 +347,10 @@ class NcclBackend:
             self._packer.unpack(source, *one, code, code, factor, self.stream)
 
     def _pack(
-        self, buffer: int, offsets: Words, sources: DeviceViews, counts: Sequence[int], spec: ReduceSpec
+        self, buffer: int, offsets: Words, ptrs: Words, counts: Words | Sequence[int], spec: ReduceSpec
     ) -> None:
-        self._queue_pack(buffer, offsets, _addresses(sources), np.array(counts, np.int64), spec)
-
-    def _queue_pack(self, buffer: int, offsets: Words, ptrs: Words, counts: Words, spec: ReduceSpec) -> None:
-        code = spec.info.code
-        self._packer.pack(buffer, offsets, ptrs, counts, code, code, spec.op, spec.prescale, self.stream)
+        numbers, code = np.asarray(counts, np.int64), spec.info.code
+        self._packer.pack(buffer, offsets, ptrs, numbers, code, code, spec.op, spec.prescale, self.stream)
 
     def _unpack(
         self, buffer: int, offsets: Words, targets: DeviceViews, counts: Sequence[int], spec: ReduceSpec

@@ -9,69 +9,38 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import msgspec
 
-from pyhvd.backends.base import Backend
 from pyhvd.backends.gpu.nccl import NcclBackend
 from pyhvd.backends.gpu.nccl_bindings import Library, load_library, version_text
-from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
-from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.fabric import Fabric, allgather_bytes
 
 CONNECT_S = 120.0
 """Time limit for connecting, in seconds: NCCL has none, so it would wait for a missing rank forever."""
 
-ERROR_BYTES = 512
-"""Longest error text that ranks tell each other."""
-
-_ID_BYTES = 128
+ERROR_LENGTH = 512
+"""Most characters of an error that ranks tell each other."""
 
 
 class Refused(Exception):
     """NCCL does not connect a process set. The text is the same on all ranks: it says where and why."""
 
 
-class NcclTransport:
-    """Opens NCCL backends.
+def usable_version(device: Device) -> str:
+    """Return NCCL's version.
 
-    Parameters
-    ----------
-    load : callable
-        Returns the library, or raises ImportError.
+    Raises
+    ------
+    ImportError, RuntimeError
+        NCCL cannot be used here; the text says why.
     """
-
-    def __init__(self, load: Callable[[], Library] = load_library) -> None:
-        self._load = load
-
-    def version(self, device: Device) -> str:
-        """Return NCCL's version.
-
-        Raises
-        ------
-        ImportError, RuntimeError
-            NCCL cannot be used here; the text says why.
-        """
-        if device.packer() is None:
-            raise RuntimeError(
-                "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
-                ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
-            )
-        return version_text(self._load().get_version())
-
-    def open(self, host: Backend, device: Device, stream: Stream, packer: Packer | None) -> DeviceBackend:
-        """Return a process set's backend; collective over the set.
-
-        Raises
-        ------
-        Refused
-            NCCL does not connect these ranks; no rank holds a communicator.
-        """
-
-        def by_host() -> StagedBackend:
-            return StagedBackend(host, device, stream, packer)
-
-        assert packer is not None  # version() has refused a device without one
-        return open_nccl(host.fabric, device, stream, packer, self._load(), by_host)
+    if device.packer() is None:
+        raise RuntimeError(
+            "pyhvd's kernels cannot be compiled, as NVRTC is not found: pip install"
+            ' "pyhvd[cuda13]", or "pyhvd[cuda12]", brings it'
+        )
+    return version_text(load_library().get_version())
 
 
 def open_nccl(
@@ -107,8 +76,8 @@ def open_nccl(
     try:
         comm = _connect(library, device, fabric.size, made, fabric.rank, timeout)
     except Exception as exc:
-        error = f"{type(exc).__name__}: {exc}"
-    texts = [text.decode() for text in allgather_bytes(fabric, _cut(error))]
+        error = _text_of(exc)
+    texts = [text.decode() for text in allgather_bytes(fabric, error.encode())]
     if any(texts):
         if comm is not None:
             comm.abort()
@@ -118,22 +87,14 @@ def open_nccl(
 
 def _broadcast_id(fabric: Fabric, library: Library) -> bytes | tuple[int, ...] | str:
     """Return rank 0's id on every rank, in the library's own form, or the text of rank 0's error."""
-    message = np.zeros(1 + ERROR_BYTES, np.uint8)
+    mine = b""
     if fabric.rank == 0:
         try:
-            made = library.get_unique_id()
-            form, payload = (b"b", made) if isinstance(made, bytes) else (b"t", bytes(n & 0xFF for n in made))
+            mine = msgspec.msgpack.encode(library.get_unique_id())
         except Exception as exc:
-            form, payload = b"!", _cut(f"{type(exc).__name__}: {exc}")
-        sent = form + payload
-        message[: len(sent)] = np.frombuffer(sent, np.uint8)
-    fabric.broadcast(message, 0)
-    form, payload = message[:1].tobytes(), message[1:].tobytes()
-    if form == b"!":
-        return payload.rstrip(b"\0").decode()
-    if form == b"t":
-        return tuple(message[1 : 1 + _ID_BYTES].view(np.int8).tolist())
-    return payload[:_ID_BYTES]
+            mine = msgspec.msgpack.encode(_text_of(exc))
+    made = msgspec.msgpack.decode(allgather_bytes(fabric, mine)[0])
+    return tuple(made) if isinstance(made, list) else made
 
 
 def _connect(
@@ -162,19 +123,7 @@ def _connect(
     return outcome[0]
 
 
-def allgather_bytes(fabric: Fabric, mine: bytes) -> list[bytes]:
-    """Return every rank's bytes, of any length, in rank order; collective."""
-    lengths = np.empty(fabric.size, np.int64)
-    fabric.allgather(np.array([len(mine)], np.int64).view(np.uint8), lengths.view(np.uint8))
-    longest = int(lengths.max())
-    if not longest:
-        return [b""] * fabric.size
-    box = np.empty((fabric.size, longest), np.uint8)
-    padded = np.frombuffer(mine.ljust(longest, b"\0"), np.uint8)
-    fabric.allgather(padded, box.reshape(-1))
-    return [row[:length].tobytes() for row, length in zip(box, lengths.tolist(), strict=True)]
-
-
-def _cut(text: str) -> bytes:
-    """Return a text as UTF-8, cut to :data:`ERROR_BYTES`."""
-    return text.encode("utf-8", "backslashreplace")[:ERROR_BYTES].decode("utf-8", "ignore").encode()
+def _text_of(exc: Exception) -> str:
+    """Return an error as text that UTF-8 can encode, cut to :data:`ERROR_LENGTH`."""
+    text = f"{type(exc).__name__}: {exc}"[:ERROR_LENGTH]
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
-from pyhvd.backends.base import Backend
-from pyhvd.backends.gpu.nccl_init import NcclTransport, Refused, allgather_bytes
+from pyhvd.backends.gpu.nccl_bindings import load_library
+from pyhvd.backends.gpu.nccl_init import Refused, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
+from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import boot_id
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
+from pyhvd.transport.fabric import allgather_bytes
 
 _log = logging.getLogger("pyhvd")
-
-NCCL = NcclTransport()
 
 
 class RankDevice(msgspec.Struct, frozen=True, array_like=True):
@@ -40,63 +41,50 @@ class RankDevice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def open_backend(
-    host: Backend, device: Device, stream: Stream, packer: Packer | None, members: Sequence[int]
+    host: HostBackend, device: Device, stream: Stream, packer: Packer | None, members: Sequence[int]
 ) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
-    Rank 0 of the set logs which backend it is, and why it is not NCCL.
-
-    Parameters
-    ----------
-    host : Backend
-        The set's backend for arrays in host memory.
-    device, stream, packer
-        This rank's device, its communication stream, and the device's packer.
-    members : sequence of int
-        The set's global ranks.
+    Rank 0 of the set logs which backend it is, and why it is not NCCL. ``host`` is the set's backend for
+    arrays in host memory; ``members`` are the set's global ranks.
     """
     mine = msgspec.msgpack.encode(_describe(device))
     ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
+    by_host = partial(StagedBackend, host, device, stream, packer)
     reason = why_not_nccl(ranks, members)
     if not reason:
+        assert packer is not None  # usable_version() has refused a device without one
         try:
-            backend = NCCL.open(host, device, stream, packer)
+            backend = open_nccl(host.fabric, device, stream, packer, load_library(), by_host)
         except Refused as exc:
             reason = f"NCCL does not connect them: {exc}"
         else:
             _log_choice(host, f"by NCCL ({ranks[host.rank].nccl})")
             return backend
     _log_choice(host, f"through the host: {reason}")
-    return StagedBackend(host, device, stream, packer)
+    return by_host()
 
 
 def _describe(device: Device) -> RankDevice:
     identity = device.identity()
     if not identity:
         return RankDevice("")
+    version = error = ""
     try:
-        version, error = NCCL.version(device), ""
+        version = usable_version(device)
     except (ImportError, RuntimeError) as exc:
-        version, error = "", str(exc)
+        error = str(exc)
     return RankDevice(f"{boot_id()}/{identity}", device.name, version, error)
 
 
-def _log_choice(host: Backend, choice: str) -> None:
+def _log_choice(host: HostBackend, choice: str) -> None:
     if host.rank == 0:
         ranks = f"{host.size} rank{'s' if host.size > 1 else ''}"
         _log.info("arrays on the devices of %s go %s", ranks, choice)
 
 
 def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
-    """Return why the ranks of a process set cannot use NCCL; empty if they can.
-
-    Parameters
-    ----------
-    ranks : sequence of RankDevice
-        By set rank.
-    members : sequence of int
-        The set's global ranks.
-    """
+    """Return why the ranks of a process set, with these global ranks, cannot use NCCL; empty if they can."""
     without = [members[i] for i, rank in enumerate(ranks) if not rank.device]
     if without:
         return f"there is no device on {_list_ranks(without)}"

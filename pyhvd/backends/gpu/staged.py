@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pyhvd.arrays import Bytes, TensorView
-from pyhvd.backends.base import Backend
-from pyhvd.backends.host import Window, rows_of, windows
+from pyhvd.backends.host import HostBackend, Window, rows_of, windows
 from pyhvd.devices.base import Device, DeviceView, DeviceViews, Memory, Packer, Span, Stream
 from pyhvd.devices.pack_plan import Words, lay_out
 from pyhvd.devices.staging_pipeline import Move, Pipeline, Step
@@ -29,7 +28,7 @@ class StagedBackend:
 
     Parameters
     ----------
-    host : Backend
+    host : HostBackend
         The process set's backend; not owned. A piece has its staging size.
     device : Device
         This rank's device.
@@ -41,7 +40,9 @@ class StagedBackend:
 
     name = "STAGED"
 
-    def __init__(self, host: Backend, device: Device, stream: Stream, packer: Packer | None = None) -> None:
+    def __init__(
+        self, host: HostBackend, device: Device, stream: Stream, packer: Packer | None = None
+    ) -> None:
         self.rank, self.size, self.stream = host.rank, host.size, stream
         self._host = host
         self._device = device

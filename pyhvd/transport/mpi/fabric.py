@@ -40,35 +40,29 @@ class MpiFabric:
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
         """Gather in place."""
-        starts = list(itertools.accumulate(counts, initial=0))
-        if starts[-1] <= LARGEST:
-            self.comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts[:-1], MPI.BYTE])
+        if sum(counts) <= LARGEST:
+            self.comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, _starts(counts), MPI.BYTE])
             return
-        mine = buffer[starts[self.rank] : starts[self.rank + 1]]
-        others = [r for r in range(self.size) if r != self.rank]
-        self._sendrecv([(r, mine) for r in others], [(r, buffer[starts[r] : starts[r + 1]]) for r in others])
+        blocks = list(enumerate(_blocks(buffer, counts)))
+        _, mine = blocks.pop(self.rank)
+        self._sendrecv([(r, mine) for r, _ in blocks], blocks)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Send block r to rank r, with less than 2**31 bytes per rank."""
-        out = list(itertools.accumulate(send_counts, initial=0))
-        into = list(itertools.accumulate(recv_counts, initial=0))
-        self.comm.Alltoallv([send, send_counts, out[:-1], MPI.BYTE], [recv, recv_counts, into[:-1], MPI.BYTE])
+        out, into = _starts(send_counts), _starts(recv_counts)
+        self.comm.Alltoallv([send, send_counts, out, MPI.BYTE], [recv, recv_counts, into, MPI.BYTE])
 
     def exchange(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Send block r to rank r; blocks of any size."""
-        out = list(itertools.accumulate(send_counts, initial=0))
-        into = list(itertools.accumulate(recv_counts, initial=0))
-        me = self.rank
-        recv[into[me] : into[me + 1]] = send[out[me] : out[me + 1]]
-        others = [r for r in range(self.size) if r != me]
-        self._sendrecv(
-            [(r, send[out[r] : out[r + 1]]) for r in others],
-            [(r, recv[into[r] : into[r + 1]]) for r in others],
-        )
+        out = list(enumerate(_blocks(send, send_counts)))
+        into = list(enumerate(_blocks(recv, recv_counts)))
+        _, mine = out.pop(self.rank)
+        into.pop(self.rank)[1][:] = mine
+        self._sendrecv(out, into)
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks of any size with a partner."""
@@ -85,13 +79,7 @@ class MpiFabric:
 
     def subset(self, ranks: Sequence[int], tag: int) -> MpiFabric:
         """Return the fabric of some of the ranks; exactly those call it."""
-        group = self.comm.Get_group()
-        chosen = group.Incl(list(ranks))
-        try:
-            return MpiFabric(self.comm.Create_group(chosen, tag))
-        finally:
-            chosen.Free()
-            group.Free()
+        return MpiFabric(sub_communicator(self.comm, ranks, tag))
 
     def abort(self, note: bytes) -> None:
         """Do nothing: MPI cannot interrupt a collective. The job ends when this rank shuts down."""
@@ -115,113 +103,111 @@ class MpiFabric:
         MPI.Request.Waitall(requests)
 
 
-def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
-    """Return memory that the ranks of a fabric share if they are all on one node; collective.
-
-    The memory is a file in /dev/shm, unlinked when all ranks have mapped it. Each rank allocates its own
-    area: the pages lie on its NUMA node, and a lack of memory shows at once.
-    """
-    assert isinstance(fabric, MpiFabric)
-    comm, size = fabric.comm, fabric.size
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
+def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int = 0) -> MPI.Intracomm:
+    """Return the communicator of some of the ranks; exactly those call it."""
+    group = comm.Get_group()
+    chosen = group.Incl(list(ranks))
     try:
-        if not comm.allreduce(node.Get_size() == size, MPI.LAND):
-            return NoWindow("they are on several nodes", expected=True)
+        return comm.Create_group(chosen, tag)
     finally:
-        node.Free()
-    stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    path, cause = comm.bcast(_new_file(size * stride) if fabric.rank == 0 else None, 0)
-    memory: Mapping | None = None
-    if not cause:
-        try:
-            memory = _map(path, fabric.rank * stride, stride, size * stride)
-        except OSError as exc:
-            cause = f"{path}: {exc.strerror} ({size * stride / (1 << 20):.1f} MiB are needed)"
-    causes = [text for text in comm.allgather(cause) if text]
-    if path and fabric.rank == 0:
-        os.unlink(path)
-    if causes or memory is None:
-        return NoWindow(causes[0])
-    return Segment([memory.start + rank * stride for rank in range(size)], memory)
+        chosen.Free()
+        group.Free()
 
 
-def _new_file(nbytes: int) -> tuple[str, str]:
-    """Return the path of a new file of ``nbytes`` bytes, and an error's text; one of the two is empty."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    try:
-        fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
-    except OSError as exc:
-        return "", f"{folder}: {exc.strerror}"
-    os.ftruncate(fd, nbytes)
-    os.close(fd)
-    return path, ""
+def _starts(counts: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(counts, initial=0))[:-1]
 
 
-def _map(path: str, first: int, own: int, nbytes: int) -> Mapping:
-    """Map a file of ``nbytes`` bytes, and allocate this rank's area, ``own`` bytes from ``first`` on."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, first, own)  # else a lack of memory is a SIGBUS later
-        return Mapping(fd, nbytes)
-    finally:
-        os.close(fd)
+def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
+    return [buffer[start : start + count] for start, count in zip(_starts(counts), counts, strict=True)]
 
 
 _ADDRESSES = 1 << 46
 """Most bytes of address space for all arenas of a node."""
 
 
-def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
-    """Return shared memory for the arrays of a fabric's ranks, all on one node; collective.
+def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+    """Return memory that the ranks of a fabric share if they are all on one node; collective.
 
-    The memory is a sparse file in /dev/shm, with the size of the file system for each rank, unlinked when all
-    ranks have mapped it.
+    Each rank allocates its own area: the pages lie on its NUMA node, and a lack of memory shows at once.
     """
     assert isinstance(fabric, MpiFabric)
-    comm, rank, size = fabric.comm, fabric.rank, fabric.size
-    stride, path, cause = comm.bcast(_sparse_file(size) if rank == 0 else None, 0)
-    mine: _OwnArena | None = None
+    node = fabric.comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
+    try:
+        if not fabric.comm.allreduce(node.Get_size() == fabric.size, MPI.LAND):
+            return NoWindow("they are on several nodes", expected=True)
+    finally:
+        node.Free()
+    shared = _share_file(fabric, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return NoWindow(shared) if isinstance(shared, str) else Segment(shared.starts, shared.memory)
+
+
+def open_mpi_arena(fabric: Fabric) -> Arena | NoArena:
+    """Return shared memory for the arrays of a fabric's ranks, all on one node; collective."""
+    assert isinstance(fabric, MpiFabric)
+    shared = _share_file(fabric, 0)
+    if isinstance(shared, str):
+        return NoArena(shared)
+    return Arena(fabric.rank, shared.starts, shared.nbytes, shared.claim, shared.release, shared.memory)
+
+
+def _share_file(fabric: MpiFabric, nbytes: int) -> _SharedFile | str:
+    """Map a new file with an area of ``nbytes`` for each rank; return it, or the text of a rank's error.
+
+    With 0 bytes an area is sparse, and has the size of the file system. The file lies in /dev/shm, and is
+    unlinked when all ranks have mapped it.
+    """
+    path, area, cause = fabric.comm.bcast(_new_file(fabric.size, nbytes) if fabric.rank == 0 else None)
+    shared: _SharedFile | None = None
     if not cause:
         try:
-            mine = _OwnArena(path, rank * stride, size * stride)
+            shared = _SharedFile(path, fabric.rank, fabric.size, area)
+            shared.allocate(0, nbytes)
         except OSError as exc:
-            cause = f"{path}: {exc.strerror}"
-    causes = [text for text in comm.allgather(cause) if text]
-    if path and rank == 0:
+            cause = f"{path}: {exc.strerror} ({fabric.size * area / (1 << 20):.1f} MiB are needed)"
+    causes: list[str] = [text for text in fabric.comm.allgather(cause) if text]
+    if path and fabric.rank == 0:
         os.unlink(path)
-    if causes or mine is None:
-        return NoArena(causes[0])
-    starts = [mine.memory.start + each * stride for each in range(size)]
-    return Arena(rank, starts, stride, mine.claim, mine.release, mine.memory)
+    if causes or shared is None:
+        return causes[0]
+    return shared
 
 
-def _sparse_file(size: int) -> tuple[int, str, str]:
-    """Return each rank's bytes in a new sparse file, the file's path, and an error's text."""
-    path, cause = _new_file(0)
-    if cause:
-        return 0, path, cause
-    system = os.statvfs(path)
-    stride = min(system.f_blocks * system.f_frsize, _ADDRESSES // size) // HUGE * HUGE
+def _new_file(size: int, nbytes: int) -> tuple[str, int, str]:
+    """Return the path of a new file, the bytes of a rank's area of it, and an error's text."""
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    path = ""
     try:
-        os.truncate(path, size * stride)
+        fd, path = tempfile.mkstemp(prefix="pyhvd-", dir=folder)
+        os.close(fd)
+        if not nbytes:
+            system = os.statvfs(path)
+            nbytes = min(system.f_blocks * system.f_frsize, _ADDRESSES // size) // HUGE * HUGE
+        os.truncate(path, size * nbytes)
     except OSError as exc:
-        return 0, path, f"{path}: {exc.strerror}"
-    return stride, path, "" if stride else f"{path}: the file system has less than {HUGE >> 20} MiB"
+        return path, 0, f"{path or folder}: {exc.strerror}"
+    return path, nbytes, "" if nbytes else f"{path}: the file system has less than {HUGE >> 20} MiB"
 
 
-class _OwnArena:
-    """A mapped file; this rank allocates and frees memory in its own area of it."""
+class _SharedFile:
+    """A mapped file with an area for each rank; this rank allocates and frees memory in its own."""
 
-    def __init__(self, path: str, first: int, nbytes: int) -> None:
-        self._first = first
+    def __init__(self, path: str, rank: int, size: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._first = rank * nbytes
         self._fd = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._fd)
-        self.memory = Mapping(self._fd, nbytes)
+        self.memory = Mapping(self._fd, size * nbytes)
+        self.starts = [self.memory.start + each * nbytes for each in range(size)]
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Allocate memory; else a lack of it is a SIGBUS later."""
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._fd, self._first + offset, nbytes)
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate memory; else a lack of it is a SIGBUS later."""
-        os.posix_fallocate(self._fd, self._first + offset, nbytes)
+        """Allocate memory, in huge pages if the kernel has them."""
+        self.allocate(offset, nbytes)
         self.memory.enlarge(self._first + offset, nbytes)
 
     def release(self, offset: int, nbytes: int) -> None:

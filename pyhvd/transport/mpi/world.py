@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
 from mpi4py import MPI
 
@@ -36,9 +35,6 @@ def mpi_world(comm: object, owned: bool = False) -> World:
         )
     base = comm if owned else comm.Dup()
 
-    def exchange(payload: bytes) -> list[bytes]:
-        return base.allgather(payload)
-
     def connect(given: Bell | None) -> ControlTransport:
         if given is not None:
             return MpiTransport(base.Dup(), given, range(base.Get_size()))
@@ -57,7 +53,6 @@ def mpi_world(comm: object, owned: bool = False) -> World:
     return World(
         topology=_mpi_topology(base),
         fabric=MpiFabric(base),
-        exchange=exchange,
         connect=connect,
         members=members,
         abort=_abort,
@@ -76,17 +71,6 @@ def _abort() -> None:
     sys.stderr.flush()
     time.sleep(_FORWARDING_SECONDS)
     MPI.COMM_WORLD.Abort(1)
-
-
-def sub_communicator(ranks: Sequence[int]) -> object:
-    """Return the communicator of some of COMM_WORLD's ranks; exactly those call it."""
-    world = MPI.COMM_WORLD.Get_group()
-    chosen = world.Incl(list(ranks))
-    try:
-        return MPI.COMM_WORLD.Create_group(chosen)
-    finally:
-        chosen.Free()
-        world.Free()
 
 
 def _mpi_topology(comm: MPI.Intracomm) -> Topology:

@@ -446,7 +446,7 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
     s->members[0] = t->size;
     s->members[1] = t->size > 2 ? t->size - 1 : t->size;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
-    s->base = make(pyhvd_ready_table_bytes(t->size, SLOTS));
+    s->base = make(pyhvd_ready_table_bytes(t->size));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));

@@ -178,7 +178,7 @@ static void use(int rank, void *what) {
 void play_table(const terms *t) {
     stage *s = make(sizeof *s);
     s->t = t;
-    s->base = make(pyhvd_ready_table_bytes(t->size, SLOTS));
+    s->base = make(pyhvd_ready_table_bytes(t->size));
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
     for (uint32_t q = 0; q < (uint32_t)t->size; q++) {
         s->ranks[0][s->count[0]++] = q;

@@ -147,7 +147,7 @@ static void gather(player *p) {
     uint8_t *send = roll(&p->draw, 2) ? p->send : p->recv + starts[p->rank];
     fill_in(p, send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, 0);
     linger(&p->draw);
-    if (pyhvd_window_gather(&p->w, send, p->recv, counts, starts))
+    if (pyhvd_window_gather(&p->w, send, p->recv, counts))
         fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)counts[q], PYHVD_UINT8, q, 0);
@@ -167,7 +167,7 @@ static void alltoall(player *p) {
     for (int q = 0; q < p->size; q++)
         fill_in(p, p->send + from[q], (size_t)sent[q], PYHVD_UINT8, p->rank, q);
     linger(&p->draw);
-    if (pyhvd_window_alltoall(&p->w, p->send, sent, from, p->recv, got, to))
+    if (pyhvd_window_alltoall(&p->w, p->send, sent, p->recv, got))
         fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {
         fill_in(p, p->expected, (size_t)got[q], PYHVD_UINT8, q, p->rank);

@@ -12,7 +12,7 @@ import pytest
 
 import pyhvd as hvd
 from pyhvd.api.call import target_like
-from pyhvd.backends.gpu.nccl_init import NcclTransport
+from pyhvd.backends.gpu.nccl_init import usable_version
 from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import adopt
 from pyhvd.devices.base import DeviceView
@@ -155,7 +155,7 @@ def test_without_nvrtc_a_device_packs_nothing(device: FakeDevice, monkeypatch: p
     monkeypatch.setattr(sys.modules["cupy"].cuda.nvrtc, "getVersion", missing)
     assert cuda_device(0).packer() is None
     with pytest.raises(RuntimeError, match="pyhvd's kernels cannot be compiled, as NVRTC is not found"):
-        NcclTransport().version(cuda_device(0))
+        usable_version(cuda_device(0))
 
 
 def test_the_interface(device: FakeDevice) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from pyhvd.engine.runtime import ResponseQueue
 from pyhvd.negotiation.messages import (
@@ -13,7 +14,7 @@ from pyhvd.negotiation.messages import (
     decode_responses,
     encode,
 )
-from pyhvd.transport.inprocess import InProcessTransport, Mailbox
+from pyhvd.transport.inprocess import InProcessTransport, ThreadBell
 
 
 class Parcel:
@@ -31,7 +32,7 @@ class Carrier(InProcessTransport):
     """The transport of rank 0 of three; records the messages."""
 
     def __init__(self) -> None:
-        super().__init__(0, [Mailbox() for _ in range(3)])
+        super().__init__(0, [deque() for _ in range(3)], ThreadBell(0, []))
         self.sent: list[tuple[int, bytes, Parcel]] = []
 
     def send(self, destination: int, payload: bytes) -> Parcel:

@@ -178,7 +178,6 @@ def test_gather_of_uneven_blocks(size: int, longest: int) -> None:
             int(addresses([blocks[rank]])[0]),
             int(addresses([out])[0]),
             np.array(counts, np.int64),
-            starts_of(counts),
         )
         return out
 
@@ -202,10 +201,8 @@ def test_alltoall_of_uneven_blocks(size: int, unit: int) -> None:
         assert window.alltoall(
             int(addresses([send])[0]),
             np.array(counts[rank], np.int64),
-            starts_of(counts[rank]),
             int(addresses([recv])[0]),
             np.array(arriving, np.int64),
-            starts_of(arriving),
         )
         return recv
 
@@ -260,9 +257,7 @@ def test_any_sequence_of_operations_with_ranks_that_dawdle(size: int) -> None:
                 assert window.barrier()
                 counts = np.array([8] * size, np.int64)
                 out = np.zeros(size, np.int64)
-                window.gather(
-                    int(addresses([values])[0]), int(addresses([out])[0]), counts, starts_of([8] * size)
-                )
+                window.gather(int(addresses([values])[0]), int(addresses([out])[0]), counts)
                 assert out.tolist() == [step + q for q in range(size)]
                 continue
             where = addresses([values])
@@ -304,9 +299,7 @@ def test_chunks_change_their_size_between_operations_with_ranks_that_dawdle(size
             if kind == 0:
                 out = np.zeros(size * count, np.int64)
                 block = [8 * count] * size
-                window.gather(
-                    int(where[0]), int(addresses([out])[0]), np.array(block, np.int64), starts_of(block)
-                )
+                window.gather(int(where[0]), int(addresses([out])[0]), np.array(block, np.int64))
                 assert (out.reshape(size, count) - np.arange(count) - step == np.c_[np.arange(size)]).all()
                 continue
             prescale = 1.0 if kind == 1 else 2.0

@@ -28,6 +28,13 @@ static inline uint32_t pyhvd_current_core(void) {
 #endif
 }
 
+/* Publish the core of this thread. The peers read the line, so it is written only if it changes. */
+static inline void pyhvd_publish_core(_Atomic uint32_t *core) {
+    uint32_t here = pyhvd_current_core();
+    if (atomic_load_explicit(core, memory_order_relaxed) != here)
+        atomic_store_explicit(core, here, memory_order_relaxed);
+}
+
 /* The first value of `last` for pyhvd_leave_shared_core: never leave if there are more ranks than
  * cores. */
 static inline int64_t pyhvd_first_leave_ns(int ranks) {

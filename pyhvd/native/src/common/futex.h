@@ -64,12 +64,13 @@ static inline void pyhvd_futex_wake(_Atomic uint32_t *word, int all) {
 #endif
 }
 
-/* Yield the core; return for how long (ns), or -1 if no yields are left and it is time to sleep. */
-static inline int64_t pyhvd_yield(int *left) {
-    if ((*left)-- <= 0) return -1;
+/* Yield the core; return 0 when it is time to sleep: no yields are left, or another thread needed
+ * the core. */
+static inline int pyhvd_yield(int *left) {
+    if ((*left)-- <= 0) return 0;
     int64_t before = pyhvd_now();
     sched_yield();
-    return pyhvd_now() - before;
+    return pyhvd_now() - before < PYHVD_LONG_YIELD;
 }
 
 /* Return how often to yield before the next sleep, given the length of the last one. After a short

@@ -13,8 +13,12 @@
 
 #define PYHVD_HUGE ((size_t)2 << 20)
 
-#if defined(__linux__) && !defined(MADV_COLLAPSE)
-#define MADV_COLLAPSE 25
+/* Advice: turn existing memory into huge pages; free the memory of whole pages in all processes that
+ * map the file. */
+#ifdef __linux__
+enum { PYHVD_COLLAPSE = 25, PYHVD_REMOVE = MADV_REMOVE };
+#else
+enum { PYHVD_COLLAPSE = -1, PYHVD_REMOVE = -1 };
 #endif
 
 /* Map the first `nbytes` of a file; return NULL with errno set on failure. */
@@ -33,27 +37,6 @@ static inline void *pyhvd_map(int fd, size_t nbytes) {
     if (before) munmap(reserved, before);
     munmap(reserved + before + nbytes, PYHVD_HUGE - before);
     return start;
-}
-
-/* Turn existing memory into huge pages; return 0 if the kernel refuses. */
-static inline int pyhvd_enlarge(void *start, size_t nbytes) {
-#ifdef MADV_COLLAPSE
-    return madvise(start, nbytes, MADV_COLLAPSE) == 0;
-#else
-    (void)start, (void)nbytes;
-    return 0;
-#endif
-}
-
-/* Free the memory of whole pages in all processes that map the file; return 0 if the system
- * cannot. */
-static inline int pyhvd_drop(void *start, size_t nbytes) {
-#ifdef MADV_REMOVE
-    return madvise(start, nbytes, MADV_REMOVE) == 0;
-#else
-    (void)start, (void)nbytes;
-    return 0;
-#endif
 }
 
 #endif

@@ -41,16 +41,20 @@ enum {
 };
 
 typedef struct {
-    _Atomic uint64_t turn;
     int64_t begin, end; /* ns, CLOCK_MONOTONIC */
     uint64_t number;
     uint32_t set, slot, kind, rank;
 } pyhvd_event;
 
 typedef struct {
+    _Atomic uint64_t turn;
+    pyhvd_event event;
+} pyhvd_trace_cell;
+
+typedef struct {
     _Atomic uint32_t on;
-    uint64_t cells; /* a power of two; 0 before the first start */
-    pyhvd_event *events;
+    uint64_t count; /* of cells, a power of two; 0 before the first start */
+    pyhvd_trace_cell *cells;
     _Alignas(PYHVD_LINE) _Atomic uint64_t head;
     _Atomic uint64_t dropped;
     _Alignas(PYHVD_LINE) uint64_t tail; /* owned by the reader */
@@ -71,10 +75,10 @@ static inline void pyhvd_trace_add(pyhvd_trace *trace, uint32_t kind, int64_t be
                                    uint32_t slot, uint64_t number, uint32_t rank) {
     if (!begin) return;
     uint64_t position = atomic_load_explicit(&trace->head, memory_order_relaxed);
-    pyhvd_event *event;
+    pyhvd_trace_cell *cell;
     for (;;) {
-        event = &trace->events[position & (trace->cells - 1)];
-        uint64_t turn = atomic_load_explicit(&event->turn, memory_order_acquire);
+        cell = &trace->cells[position & (trace->count - 1)];
+        uint64_t turn = atomic_load_explicit(&cell->turn, memory_order_acquire);
         if (turn < position) {
             atomic_fetch_add_explicit(&trace->dropped, 1, memory_order_relaxed);
             return;
@@ -85,27 +89,21 @@ static inline void pyhvd_trace_add(pyhvd_trace *trace, uint32_t kind, int64_t be
                                                        memory_order_relaxed, memory_order_relaxed))
             break;
     }
-    event->begin = begin;
-    event->end = pyhvd_now();
-    event->number = number;
-    event->set = set;
-    event->slot = slot;
-    event->kind = kind;
-    event->rank = rank;
-    atomic_store_explicit(&event->turn, position + 1, memory_order_release);
+    cell->event = (pyhvd_event){begin, pyhvd_now(), number, set, slot, kind, rank};
+    atomic_store_explicit(&cell->turn, position + 1, memory_order_release);
 }
 
 /* ---- for the reader ---- */
 
-/* Start recording; return 0 without memory. `cells`, a power of two, is used by the first call
+/* Start recording; return 0 without memory. `count`, a power of two, is used by the first call
  * only. */
-static inline int pyhvd_trace_start(pyhvd_trace *trace, uint64_t cells) {
-    if (!trace->cells) {
-        trace->events = calloc(cells, sizeof *trace->events);
-        if (!trace->events) return 0;
-        for (uint64_t k = 0; k < cells; k++)
-            atomic_store_explicit(&trace->events[k].turn, k, memory_order_relaxed);
-        trace->cells = cells;
+static inline int pyhvd_trace_start(pyhvd_trace *trace, uint64_t count) {
+    if (!trace->count) {
+        trace->cells = calloc(count, sizeof *trace->cells);
+        if (!trace->cells) return 0;
+        for (uint64_t k = 0; k < count; k++)
+            atomic_store_explicit(&trace->cells[k].turn, k, memory_order_relaxed);
+        trace->count = count;
     }
     atomic_store_explicit(&trace->on, 1, memory_order_release);
     return 1;
@@ -115,21 +113,15 @@ static inline void pyhvd_trace_stop(pyhvd_trace *trace) {
     atomic_store_explicit(&trace->on, 0, memory_order_release);
 }
 
-static inline void pyhvd_trace_free(pyhvd_trace *trace) { free(trace->events); }
+static inline void pyhvd_trace_free(pyhvd_trace *trace) { free(trace->cells); }
 
 /* Take the oldest record; return 0 if there is none. */
 static inline int pyhvd_trace_take(pyhvd_trace *trace, pyhvd_event *out) {
-    if (!trace->cells) return 0;
-    pyhvd_event *event = &trace->events[trace->tail & (trace->cells - 1)];
-    if (atomic_load_explicit(&event->turn, memory_order_acquire) != trace->tail + 1) return 0;
-    out->begin = event->begin;
-    out->end = event->end;
-    out->number = event->number;
-    out->set = event->set;
-    out->slot = event->slot;
-    out->kind = event->kind;
-    out->rank = event->rank;
-    atomic_store_explicit(&event->turn, trace->tail + trace->cells, memory_order_release);
+    if (!trace->count) return 0;
+    pyhvd_trace_cell *cell = &trace->cells[trace->tail & (trace->count - 1)];
+    if (atomic_load_explicit(&cell->turn, memory_order_acquire) != trace->tail + 1) return 0;
+    *out = cell->event;
+    atomic_store_explicit(&cell->turn, trace->tail + trace->count, memory_order_release);
     trace->tail++;
     return 1;
 }

@@ -31,7 +31,7 @@ int pyhvd_fast_path_init(pyhvd_fast_path *path) {
 }
 
 void pyhvd_fast_path_free(pyhvd_fast_path *path) {
-    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++) pyhvd_fast_path_close_set(path, set);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++) free(path->setup.sets[set].tensors);
     free(path->progress.pending);
     free(path->progress.left_behind);
     free(path->progress.srcs);
@@ -50,9 +50,44 @@ int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *wind
     return s->tensors != NULL;
 }
 
-void pyhvd_fast_path_close_set(pyhvd_fast_path *path, uint32_t set) {
-    free(path->setup.sets[set].tensors);
-    path->setup.sets[set] = (pyhvd_path_set){NULL, NULL};
+/* ---- submissions ---- */
+
+int pyhvd_fast_path_grow(pyhvd_fast_path *path) {
+    pyhvd_submissions *s = &path->submissions;
+    uint32_t wanted = s->capacity ? 2 * s->capacity : 64;
+    pyhvd_call **held = realloc(s->held, wanted * sizeof *held);
+    if (held) s->held = held;
+    pyhvd_call **refused = realloc(s->refused, wanted * sizeof *refused);
+    if (refused) s->refused = refused;
+    if (!held || !refused) return 0;
+    s->capacity = wanted;
+    return 1;
+}
+
+/* Remove a call from an array of n calls; return how many are left. */
+static uint32_t removed(pyhvd_call **calls, uint32_t n, const pyhvd_call *call) {
+    uint32_t kept = 0;
+    for (uint32_t k = 0; k < n; k++)
+        if (calls[k] != call) calls[kept++] = calls[k];
+    return kept;
+}
+
+int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
+    pyhvd_submissions *s = &path->submissions;
+    int was = call->state;
+    uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
+    if (was == PYHVD_HELD)
+        atomic_store_explicit(&s->held_count, removed(s->held, n, call), memory_order_release);
+    if (was == PYHVD_REFUSED) s->refused_count = removed(s->refused, s->refused_count, call);
+    call->state = PYHVD_TAKEN;
+    return was;
+}
+
+int pyhvd_fast_path_withdraw(pyhvd_fast_path *path, pyhvd_call *call) {
+    if (call->state != PYHVD_HELD) return 0;
+    pyhvd_fast_path_take(path, call);
+    atomic_store_explicit(&call->finished, call->started, memory_order_release);
+    return 1;
 }
 
 /* ---- wake-ups ---- */
@@ -238,7 +273,7 @@ static void load_batch(pyhvd_fast_path *path) {
 }
 
 /* Tell the sampler of the batch that was just carried out. */
-static void sample_batch(pyhvd_fast_path *path) {
+static void sample_batch(pyhvd_fast_path *path, uint64_t bytes) {
     pyhvd_progress *p = &path->progress;
     pyhvd_sampler *sampler = path->setup.sampler;
     uint32_t most = 0;
@@ -249,7 +284,6 @@ static void sample_batch(pyhvd_fast_path *path) {
         tensor->sample = sampler->sample;
         if (++tensor->times > most) most = tensor->times;
     }
-    uint64_t bytes = (uint64_t)p->job.starts[p->batch_count] * pyhvd_itemsize(p->job.dtype);
     if (pyhvd_sampler_count(sampler, bytes, most)) wake_background(path, PYHVD_WAKE_WORK);
 }
 
@@ -257,6 +291,7 @@ static void count_batch(pyhvd_fast_path *path) {
     const pyhvd_progress *p = &path->progress;
     pyhvd_counters *counters = &path->counters;
     uint64_t bytes = (uint64_t)p->job.starts[p->batch_count] * pyhvd_itemsize(p->job.dtype);
+    sample_batch(path, bytes);
     pyhvd_observe(&counters->tensors, p->batch_count, 1);
     pyhvd_observe(&counters->bytes, bytes, 1);
     if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
@@ -314,7 +349,6 @@ static int run_batch(pyhvd_fast_path *path) {
     }
     pyhvd_trace_add(path->setup.trace, PYHVD_CARRIED, p->trace_begin, p->set, p->batch_count,
                     p->log_position, p->last_rank);
-    sample_batch(path);
     count_batch(path);
     end_batch(path);
     p->next += p->batch_count;
@@ -341,11 +375,11 @@ static void leave_shared_core(pyhvd_fast_path *path) {
     int n = 0;
     for (int q = 0; q < table->size; q++)
         if (q != table->rank)
-            taken[n++] = atomic_load_explicit(&table->rank_states[q].core, memory_order_relaxed);
+            taken[n++] = atomic_load_explicit(&table->shared->rank_states[q].core,
+                                              memory_order_relaxed);
     // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &path->progress.left_core_ns))
-        atomic_store_explicit(&rank_state_of(path)->core, pyhvd_current_core(),
-                              memory_order_relaxed);
+        pyhvd_publish_core(&rank_state_of(path)->core);
 }
 
 /* Wait until the log has another entry, or the call has ended; PYHVD_LATE at `until`. */
@@ -355,15 +389,13 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
     pyhvd_progress *p = &path->progress;
     pyhvd_rank_state *mine = rank_state_of(path);
     int yields = p->spin_budget;
-    int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (pyhvd_ready_table_behind(table) || is_finished(call, turn)) return PYHVD_DONE;
             pyhvd_pause();
         }
         leave_shared_core(path);
-        yielded = pyhvd_yield(&yields);
-    } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
+    } while (pyhvd_yield(&yields));
     uint32_t seen = atomic_load_explicit(&mine->progress_bell, memory_order_acquire);
     atomic_store_explicit(&mine->progress_asleep, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
@@ -404,14 +436,12 @@ static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
 
 static int try_lock_progress(pyhvd_fast_path *path) {
     pyhvd_rank_state *mine = rank_state_of(path);
-    uint32_t unlocked = 0, here = pyhvd_current_core();
+    uint32_t unlocked = 0;
     if (atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) ||
         !atomic_compare_exchange_strong_explicit(&mine->progress_lock, &unlocked, 1,
                                                  memory_order_acquire, memory_order_relaxed))
         return 0;
-    /* the peers read this line */
-    if (atomic_load_explicit(&mine->core, memory_order_relaxed) != here)
-        atomic_store_explicit(&mine->core, here, memory_order_relaxed);
+    pyhvd_publish_core(&mine->core);
     return 1;
 }
 

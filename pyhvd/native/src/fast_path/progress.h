@@ -190,9 +190,8 @@ typedef struct {
 int pyhvd_fast_path_init(pyhvd_fast_path *path);
 void pyhvd_fast_path_free(pyhvd_fast_path *path);
 
-/* Serve a set through a window, or stop; none of its calls may be in flight. */
+/* Serve a set through a window; none of its calls may be in flight. */
 int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *window);
-void pyhvd_fast_path_close_set(pyhvd_fast_path *path, uint32_t set);
 
 /* ---- submission ---- */
 
@@ -228,7 +227,7 @@ int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call);
 void pyhvd_fast_path_settle(pyhvd_fast_path *path, pyhvd_call *call);
 
 static inline pyhvd_rank_state *rank_state_of(pyhvd_fast_path *path) {
-    return &path->setup.table.rank_states[path->setup.table.rank];
+    return &path->setup.table.shared->rank_states[path->setup.table.rank];
 }
 
 /* Wake the background thread if it sleeps and does not watch, so that it flushes in time. */

@@ -13,70 +13,40 @@
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
+static const pyhvd_ranks NOBODY;
+
 /* ---- layout ---- */
 
-static size_t lines(size_t bytes) { return (bytes + PYHVD_LINE - 1) / PYHVD_LINE * PYHVD_LINE; }
-
-static size_t set_bytes(int size, uint32_t slots) {
-    return lines(sizeof(pyhvd_table_set)) + lines(slots * sizeof(uint64_t)) + lines(slots / 8) * 2 +
-           lines(slots / 64 * sizeof(pyhvd_ready_word)) * (size_t)size;
-}
-
-size_t pyhvd_ready_table_bytes(int size, uint32_t slots) {
-    return lines(sizeof(pyhvd_table_head)) + PYHVD_LOG_ENTRIES * lines(sizeof(pyhvd_log_entry)) +
-           (size_t)size * sizeof(pyhvd_rank_state) + PYHVD_MAX_SETS * set_bytes(size, slots);
+size_t pyhvd_ready_table_bytes(int size) {
+    return sizeof(pyhvd_shared_table) + (size_t)size * sizeof(pyhvd_rank_state);
 }
 
 static pyhvd_log_entry *entry_at(const pyhvd_ready_table *t, uint64_t position) {
-    return (pyhvd_log_entry *)((uint8_t *)t->log +
-                               (position % PYHVD_LOG_ENTRIES) * lines(sizeof(pyhvd_log_entry)));
+    return &t->shared->log[position % PYHVD_LOG_ENTRIES];
 }
 
-static pyhvd_table_set *set_of(const pyhvd_ready_table *t, uint32_t set) {
-    return (pyhvd_table_set *)(t->sets + set * t->set_bytes);
-}
-
-static uint64_t *versions_of(const pyhvd_ready_table *t, uint32_t set) {
-    return (uint64_t *)((uint8_t *)set_of(t, set) + lines(sizeof(pyhvd_table_set)));
-}
-
-/* The bit vectors of a set: 0 is delegated, 1 is used; the ranks' marks lie behind them. */
-static uint64_t *bits_of(const pyhvd_ready_table *t, uint32_t set, int which) {
-    return (uint64_t *)((uint8_t *)versions_of(t, set) + lines(t->slots * sizeof(uint64_t)) +
-                        (size_t)which * lines(t->slots / 8));
-}
-
-static uint64_t *delegated_of(const pyhvd_ready_table *t, uint32_t set) {
-    return bits_of(t, set, 0);
-}
-static uint64_t *used_of(const pyhvd_ready_table *t, uint32_t set) { return bits_of(t, set, 1); }
+/* A rank's marks in a set, by word. */
 static pyhvd_ready_word *ready_of(const pyhvd_ready_table *t, uint32_t set, uint32_t rank) {
-    return (pyhvd_ready_word *)((uint8_t *)bits_of(t, set, 2) +
-                                rank * lines(t->words * sizeof(pyhvd_ready_word)));
+    return t->shared->rank_states[rank].ready[set];
 }
 
 void pyhvd_ready_table_attach(pyhvd_ready_table *t, void *base, int rank, int size,
                               uint32_t slots) {
-    uint8_t *at = base;
     t->rank = rank;
     t->size = size;
     t->slots = slots;
     t->words = slots / 64;
-    t->head = (pyhvd_table_head *)at;
-    t->log = (pyhvd_log_entry *)(at += lines(sizeof(pyhvd_table_head)));
-    t->rank_states = (pyhvd_rank_state *)(at += PYHVD_LOG_ENTRIES * lines(sizeof(pyhvd_log_entry)));
-    t->sets = at + (size_t)size * sizeof(pyhvd_rank_state);
-    t->set_bytes = set_bytes(size, slots);
+    t->shared = base;
 }
 
 void pyhvd_ready_table_clear(pyhvd_ready_table *t) {
-    memset(t->head, 0, pyhvd_ready_table_bytes(t->size, t->slots));
+    memset(t->shared, 0, pyhvd_ready_table_bytes(t->size));
 }
 
 /* ---- the lock ---- */
 
 int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
-    _Atomic uint32_t *lock = &t->head->lock;
+    _Atomic uint32_t *lock = &t->shared->lock;
     int64_t until = 0;
     for (int yields = 0;; yields++) {
         for (int spin = 0; spin < LOCK_SPINS; spin++) {
@@ -95,10 +65,6 @@ int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
     }
 }
 
-static int concerns(const pyhvd_ranks *ranks, uint32_t rank) {
-    return (int)(ranks->ranks[rank / 64] >> (rank % 64) & 1);
-}
-
 /* Wake the thread of a rank that makes progress there, or will. */
 static void wake_rank(pyhvd_rank_state *rank) {
     if (atomic_load_explicit(&rank->progress_lock, memory_order_relaxed)) {
@@ -110,14 +76,15 @@ static void wake_rank(pyhvd_rank_state *rank) {
 }
 
 void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
-    atomic_store_explicit(&t->head->lock, 0, memory_order_release);
+    atomic_store_explicit(&t->shared->lock, 0, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < t->size; rank++)
-        if (rank != t->rank && concerns(audience, (uint32_t)rank)) wake_rank(&t->rank_states[rank]);
+        if (rank != t->rank && (audience->ranks[rank / 64] >> (rank % 64) & 1))
+            wake_rank(&t->shared->rank_states[rank]);
 }
 
 void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {
-    pyhvd_rank_state *woken = &t->rank_states[rank];
+    pyhvd_rank_state *woken = &t->shared->rank_states[rank];
     atomic_fetch_or_explicit(&woken->wake_reasons, reasons, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&woken->background_asleep, memory_order_relaxed))
@@ -135,10 +102,10 @@ static int is_for(const pyhvd_log_entry *entry, uint32_t rank) {
 /* Move a rank's cursor past entries that do not concern it. Store the cursor in `position`; return
  * whether there is an entry, which concerns the rank. */
 static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
-    _Atomic uint64_t *cursor = &t->rank_states[rank].cursor;
+    _Atomic uint64_t *cursor = &t->shared->rank_states[rank].cursor;
     uint64_t at = atomic_load_explicit(cursor, memory_order_acquire);
     int found = 0;
-    while (!found && at < atomic_load_explicit(&t->head->tail, memory_order_acquire)) {
+    while (!found && at < atomic_load_explicit(&t->shared->tail, memory_order_acquire)) {
         if (is_for(entry_at(t, at), rank)) {
             uint64_t now = atomic_load_explicit(cursor, memory_order_acquire);
             found = now == at;
@@ -154,20 +121,20 @@ static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
 
 /* Under the lock: return whether the log has room for one more entry. */
 static int has_room(pyhvd_ready_table *t) {
-    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed), lowest = tail,
+    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed), lowest = tail,
              position;
-    if (tail - t->head->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
+    if (tail - t->shared->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
     for (int rank = 0; rank < t->size; rank++) {
         skip_for(t, (uint32_t)rank, &position);
         lowest = MIN(lowest, position);
     }
-    t->head->lowest_cursor = lowest;
+    t->shared->lowest_cursor = lowest;
     return tail - lowest < PYHVD_LOG_ENTRIES;
 }
 
 /* Return the entry at the tail, with its audience stored. */
 static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ranks *audience) {
-    pyhvd_log_entry *entry = entry_at(t, t->head->tail);
+    pyhvd_log_entry *entry = entry_at(t, t->shared->tail);
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++)
         atomic_store_explicit(&entry->audience[k], audience->ranks[k], memory_order_release);
     return entry;
@@ -175,8 +142,8 @@ static pyhvd_log_entry *reserve_entry(const pyhvd_ready_table *t, const pyhvd_ra
 
 /* Let the ranks see the entry at the tail. */
 static void publish(pyhvd_ready_table *t) {
-    uint64_t tail = atomic_load_explicit(&t->head->tail, memory_order_relaxed);
-    atomic_store_explicit(&t->head->tail, tail + 1, memory_order_release);
+    uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed);
+    atomic_store_explicit(&t->shared->tail, tail + 1, memory_order_release);
 }
 
 int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
@@ -203,8 +170,8 @@ int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
  *      charged with more time than has passed. */
 static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *batch, uint32_t first,
                           uint32_t end, int64_t now) {
-    const pyhvd_table_set *s = set_of(t, set);
-    pyhvd_rank_state *mine = &t->rank_states[t->rank];
+    pyhvd_table_set *s = &t->shared->sets[set];
+    pyhvd_rank_state *mine = &t->shared->rank_states[t->rank];
     int64_t since = now;
     uint64_t n = 0;
     for (uint32_t w = first; w < end; w++) {
@@ -213,11 +180,11 @@ static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *ba
             if (s->ranks[k] != (uint32_t)t->rank)
                 since = MIN(since, ready_of(t, set, s->ranks[k])[w].time);
     }
-    if (t->head->counted_until[set] > since) since = t->head->counted_until[set];
+    if (s->counted_until > since) since = s->counted_until;
     pyhvd_add(&mine->late, n);
     if (now <= since) return;
     pyhvd_add(&mine->awaited, (uint64_t)(now - since));
-    t->head->counted_until[set] = now;
+    s->counted_until = now;
 }
 
 /* Under the lock: has_room, and if not, let the next rank that advances call match again. */
@@ -225,18 +192,18 @@ static int has_room_or_backlog(pyhvd_ready_table *t) {
     if (has_room(t)) return 1;
     /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
      * the other. */
-    atomic_store_explicit(&t->head->backlog, 1, memory_order_relaxed);
+    atomic_store_explicit(&t->shared->backlog, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     return has_room(t);
 }
 
 void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
                              int64_t now, pyhvd_ranks *audience) {
-    const pyhvd_table_set *s = set_of(t, set);
-    uint64_t batch[PYHVD_MAX_WORDS], *used = used_of(t, set), *delegated = delegated_of(t, set);
+    pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t batch[PYHVD_MAX_WORDS];
     uint32_t first = to, end = from;
     for (uint32_t w = from; w < to; w++) {
-        batch[w] = s->count ? delegated[w] : 0;
+        batch[w] = s->count ? s->delegated[w] : 0;
         for (uint32_t k = 0; k < s->count && batch[w]; k++)
             batch[w] &= ready_of(t, set, s->ranks[k])[w].bits;
         if (!batch[w]) continue;
@@ -252,7 +219,7 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     entry->end = end;
     for (uint32_t w = first; w < end; w++) {
         entry->words[w] = batch[w];
-        used[w] |= batch[w];
+        s->used[w] |= batch[w];
         for (uint32_t k = 0; k < s->count; k++) ready_of(t, set, s->ranks[k])[w].bits &= ~batch[w];
     }
     if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
@@ -266,12 +233,12 @@ const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
 }
 
 void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
-    atomic_fetch_add_explicit(&t->rank_states[t->rank].cursor, 1, memory_order_acq_rel);
+    atomic_fetch_add_explicit(&t->shared->rank_states[t->rank].cursor, 1, memory_order_acq_rel);
     atomic_thread_fence(memory_order_seq_cst);
-    if (!atomic_load_explicit(&t->head->backlog, memory_order_acquire)) return;
+    if (!atomic_load_explicit(&t->shared->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    atomic_store_explicit(&t->head->backlog, 0, memory_order_relaxed);
+    atomic_store_explicit(&t->shared->backlog, 0, memory_order_relaxed);
     for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
         pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
     pyhvd_ready_table_unlock(t, &audience);
@@ -282,15 +249,14 @@ void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
 /* Return whether all slots are delegated under their versions; checked once per version of the
  * set. */
 static int are_delegated(const pyhvd_ready_table *t, uint32_t set, pyhvd_slot_list *list) {
-    const uint64_t *delegated = delegated_of(t, set), *versions = versions_of(t, set);
-    uint64_t version = set_of(t, set)->version;
-    if (list->checked == version) return 1;
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    if (list->checked == s->version) return 1;
     for (uint32_t k = 0; k < list->n; k++) {
         uint32_t slot = list->ids[k];
-        if (!(delegated[slot / 64] >> (slot % 64) & 1) || versions[slot] != list->versions[k])
+        if (!(s->delegated[slot / 64] >> (slot % 64) & 1) || s->versions[slot] != list->versions[k])
             return 0;
     }
-    list->checked = version;
+    list->checked = s->version;
     return 1;
 }
 
@@ -311,62 +277,62 @@ int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd
 
 void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
                                 uint32_t count) {
-    pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    pyhvd_table_set *s = set_of(t, set);
+    pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t version = s->version;
-    memset(s, 0, t->set_bytes);
+    memset(s, 0, sizeof *s);
     s->version = version + 1;
-    t->head->counted_until[set] = 0;
     s->count = count;
+    for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
+        memset(ready_of(t, set, rank), 0, t->words * sizeof(pyhvd_ready_word));
     for (uint32_t k = 0; k < count; k++) {
         s->ranks[k] = ranks[k];
         s->members.ranks[ranks[k] / 64] |= (uint64_t)1 << (ranks[k] % 64);
     }
-    pyhvd_ready_table_unlock(t, &nobody);
+    pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
                                 uint64_t version) {
-    pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    versions_of(t, set)[slot] = version;
-    delegated_of(t, set)[slot / 64] |= (uint64_t)1 << (slot % 64);
-    set_of(t, set)->version++;
-    pyhvd_ready_table_unlock(t, &nobody);
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->versions[slot] = version;
+    s->delegated[slot / 64] |= (uint64_t)1 << (slot % 64);
+    s->version++;
+    pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_freeze(pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
-    pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    delegated_of(t, set)[slot / 64] &= ~((uint64_t)1 << (slot % 64));
-    set_of(t, set)->version++;
-    pyhvd_ready_table_unlock(t, &nobody);
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->delegated[slot / 64] &= ~((uint64_t)1 << (slot % 64));
+    s->version++;
+    pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_recall(pyhvd_ready_table *t, uint32_t set, const uint64_t *bits,
                               uint64_t *marked) {
-    pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
-    set_of(t, set)->version++;
+    pyhvd_table_set *s = &t->shared->sets[set];
+    s->version++;
     for (uint32_t w = 0; w < t->words; w++) {
-        delegated_of(t, set)[w] &= ~bits[w];
+        s->delegated[w] &= ~bits[w];
         for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++) {
             pyhvd_ready_word *theirs = ready_of(t, set, rank);
             marked[rank * t->words + w] = theirs[w].bits & bits[w];
             theirs[w].bits &= ~bits[w];
         }
     }
-    pyhvd_ready_table_unlock(t, &nobody);
+    pyhvd_ready_table_unlock(t, &NOBODY);
 }
 
 void pyhvd_ready_table_read(pyhvd_ready_table *t, uint32_t set, uint64_t *marked, uint64_t *used) {
-    pyhvd_ranks nobody = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
         for (uint32_t w = 0; w < t->words; w++)
             marked[rank * t->words + w] = ready_of(t, set, rank)[w].bits;
-    memcpy(used, used_of(t, set), t->words * sizeof(uint64_t));
-    memset(used_of(t, set), 0, t->words * sizeof(uint64_t));
-    pyhvd_ready_table_unlock(t, &nobody);
+    uint64_t *since_last = t->shared->sets[set].used;
+    memcpy(used, since_last, t->words * sizeof *used);
+    memset(since_last, 0, t->words * sizeof *used);
+    pyhvd_ready_table_unlock(t, &NOBODY);
 }

@@ -66,13 +66,19 @@ typedef struct {
 /* An entry of the ready log. */
 typedef struct {
     /* the ranks that it concerns, as in pyhvd_ranks */
-    _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
+    _Alignas(PYHVD_LINE) _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
     uint64_t number;                 /* list: the response list's */
     uint32_t last_rank;              /* batch: the rank whose marks completed it */
     uint32_t first, end;             /* batch: words [first, end) are used */
     uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
+
+/* A rank's marks of 64 slots, and when (ns) it made the last one. */
+typedef struct {
+    uint64_t bits;
+    int64_t time;
+} pyhvd_ready_word;
 
 /* What a rank shows the others, on cache lines of its own. */
 typedef struct {
@@ -88,42 +94,38 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint64_t late; /* tensors that the rank was the last to mark ... */
     /* ... and for how long (ns) others had waited for them */
     _Atomic uint64_t awaited;
+    _Alignas(PYHVD_LINE) pyhvd_ready_word ready[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
 } pyhvd_rank_state;
 
-/* A rank's marks of 64 slots, and when (ns) it made the last one. */
+/* A process set; its words and slots are those of the table. */
 typedef struct {
-    uint64_t bits;
-    int64_t time;
-} pyhvd_ready_word;
-
-/* A process set. Behind it lie versions[slots], delegated[words], used[words] and
- * ready[size][words]. */
-typedef struct {
+    _Alignas(PYHVD_LINE) uint64_t version; /* never 0 while the set is open; never decreases */
+    uint64_t delegated[PYHVD_MAX_WORDS];
+    uint64_t used[PYHVD_MAX_WORDS]; /* slots of batches since the coordinator last looked */
+    int64_t counted_until;          /* until when (ns) its waiting was counted; see count_waiting */
     pyhvd_ranks members;
-    uint64_t version; /* never 0 while the set is open; never decreases */
     uint32_t count;
     uint32_t ranks[PYHVD_MAX_LOCAL];
+    uint64_t versions[PYHVD_MAX_SLOTS];
 } pyhvd_table_set;
 
+/* The table in shared memory. */
 typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t lock;
     _Alignas(PYHVD_LINE) _Atomic uint64_t tail;
     uint64_t lowest_cursor; /* a lower bound of all cursors */
     /* the log was full: some slots may be marked by all and not be in the log */
     _Atomic uint32_t backlog;
-    /* until when (ns) a set's waiting was counted; see count_waiting */
-    int64_t counted_until[PYHVD_MAX_SETS];
-} pyhvd_table_head;
+    pyhvd_log_entry log[PYHVD_LOG_ENTRIES];
+    pyhvd_table_set sets[PYHVD_MAX_SETS];
+    pyhvd_rank_state rank_states[]; /* one per rank */
+} pyhvd_shared_table;
 
 /* One rank's view. */
 typedef struct {
     int rank, size;
     uint32_t slots, words;
-    pyhvd_table_head *head;
-    pyhvd_log_entry *log;
-    pyhvd_rank_state *rank_states;
-    uint8_t *sets;
-    size_t set_bytes;
+    pyhvd_shared_table *shared;
     /* of the fast path: once it is set, no thread waits for the lock */
     const _Atomic uint32_t *closed;
 } pyhvd_ready_table;
@@ -144,7 +146,7 @@ static inline void pyhvd_slot_list_renew(pyhvd_slot_list *list, uint32_t k, uint
 
 /* ---- set-up ---- */
 
-size_t pyhvd_ready_table_bytes(int size, uint32_t slots);
+size_t pyhvd_ready_table_bytes(int size);
 
 /* View a table of that many bytes at `base`, which is aligned to PYHVD_LINE. `slots` is a multiple
  * of 64. */
@@ -204,13 +206,13 @@ void pyhvd_ready_table_advance(pyhvd_ready_table *t);
 
 /* Whether the log has entries behind this rank's cursor. */
 static inline int pyhvd_ready_table_behind(const pyhvd_ready_table *t) {
-    return atomic_load_explicit(&t->rank_states[t->rank].cursor, memory_order_acquire) !=
-           atomic_load_explicit(&t->head->tail, memory_order_acquire);
+    return atomic_load_explicit(&t->shared->rank_states[t->rank].cursor, memory_order_acquire) !=
+           atomic_load_explicit(&t->shared->tail, memory_order_acquire);
 }
 
 /* This rank's position in the log. From any thread. */
 static inline uint64_t pyhvd_ready_table_position(const pyhvd_ready_table *t) {
-    return atomic_load_explicit(&t->rank_states[t->rank].cursor, memory_order_relaxed);
+    return atomic_load_explicit(&t->shared->rank_states[t->rank].cursor, memory_order_relaxed);
 }
 
 /* Wake a rank's background thread for these reasons. From any thread of any rank. */

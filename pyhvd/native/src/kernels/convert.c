@@ -197,30 +197,25 @@ int pyhvd_can_cast(int dst_dtype, int src_dtype) {
 int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count) {
     if (!pyhvd_can_cast(dst_dtype, src_dtype)) return -1;
     if (dst_dtype == src_dtype) return pyhvd_scale(dst, src, count, dst_dtype, 1.0);
-    if (dst_dtype == PYHVD_FLOAT64 && src_dtype == PYHVD_FLOAT32) {
-        widen_f64(dst, src, count);
-        return 0;
-    }
-    if (dst_dtype == PYHVD_FLOAT32 && src_dtype == PYHVD_FLOAT64) {
-        narrow_f64(dst, src, count);
-        return 0;
-    }
-    /* One side has 16 bits: go through a block of float32, unless that is the other side itself. */
+    /* By blocks of float32, unless that is one side itself. */
     float buffer[BLOCK];
     for (size_t start = 0; start < count; start += BLOCK) {
         const size_t n = lesser(BLOCK, count - start);
         const char *const in = (const char *)src + start * pyhvd_itemsize(src_dtype);
         char *const out = (char *)dst + start * pyhvd_itemsize(dst_dtype);
-        const float *middle = buffer;
+        float *to = buffer;
+        if (dst_dtype == PYHVD_FLOAT32) to = (float *)(void *)out;
+        const float *middle = to;
         if (src_dtype == PYHVD_FLOAT32)
             middle = (const float *)(const void *)in;
+        else if (src_dtype == PYHVD_FLOAT64 && is_half(dst_dtype))
+            narrow_f64_to_odd(to, (const double *)(const void *)in, n);
         else if (src_dtype == PYHVD_FLOAT64)
-            narrow_f64_to_odd(buffer, (const double *)(const void *)in, n);
+            narrow_f64(to, (const double *)(const void *)in, n);
         else
-            pyhvd_widener(src_dtype)(dst_dtype == PYHVD_FLOAT32 ? (float *)(void *)out : buffer, in,
-                                     n);
+            pyhvd_widener(src_dtype)(to, in, n);
         if (dst_dtype == PYHVD_FLOAT64)
-            widen_f64((double *)(void *)out, buffer, n);
+            widen_f64((double *)(void *)out, middle, n);
         else if (is_half(dst_dtype))
             pyhvd_narrower(dst_dtype)(out, middle, n);
     }

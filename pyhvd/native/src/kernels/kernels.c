@@ -43,18 +43,6 @@ BINARY(product_f64, f64, x *y)
     (x > y   ? x       \
      : y > x ? y       \
              : from_##F(((bits_##F(x) | bits_##F(y)) & ~(S)) | (bits_##F(x) & bits_##F(y))))
-#define ORDERED(T)                    \
-    BINARY(min_##T, T, x < y ? x : y) \
-    BINARY(max_##T, T, x > y ? x : y)
-
-ORDERED(u8)
-ORDERED(i8)
-ORDERED(u16)
-ORDERED(i16)
-ORDERED(u32)
-ORDERED(i32)
-ORDERED(u64)
-ORDERED(i64)
 BINARY(min_f32, f32, LEAST(f32))
 BINARY(max_f32, f32, GREATEST(f32, 0x80000000u))
 BINARY(min_f64, f64, LEAST(f64))
@@ -79,29 +67,6 @@ typedef void sum_scaled_fn(void *out, const void *a, const void *b, size_t n, do
 SUM_SCALED(f32, float)
 SUM_SCALED(f64, double)
 
-/* Complex numbers use the plain formula, as numpy does, without C99's correction of infinities. The
- * product is not CLONED: even with -ffp-contract=off, gcc 12 turns it into vfmaddsub. */
-#define COMPLEX(name, T, R)                                                                 \
-    static void sum_##name(void *out, const void *a, const void *b, size_t n) {             \
-        sum_##T(out, a, b, 2 * n);                                                          \
-    }                                                                                       \
-    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n,        \
-                                  double factor) {                                          \
-        sum_scaled_##T(out, a, b, 2 * n, factor);                                           \
-    }                                                                                       \
-    static void product_##name(void *out, const void *a, const void *b, size_t n) {         \
-        T *o = out;                                                                         \
-        const T *pa = a, *pb = b;                                                           \
-        EACH(i, n) {                                                                        \
-            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1]; \
-            o[2 * i] = ar * br - ai * bi;                                                   \
-            o[2 * i + 1] = ar * bi + ai * br;                                               \
-        }                                                                                   \
-    }
-
-COMPLEX(c64, f32, float)
-COMPLEX(c128, f64, double)
-
 /* ---- Scaling: out[i] = in[i] * factor ----
  *
  *   1. As in Horovod, float32 and complex64 use the factor as float32, all others as float64.
@@ -121,51 +86,72 @@ typedef void scale_fn(void *out, const void *in, size_t n, double factor);
         }                                                                                 \
     }
 
-/* TOP is MAX + 1, which float64 represents exactly even if it cannot represent MAX. */
-#define SCALE_INT(T, MIN, MAX, TOP) \
-    SCALE(T, T, double, r != r ? 0 : r >= (TOP) ? (MAX) : r <= (double)(MIN) ? (MIN) : (T)r)
-
-SCALE_INT(u8, 0, UINT8_MAX, 256.0)
-SCALE_INT(i8, INT8_MIN, INT8_MAX, 128.0)
-SCALE_INT(u16, 0, UINT16_MAX, 65536.0)
-SCALE_INT(i16, INT16_MIN, INT16_MAX, 32768.0)
-SCALE_INT(u32, 0, UINT32_MAX, 4294967296.0)
-SCALE_INT(i32, INT32_MIN, INT32_MAX, 2147483648.0)
-SCALE_INT(u64, 0, UINT64_MAX, 18446744073709551616.0)
-SCALE_INT(i64, INT64_MIN, INT64_MAX, 9223372036854775808.0)
 SCALE(f32, f32, float, r)
 SCALE(f64, f64, double, r)
 
-static void scale_c64(void *out, const void *in, size_t n, double factor) {
-    scale_f32(out, in, 2 * n, factor);
-}
+/* ---- Integers and complex numbers ---- */
 
-static void scale_c128(void *out, const void *in, size_t n, double factor) {
-    scale_f64(out, in, 2 * n, factor);
-}
+/* What the sign of an integer type changes. TOP is MAX + 1, which float64 represents exactly even if
+ * it cannot represent MAX. */
+#define INTEGERS(T, MIN, MAX, TOP)    \
+    BINARY(min_##T, T, x < y ? x : y) \
+    BINARY(max_##T, T, x > y ? x : y) \
+    SCALE(T, T, double, r != r ? 0 : r >= (TOP) ? (MAX) : r <= (double)(MIN) ? (MIN) : (T)r)
+
+INTEGERS(u8, 0, UINT8_MAX, 256.0)
+INTEGERS(i8, INT8_MIN, INT8_MAX, 128.0)
+INTEGERS(u16, 0, UINT16_MAX, 65536.0)
+INTEGERS(i16, INT16_MIN, INT16_MAX, 32768.0)
+INTEGERS(u32, 0, UINT32_MAX, 4294967296.0)
+INTEGERS(i32, INT32_MIN, INT32_MAX, 2147483648.0)
+INTEGERS(u64, 0, UINT64_MAX, 18446744073709551616.0)
+INTEGERS(i64, INT64_MIN, INT64_MAX, 9223372036854775808.0)
+
+/* Complex numbers use the plain formula, as numpy does, without C99's correction of infinities. The
+ * product is not CLONED: even with -ffp-contract=off, gcc 12 turns it into vfmaddsub. */
+#define COMPLEX(name, T, R)                                                                 \
+    static void sum_##name(void *out, const void *a, const void *b, size_t n) {             \
+        sum_##T(out, a, b, 2 * n);                                                          \
+    }                                                                                       \
+    static void sum_scaled_##name(void *out, const void *a, const void *b, size_t n,        \
+                                  double factor) {                                          \
+        sum_scaled_##T(out, a, b, 2 * n, factor);                                           \
+    }                                                                                       \
+    static void scale_##name(void *out, const void *in, size_t n, double factor) {          \
+        scale_##T(out, in, 2 * n, factor);                                                  \
+    }                                                                                       \
+    static void product_##name(void *out, const void *a, const void *b, size_t n) {         \
+        T *o = out;                                                                         \
+        const T *pa = a, *pb = b;                                                           \
+        EACH(i, n) {                                                                        \
+            const R ar = pa[2 * i], ai = pa[2 * i + 1], br = pb[2 * i], bi = pb[2 * i + 1]; \
+            o[2 * i] = ar * br - ai * bi;                                                   \
+            o[2 * i + 1] = ar * bi + ai * br;                                               \
+        }                                                                                   \
+    }
+
+COMPLEX(c64, f32, float)
+COMPLEX(c128, f64, double)
 
 /* ---- The table of element types ---- */
 
-enum { SUM, MIN, MAX, PRODUCT, SLOTS };
-
+/* The arrays are indexed by op; Average is a sum, which the factor divides. */
 struct row {
-    binary_fn *op[SLOTS];      /* of float32 for the two 16-bit floats; NULL: not defined */
-    scale_fn *scale;           /* likewise */
-    sum_scaled_fn *sum_scaled; /* likewise; NULL: sum, then scale */
-    uint64_t neutral[SLOTS];   /* bits of a real number, or of the real part */
+    binary_fn *op[PYHVD_OPS];    /* of float32 for the two 16-bit floats; NULL: not defined */
+    scale_fn *scale;             /* likewise */
+    sum_scaled_fn *sum_scaled;   /* likewise; NULL: sum, then scale */
+    uint64_t neutral[PYHVD_OPS]; /* bits of a real number, or of the real part */
 };
 
-#define INTEGER(N, T, LO, HI)                  \
-    {{sum_##N, min_##T, max_##T, product_##N}, \
-     scale_##T,                                \
-     NULL,                                     \
-     {0, (uint64_t)(HI), (uint64_t)(LO), 1}}
-#define FLOAT(F, ZERO, INF, NEGATIVE, ONE)                                     \
-    {                                                                          \
-        {sum_##F, min_##F, max_##F, product_##F}, scale_##F, sum_scaled_##F, { \
-            ZERO, INF, NEGATIVE, ONE                                           \
-        }                                                                      \
-    }
+// clang-format off
+#define OPS(SUM, LEAST, GREATEST, PRODUCT) {SUM, SUM, 0, LEAST, GREATEST, PRODUCT}
+#define INTEGER(N, T, LO, HI) \
+    {OPS(sum_##N, min_##T, max_##T, product_##N), scale_##T, NULL, OPS(0, (uint64_t)(HI), (uint64_t)(LO), 1)}
+#define FLOAT(F, ZERO, INF, NEGATIVE, ONE) \
+    {OPS(sum_##F, min_##F, max_##F, product_##F), scale_##F, sum_scaled_##F, OPS(ZERO, INF, NEGATIVE, ONE)}
+#define COMPLEX_ROW(C, ZERO, ONE) \
+    {OPS(sum_##C, NULL, NULL, product_##C), scale_##C, sum_scaled_##C, OPS(ZERO, 0, 0, ONE)}
+// clang-format on
 
 /* The neutral element of a float sum is -0.0: x + -0.0 is x for every x; -0.0 + 0.0 is 0.0. */
 static const struct row ROWS[PYHVD_DTYPES] = {
@@ -182,33 +168,16 @@ static const struct row ROWS[PYHVD_DTYPES] = {
     [PYHVD_FLOAT32] = FLOAT(f32, 0x80000000u, 0x7f800000u, 0xff800000u, 0x3f800000u),
     [PYHVD_FLOAT64] = FLOAT(f64, 0x8000000000000000u, 0x7ff0000000000000u, 0xfff0000000000000u,
                             0x3ff0000000000000u),
-    [PYHVD_BOOL] = {{NULL, and_bool, or_bool, and_bool}, NULL, NULL, {0, 1, 0, 1}},
-    [PYHVD_COMPLEX64] = {{sum_c64, NULL, NULL, product_c64},
-                         scale_c64,
-                         sum_scaled_c64,
-                         {0x80000000u, 0, 0, 0x3f800000u}},
-    [PYHVD_COMPLEX128] = {{sum_c128, NULL, NULL, product_c128},
-                          scale_c128,
-                          sum_scaled_c128,
-                          {0x8000000000000000u, 0, 0, 0x3ff0000000000000u}},
+    [PYHVD_BOOL] = {OPS(NULL, and_bool, or_bool, and_bool), NULL, NULL, OPS(0, 1, 0, 1)},
+    [PYHVD_COMPLEX64] = COMPLEX_ROW(c64, 0x80000000u, 0x3f800000u),
+    [PYHVD_COMPLEX128] = COMPLEX_ROW(c128, 0x8000000000000000u, 0x3ff0000000000000u),
 };
 
 static int known(int dtype) { return dtype >= 0 && dtype < PYHVD_DTYPES; }
 static int is_complex(int dtype) { return dtype == PYHVD_COMPLEX64 || dtype == PYHVD_COMPLEX128; }
 
-static int slot_of(int op) {
-    switch (op) {
-    case PYHVD_AVERAGE:
-    case PYHVD_SUM: return SUM;
-    case PYHVD_MIN: return MIN;
-    case PYHVD_MAX: return MAX;
-    case PYHVD_PRODUCT: return PRODUCT;
-    default: return -1;
-    }
-}
-
 int pyhvd_can_reduce(int dtype, int op) {
-    return known(dtype) && slot_of(op) >= 0 && ROWS[dtype].op[slot_of(op)] != NULL;
+    return known(dtype) && op >= 0 && op < PYHVD_OPS && ROWS[dtype].op[op] != NULL;
 }
 
 int pyhvd_can_scale(int dtype, double factor) {
@@ -218,18 +187,18 @@ int pyhvd_can_scale(int dtype, double factor) {
 /* ---- The entry points ---- */
 
 /* out = (left op right) * factor; for the 16-bit floats, all three are float32. */
-static void combine_and_scale(const struct row *row, int slot, void *out, const void *left,
+static void combine_and_scale(const struct row *row, int op, void *out, const void *left,
                               const void *right, size_t n, double factor) {
-    if (factor != 1.0 && slot == SUM && row->sum_scaled != NULL) {
+    if (factor != 1.0 && op <= PYHVD_SUM && row->sum_scaled != NULL) {
         row->sum_scaled(out, left, right, n, factor);
         return;
     }
-    row->op[slot](out, left, right, n);
+    row->op[op](out, left, right, n);
     if (factor != 1.0) row->scale(out, out, n, factor);
 }
 
 /* Reduce 16-bit floats: compute in float32, and round once at the end. */
-static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int slot,
+static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
                         double factor) {
     widen_fn *const widen = pyhvd_widener(dtype);
     narrow_fn *const narrow = pyhvd_narrower(dtype);
@@ -240,7 +209,7 @@ static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, 
         widen(acc, (const char *)(intptr_t)srcs[0] + at, n);
         for (size_t k = 1; k < p; k++) {
             widen(term, (const char *)(intptr_t)srcs[k] + at, n);
-            combine_and_scale(&ROWS[dtype], slot, acc, acc, term, n, k + 1 < p ? 1.0 : factor);
+            combine_and_scale(&ROWS[dtype], op, acc, acc, term, n, k + 1 < p ? 1.0 : factor);
         }
         if (p == 1) scale_f32(acc, acc, n, factor);
         narrow(dst + at, acc, n);
@@ -249,7 +218,7 @@ static void reduce_half(char *dst, const int64_t *srcs, size_t p, size_t count, 
 
 /* Reduce all other types, p >= 2. Only the last step of a block writes to dst, after all sources of
  * the block were read. So dst may be any one of the sources. */
-static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int slot,
+static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
                         double factor) {
     const struct row *const row = &ROWS[dtype];
     const size_t item = pyhvd_itemsize(dtype);
@@ -260,10 +229,10 @@ static void reduce_wide(char *dst, const int64_t *srcs, size_t p, size_t count, 
         const size_t n = lesser(block, count - start), at = start * item;
         const void *left = (const char *)(intptr_t)srcs[0] + at;
         for (size_t k = 1; k + 1 < p; k++) {
-            row->op[slot](acc, left, (const char *)(intptr_t)srcs[k] + at, n);
+            row->op[op](acc, left, (const char *)(intptr_t)srcs[k] + at, n);
             left = acc;
         }
-        combine_and_scale(row, slot, dst + at, left, (const char *)(intptr_t)srcs[p - 1] + at, n,
+        combine_and_scale(row, op, dst + at, left, (const char *)(intptr_t)srcs[p - 1] + at, n,
                           factor);
     }
 }
@@ -277,9 +246,9 @@ int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dty
     else if (p == 1)
         return pyhvd_scale(dst, first, count, dtype, factor);
     else if (is_half(dtype))
-        reduce_half(dst, srcs, p, count, dtype, slot_of(op), factor);
+        reduce_half(dst, srcs, p, count, dtype, op, factor);
     else
-        reduce_wide(dst, srcs, p, count, dtype, slot_of(op), factor);
+        reduce_wide(dst, srcs, p, count, dtype, op, factor);
     return 0;
 }
 
@@ -287,7 +256,7 @@ int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double fact
     if (!pyhvd_can_scale(dtype, factor)) return -1;
     const int64_t source = (int64_t)(intptr_t)src;
     if (factor != 1.0 && is_half(dtype))
-        reduce_half(dst, &source, 1, count, dtype, SUM, factor);
+        reduce_half(dst, &source, 1, count, dtype, PYHVD_SUM, factor);
     else if (factor != 1.0)
         ROWS[dtype].scale(dst, src, count, factor);
     else if (dst != src && count != 0)
@@ -297,10 +266,10 @@ int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double fact
 
 int pyhvd_fill(void *dst, size_t count, int dtype, int op) {
     if (!pyhvd_can_reduce(dtype, op)) return -1;
-    const uint64_t real = ROWS[dtype].neutral[slot_of(op)];
+    const uint64_t real = ROWS[dtype].neutral[op];
     const int pairs = is_complex(dtype);
     /* A complex sum starts at -0.0 - 0.0i, a product at 1 + 0i. */
-    const uint64_t odd = pairs && slot_of(op) == PRODUCT ? 0 : real;
+    const uint64_t odd = pairs && op == PYHVD_PRODUCT ? 0 : real;
     const size_t words = pairs ? 2 * count : count;
     switch (pyhvd_itemsize(dtype) / (pairs ? 2 : 1)) {
     case 1: memset(dst, (int)real, words); break;

@@ -15,12 +15,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define PYHVD_HIDDEN __attribute__((visibility("hidden")))
-#else
-#define PYHVD_HIDDEN
-#endif
-
 /* pyhvd.dtypes.Code */
 // clang-format off
 enum {
@@ -49,46 +43,44 @@ static inline size_t pyhvd_itemsize(int dtype) {
 
 /* Whether reduce and fill are defined for this pair, scale for this dtype and factor, cast for this
  * pair. */
-PYHVD_HIDDEN int pyhvd_can_reduce(int dtype, int op);
-PYHVD_HIDDEN int pyhvd_can_scale(int dtype, double factor);
-PYHVD_HIDDEN int pyhvd_can_cast(int dst_dtype, int src_dtype);
+int pyhvd_can_reduce(int dtype, int op);
+int pyhvd_can_scale(int dtype, double factor);
+int pyhvd_can_cast(int dst_dtype, int src_dtype);
 
 /* dst[i] = factor * (srcs[0][i] op srcs[1][i] op ...); dst may equal one of the srcs exactly. */
-PYHVD_HIDDEN int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype,
-                              int op, double factor);
+int pyhvd_reduce(void *dst, const int64_t *srcs, size_t p, size_t count, int dtype, int op,
+                 double factor);
 
 /* dst[i] = factor * src[i]; dst may equal src exactly. */
-PYHVD_HIDDEN int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor);
+int pyhvd_scale(void *dst, const void *src, size_t count, int dtype, double factor);
 
 /* Conversion among the four float types; the arrays may not overlap unless the sizes are equal. */
-PYHVD_HIDDEN int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count);
+int pyhvd_cast(void *dst, int dst_dtype, const void *src, int src_dtype, size_t count);
 
 /* Fill dst with the neutral element x of the op: "y op x" is y. */
-PYHVD_HIDDEN int pyhvd_fill(void *dst, size_t count, int dtype, int op);
+int pyhvd_fill(void *dst, size_t count, int dtype, int op);
 
 /* Copy n pieces into dst, one behind the other, scaled; or from src into the pieces. A piece with
  * address 0 is filled with the neutral element, or skipped. */
-PYHVD_HIDDEN int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n,
-                            int dtype, int op, double factor);
-PYHVD_HIDDEN int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n,
-                              int dtype);
+int pyhvd_pack(void *dst, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype, int op,
+               double factor);
+int pyhvd_unpack(const void *src, const int64_t *ptrs, const int64_t *counts, size_t n, int dtype);
 
 /* Adasum of float32 and float64, for n pieces, one behind the other in a and in b.
  *   terms    per piece, in float64: a . b, a . a, b . b; the order of the sums depends on the count
  *   combine  dst[i] = factors[0] * a[i] + factors[1] * b[i], with two factors per piece, in
  *            float64, rounded once; dst may equal a or b exactly
  */
-PYHVD_HIDDEN int pyhvd_has_adasum(int dtype);
-PYHVD_HIDDEN int pyhvd_adasum_terms(double *terms, const void *a, const void *b,
-                                    const int64_t *counts, size_t n, int dtype);
-PYHVD_HIDDEN int pyhvd_adasum_combine(void *dst, const void *a, const void *b,
-                                      const int64_t *counts, const double *factors, size_t n,
-                                      int dtype);
+int pyhvd_has_adasum(int dtype);
+int pyhvd_adasum_terms(double *terms, const void *a, const void *b, const int64_t *counts, size_t n,
+                       int dtype);
+int pyhvd_adasum_combine(void *dst, const void *a, const void *b, const int64_t *counts,
+                         const double *factors, size_t n, int dtype);
 
 /* The float16 path in use; whether this machine has a path; conversions by a given path. */
-PYHVD_HIDDEN int pyhvd_f16_path(void);
-PYHVD_HIDDEN int pyhvd_f16_has(int path);
-PYHVD_HIDDEN void pyhvd_f16_widen(int path, float *dst, const void *src, size_t count);
-PYHVD_HIDDEN void pyhvd_f16_narrow(int path, void *dst, const float *src, size_t count);
+int pyhvd_f16_path(void);
+int pyhvd_f16_has(int path);
+void pyhvd_f16_widen(int path, float *dst, const void *src, size_t count);
+void pyhvd_f16_narrow(int path, void *dst, const float *src, size_t count);
 
 #endif

@@ -63,26 +63,17 @@ typedef int64_t i64 LOOSE;
 typedef float f32 LOOSE;
 typedef double f64 LOOSE;
 
-static inline uint32_t bits_f32(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-static inline uint64_t bits_f64(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-static inline float from_f32(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-static inline double from_f64(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
+#define BIT_CAST(name, TO, FROM)        \
+    static inline TO name(FROM x) {     \
+        TO bits;                        \
+        memcpy(&bits, &x, sizeof bits); \
+        return bits;                    \
+    }
+
+BIT_CAST(bits_f32, uint32_t, float)
+BIT_CAST(bits_f64, uint64_t, double)
+BIT_CAST(from_f32, float, uint32_t)
+BIT_CAST(from_f64, double, uint64_t)
 
 static inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -90,8 +81,8 @@ static inline size_t lesser(size_t a, size_t b) { return a < b ? a : b; }
  * ---- */
 typedef void widen_fn(float *out, const void *in, size_t n);
 typedef void narrow_fn(void *out, const float *in, size_t n);
-PYHVD_HIDDEN widen_fn *pyhvd_widener(int dtype);
-PYHVD_HIDDEN narrow_fn *pyhvd_narrower(int dtype);
+widen_fn *pyhvd_widener(int dtype);
+narrow_fn *pyhvd_narrower(int dtype);
 
 static inline int is_half(int dtype) { return dtype == PYHVD_FLOAT16 || dtype == PYHVD_BFLOAT16; }
 

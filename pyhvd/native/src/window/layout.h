@@ -8,11 +8,14 @@
 
 #define LINE PYHVD_LINE
 
+/* The counters that window.h describes. */
+enum { PACKED, REDUCED, FLATS, COUNTERS };
+
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t core; /* where the owner last ran; see pyhvd_current_core */
-    _Alignas(LINE) _Atomic uint64_t packed;
-    _Alignas(LINE) _Atomic uint64_t reduced;
-    _Alignas(LINE) _Atomic uint64_t flat;
+    struct {
+        _Alignas(LINE) _Atomic uint64_t value;
+    } counters[COUNTERS];
     _Alignas(LINE) _Atomic uint32_t bell;
     _Alignas(LINE) _Atomic uint32_t asleep;
     _Alignas(LINE) _Atomic uint32_t aborted; /* 1 + the rank that aborted the window, or 0 */
@@ -41,14 +44,14 @@ static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
     return w->area[rank] + pyhvd_window_area(w->capacity) - PYHVD_NOTE;
 }
 
-/* Wait until a counter has reached a value. With w->interruptible, return PYHVD_LATER after a nap
- * without news. */
-int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
+/* Wait until a rank's counter has reached a value. With w->interruptible, return PYHVD_LATER after a
+ * nap without news. */
+int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value);
 
 /* Wait until this chunk's slot is free: every rank is done with its last chunk. */
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk);
 
 /* Store a counter of this rank, and wake the sleepers. */
-void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value);
+void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value);
 
 #endif

@@ -4,9 +4,16 @@
 
 #include <string.h>
 
-int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
-                        const int64_t *starts) {
-    int64_t longest = 0, chunk = (int64_t)w->chunk;
+/* Store where blocks begin that lie one behind the other. */
+static void find_starts(const int64_t *counts, int n, int64_t *starts) {
+    int64_t at = 0;
+    for (int q = 0; q < n; at += counts[q++]) starts[q] = at;
+}
+
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv,
+                        const int64_t *counts) {
+    int64_t longest = 0, chunk = (int64_t)w->chunk, starts[PYHVD_MAX_LOCAL] = {0};
+    find_starts(counts, w->size, starts);
     for (int q = 0; q < w->size; q++) longest = MAX(longest, counts[q]);
     if (recv + starts[w->rank] != send)
         memmove(recv + starts[w->rank], send, (size_t)counts[w->rank]);
@@ -14,15 +21,15 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
         int64_t mine = MIN(counts[w->rank] - from, chunk);
         if (pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
         if (mine > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)mine);
-        pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        pyhvd_announce(w, PACKED, w->chunks + 1);
         for (int k = 1; k < w->size; k++) { /* each rank begins with a different peer */
             int q = (w->rank + k) % w->size;
             int64_t theirs = MIN(counts[q] - from, chunk);
-            if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (pyhvd_await(w, q, PACKED, w->chunks + 1)) return PYHVD_ABORTED;
             if (theirs > 0)
                 memcpy(recv + starts[q] + from, slot_of(w, q, w->chunks), (size_t)theirs);
         }
-        pyhvd_announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        pyhvd_announce(w, REDUCED, w->chunks + 1);
         w->chunks++;
     }
     return PYHVD_OK;
@@ -31,11 +38,10 @@ int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, con
 /* Store the largest of the ranks' values in all of them. */
 static int largest(pyhvd_window *w, int64_t *value) {
     memcpy(flat_of(w, w->rank), value, sizeof *value);
-    pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+    pyhvd_announce(w, FLATS, w->flats + 1);
     for (int q = 0; q < w->size; q++) {
         int64_t theirs;
-        if (q != w->rank && pyhvd_await(w, &control_of(w, q)->flat, w->flats + 1))
-            return PYHVD_ABORTED;
+        if (q != w->rank && pyhvd_await(w, q, FLATS, w->flats + 1)) return PYHVD_ABORTED;
         memcpy(&theirs, flat_of(w, q), sizeof theirs);
         *value = MAX(*value, theirs);
     }
@@ -49,11 +55,13 @@ int pyhvd_window_barrier(pyhvd_window *w) {
 }
 
 int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
-                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
-                          const int64_t *recv_starts) {
+                          uint8_t *recv, const int64_t *recv_counts) {
+    int64_t send_starts[PYHVD_MAX_LOCAL], recv_starts[PYHVD_MAX_LOCAL];
     int64_t part = (int64_t)(w->chunk / (size_t)w->size) & ~(int64_t)63, longest = 0;
     for (int q = 0; q < w->size; q++)
         if (q != w->rank) longest = MAX(longest, send_counts[q]);
+    find_starts(send_counts, w->size, send_starts);
+    find_starts(recv_counts, w->size, recv_starts);
     if (largest(w, &longest)) return PYHVD_ABORTED;
     memmove(recv + recv_starts[w->rank], send + send_starts[w->rank], (size_t)send_counts[w->rank]);
     for (int64_t from = 0; from < longest; from += part) {
@@ -63,15 +71,15 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
             int64_t n = q == w->rank ? 0 : MIN(send_counts[q] - from, part);
             if (n > 0) memcpy(slot + q * part, send + send_starts[q] + from, (size_t)n);
         }
-        pyhvd_announce(w, &control_of(w, w->rank)->packed, w->chunks + 1);
+        pyhvd_announce(w, PACKED, w->chunks + 1);
         for (int k = 1; k < w->size; k++) {
             int q = (w->rank + k) % w->size;
             int64_t n = MIN(recv_counts[q] - from, part);
             const uint8_t *theirs = slot_of(w, q, w->chunks) + w->rank * part;
-            if (pyhvd_await(w, &control_of(w, q)->packed, w->chunks + 1)) return PYHVD_ABORTED;
+            if (pyhvd_await(w, q, PACKED, w->chunks + 1)) return PYHVD_ABORTED;
             if (n > 0) memcpy(recv + recv_starts[q] + from, theirs, (size_t)n);
         }
-        pyhvd_announce(w, &control_of(w, w->rank)->reduced, w->chunks + 1);
+        pyhvd_announce(w, REDUCED, w->chunks + 1);
         w->chunks++;
     }
     return PYHVD_OK;
@@ -79,7 +87,6 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
 
 int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
                           uint8_t *recv, int64_t recv_count) {
-    control *mine = control_of(w, w->rank), *theirs = control_of(w, partner);
     int64_t longest = send_count, chunk = (int64_t)w->chunk;
     if (largest(w, &longest)) return PYHVD_ABORTED;
     for (int64_t from = 0; from < longest; from += chunk) {
@@ -87,13 +94,13 @@ int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int
         /* Any rank may read what the slot held before; from then on only the partner does. */
         if (from < PYHVD_SLOTS * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
         if (from >= PYHVD_SLOTS * chunk &&
-            pyhvd_await(w, &theirs->reduced, w->chunks - PYHVD_SLOTS + 1))
+            pyhvd_await(w, partner, REDUCED, w->chunks - PYHVD_SLOTS + 1))
             return PYHVD_ABORTED;
         if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
-        pyhvd_announce(w, &mine->packed, w->chunks + 1);
-        if (pyhvd_await(w, &theirs->packed, w->chunks + 1)) return PYHVD_ABORTED;
+        pyhvd_announce(w, PACKED, w->chunks + 1);
+        if (pyhvd_await(w, partner, PACKED, w->chunks + 1)) return PYHVD_ABORTED;
         if (in > 0) memcpy(recv + from, slot_of(w, partner, w->chunks), (size_t)in);
-        pyhvd_announce(w, &mine->reduced, w->chunks + 1);
+        pyhvd_announce(w, REDUCED, w->chunks + 1);
         w->chunks++;
     }
     return PYHVD_OK;

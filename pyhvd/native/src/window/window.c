@@ -26,7 +26,7 @@ void pyhvd_window_clear(pyhvd_window *w) {
 
 /* ---- waiting and announcing ---- */
 
-static inline int reached(_Atomic uint64_t *counter, uint64_t value) {
+static inline int reached(const _Atomic uint64_t *counter, uint64_t value) {
     return atomic_load_explicit(counter, memory_order_acquire) >= value;
 }
 
@@ -39,8 +39,7 @@ static void leave_shared_core(pyhvd_window *w) {
             taken[n++] = atomic_load_explicit(&control_of(w, q)->core, memory_order_relaxed);
     // cppcheck-suppress uninitvar - the first n elements are set
     if (pyhvd_leave_shared_core(taken, n, &w->left_core_ns))
-        atomic_store_explicit(&control_of(w, w->rank)->core, pyhvd_current_core(),
-                              memory_order_relaxed);
+        pyhvd_publish_core(&control_of(w, w->rank)->core);
 }
 
 static inline int is_aborted(const control *mine) {
@@ -48,7 +47,7 @@ static inline int is_aborted(const control *mine) {
 }
 
 /* Sleep once; return PYHVD_LATER if the counter has not reached the value. */
-static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+static int nap_until(pyhvd_window *w, const _Atomic uint64_t *counter, uint64_t value) {
     control *mine = control_of(w, w->rank);
     uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
     atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
@@ -63,79 +62,49 @@ static int nap_until(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value)
     return is_aborted(mine) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
-int pyhvd_await(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
+int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
+    const _Atomic uint64_t *theirs = &control_of(w, rank)->counters[counter].value;
+    const _Atomic uint32_t *bell = &control_of(w, w->rank)->bell;
     int yields = w->spin_budget, status = PYHVD_LATER;
-    int64_t yielded = 0;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
-            if (reached(counter, value)) return PYHVD_OK;
+            if (reached(theirs, value)) return PYHVD_OK;
             pyhvd_pause();
         }
         leave_shared_core(w);
-        yielded = pyhvd_yield(&yields);
-    } while (yielded >= 0 && yielded < PYHVD_LONG_YIELD);
+    } while (pyhvd_yield(&yields));
     while (status == PYHVD_LATER) {
-        uint32_t before = atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed);
-        status = nap_until(w, counter, value);
-        if (w->interruptible &&
-            before == atomic_load_explicit(&control_of(w, w->rank)->bell, memory_order_relaxed))
-            break;
+        uint32_t before = atomic_load_explicit(bell, memory_order_relaxed);
+        status = nap_until(w, theirs, value);
+        if (w->interruptible && before == atomic_load_explicit(bell, memory_order_relaxed)) break;
     }
     return status;
 }
 
-/* Returns the address of a rank's counter. */
-typedef _Atomic uint64_t *(*counter_of)(const pyhvd_window *w, int rank);
-
-static inline _Atomic uint64_t *packed_of(const pyhvd_window *w, int rank) {
-    return &control_of(w, rank)->packed;
-}
-static inline _Atomic uint64_t *reduced_of(const pyhvd_window *w, int rank) {
-    return &control_of(w, rank)->reduced;
-}
-static inline _Atomic uint64_t *flats_of(const pyhvd_window *w, int rank) {
-    return &control_of(w, rank)->flat;
-}
-
-/* await_all, with a record of how long it took and of the last rank awaited. */
-static int await_all_traced(pyhvd_window *w, counter_of counter, uint64_t value) {
-    int64_t begin = pyhvd_now();
-    int status = PYHVD_OK, last = -1;
+/* Wait until every rank's counter has reached a value; return the status. A trace gets how long
+ * that took, and the last rank that was awaited. */
+static int await_all(pyhvd_window *w, int counter, uint64_t value) {
+    int64_t begin = pyhvd_trace_now(w->trace);
+    int status = PYHVD_OK, last = w->rank;
     for (int q = 0; q < w->size && !status; q++) {
-        if (q == w->rank || reached(counter(w, q), value)) continue;
+        if (q == w->rank || reached(&control_of(w, q)->counters[counter].value, value)) continue;
         last = q;
-        status = pyhvd_await(w, counter(w, q), value);
+        status = pyhvd_await(w, q, counter, value);
     }
-    if (last >= 0) pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, value, (uint32_t)last);
+    if (last != w->rank)
+        pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, value, (uint32_t)last);
     return status;
 }
-
-/* Wait until every rank's counter has reached a value; return the status. */
-static inline int await_all(pyhvd_window *w, counter_of counter, uint64_t value) {
-    int status = PYHVD_OK;
-    if (pyhvd_traced(w->trace)) return await_all_traced(w, counter, value);
-    for (int q = 0; q < w->size && !status; q++)
-        if (q != w->rank) status = pyhvd_await(w, counter(w, q), value);
-    return status;
-}
-
-static int await_packed(pyhvd_window *w, uint64_t value) { return await_all(w, packed_of, value); }
-static int await_reduced(pyhvd_window *w, uint64_t value) {
-    return await_all(w, reduced_of, value);
-}
-static int await_flat(pyhvd_window *w, uint64_t value) { return await_all(w, flats_of, value); }
 
 /* Record a stage that began at `begin`. */
 static inline void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
     pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
 }
 
-void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) {
-    _Atomic uint32_t *core = &control_of(w, w->rank)->core;
-    uint32_t here = pyhvd_current_core();
-    if (atomic_load_explicit(core, memory_order_relaxed) != here) /* the peers read this line */
-        atomic_store_explicit(core, here, memory_order_relaxed);
-    atomic_store_explicit(counter, value, memory_order_release);
+void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value) {
+    control *mine = control_of(w, w->rank);
+    pyhvd_publish_core(&mine->core);
+    atomic_store_explicit(&mine->counters[counter].value, value, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int q = 0; q < w->size; q++) {
         control *peer = control_of(w, q);
@@ -145,7 +114,7 @@ void pyhvd_announce(pyhvd_window *w, _Atomic uint64_t *counter, uint64_t value) 
 }
 
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
-    return chunk < PYHVD_SLOTS ? PYHVD_OK : await_reduced(w, chunk - PYHVD_SLOTS + 1);
+    return chunk < PYHVD_SLOTS ? PYHVD_OK : await_all(w, REDUCED, chunk - PYHVD_SLOTS + 1);
 }
 
 void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
@@ -199,12 +168,11 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
 
 /* Prefetch the start of a tensor that comes soon: the processor cannot guess where small tensors
  * lie. */
-static inline void prefetch_tensor(const pyhvd_job *job, const int64_t *bases, size_t tensor,
-                                   size_t item) {
+static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t item) {
     size_t next = tensor + SOON;
-    if (next >= job->n || !bases[next]) return;
+    if (next >= job->n || !job->srcs[next]) return;
     size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
-    pyhvd_prefetch_for_writing((const uint8_t *)(intptr_t)bases[next], MIN(bytes, BLOCK));
+    pyhvd_prefetch_for_writing(address_of(job->srcs[next], 0, item), MIN(bytes, BLOCK));
 }
 
 /* Copy elements [from, to) to `out`. With `own`, copy only elements that the owner cannot read from
@@ -221,7 +189,7 @@ static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t
         else if (job->prescale != 1.0)
             pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
         else if (!own) {
-            if (!p.offset) prefetch_tensor(job, job->srcs, p.tensor, item);
+            if (!p.offset) prefetch_tensor(job, p.tensor, item);
             memcpy(out, address_of(src, p.offset, item), count * item);
         }
         out += count * item;
@@ -285,30 +253,25 @@ static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint
     }
 }
 
-/* Reduce one piece of this rank's slice, `at` bytes into the chunk. */
-static void reduce_piece(const pyhvd_window *w, const pyhvd_job *job, const piece *p,
-                         uint64_t chunk, size_t at, size_t more) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    int64_t src = job->srcs[p->tensor], dst = job->dsts[p->tensor];
-    uint8_t *slots[PYHVD_MAX_LOCAL];
-    for (int q = 0; q < w->size; q++) slots[q] = slot_of(w, q, chunk) + at;
-    uint8_t *mine = slots[w->rank];
-    const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p->offset, item) : mine;
-    uint8_t *out = dst ? address_of(dst, p->offset, item) : mine;
-    reduce_bytes(w, job, own, out, slots, (size_t)p->count * item, more);
-}
-
+/* Reduce this rank's slice [from, to) of a chunk whose first element is `first`. */
 static void reduce_range(const pyhvd_window *w, const pyhvd_job *job, size_t *walk, int64_t first,
                          int64_t from, int64_t to, uint64_t chunk) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank)
-            prefetch_second(slot_of(w, q, chunk) + (size_t)(from - first) * item,
-                            (size_t)(to - from) * item);
+    size_t item = pyhvd_itemsize(job->dtype), at = (size_t)(from - first) * item;
+    uint8_t *slots[PYHVD_MAX_LOCAL];
+    for (int q = 0; q < w->size; q++) {
+        slots[q] = slot_of(w, q, chunk) + at;
+        if (q != w->rank) prefetch_second(slots[q], (size_t)(to - from) * item);
+    }
     piece p;
-    for (int64_t at = from; next_piece(job, walk, &from, to, &p); at += p.count) {
-        if (!p.offset) prefetch_tensor(job, job->srcs, p.tensor, item);
-        reduce_piece(w, job, &p, chunk, (size_t)(at - first) * item, (size_t)(to - from) * item);
+    while (next_piece(job, walk, &from, to, &p)) {
+        size_t bytes = (size_t)p.count * item;
+        int64_t src = job->srcs[p.tensor], dst = job->dsts[p.tensor];
+        uint8_t *mine = slots[w->rank];
+        const uint8_t *own = src && job->prescale == 1.0 ? address_of(src, p.offset, item) : mine;
+        uint8_t *out = dst ? address_of(dst, p.offset, item) : mine;
+        if (!p.offset) prefetch_tensor(job, p.tensor, item);
+        reduce_bytes(w, job, own, out, slots, bytes, (size_t)(to - from) * item);
+        for (int q = 0; q < w->size; q++) slots[q] += bytes;
     }
 }
 
@@ -321,10 +284,10 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
         int64_t begin = pyhvd_trace_now(w->trace);
         pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
         add_stage(w, PYHVD_PACKING, begin, w->flats);
-        pyhvd_announce(w, &control_of(w, w->rank)->flat, w->flats + 1);
+        pyhvd_announce(w, FLATS, w->flats + 1);
         c->stage = 1;
     }
-    int status = await_flat(w, w->flats + 1);
+    int status = await_all(w, FLATS, w->flats + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     piece p;
@@ -363,24 +326,24 @@ static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chu
                slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
     add_stage(w, PYHVD_PACKING, begin, chunk);
-    pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+    pyhvd_announce(w, PACKED, chunk + 1);
     return PYHVD_OK;
 }
 
 static int reduce_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
-    int status = await_packed(w, chunk + 1);
+    int status = await_all(w, PACKED, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
     add_stage(w, PYHVD_REDUCING, begin, chunk);
-    pyhvd_announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+    pyhvd_announce(w, REDUCED, chunk + 1);
     return PYHVD_OK;
 }
 
 static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     const uint8_t *slot = slot_of(w, w->rank, chunk);
-    int status = await_reduced(w, chunk + 1);
+    int status = await_all(w, REDUCED, chunk + 1);
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
@@ -390,32 +353,24 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     return PYHVD_OK;
 }
 
-/* Reduce elements [from, to) directly in the arenas. */
-static void reduce_in_arenas(const pyhvd_window *w, const pyhvd_job *job, size_t *walk,
-                             int64_t from, int64_t to) {
-    size_t item = pyhvd_itemsize(job->dtype);
+/* Reduce this rank's share of every chunk in the arenas, the last chunk first: usually the end of an
+ * array is in the cache. */
+static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
+    size_t item = pyhvd_itemsize(job->dtype), walk = 0;
+    int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
     uint8_t *theirs[PYHVD_MAX_LOCAL];
     piece p;
-    while (next_piece(job, walk, &from, to, &p)) {
-        for (int q = 0; q < w->size; q++) {
-            const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
-            theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
-            if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
-        }
-        uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
-        reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
-    }
-}
-
-/* Reduce this rank's share of every chunk, the last chunk first: usually the end of an array is in
- * the cache. */
-static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
-    int64_t total = job->starts[job->n],
-            per_chunk = (int64_t)(w->chunk / pyhvd_itemsize(job->dtype));
-    size_t walk = 0;
     for (int64_t k = (total - 1) / per_chunk; k >= 0; k--) {
         span s = span_of(w, total, per_chunk, k);
-        reduce_in_arenas(w, job, &walk, s.mine_from, s.mine_to);
+        while (next_piece(job, &walk, &s.mine_from, s.mine_to, &p)) {
+            for (int q = 0; q < w->size; q++) {
+                const uint64_t *places = (const uint64_t *)slot_of(w, q, w->chunks);
+                theirs[q] = w->arena[q] + places[p.tensor] + (size_t)p.offset * item;
+                if (q != w->rank) prefetch_second(theirs[q], (size_t)p.count * item);
+            }
+            uint8_t *own = address_of(job->dsts[p.tensor], p.offset, item);
+            reduce_bytes(w, job, own, own, theirs, (size_t)p.count * item, 0);
+        }
     }
 }
 
@@ -429,18 +384,18 @@ static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
         if ((status = pyhvd_await_free_slot(w, chunk))) return status;
         for (size_t t = 0; t < job->n; t++)
             places[t] = (uint64_t)(job->dsts[t] - (int64_t)(intptr_t)w->arena[w->rank]);
-        pyhvd_announce(w, &control_of(w, w->rank)->packed, chunk + 1);
+        pyhvd_announce(w, PACKED, chunk + 1);
         c->stage = 1;
     }
     if (c->stage == 1) {
-        if ((status = await_packed(w, chunk + 1))) return status;
+        if ((status = await_all(w, PACKED, chunk + 1))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
         reduce_shares(w, job);
         add_stage(w, PYHVD_REDUCING, begin, chunk);
-        pyhvd_announce(w, &control_of(w, w->rank)->reduced, chunk + 1);
+        pyhvd_announce(w, REDUCED, chunk + 1);
         c->stage = 2;
     }
-    if ((status = await_reduced(w, chunk + 1))) return status;
+    if ((status = await_all(w, REDUCED, chunk + 1))) return status;
     w->chunks++;
     return PYHVD_OK;
 }

@@ -7,7 +7,7 @@
  * Counters. They only grow.
  *   packed   chunks that the owner has copied into its slots
  *   reduced  chunks for which the owner no longer needs any other rank's slot
- *   flat     flat operations for which the owner has written its part
+ *   flats    flat operations for which the owner has written its part
  *
  * Three ways to reduce
  *   1. Flat: at most PYHVD_FLAT bytes. Each rank writes all into its flat buffer, and reduces all
@@ -116,14 +116,12 @@ int pyhvd_window_allreduce(pyhvd_window *w, const pyhvd_job *job);
 void pyhvd_window_begin(pyhvd_job_cursor *cursor, const pyhvd_job *job);
 int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *cursor);
 
-/* Gather blocks: every rank gets rank q's counts[q] bytes at recv + starts[q]. */
-int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts,
-                        const int64_t *starts);
+/* Gather blocks, one behind the other: every rank gets rank q's counts[q] bytes. */
+int pyhvd_window_gather(pyhvd_window *w, const uint8_t *send, uint8_t *recv, const int64_t *counts);
 
-/* Send a block to each rank; starts and counts in bytes. */
+/* Send a block to each rank; blocks lie one behind the other, counts are bytes. */
 int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *send_counts,
-                          const int64_t *send_starts, uint8_t *recv, const int64_t *recv_counts,
-                          const int64_t *recv_starts);
+                          uint8_t *recv, const int64_t *recv_counts);
 
 /* Exchange bytes with a partner. All ranks call it, in pairs. */
 int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
