@@ -98,7 +98,8 @@ def run(
     RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
-    extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
+    _refuse(use_gloo, use_mpi)
+    extra = _mpiexec_arguments(extra_mpi_args, launcher)
     shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
@@ -217,11 +218,8 @@ def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
         raise ValueError("use_mpi=False: pyhvd's ranks find each other by MPI alone; leave use_mpi out")
 
 
-def _mpiexec_arguments(
-    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
-) -> list[str] | None:
+def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
     """Return the user's arguments for mpiexec; None if the launcher is not mpiexec."""
-    _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     text = extra_mpi_args is None or isinstance(extra_mpi_args, str)
@@ -318,7 +316,9 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"env: {name!r}: a name has a character, none of them '=', and NUL is nowhere")
+            raise ValueError(
+                f"env: {name!r}: invalid name or value: a name is not empty and has no '='; neither has NUL"
+            )
         if sendable(name + value) != name + value:
             raise ValueError(f"env: {name!r}: it is not UTF-8, and cannot be sent to the executors")
     size = sum(len(f"{name}={value}".encode()) for name, value in chosen.items())

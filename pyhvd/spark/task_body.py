@@ -13,15 +13,7 @@ from pyhvd.transport.tcp.connection import Address
 
 
 class TaskBody:
-    """Runs one rank for a partition; Spark pickles it and sends it to the executors.
-
-    Parameters
-    ----------
-    addresses : sequence of (str, int)
-        Where the driver listens.
-    secret : Secret
-        The job's key.
-    """
+    """Runs one rank for a partition; Spark pickles it and sends it to the executors."""
 
     def __init__(self, addresses: Sequence[Address], secret: Secret) -> None:
         self._addresses = list(addresses)

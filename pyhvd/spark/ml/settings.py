@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -130,12 +129,7 @@ def _check_validation(value: Any, columns: Sequence[str]) -> None:
     if isinstance(value, str):
         if value in columns:
             raise ValueError(f"validation={value!r} is a feature or a label: expected a column of its own")
-    elif (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < 1
-        or math.isnan(value)
-    ):
+    elif not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ValueError(
             f"validation={value!r}: expected a fraction between 0 and 1, or the name of a column that is true"
             " for rows to validate with"
