@@ -19,7 +19,7 @@ from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
-from pyhvd.job.output import Lines, Output
+from pyhvd.job.output import Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, as_spark_errors
@@ -100,7 +100,7 @@ def run(
     """
     _refuse(use_gloo, use_mpi)
     extra = _mpiexec_arguments(extra_mpi_args, launcher)
-    shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
+    shown = Output(*_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 

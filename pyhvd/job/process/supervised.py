@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from pyhvd.job.process.signals import signal_group
+
 _CHUNK = 1 << 16
 # After the process has ended, at most this many chunks are read: its children may go on writing.
 _LAST_CHUNKS = 64
 
 
 class SupervisedProcess:
-    """A process that ends together with this one, and with all that it starts.
+    """A process that ends together with this one, and so does all that it starts.
 
     Parameters
     ----------
@@ -101,7 +103,7 @@ class SupervisedProcess:
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
         self._selector = selector
-        selector.register(self._life, selectors.EVENT_READ, lambda: self._read_life())
+        selector.register(self._life, selectors.EVENT_READ, self._read_life)
         self._outputs = {1: self._out, 2: self._err}  # those that have not ended
         self._listen()
 
@@ -198,5 +200,4 @@ class SupervisedProcess:
         """
         pid = self._told.partition(b"\n")[0]
         if pid.isdigit():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(pid), signal.SIGKILL)
+            signal_group(int(pid), signal.SIGKILL)

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
@@ -33,18 +34,22 @@ from pyhvd.job.messages import (
     Launch,
     RankProxy,
     StartDaemon,
+    Task,
 )
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings
 from pyhvd.job.mpi.pmi import Barrier, PmiError
 from pyhvd.job.mpi.rank_env import OF_RANKS, OPENMPI, without
-from pyhvd.job.placement import RankPlacement, Task, assign
+from pyhvd.job.placement import RankPlacement, assign
 from pyhvd.job.process.exit_report import LOST, SIGNAL
 from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rendezvous import Rendezvous, RendezvousHost
+from pyhvd.job.rendezvous import Rendezvous
 from pyhvd.transport.tcp.connection import Address
+
+if TYPE_CHECKING:
+    from pyhvd.job.driver import DriverService
 
 # This many last characters of mpiexec's output are shown if it fails.
 _LAST_OUTPUT = 4000
@@ -152,7 +157,7 @@ class MpiexecRendezvous(Rendezvous):
         """Set the driver's addresses for launch agents; call it before :meth:`begin`."""
         self._addresses = list(addresses)
 
-    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
         """Start mpiexec.
 
         Raises
