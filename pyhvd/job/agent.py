@@ -19,7 +19,6 @@ from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
-    PART,
     Beat,
     Code,
     DaemonEnded,
@@ -38,6 +37,7 @@ from pyhvd.job.messages import (
     Task,
     decode_from_driver,
     encode,
+    parts,
 )
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.process.exit_report import EXIT, ExitReport
@@ -241,8 +241,8 @@ class _Task:
 
     def _send_output(self, stream: int, data: bytes) -> None:
         self._unacknowledged += len(data)
-        for begin in range(0, len(data), PART):
-            self._send(RankOutput(stream, data[begin : begin + PART]))
+        for part in parts(data):
+            self._send(RankOutput(stream, part))
 
     def _send(self, message: FromTask) -> None:
         if self._driver.open:

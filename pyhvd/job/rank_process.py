@@ -17,7 +17,7 @@ from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
 from pyhvd.job.process.signals import describe_exit, shell_code
-from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.process.supervised import SupervisedProcess, read_some
 from pyhvd.job.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -161,13 +161,15 @@ class RankProcess(SupervisedProcess):
         if not self._to_rank:
             self._selector.modify(self._control, selectors.EVENT_READ, self._talk)
 
-    def _receive(self) -> None:
-        data = _read(self._control)
-        if data == b"":
-            self._forget(self._control)
-        elif data is not None:
+    def _receive(self) -> bool:
+        """Receive what the rank has sent; return whether there may be more."""
+        data = read_some(self._control.fileno())
+        if data:
             self._answer += data
             self._take_answer()
+        elif data is not None:
+            self._forget(self._control)
+        return bool(data)
 
     def _take_answer(self) -> None:
         head = 1 + LENGTH.size
@@ -191,7 +193,7 @@ class RankProcess(SupervisedProcess):
             self.failure = failed
 
     def _read_pmi(self) -> None:
-        data = _read(self._pmi)
+        data = read_some(self._pmi.fileno())
         if data is None:
             return
         if not data:
@@ -205,16 +207,10 @@ class RankProcess(SupervisedProcess):
             self._on_pmi(line.decode(errors="replace"))
 
     def _note_rank_end(self) -> None:
-        while self._control.fileno() >= 0 and self._has_more():
-            self._receive()
+        while self._receive():
+            pass
         if self.failure is None:
             self.failure = self._failure_by_exit()
-
-    def _has_more(self) -> bool:
-        try:
-            return bool(self._control.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
     def _failure_by_exit(self) -> Failed | None:
         """Return how a rank failed that reported no failure; None if it did not fail."""
@@ -240,13 +236,3 @@ class RankProcess(SupervisedProcess):
 
     def _failed(self, kind: str, code: int, text: str, silent: bool = False) -> Failed:
         return Failed(ExitReport(self._rank, kind, code, text), silent)
-
-
-def _read(source: socket.socket) -> bytes | None:
-    """Return what has arrived; None if nothing has, and empty at the end."""
-    try:
-        return source.recv(_CHUNK)
-    except (BlockingIOError, InterruptedError):
-        return None
-    except OSError:
-        return b""

@@ -80,7 +80,6 @@ class PmiRendezvous(Rendezvous):
     """The driver serves PMI-1 itself, and starts no further process."""
 
     def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
-        """See :class:`Rendezvous`."""
         self._driver = driver
         try:
             self._server = PmiServer([len(group) for group in groups])
@@ -89,7 +88,6 @@ class PmiRendezvous(Rendezvous):
         self._placements = assign(chain.from_iterable(groups))
 
     def placements(self) -> list[RankPlacement]:
-        """See :class:`Rendezvous`."""
         return self._placements
 
     def hear(self, peer: Peer, message: FromTask) -> None:
@@ -107,7 +105,6 @@ class PmiRendezvous(Rendezvous):
                 self._driver.tell_rank(rank, Pmi(answer))
 
     def leave(self, rank: int) -> None:
-        """See :class:`Rendezvous`."""
         try:
             self._server.leave(rank)
         except PmiError as exc:

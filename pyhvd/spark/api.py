@@ -98,8 +98,7 @@ def run(
     RankFailedError, StartTimeoutError, SparkError, DataError, ValueError
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
-    _refuse(use_gloo, use_mpi)
-    extra = _mpiexec_arguments(extra_mpi_args, launcher)
+    extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
     shown = Output(*_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
@@ -218,8 +217,11 @@ def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
         raise ValueError("use_mpi=False: pyhvd's ranks find each other by MPI alone; leave use_mpi out")
 
 
-def _mpiexec_arguments(extra_mpi_args: str | None, launcher: str) -> list[str] | None:
+def _mpiexec_arguments(
+    extra_mpi_args: str | None, launcher: str, use_gloo: bool | None = None, use_mpi: bool | None = None
+) -> list[str] | None:
     """Return the user's arguments for mpiexec; None if the launcher is not mpiexec."""
+    _refuse(use_gloo, use_mpi)
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     text = extra_mpi_args is None or isinstance(extra_mpi_args, str)

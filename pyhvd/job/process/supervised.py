@@ -147,27 +147,19 @@ class SupervisedProcess:
             self._selector.unregister(source)
 
     def _read_output(self, stream: int, fd: int) -> bool:
-        try:
-            data = os.read(fd, _CHUNK)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError:
-            data = b""
-        if not data:
+        data = read_some(fd)
+        if data:
+            self._on_output(stream, data)
+        elif data is not None:
             self._forget(fd)
             self._outputs.pop(stream, None)
-            return False
-        self._on_output(stream, data)
-        return True
+        return bool(data)
 
     def _read_life(self) -> None:
         """Handle the lifetime line: the process's id, its exit code, or the guardian's death."""
-        try:
-            data = self._life.recv(64)
-        except (BlockingIOError, InterruptedError):
+        data = read_some(self._life.fileno())
+        if data is None:
             return
-        except OSError:
-            data = b""
         self._told += data
         if data and self._told.count(b"\n") < 2:
             return
@@ -201,3 +193,13 @@ class SupervisedProcess:
         pid = self._told.partition(b"\n")[0]
         if pid.isdigit():
             signal_group(int(pid), signal.SIGKILL)
+
+
+def read_some(fd: int) -> bytes | None:
+    """Return what has arrived; None if nothing has, and empty at the end."""
+    try:
+        return os.read(fd, _CHUNK)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""

@@ -16,13 +16,7 @@ _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Refuse invalid values of an Estimator's arguments.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The text names the argument and what is expected.
-    """
+    """Raise TypeError or ValueError for an invalid argument of an Estimator, and say what is expected."""
     if not isinstance(values["store"], Store):
         raise TypeError(f"store={values['store']!r}: expected a Store, pyhvd.spark.Store.create(path)")
     if values["run_id"] is not None:
@@ -47,13 +41,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 
 def check_metrics(values: Mapping[str, Any], validating: bool) -> None:
-    """Refuse metrics without data to measure them on.
-
-    Raises
-    ------
-    ValueError
-        There are metrics, but no validation data.
-    """
+    """Raise ValueError if there are metrics, but no validation data to measure them on."""
     if values["metrics"] and not validating:
         raise ValueError("metrics are measured on validation data, and there are none: give validation")
 
