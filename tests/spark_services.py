@@ -6,14 +6,14 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 
 from pyhvd.job.agent import run_task
 from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import Register, encode
+from pyhvd.job.messages import Task, encode
 from pyhvd.spark.errors import SparkError
 from pyhvd.transport.tcp.connection import Connection, connect
 
@@ -103,12 +103,12 @@ class Bench:
         show: Show,
         secret: Secret | None = None,
         rendezvous: Any = None,
-        display: EagerDisplay | None = None,
+        display: Any = None,
         **spec: Any,
     ) -> None:
         self.secret = secret or Secret()
         call = cloudpickle.dumps((function, (), {}))
-        self.display = display or EagerDisplay(show)
+        self.display = display or cast(Any, EagerDisplay(show))
         self.service = DriverService(
             JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], self.display, rendezvous
         )
@@ -130,7 +130,7 @@ class Bench:
     def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
         """Register as a task that sends nothing more by itself."""
         connection = connect(self.addresses, self.secret.reveal(), PATIENCE_S)
-        connection.send(encode(Register(index, attempt, host, host, 0)))
+        connection.send(encode(Task(index, attempt, host, host)))
         return connection
 
 

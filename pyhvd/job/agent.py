@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,7 +19,6 @@ from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
-    PART,
     Beat,
     Code,
     DaemonEnded,
@@ -30,20 +28,21 @@ from pyhvd.job.messages import (
     EnteringInit,
     Failed,
     FromTask,
-    Output,
     OutputAck,
     Pmi,
-    Register,
+    RankOutput,
     Start,
     StartDaemon,
     Stop,
+    Task,
     decode_from_driver,
     encode,
+    parts,
 )
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
-from pyhvd.job.process.exit_report import EXIT
+from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.rank_process import RankProcess
-from pyhvd.transport.tcp.connection import Address, Connection, connect
+from pyhvd.transport.tcp.connection import Address, connect
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
@@ -61,28 +60,13 @@ class _Dismissed(Exception):
     """The driver has ended the job, and needs no result."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankInputs:
-    """What a task gives its rank, in addition to what the driver sends.
-
-    Attributes
-    ----------
-    files : mapping of str to int
-        Descriptors that the rank inherits; variables of these names hold their numbers.
-    env : mapping of str to str
-        Variables.
-    """
-
-    files: Mapping[str, int] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
 def run_task(
     addresses: Sequence[Address],
     secret: Secret,
     index: int,
     attempt: int,
-    inputs: RankInputs | None = None,
+    files: Mapping[str, int] = {},
+    env: Mapping[str, str] = {},
 ) -> tuple[int, bytes] | None:
     """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
 
@@ -94,8 +78,10 @@ def run_task(
         The job's key.
     index, attempt : int
         The task, and this attempt at it; a later attempt has a larger number.
-    inputs : RankInputs, optional
-        What this task gives its rank.
+    files : mapping of str to int
+        Descriptors that the rank inherits; variables of these names hold their numbers.
+    env : mapping of str to str
+        The rank's variables, in addition to those that the driver sends.
 
     Raises
     ------
@@ -104,10 +90,10 @@ def run_task(
     ChannelError
         The driver cannot be reached, or does not hold the job's key.
     """
-    task = _Task(connect(addresses, secret.reveal()), addresses, secret, inputs or RankInputs())
+    task = _Task(addresses, secret, files, env)
     host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
     try:
-        return task.run(Register(index, attempt, host, socket.gethostname(), os.getpid()))
+        return task.run(Task(index, attempt, host, socket.gethostname()))
     except _Dismissed:
         return None
     finally:
@@ -116,12 +102,17 @@ def run_task(
 
 class _Task:
     def __init__(
-        self, connection: Connection, addresses: Sequence[Address], secret: Secret, inputs: RankInputs
+        self,
+        addresses: Sequence[Address],
+        secret: Secret,
+        files: Mapping[str, int],
+        env: Mapping[str, str],
     ) -> None:
-        self._driver = connection
+        self._driver = connect(addresses, secret.reveal())
         self._addresses = addresses
         self._secret = secret
-        self._inputs = inputs
+        self._files = files
+        self._env = env
         self._selector = selectors.DefaultSelector()
         self._code: list[bytes] = []
         self._process: RankProcess | None = None
@@ -133,7 +124,7 @@ class _Task:
         self._next_beat = 0.0
         self._silent_since = time.monotonic()  # the driver does not count as silent from an earlier time
 
-    def run(self, registration: Register) -> tuple[int, bytes]:
+    def run(self, registration: Task) -> tuple[int, bytes]:
         self._send(registration)
         self._selector.register(self._driver, selectors.EVENT_READ, self._receive)
         while True:
@@ -208,7 +199,7 @@ class _Task:
         if self._process is not None:
             raise ChannelError("the driver started this task's rank twice")
         self._rank = start.rank
-        start = msgspec.structs.replace(start, env={**start.env, **self._inputs.env})
+        start = msgspec.structs.replace(start, env={**start.env, **self._env})
         code = b"".join(self._code)
         self._code.clear()
         try:
@@ -218,10 +209,10 @@ class _Task:
                 on_pmi=lambda line: self._send(Pmi(line)),
                 on_enter=lambda: self._send(EnteringInit()),
                 on_output=self._send_output,
-                files=self._inputs.files,
+                files=self._files,
             )
         except (OSError, ValueError) as exc:
-            self._fail(Failed(EXIT, f"could not be started: {exc}", "", time.time()))
+            self._fail(Failed(ExitReport(start.rank, EXIT, 1, f"could not be started: {exc}")))
         else:
             self._process.register(self._selector)
 
@@ -250,8 +241,8 @@ class _Task:
 
     def _send_output(self, stream: int, data: bytes) -> None:
         self._unacknowledged += len(data)
-        for begin in range(0, len(data), PART):
-            self._send(Output(stream, data[begin : begin + PART]))
+        for part in parts(data):
+            self._send(RankOutput(stream, part))
 
     def _send(self, message: FromTask) -> None:
         if self._driver.open:

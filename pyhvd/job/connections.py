@@ -6,17 +6,14 @@ the job's key. It does not know what a message means, nor what follows when a pe
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import Beat, FromDriver, FromTask, decode_from_task, encode
-from pyhvd.job.placement import Task
+from pyhvd.job.messages import Beat, FromDriver, FromTask, Task, decode_from_task, encode
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
@@ -30,26 +27,12 @@ _TICK_S = 0.25
 _STRANGERS = 64
 
 
-class _Readable(Protocol):
-    def fileno(self) -> int: ...
-
-
 @dataclass(eq=False)
 class Peer:
     """A connected process: a task after it has registered, a rank's task after the ranks have started.
 
-    Attributes
-    ----------
-    connection : Connection
-        To it.
-    task : Task or None
-        As it registered.
-    rank : int
-        -1 before the start.
-    ended : bool
-        Whether its rank ended without error.
-    feed : iterator
-        Messages to send as fast as the peer receives them.
+    `feed` yields messages to send as fast as the peer receives them; `ended` says that its rank ended without
+    error.
     """
 
     connection: Connection
@@ -68,18 +51,8 @@ class Peer:
 class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
-    Parameters
-    ----------
-    secret : Secret
-        The job's key.
-    hosts : sequence of str
-        Addresses to listen on.
-    size : int
-        How many tasks will connect.
-    on_message : callable
-        Called with a peer and each of its messages.
-    on_lost : callable
-        Called before a task is disconnected: with the peer, the reason, and whether it took SILENT_S to see.
+    It calls `on_message` with a peer and each of its messages. Before it disconnects a task, it calls
+    `on_lost` with the peer, the reason, and whether it took SILENT_S to see.
     """
 
     def __init__(
@@ -91,11 +64,12 @@ class ConnectionServer:
         on_lost: Callable[[Peer, str, bool], None],
     ) -> None:
         self.peers: list[Peer] = []
+        # Each turn calls the data of its ready keys, without arguments.
+        self.selector = selectors.DefaultSelector()
         self._secret = secret
         self._most_strangers = size + _STRANGERS
         self._on_message = on_message
         self._on_lost = on_lost
-        self._selector = selectors.DefaultSelector()
         self._next_beat = 0.0
         self._silent_since = time.monotonic()  # no peer counts as silent from an earlier time
         self._listeners: list[socket.socket] = []
@@ -107,26 +81,12 @@ class ConnectionServer:
         """The port of each address."""
         return [listener.getsockname()[1] for listener in self._listeners]
 
-    @property
-    def selector(self) -> selectors.BaseSelector:
-        """Each turn calls the data of its ready keys, without arguments."""
-        return self._selector
-
-    def wake_for(self, source: _Readable) -> None:
-        """End turns as soon as a source is readable that is no connection."""
-        self._selector.register(source, selectors.EVENT_READ, lambda: None)
-
-    def forget(self, source: _Readable) -> None:
-        """Undo :meth:`wake_for`; may be called again."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(source)
-
     def turn(self) -> None:
         """Wait for events, at most one tick, and handle them."""
         before = time.monotonic()
         for peer in self.peers:
             self._pump(peer)
-        for key, _ in self._selector.select(_TICK_S):
+        for key, _ in self.selector.select(_TICK_S):
             key.data()
         now = time.monotonic()
         if now > before + 4 * _TICK_S:
@@ -149,12 +109,12 @@ class ConnectionServer:
             peer.connection.close()
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
+        self.selector.close()
 
     def _listen(self, host: str) -> None:
         listener = listen(host, self._most_strangers)
         self._listeners.append(listener)
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+        self.selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -166,7 +126,7 @@ class ConnectionServer:
             return
         peer = Peer(Connection(sock, Session(self._secret.reveal(), Role.SERVER)))
         self.peers.append(peer)
-        self._selector.register(peer.connection, selectors.EVENT_READ, lambda: self._hear(peer))
+        self.selector.register(peer.connection, selectors.EVENT_READ, lambda: self._hear(peer))
 
     def _pump(self, peer: Peer) -> None:
         connection = peer.connection
@@ -175,7 +135,7 @@ class ConnectionServer:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
         if wanted != peer.events:
             peer.events = wanted
-            self._selector.modify(connection, wanted, lambda: self._hear(peer))
+            self.selector.modify(connection, wanted, lambda: self._hear(peer))
 
     def _hear(self, peer: Peer) -> None:
         if peer not in self.peers:
@@ -201,6 +161,6 @@ class ConnectionServer:
     def _drop(self, peer: Peer, why: str, waited: bool = False) -> None:
         if peer.task is not None:
             self._on_lost(peer, why, waited)
-        self._selector.unregister(peer.connection)
+        self.selector.unregister(peer.connection)
         peer.connection.close()
         self.peers.remove(peer)

@@ -10,6 +10,7 @@ The thread that calls :meth:`DriverService.run` does all the work, as it waits f
 
 from __future__ import annotations
 
+import contextlib
 import math
 import selectors
 import time
@@ -32,16 +33,17 @@ from pyhvd.job.messages import (
     FromDriver,
     FromTask,
     Launch,
-    Output,
     OutputAck,
     Pmi,
+    RankOutput,
     RankProxy,
-    Register,
     Start,
     Stop,
+    Task,
     parts,
 )
-from pyhvd.job.placement import RankPlacement, Registry, Task
+from pyhvd.job.output import Output
+from pyhvd.job.placement import RankPlacement, Registry
 from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport
 from pyhvd.job.rendezvous import PmiRendezvous, Rendezvous
 
@@ -64,35 +66,12 @@ class SparkJob(Protocol):
         """Return each rank and its pickled result, or raise Spark's error."""
 
 
-class Display(Protocol):
-    """The destination of the ranks' output, as the service sees it."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when more has been shown."""
-
-    def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Show what a rank wrote to its descriptor 1 or 2, without blocking."""
-
-    def take_shown(self) -> Mapping[int, int]:
-        """Return how many bytes of each rank have been shown since the last call."""
-
-
 @dataclass
 class JobSpec:
-    """What the ranks of a job run.
+    """What the ranks of a job run: the pickled function, args and kwargs; in which environment and Python.
 
-    Attributes
-    ----------
-    size : int
-        How many ranks.
-    code : bytes
-        The pickled function, args and kwargs.
-    env : mapping of str to str
-        Variables in addition to each task's own environment.
-    executable : str or None
-        The ranks' Python; each task's own by default.
-    start_timeout : float
-        Seconds until all tasks must have registered.
+    `env` is in addition to each task's own environment. All tasks must have registered within `start_timeout`
+    seconds.
     """
 
     size: int
@@ -103,28 +82,14 @@ class JobSpec:
 
 
 class DriverService:
-    """Serves one job.
-
-    Parameters
-    ----------
-    spec : JobSpec
-        The job.
-    secret : Secret
-        Its key.
-    hosts : sequence of str
-        Addresses to listen on.
-    display : Display
-        Shows the ranks' output.
-    rendezvous : Rendezvous, optional
-        How the ranks find each other; by default PMI-1, which the driver serves.
-    """
+    """Serves one job, on all addresses in `hosts`. By default the ranks find each other by PMI-1."""
 
     def __init__(
         self,
         spec: JobSpec,
         secret: Secret,
         hosts: Sequence[str],
-        display: Display,
+        display: Output,
         rendezvous: Rendezvous | None = None,
     ) -> None:
         self._spec = spec
@@ -146,7 +111,7 @@ class DriverService:
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
+        """Each turn calls the data of its ready keys, without arguments."""
         return self._connections.selector
 
     def run(self, job: SparkJob) -> list[bytes]:
@@ -161,11 +126,16 @@ class DriverService:
         LaunchError
             Spark ended the job for a reason of its own.
         """
-        self._connections.wake_for(job)
+        self.selector.register(job, selectors.EVENT_READ, lambda: None)
         try:
             return self._serve(job)
         finally:
-            self._connections.forget(job)  # it stays readable once over: turns would no longer wait
+            self._forget(job)
+
+    def _forget(self, job: SparkJob) -> None:
+        """Listen no more to a job: it stays readable once it is over, and turns would not wait."""
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(job)
 
     def _serve(self, job: SparkJob) -> list[bytes]:
         until = time.monotonic() + self._spec.start_timeout
@@ -180,7 +150,7 @@ class DriverService:
                 self._start_or_time_out(now, until)
             if not job.done:
                 continue
-            self._connections.forget(job)
+            self._forget(job)
             try:
                 by_rank = dict(job.results())
             except LaunchError:
@@ -257,29 +227,27 @@ class DriverService:
             size=self._spec.size,
             local_rank=placement.local_rank,
             local_size=placement.local_size,
-            cross_rank=placement.cross_rank,
-            cross_size=placement.cross_size,
             env={**self._spec.env, **self._rendezvous.variables(placement.rank)},
             executable=self._spec.executable,
             pmi=self._rendezvous.speaks_pmi,
         )
 
     def _handle(self, peer: Peer, message: FromTask) -> None:
-        if isinstance(message, Register):
+        if isinstance(message, Task):
             self._register(peer, message)
         elif isinstance(message, Launch | RankProxy | DaemonOutput | DaemonEnded):
             if self._stop_reason is None:
                 self._rendezvous.hear(peer, message)
         elif peer.rank < 0 or isinstance(message, Beat):
             return
-        elif isinstance(message, Output):
+        elif isinstance(message, RankOutput):
             self._display.write(peer.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             self._rendezvous.hear(peer, message)
         elif isinstance(message, EnteringInit):
             self._rendezvous.enter(peer.rank)
         elif isinstance(message, Failed):
-            self._note_failure(peer.rank, message)
+            self._note_failure(message)
         elif isinstance(message, Ended):
             peer.ended = True
             self._rendezvous.leave(peer.rank)
@@ -288,17 +256,15 @@ class DriverService:
         for rank, count in self._display.take_shown().items():
             self.tell_rank(rank, OutputAck(count))
 
-    def _note_failure(self, rank: int, failed: Failed) -> None:
-        text = f"failed: {failed.cause}" if failed.traceback else failed.cause
+    def _note_failure(self, failed: Failed) -> None:
+        report = failed.report
         if failed.silent and self._rendezvous.ends_ranks:
             # By the driver's clock, as for lost tasks: the earliest of them explains the others.
-            self.blame(rank, text, failed.code, LOST)
-            return
-        report = ExitReport(rank, failed.kind, failed.code, text, failed.when)
-        self._failures.add(report, time.monotonic(), failed.traceback)
+            self.blame(report.rank, report.text, report.code, LOST)
+        else:
+            self._failures.add(report, time.monotonic())
 
-    def _register(self, peer: Peer, message: Register) -> None:
-        task = Task(message.index, message.attempt, message.host_hash, message.host, message.pid)
+    def _register(self, peer: Peer, task: Task) -> None:
         if self._stop_reason is not None:  # Spark has filled a slot that the end of the job made free
             peer.send(Stop(self._stop_reason, quietly=True))
             return
@@ -315,18 +281,18 @@ class DriverService:
         peer.task = task
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
-        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
+        """Send a message to a rank's task."""
         if rank in self._by_rank:  # else its task was lost before the ranks started
             self._by_rank[rank].send(message)
 
     def tell_task(self, index: int, message: FromDriver) -> None:
-        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
+        """Send a message to a task."""
         for peer in self._connections.peers:
             if peer.task is not None and peer.task.index == index:
                 peer.send(message)
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
-        """See :class:`~pyhvd.job.rendezvous.RendezvousHost`."""
+        """Note a failure of a rank; rank -1 is none."""
         self._failures.add(ExitReport(rank, kind, code, text), time.monotonic())
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:

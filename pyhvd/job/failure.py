@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError
@@ -22,34 +21,16 @@ _BETTER_CAUSE_S = 1.0
 _CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)}
 
 
-@dataclass(frozen=True)
-class _Failure:
-    report: ExitReport
-    traceback: str
-
-
 class FailureAnalysis:
     """The failures of one job."""
 
     def __init__(self) -> None:
-        self._failures: list[_Failure] = []
+        self._reports: list[ExitReport] = []
         self._settled_at = math.inf
 
-    def add(self, report: ExitReport, now: float, traceback: str = "", waited: bool = False) -> None:
-        """Note that a rank has failed.
-
-        Parameters
-        ----------
-        report : ExitReport
-            Its text is the cause in one line, as it follows "rank 1 ".
-        now : float
-            The time, in seconds.
-        traceback : str
-            The rank's own.
-        waited : bool
-            Whether the wait for a better cause is over already.
-        """
-        self._failures.append(_Failure(report, traceback))
+    def add(self, report: ExitReport, now: float, waited: bool = False) -> None:
+        """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
+        self._reports.append(report)
         may_follow = report.kind in (SECONDARY, LOST, INTERRUPT) or _is_crash(report)
         self._settled_at = min(
             self._settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0)
@@ -57,7 +38,7 @@ class FailureAnalysis:
 
     def has(self, rank: int) -> bool:
         """Return whether this rank has failed."""
-        return any(failure.report.rank == rank for failure in self._failures)
+        return any(report.rank == rank for report in self._reports)
 
     @property
     def settled_at(self) -> float:
@@ -68,7 +49,6 @@ class FailureAnalysis:
         """Return the one error of the job."""
         by_rank = {placement.rank: placement for placement in placements}
         cause = self._cause(by_rank)
-        traceback = next(failure.traceback for failure in self._failures if failure.report is cause)
         placement = by_rank.get(cause.rank)
         if placement is None:
             return LaunchError(cause.text)
@@ -77,18 +57,17 @@ class FailureAnalysis:
             f" {cause.text}",
             cause.rank,
         )
-        if traceback:
-            error.__cause__ = RemoteError(cause.rank, traceback)
+        if cause.traceback:
+            error.__cause__ = RemoteError(cause.rank, cause.traceback)
         return error
 
     def _cause(self, by_rank: Mapping[int, RankPlacement]) -> ExitReport:
-        reports = [failure.report for failure in self._failures]
-        cause = root_cause(reports)
+        cause = root_cause(self._reports)
         assert cause is not None
         if cause.kind == SECONDARY or _is_crash(cause):
             # On the same host the crash itself may have ended the task: there a lost task explains nothing.
             here = _first_rank_of_host(by_rank, cause.rank)
-            lost = (report for report in reports if report.kind == LOST)
+            lost = (report for report in self._reports if report.kind == LOST)
             elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
             cause = root_cause(elsewhere) or cause
         return cause

@@ -18,12 +18,7 @@ def host_hash(salt: str = "") -> str:
     """Return this process's host hash, 16 hexadecimal digits.
 
     It hashes the host's name and, on Linux, the kernel's boot id, the ipc and pid namespaces and the device
-    of /dev/shm.
-
-    Parameters
-    ----------
-    salt : str
-        Processes with different salts get different hashes.
+    of /dev/shm. Processes with different salts get different hashes.
     """
     parts = [salt, socket.gethostname()]
     if sys.platform.startswith("linux"):

@@ -20,13 +20,7 @@ VARIABLES = frozenset({_ADDRESSES, _KEY})
 
 
 class Secret:
-    """A key that neither repr, nor str, nor an error's text shows.
-
-    Parameters
-    ----------
-    key : bytes, optional
-        A new key by default.
-    """
+    """A key, a new one by default, that neither repr, nor str, nor an error's text shows."""
 
     __slots__ = ("_key",)
 

@@ -6,8 +6,11 @@ data, never code. The tasks pass functions and results on as bytes; only ranks a
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
+from pyhvd.job.process.exit_report import ExitReport
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
@@ -16,31 +19,34 @@ OUTPUT_CREDIT = 1 << 18
 """A rank's writes block when this many bytes of its output have not been shown yet."""
 
 
-class Register(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver, first: this task has started."""
+class Task(msgspec.Struct, frozen=True, tag=True):
+    """Task to driver, first: this task has started.
+
+    Attributes
+    ----------
+    index : int
+        Its partition.
+    attempt : int
+        Spark's id of this attempt. Spark may retry a task; the attempt with the largest id counts.
+    host_hash : str
+        See :func:`pyhvd.job.host_id.host_hash`.
+    host : str
+        Name of its host, for messages.
+    """
 
     index: int
     attempt: int
     host_hash: str
     host: str
-    pid: int
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: start this rank. The parts of its code were sent before.
-
-    Attributes
-    ----------
-    pmi : bool
-        Whether the rank speaks PMI-1 with its task.
-    """
+    """Driver to task: start this rank. The parts of its code were sent before; `pmi`: it speaks PMI-1."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    cross_rank: int
-    cross_size: int
     env: dict[str, str]
     executable: str | None = None
     pmi: bool = True
@@ -58,7 +64,7 @@ class Pmi(msgspec.Struct, frozen=True, tag=True):
     line: str
 
 
-class Output(msgspec.Struct, frozen=True, tag=True):
+class RankOutput(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: bytes that the rank wrote to its descriptor 1 or 2."""
 
     stream: int
@@ -74,27 +80,10 @@ class OutputAck(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Task to driver: the rank failed.
 
-    Attributes
-    ----------
-    kind : str
-        One of the kinds of :mod:`pyhvd.job.process.exit_report`.
-    cause : str
-        One line.
-    traceback : str
-        The rank's own, if it raised.
-    when : float
-        time.time() of the failure.
-    code : int
-        The rank's exit code.
-    silent : bool
-        Whether the rank reported nothing: its MPI may have ended it because another rank failed.
+    If it is `silent`, the rank reported nothing: its MPI may have ended it because another rank failed.
     """
 
-    kind: str
-    cause: str
-    traceback: str
-    when: float
-    code: int = 1
+    report: ExitReport
     silent: bool = False
 
 
@@ -113,12 +102,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Driver to task: kill the rank, if it runs, and end.
 
-    Attributes
-    ----------
-    reason : str
-        Why.
-    quietly : bool
-        Whether the driver has told its user already, so that Spark need not show an error of this task too.
+    If the driver has told its user already, do so `quietly`: Spark then shows no error of this task too.
     """
 
     reason: str
@@ -126,32 +110,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Launch agent to driver, first: mpiexec wants to run a command on a host.
-
-    Attributes
-    ----------
-    host : str
-        The host's name in mpiexec's host list.
-    command : str
-        mpiexec's daemon and its arguments, for the shell.
-    """
+    """Launch agent to driver, first: mpiexec wants to run its daemon, a shell command, on a host."""
 
     host: str
     command: str
 
 
 class RankProxy(msgspec.Struct, frozen=True, tag=True):
-    """Rank proxy to driver, first: mpiexec's daemon has started this proxy as a rank.
-
-    Attributes
-    ----------
-    host : str
-        The host's name in mpiexec's host list.
-    rank, local_rank : int
-        As mpiexec numbers them.
-    env : mapping of str to str
-        Variables that mpiexec sets for the rank.
-    """
+    """Rank proxy to driver, first: mpiexec's daemon has started this proxy as a rank, and set its `env`."""
 
     host: str
     rank: int
@@ -170,10 +136,8 @@ class StartDaemon(msgspec.Struct, frozen=True, tag=True):
 
     Attributes
     ----------
-    host : str
-        The host's name in mpiexec's host list.
-    command : str
-        For the shell.
+    host, command : str
+        As in :class:`Launch`.
     prefix : str
         Where the driver's MPI is installed; paths in the command begin with it.
     executable : str or None
@@ -203,9 +167,9 @@ class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 FromTask = (
-    Register
+    Task
     | Pmi
-    | Output
+    | RankOutput
     | EnteringInit
     | Failed
     | Ended
@@ -217,9 +181,10 @@ FromTask = (
 )
 FromDriver = Code | Start | Pmi | OutputAck | Beat | Stop | Exit | StartDaemon | EndDaemon
 
+_Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()
-_from_task = msgspec.msgpack.Decoder(FromTask)
-_from_driver = msgspec.msgpack.Decoder(FromDriver)
+_from_task: msgspec.msgpack.Decoder[FromTask] = msgspec.msgpack.Decoder(FromTask)
+_from_driver: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
 
 
 def encode(message: FromTask | FromDriver) -> bytes:
@@ -229,20 +194,19 @@ def encode(message: FromTask | FromDriver) -> bytes:
 
 def decode_from_task(record: bytes) -> FromTask:
     """Return the message that a task sent; raise ChannelError if the record is not one."""
-    try:
-        message: FromTask = _from_task.decode(record)
-    except msgspec.MsgspecError as exc:
-        raise ChannelError(f"a task sent an invalid message: {exc}") from None
-    return message
+    return _decode(_from_task, record, "a task")
 
 
 def decode_from_driver(record: bytes) -> FromDriver:
     """Return the message that the driver sent; raise ChannelError if the record is not one."""
+    return _decode(_from_driver, record, "the driver")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], record: bytes, sender: str) -> _Message:
     try:
-        message: FromDriver = _from_driver.decode(record)
+        return decoder.decode(record)
     except msgspec.MsgspecError as exc:
-        raise ChannelError(f"the driver sent an invalid message: {exc}") from None
-    return message
+        raise ChannelError(f"{sender} sent an invalid message: {exc}") from None
 
 
 def parts(data: bytes) -> list[bytes]:

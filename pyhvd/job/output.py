@@ -22,50 +22,16 @@ from types import TracebackType
 from typing import TextIO
 
 from pyhvd.common.text import describe_exception
-from pyhvd.job.process.output import LinePrefixer
+from pyhvd.job.process.output import STREAMS, LinePrefixer
 
 _log = logging.getLogger("pyhvd")
 
-_NAMES = {1: "stdout", 2: "stderr"}
 # Characters of one write, unless a line is longer: progress of a slow reader shows in such steps.
 _AT_ONCE = 1 << 13
 # How long the end of a job waits for a reader that has stopped; less if there is an error to raise.
 _PATIENCE_S = 60.0
 _PATIENCE_AFTER_ERROR_S = 1.0
 _LOOK_S = 0.1
-
-
-class Lines:
-    """Makes lines with the rank in front from the pieces of the ranks' output.
-
-    Parameters
-    ----------
-    timestamp : bool
-        Whether the time of day precedes the rank.
-    quiet : bool
-        Whether to leave out the ranks' stdout.
-    """
-
-    def __init__(self, timestamp: bool = False, quiet: bool = False) -> None:
-        self._timestamp = timestamp
-        self._quiet = quiet
-        self._streams: dict[tuple[int, int], LinePrefixer] = {}
-
-    def take(self, rank: int, stream: int, data: bytes) -> str:
-        """Return the lines of a rank's stdout (1) or stderr (2) that are complete now."""
-        if self._quiet and stream == 1:
-            return ""
-        if (rank, stream) not in self._streams:
-            prefix = f"[{rank}]<{_NAMES[stream]}>:".encode()
-            self._streams[rank, stream] = LinePrefixer(prefix, self._timestamp, ends_pieces=True)
-        return self._streams[rank, stream].take(data).decode(errors="replace")
-
-    def rest(self) -> list[tuple[int, int, str]]:
-        """Return rank, stream and text of the lines that have begun but not ended."""
-        return [
-            (rank, stream, lines.flush().decode(errors="replace"))
-            for (rank, stream), lines in sorted(self._streams.items())
-        ]
 
 
 class Output:
@@ -79,15 +45,23 @@ class Output:
     ----------
     stdout, stderr : text file, optional
         By default sys.stdout and sys.stderr at the time of each write.
-    lines : Lines, optional
-        How output is shown.
+    timestamp : bool
+        Whether the time of day precedes the rank.
+    quiet : bool
+        Whether to leave out the ranks' stdout.
     """
 
     def __init__(
-        self, stdout: TextIO | None = None, stderr: TextIO | None = None, lines: Lines | None = None
+        self,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        timestamp: bool = False,
+        quiet: bool = False,
     ) -> None:
         self._files = {1: stdout, 2: stderr}
-        self._lines = lines or Lines()
+        self._timestamp = timestamp
+        self._quiet = quiet
+        self._lines: dict[tuple[int, int], LinePrefixer] = {}  # of each rank's streams
         self._queue: queue.SimpleQueue[tuple[int, int, int, str] | None] = queue.SimpleQueue()
         self._broken: set[int] = set()
         self._written = 0  # pieces that have been written
@@ -114,8 +88,13 @@ class Output:
                 os.close(self._waker)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Queue what a rank has written; do not wait until it is shown."""
-        self._queue.put((rank, stream, len(data), self._lines.take(rank, stream, data)))
+        """Queue what a rank has written to its descriptor 1 or 2; do not wait until it is shown."""
+        text = ""
+        if stream != 1 or not self._quiet:
+            if (rank, stream) not in self._lines:
+                self._lines[rank, stream] = LinePrefixer(rank, stream, self._timestamp, ends_pieces=True)
+            text = self._lines[rank, stream].take(data).decode(errors="replace")
+        self._queue.put((rank, stream, len(data), text))
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when :meth:`take_shown` has something to return."""
@@ -131,8 +110,8 @@ class Output:
 
     def finish(self, patience: float) -> bool:
         """Show the rest; return False if nothing could be written for `patience` seconds."""
-        for rank, stream, text in self._lines.rest():
-            self._queue.put((rank, stream, 0, text))
+        for (rank, stream), lines in sorted(self._lines.items()):
+            self._queue.put((rank, stream, 0, lines.flush().decode(errors="replace")))
         self._queue.put(None)
         written, since = self._written, time.monotonic()
         while True:
@@ -172,7 +151,7 @@ class Output:
                 self._broken.add(stream)
                 with contextlib.suppress(BaseException):  # the log may fail too
                     why = describe_exception(exc)
-                    _log.warning("the ranks' %s is no longer shown: %s", _NAMES[stream], why)
+                    _log.warning("the ranks' %s is no longer shown: %s", STREAMS[stream], why)
             self._count(rank, size)
 
     def _show(self, stream: int, text: str) -> None:

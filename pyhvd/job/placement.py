@@ -10,30 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A registered task.
-
-    Attributes
-    ----------
-    index : int
-        Its partition.
-    attempt : int
-        Spark's id of this attempt. Spark may retry a task; the attempt with the largest id counts.
-    host_hash : str
-        See :func:`pyhvd.job.host_id.host_hash`.
-    host : str
-        Name of its host, for messages.
-    pid : int
-        The Python worker that runs it.
-    """
-
-    index: int
-    attempt: int
-    host_hash: str
-    host: str
-    pid: int = 0
+from pyhvd.job.messages import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +22,10 @@ class RankPlacement:
     host: str
     local_rank: int
     local_size: int
-    cross_rank: int
-    cross_size: int
 
 
 class Registry:
-    """The tasks that have registered.
-
-    Parameters
-    ----------
-    size : int
-        How many will register.
-    """
+    """The tasks that have registered, of `size` that will."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -98,16 +67,5 @@ def assign(tasks: Iterable[Task]) -> list[RankPlacement]:
     for rank, task in enumerate(ranks):
         local_rank = placed[task.host_hash]
         placed[task.host_hash] += 1
-        peers = [host for host, count in sizes.items() if count > local_rank]
-        placements.append(
-            RankPlacement(
-                rank=rank,
-                index=task.index,
-                host=task.host,
-                local_rank=local_rank,
-                local_size=sizes[task.host_hash],
-                cross_rank=peers.index(task.host_hash),
-                cross_size=len(peers),
-            )
-        )
+        placements.append(RankPlacement(rank, task.index, task.host, local_rank, sizes[task.host_hash]))
     return placements

@@ -14,7 +14,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +23,7 @@ from pyhvd.errors import TransportError
 from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
-from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, is_secondary
+from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
 
 LENGTH = struct.Struct("!Q")
 RESULT = b"R"
@@ -49,26 +48,28 @@ def run_rank(control: socket.socket) -> int:
         function, args, kwargs = cloudpickle.loads(_read(control))
         payload = cloudpickle.dumps(function(*args, **kwargs))
     except BaseException as exc:
-        failed = describe_failure(exc, time.time())
+        report = describe_failure(exc, rank_env.rank)
         _flush()
-        _send(control, FAILURE, encode(failed))
-        _leave(failed.code)
+        _send(control, FAILURE, encode(Failed(report)))
+        _leave(report.code)
     _send(control, RESULT, payload)
     return 0
 
 
-def describe_failure(exc: BaseException, when: float) -> Failed:
-    """Return the failure that the driver will show for an exception that ended the function."""
+def describe_failure(exc: BaseException, rank: int) -> ExitReport:
+    """Return the report that the driver will show for an exception that ended the function."""
     if isinstance(exc, SystemExit):
         number = exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 1
         text = f": {exc.code}" if isinstance(exc.code, str) else ""
-        return Failed(EXIT, f"called sys.exit({number}) and returned nothing{text}", "", when, number & 0xFF)
+        text = f"called sys.exit({number}) and returned nothing{text}"
+        return ExitReport(rank, EXIT, number & 0xFF, text)
     if isinstance(exc, KeyboardInterrupt):
-        return Failed(INTERRUPT, "was interrupted", "", when, 130)
+        return ExitReport(rank, INTERRUPT, 130, "was interrupted")
     # MPI's errors mostly follow from the loss of another rank.
     kind = SECONDARY if is_secondary(exc) or isinstance(exc, TransportError) else EXCEPTION
     # The frame of run_rank is not the user's.
-    return Failed(kind, describe_exception(exc), describe_traceback(exc, skip=1), when)
+    traceback = describe_traceback(exc, skip=1)
+    return ExitReport(rank, kind, 1, f"failed: {describe_exception(exc)}", traceback=traceback)
 
 
 def _read(control: socket.socket) -> bytearray:

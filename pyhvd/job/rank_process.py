@@ -10,15 +10,14 @@ import os
 import selectors
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 
 from pyhvd.job.messages import Failed, Start, decode_from_task
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
-from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL
+from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
 from pyhvd.job.process.signals import describe_exit, shell_code
-from pyhvd.job.process.supervised import SupervisedProcess
+from pyhvd.job.process.supervised import SupervisedProcess, read_some
 from pyhvd.job.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -58,7 +57,7 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return own | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class RankProcess:
+class RankProcess(SupervisedProcess):
     """A rank's process.
 
     Parameters
@@ -72,7 +71,7 @@ class RankProcess:
     on_enter : callable
         Called when the rank is about to call MPI_Init.
     on_output : callable
-        Called with 1 or 2 and what the rank has written there.
+        See :class:`SupervisedProcess`.
     files : mapping of str to int
         Descriptors that the rank inherits; variables of these names hold their numbers.
 
@@ -95,6 +94,7 @@ class RankProcess:
     ) -> None:
         self.failure: Failed | None = None
         self.result: bytes | None = None
+        self._rank = start.rank
         self._on_pmi = on_pmi
         self._on_enter = on_enter
         self._to_rank = memoryview(LENGTH.pack(len(code)) + code)
@@ -107,12 +107,12 @@ class RankProcess:
             env["PMI_FD"] = str(pmi.fileno())
         env |= {name: str(number) for name, number in files.items()}
         try:
-            self._process = SupervisedProcess(
+            super().__init__(
                 "pyhvd.job.process.guardian",
                 [str(control.fileno())],
                 env,
                 on_output,
-                self._note_end,
+                self._note_rank_end,
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
             )
@@ -126,22 +126,12 @@ class RankProcess:
         self._control.setblocking(False)
         self._pmi.setblocking(False)
 
-    @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.ended
-
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
-        self._selector = selector
-        selector.register(self._control, both, lambda: self._talk())
-        selector.register(self._pmi, selectors.EVENT_READ, lambda: self._read_pmi())
-        self._process.register(selector)
-
-    def hold_output(self, held: bool) -> None:
-        """See :meth:`SupervisedProcess.hold_output`."""
-        self._process.hold_output(held)
+        selector.register(self._control, both, self._talk)
+        selector.register(self._pmi, selectors.EVENT_READ, self._read_pmi)
+        super().register(selector)
 
     def answer_pmi(self, line: str) -> None:
         """Pass on the PMI server's answer; lines are short, and the rank waits for each."""
@@ -150,13 +140,9 @@ class RankProcess:
 
     def close(self) -> None:
         """End the rank and all that it started, and close every descriptor."""
-        self._process.close()
+        super().close()
         self._control.close()
         self._pmi.close()
-
-    def _forget(self, source: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(source)
 
     def _talk(self) -> None:
         """Send the rank its code, as fast as it receives it, and receive its answer."""
@@ -173,15 +159,17 @@ class RankProcess:
             sent = len(self._to_rank)  # the rank receives no more, but its answer may wait
         self._to_rank = self._to_rank[sent:]
         if not self._to_rank:
-            self._selector.modify(self._control, selectors.EVENT_READ, lambda: self._talk())
+            self._selector.modify(self._control, selectors.EVENT_READ, self._talk)
 
-    def _receive(self) -> None:
-        data = _read(self._control)
-        if data == b"":
-            self._forget(self._control)
-        elif data is not None:
+    def _receive(self) -> bool:
+        """Receive what the rank has sent; return whether there may be more."""
+        data = read_some(self._control.fileno())
+        if data:
             self._answer += data
             self._take_answer()
+        elif data is not None:
+            self._forget(self._control)
+        return bool(data)
 
     def _take_answer(self) -> None:
         head = 1 + LENGTH.size
@@ -205,7 +193,7 @@ class RankProcess:
             self.failure = failed
 
     def _read_pmi(self) -> None:
-        data = _read(self._pmi)
+        data = read_some(self._pmi.fileno())
         if data is None:
             return
         if not data:
@@ -213,51 +201,38 @@ class RankProcess:
             return
         *lines, self._pmi_line = (self._pmi_line + data).split(b"\n")
         if max(map(len, [*lines, self._pmi_line])) > 2 * MAX_LINE:
-            self.failure = Failed(EXIT, "wrote to the descriptor of its PMI server", "", time.time())
+            self.failure = self._failed(EXIT, 1, "wrote to the descriptor of its PMI server")
             return
         for line in lines:
             self._on_pmi(line.decode(errors="replace"))
 
-    def _note_end(self) -> None:
-        while self._control.fileno() >= 0 and self._has_more():
-            self._receive()
+    def _note_rank_end(self) -> None:
+        while self._receive():
+            pass
         if self.failure is None:
             self.failure = self._failure_by_exit()
 
-    def _has_more(self) -> bool:
-        try:
-            return bool(self._control.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
-
     def _failure_by_exit(self) -> Failed | None:
         """Return how a rank failed that reported no failure; None if it did not fail."""
-        now = time.time()
-        code = self._process.code
-        guardian = self._process.guardian_code
+        code = self.code
+        guardian = self.guardian_code
         if code is None and guardian is not None and guardian > 0:
             how = describe_exit(guardian)
-            if self._process.began:
-                return Failed(LOST, f"was killed, as its guardian {how}", "", now)
-            text = f"could not be started: its Python {how}, and says why on stderr"
-            return Failed(EXIT, text, "", now, guardian)
+            if self.began:
+                return self._failed(LOST, 1, f"was killed, as its guardian {how}")
+            return self._failed(
+                EXIT, guardian, f"could not be started: its Python {how}, and says why on stderr"
+            )
         if code is None:
-            return Failed(LOST, "and its guardian were killed", "", now)
+            return self._failed(LOST, 1, "and its guardian were killed")
         if code < 0:
-            return Failed(SIGNAL, describe_exit(code), "", now, shell_code(code))
+            return self._failed(SIGNAL, shell_code(code), describe_exit(code))
         if self.result is None:
             text = f"{describe_exit(code)} before the function returned"
-            return Failed(EXIT, text, "", now, code or 1, silent=code != 0)
+            return self._failed(EXIT, code or 1, text, silent=code != 0)
         if code:
-            return Failed(EXIT, f"{describe_exit(code)} after the function returned", "", now, code)
+            return self._failed(EXIT, code, f"{describe_exit(code)} after the function returned")
         return None
 
-
-def _read(source: socket.socket) -> bytes | None:
-    """Return what has arrived; None if nothing has, and empty at the end."""
-    try:
-        return source.recv(_CHUNK)
-    except (BlockingIOError, InterruptedError):
-        return None
-    except OSError:
-        return b""
+    def _failed(self, kind: str, code: int, text: str, silent: bool = False) -> Failed:
+        return Failed(ExitReport(self._rank, kind, code, text), silent)

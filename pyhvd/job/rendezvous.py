@@ -5,34 +5,18 @@ The other way is :mod:`pyhvd.job.mpi.openmpi.rendezvous`.
 
 from __future__ import annotations
 
-import selectors
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.messages import FromDriver, FromTask, Pmi
+from pyhvd.job.messages import FromTask, Pmi, Task
 from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer
-from pyhvd.job.placement import RankPlacement, Task, assign
-from pyhvd.job.process.exit_report import EXIT
+from pyhvd.job.placement import RankPlacement, assign
 
-
-class RendezvousHost(Protocol):
-    """The driver's service, as a rendezvous sees it."""
-
-    @property
-    def selector(self) -> selectors.BaseSelector:
-        """The service calls the data of its ready keys in each turn."""
-
-    def tell_rank(self, rank: int, message: FromDriver) -> None:
-        """Send a message to a rank's task."""
-
-    def tell_task(self, index: int, message: FromDriver) -> None:
-        """Send a message to a task."""
-
-    def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
-        """Note a failure of a rank; rank -1 is none."""
+if TYPE_CHECKING:
+    from pyhvd.job.driver import DriverService
 
 
 class Rendezvous:
@@ -49,7 +33,7 @@ class Rendezvous:
     speaks_pmi = True
     ends_ranks = False
 
-    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
         """Begin, with the tasks of each host in the order of :meth:`Registry.groups`.
 
         Raises
@@ -95,8 +79,7 @@ class Rendezvous:
 class PmiRendezvous(Rendezvous):
     """The driver serves PMI-1 itself, and starts no further process."""
 
-    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
-        """See :class:`Rendezvous`."""
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
         self._driver = driver
         try:
             self._server = PmiServer([len(group) for group in groups])
@@ -105,7 +88,6 @@ class PmiRendezvous(Rendezvous):
         self._placements = assign(chain.from_iterable(groups))
 
     def placements(self) -> list[RankPlacement]:
-        """See :class:`Rendezvous`."""
         return self._placements
 
     def hear(self, peer: Peer, message: FromTask) -> None:
@@ -123,7 +105,6 @@ class PmiRendezvous(Rendezvous):
                 self._driver.tell_rank(rank, Pmi(answer))
 
     def leave(self, rank: int) -> None:
-        """See :class:`Rendezvous`."""
         try:
             self._server.leave(rank)
         except PmiError as exc:

@@ -128,19 +128,7 @@ def find_nccl() -> Importable:
 
 
 def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Importable, verbose: bool) -> str:
-    """Return Horovod's three lists, and what was found of MPI.
-
-    Parameters
-    ----------
-    mpi : MpiFacts
-        The check of MPI.
-    frameworks : sequence of Importable
-        The checks of array libraries.
-    nccl : Importable
-        The check of NCCL.
-    verbose : bool
-        Whether to show the reasons.
-    """
+    """Return Horovod's three lists, and what was found of MPI; `verbose` shows the reasons too."""
     rows = []
     for each in frameworks:
         works, why = each.works, each.reason

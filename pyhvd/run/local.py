@@ -23,7 +23,7 @@ from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
 from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, ExitReport, root_cause
-from pyhvd.job.process.signals import ENDING, shell_code, to_handle
+from pyhvd.job.process.signals import ENDING, shell_code, signal_group, wake_on_signals
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
 
@@ -110,20 +110,13 @@ class _Job:
             if self._end_at is not None and now >= self._end_at and self._kill_at is None:
                 self._end(mpiexec)
             if self._kill_at is not None and now >= self._kill_at:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(mpiexec.pid, signal.SIGKILL)
+                signal_group(mpiexec.pid, signal.SIGKILL)
             self._wait(start_by)
         self._drain()
         return self._conclude(mpiexec.returncode)
 
     def _prepare(self) -> None:
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in to_handle():
-            signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        read = wake_on_signals(self._on_signal)
         self._selector.register(read, selectors.EVENT_READ, lambda: os.read(read, 4096))
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 

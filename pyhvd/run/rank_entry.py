@@ -77,7 +77,7 @@ def _refuse(rank_env: RankEnv, line: Line | None, why: str) -> int:
     if line is None:
         os.write(2, f"{report.text}\n".encode())
         drain_stderr()
-    # Ranks that have not started yet would signal again, and Open MPI's mpiexec would print a message.
+    # Open MPI's mpiexec ends the job when this process exits; ranks that it still starts find the claim.
     end_job(rank_env, report.code, signal_mpiexec=False)
     return report.code
 

@@ -28,7 +28,15 @@ from pyhvd.job.process.exit_report import (
     ExitReport,
 )
 from pyhvd.job.process.output import Relay
-from pyhvd.job.process.signals import BLOCKED_OVER_FORK, ENDING, describe_exit, shell_code, to_handle
+from pyhvd.job.process.signals import (
+    BLOCKED_OVER_FORK,
+    ENDING,
+    describe_exit,
+    find_end,
+    shell_code,
+    signal_group,
+    wake_on_signals,
+)
 from pyhvd.run.control_socket import Line
 
 # After reporting a failure, a rank has this long for its exit handlers.
@@ -42,18 +50,8 @@ _PARTIAL_LINE_S = 0.2
 class Supervisor:
     """Watches one rank from its fork to its end.
 
-    Parameters
-    ----------
-    rank_env : RankEnv
-        The rank's numbers.
-    pid : int
-        The rank's process, which leads a process group.
-    report_fd : int
-        Non-blocking read end of the pipe for the rank's reports.
-    line : Line or None
-        To the launcher, if there is one.
-    relays : list of Relay
-        Copies of the rank's output, if wanted.
+    `pid` leads a process group. `report_fd` is the non-blocking end of the pipe with the rank's reports, and
+    `line` leads to the launcher, if there is one.
     """
 
     def __init__(
@@ -80,15 +78,16 @@ class Supervisor:
     def watch(self) -> int:
         """Watch the rank to its end, and end the job if it failed; return this process's exit code."""
         self._prepare()
-        while not self._has_ended():
+        while (end := find_end(self._pid)) is None:
             if time.monotonic() > self._deadline or os.getppid() != self._parent:
                 self._overdue = True
-                self._kill()  # its time is over, or mpiexec is gone
+                signal_group(self._pid, signal.SIGKILL)  # its time is over, or mpiexec is gone
             self._wait(min(self._deadline - time.monotonic(), _PARTIAL_LINE_S if self._relays else math.inf))
         self._read_report()
-        ended_well = self._exit_code() == 0 and self._report is None and not self._up
+        ended_well = end.si_status == 0 and self._report is None and not self._up
         if not ended_well:
-            self._kill()  # what the rank had started; the rank is not reaped yet, so its group is its own
+            # What the rank had started; the rank is not reaped yet, so its group is its own.
+            signal_group(self._pid, signal.SIGKILL)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         for relay in self._relays:
             relay.finish()
@@ -100,13 +99,7 @@ class Supervisor:
         return self._leave(shell_code(exit_code))
 
     def _prepare(self) -> None:
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in to_handle():
-            signal.signal(number, self._forward)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        read = wake_on_signals(self._forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_OVER_FORK)
         self._selector.register(read, selectors.EVENT_READ, lambda: _discard(read))
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._read_report)
@@ -114,15 +107,6 @@ class Supervisor:
             self._selector.register(self._line, selectors.EVENT_READ, self._read_line)
         for relay in self._relays:
             self._selector.register(relay, selectors.EVENT_READ, relay.pump)
-
-    def _has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _exit_code(self) -> int:
-        """Return the exit code of the ended, not yet reaped rank; not 0 if it was killed."""
-        info = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        assert info is not None
-        return info.si_status
 
     def _wait(self, seconds: float) -> None:
         """Wait for events, for at most `seconds`, and handle them."""
@@ -145,10 +129,6 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, number)
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
-
     def _read_line(self) -> None:
         assert self._line is not None
         for what, value in self._line.receive():
@@ -158,7 +138,7 @@ class Supervisor:
         if not self._line.open:  # the launcher is gone, or ends the job
             self._forget(self._line)
             self._stopping = True
-            self._kill()
+            signal_group(self._pid, signal.SIGKILL)
 
     def _read_report(self) -> None:
         """Receive the rank's reports: lines, which may arrive in pieces."""

@@ -33,14 +33,7 @@ from pyhvd.job.process.exit_report import (
 def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
     """Run `program` as ``__main__``; return the exit code. After a failure, report it first.
 
-    Parameters
-    ----------
-    program : list of str
-        The script, ``-m module`` or ``-c code``, and its arguments.
-    rank_env : RankEnv
-        This rank's numbers.
-    report_fd : int
-        The pipe from which the supervisor reads :class:`ExitReport`.
+    The supervisor reads :class:`ExitReport` from the pipe `report_fd`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would

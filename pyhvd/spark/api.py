@@ -19,7 +19,7 @@ from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.job_key import Secret
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
-from pyhvd.job.output import Lines, Output
+from pyhvd.job.output import Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
 from pyhvd.spark.errors import SparkError, as_spark_errors
@@ -99,7 +99,7 @@ def run(
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(*_text_files(stdout, stderr), Lines(prefix_output_with_timestamp, quiet=not verbose))
+    shown = Output(*_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
@@ -318,7 +318,9 @@ def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str
         if not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"env: {name!r}: a name has a character, none of them '=', and NUL is nowhere")
+            raise ValueError(
+                f"env: {name!r}: invalid name or value: a name is not empty and has no '='; neither has NUL"
+            )
         if sendable(name + value) != name + value:
             raise ValueError(f"env: {name!r}: it is not UTF-8, and cannot be sent to the executors")
     size = sum(len(f"{name}={value}".encode()) for name, value in chosen.items())

@@ -91,25 +91,14 @@ def _packaged_java() -> list[str]:
 
 def java_version(java: str) -> int | None:
     """Return the major version of a `java`; None if it cannot be started."""
-    try:
-        done = subprocess.run(
-            [java, "-version"],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r'version "(?:1\.)?(\d+)', done.stderr + done.stdout)
+    found = re.search(r'version "(?:1\.)?(\d+)', _ask(java, "-version"))
     return int(found[1]) if found else None
 
 
 def home_of(java: str) -> str:
     """Return a JAVA_HOME whose bin/java starts Spark: the java's own, or one with a wrapper."""
     path = Path(os.path.realpath(java))
-    if path.is_relative_to(_cache()) or _MODULE in _run(java, "--list-modules"):
+    if path.is_relative_to(_cache()) or _MODULE in _ask(java, "--list-modules"):
         return str(path.parents[1])
     return _wrap(java)
 
@@ -121,14 +110,15 @@ def _system_javas() -> list[str]:
     return [java for java in candidates if java is not None]
 
 
-def _run(java: str, option: str) -> str:
+def _ask(java: str, option: str) -> str:
+    """Return what a java prints for an option; empty if it cannot be started, or fails."""
     try:
         done = subprocess.run(
-            [java, option], capture_output=True, text=True, check=False, timeout=30, stdin=subprocess.DEVNULL
+            [java, option], capture_output=True, text=True, check=True, timeout=30, stdin=subprocess.DEVNULL
         )
-    except (OSError, subprocess.SubprocessError) as exc:
-        raise JavaNotFoundError(f"{java} cannot be started: {exc}") from None
-    return done.stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stderr + done.stdout
 
 
 def _cache() -> Path:

@@ -23,23 +23,10 @@ _numbers = itertools.count()
 
 
 class CollectJob:
-    """Runs a task body in every partition; starts at once.
+    """Runs a task body in every partition, of `rows` if given; starts at once. For :class:`DriverService`.
 
     Spark's `collect` cannot be interrupted, and may never return. So a thread calls it, and the caller can
-    poll :meth:`fileno`.
-
-    Parameters
-    ----------
-    context : SparkContext
-        Spark's context.
-    size : int
-        How many tasks.
-    body : TaskBody
-        Runs in each of them.
-    barrier : bool
-        Whether Spark starts either all tasks or none.
-    rows : Selection, optional
-        Its partitions, one for each task.
+    poll :meth:`fileno`. With `barrier`, Spark starts either all tasks or none.
     """
 
     def __init__(

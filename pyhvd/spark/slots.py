@@ -42,21 +42,12 @@ def count_slots(context: SparkContext) -> int:
 def wait_for_slots(count: Callable[[], int], timeout: float, dynamic: bool) -> int:
     """Return the number of slots as soon as there are any: executors start seconds after their session.
 
-    Parameters
-    ----------
-    count : callable
-        Returns the number of slots.
-    timeout : float
-        Seconds.
-    dynamic : bool
-        Whether executors start only when a job needs them.
+    If they only start when a job needs them (`dynamic`), raise SparkError at once.
 
     Raises
     ------
     StartTimeoutError
-        No executor has started.
-    SparkError
-        No executor will start before a job needs it.
+        No executor has started within `timeout` seconds.
     """
     until = time.monotonic() + timeout
     while not (slots := count()):

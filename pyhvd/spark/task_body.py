@@ -6,22 +6,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pyhvd.job.agent import RankInputs, run_task
+from pyhvd.job.agent import run_task
 from pyhvd.job.job_key import Secret
 from pyhvd.spark.resources import RESOURCES
 from pyhvd.transport.tcp.connection import Address
 
 
 class TaskBody:
-    """Runs one rank for a partition; Spark pickles it and sends it to the executors.
-
-    Parameters
-    ----------
-    addresses : sequence of (str, int)
-        Where the driver listens.
-    secret : Secret
-        The job's key.
-    """
+    """Runs one rank for a partition; Spark pickles it and sends it to the executors."""
 
     def __init__(self, addresses: Sequence[Address], secret: Secret) -> None:
         self._addresses = list(addresses)
@@ -35,10 +27,7 @@ class TaskBody:
             yield result
 
     def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
-        """Run task `index`; return the rank and its pickled result, None if the driver has ended the job.
-
-        The rank inherits the descriptors in `files`; variables of these names hold their numbers.
-        """
+        """Run task `index`, whose rank gets `files`; see :func:`pyhvd.job.agent.run_task`."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -47,4 +36,4 @@ class TaskBody:
         attempt = context.taskAttemptId()
         resources = {name: list(each.addresses) for name, each in context.resources().items()}
         env = {RESOURCES: json.dumps(resources)}
-        return run_task(self._addresses, self._secret, index, attempt, RankInputs(files, env))
+        return run_task(self._addresses, self._secret, index, attempt, files, env)

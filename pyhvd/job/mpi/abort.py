@@ -20,10 +20,24 @@ _claims: list[socket.socket] = []  # held until this process ends
 def claim_first_failure(parent: int) -> bool:
     """Return whether this rank is the first on this host to fail, of those that `parent` started.
 
-    Without a launcher, supervisors only know that they have the same parent, mpiexec's process. A name in the
-    abstract socket namespace can be bound once, and vanishes with its owner. If a stranger has bound it, this
-    rank shows its failure a second later. Except on Linux, every rank is the first.
+    Without a launcher, supervisors only know that they have the same parent, mpiexec's process.
+
+    1. Open MPI's mpiexec ends the others only after the first supervisor has exited: the claim must outlast
+       that process. It is a file in the session directory, which mpiexec removes with the job.
+    2. MPICH has no such directory, but kills the first supervisor together with the others. The claim is a
+       name in the abstract socket namespace: it can be bound once, and vanishes with its owner. If a stranger
+       has bound it, this rank shows its failure a second later. Except on Linux, every rank is the first.
     """
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
+    if os.path.isdir(folder):
+        try:
+            os.close(os.open(os.path.join(folder, _claim_name(parent)), os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # not this user's, or removed at this moment
+            pass
+        else:
+            return True
     if not sys.platform.startswith("linux"):
         return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -34,6 +48,14 @@ def claim_first_failure(parent: int) -> bool:
         return False
     _claims.append(claim)
     return True
+
+
+def _claim_name(parent: int) -> str:
+    """Return a name that no other job has: one server may run several, and a killed one leaves its files."""
+    started = ""
+    with contextlib.suppress(OSError), open(f"/proc/{parent}/stat", "rb") as stat:
+        started = stat.read().rpartition(b")")[2].split()[19].decode()
+    return f"pyhvd-first-failure-{os.environ.get('PMIX_NAMESPACE', '')}-{parent}-{started}"
 
 
 def can_end_job(rank_env: RankEnv) -> bool:

@@ -48,7 +48,10 @@ def watch_mpi_import(
 
 
 class _Watch:
-    """A finder of one module, which asks the other finders for it. (Importing importlib.abc takes 7 ms.)"""
+    """The finder of one module, which asks the other finders for it; then its loader, which checks the world.
+
+    It does not derive from the classes of importlib.abc: importing them takes 7 ms.
+    """
 
     def __init__(
         self,
@@ -74,25 +77,9 @@ class _Watch:
         self._enter()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            loader = _CheckingLoader(spec.loader, self._rank_env, self._tell, self._describe)
-            spec.loader = cast("Loader", loader)
+            self._loader = spec.loader
+            spec.loader = cast("Loader", self)
         return spec
-
-
-class _CheckingLoader:
-    """Loads ``mpi4py.MPI`` with its own loader, then checks the world."""
-
-    def __init__(
-        self,
-        loader: Loader,
-        rank_env: RankEnv,
-        tell: Callable[[str], None],
-        describe: Callable[[RankEnv], str],
-    ) -> None:
-        self._loader = loader
-        self._rank_env = rank_env
-        self._tell = tell
-        self._describe = describe
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

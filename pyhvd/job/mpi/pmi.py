@@ -26,15 +26,7 @@ class PmiError(Exception):
 
 @dataclass(frozen=True)
 class Abort(Exception):
-    """A rank has called MPI_Abort.
-
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    code : int
-        The exit code that it asked for.
-    """
+    """A rank has called MPI_Abort, and asked for an exit code."""
 
     rank: int
     code: int
@@ -74,13 +66,7 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
 
 
 class Barrier:
-    """The ranks that wait in PMI's barrier, and those that can no longer enter it.
-
-    Parameters
-    ----------
-    size : int
-        How many ranks must enter.
-    """
+    """The ranks that wait in PMI's barrier, which `size` ranks must enter, and those that no longer can."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -118,20 +104,7 @@ class Barrier:
 
 
 class PmiServer:
-    """The values that the ranks of one world have put, and its barrier.
-
-    Parameters
-    ----------
-    ranks_per_host : sequence of int
-        See :func:`process_mapping`.
-
-    Attributes
-    ----------
-    size : int
-        How many ranks.
-    name : str
-        The world's name for its ranks.
-    """
+    """The values that the ranks of one world have put, and its barrier; see :func:`process_mapping`."""
 
     def __init__(self, ranks_per_host: Sequence[int]) -> None:
         self.size = sum(ranks_per_host)
@@ -164,13 +137,7 @@ class PmiServer:
         return [(rank, answer + "\n")]
 
     def leave(self, rank: int) -> None:
-        """Note that a rank's process has ended.
-
-        Raises
-        ------
-        PmiError
-            Other ranks wait for this one.
-        """
+        """Note that a rank's process has ended; raise PmiError if other ranks wait for it."""
         self._barrier.leave(rank)
 
     def _enter(self, rank: int) -> list[tuple[int, str]]:

@@ -34,16 +34,16 @@ class ExitReport:
 
     Attributes
     ----------
-    rank : int
-        The rank.
     kind : str
         One of the kinds above.
     code : int
         The job's exit code if this report is the cause.
     text : str
-        The text to print.
+        The text to print; inside Spark as it follows "rank 1 ".
     when : float
         Wall-clock time of the failure, as hosts share no other clock.
+    traceback : str
+        The rank's own, if the text does not contain it.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class ExitReport:
     code: int
     text: str
     when: float = field(default_factory=time.time)
+    traceback: str = ""
 
     def dump(self) -> bytes:
         """Return the report as a line of JSON."""

@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from pyhvd.job.process.signals import find_end, signal_group
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,10 +78,10 @@ def guard(
     _close_all_but(wake, waker, life_fd)
     _tell(life_fd, pid)
     if not _wait(pid, wake, life_fd, None) and grace:
-        _signal_group(pid, signal.SIGTERM)
+        signal_group(pid, signal.SIGTERM)
         _wait(pid, wake, None, grace)
     # The process is not reaped yet, so that no other group can have its number.
-    _signal_group(pid, signal.SIGKILL)
+    signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if clean is not None:
         clean()
@@ -107,7 +109,7 @@ def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bo
     for source in (wake, life_fd):
         if source is not None:
             poll.register(source, select.POLLIN)
-    while not _has_ended(pid):
+    while find_end(pid) is None:
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             return False
@@ -119,19 +121,10 @@ def _wait(pid: int, wake: int, life_fd: int | None, timeout: float | None) -> bo
     return True
 
 
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
-
-
 def _tell(life_fd: int, number: int) -> None:
     """Send a number to the owner: first the process's id, which is its group's, then its exit code."""
     with contextlib.suppress(OSError):
         os.write(life_fd, b"%d\n" % number)
-
-
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _owner_lives(life_fd: int) -> bool:

@@ -10,26 +10,29 @@ from typing import BinaryIO
 
 from pyhvd.job.mpi.rank_env import RankEnv
 
+STREAMS = {1: "stdout", 2: "stderr"}
 _CHUNK = 1 << 16
 # A line that grows longer than this is passed on in pieces.
 _LONGEST = 1 << 16
 
 
 class LinePrefixer:
-    """Puts a prefix before each line of a stream of bytes.
+    """Puts the rank before each line of one of its streams.
 
     Parameters
     ----------
-    prefix : bytes
-        Empty for none.
+    rank : int or None
+        None for no prefix.
+    stream : int
+        The rank's descriptor.
     timestamp : bool
         Whether the time of day precedes the prefix.
     ends_pieces : bool
         Whether a piece of a line ends like a line, because another stream's line may follow.
     """
 
-    def __init__(self, prefix: bytes, timestamp: bool, ends_pieces: bool = False) -> None:
-        self._prefix = prefix
+    def __init__(self, rank: int | None, stream: int, timestamp: bool, ends_pieces: bool = False) -> None:
+        self._prefix = b"" if rank is None else f"[{rank}]<{STREAMS[stream]}>:".encode()
         self._timestamp = timestamp
         self._ends_pieces = ends_pieces
         self._begun = b""
@@ -58,17 +61,7 @@ class LinePrefixer:
 
 
 class Relay:
-    """Passes what a rank writes to a descriptor on to the same descriptor here, and to a file.
-
-    Parameters
-    ----------
-    target : int
-        1 or 2.
-    lines : LinePrefixer
-        Decorates the lines; the file gets the bytes unchanged.
-    path : str or None
-        The file.
-    """
+    """Passes what a rank writes to a descriptor on to the same descriptor here, and unchanged to a file."""
 
     def __init__(self, target: int, lines: LinePrefixer, path: str | None) -> None:
         self._target = target
@@ -150,8 +143,8 @@ def make_relays(rank_env: RankEnv, directory: str | None, prefix: bool, timestam
     return [
         Relay(
             target,
-            LinePrefixer(f"[{rank_env.rank}]<{name}>:".encode() if prefix else b"", timestamp),
+            LinePrefixer(rank_env.rank if prefix else None, target, timestamp),
             None if folder is None else os.path.join(folder, name),
         )
-        for target, name in ((1, "stdout"), (2, "stderr"))
+        for target, name in STREAMS.items()
     ]

@@ -1,8 +1,12 @@
-"""The signals of a job: which are passed on to ranks, and how an exit code reads."""
+"""The signals of a job: which are passed on to ranks, and how the end of a process is seen and described."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+from collections.abc import Callable
+from types import FrameType
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -20,6 +24,29 @@ def to_handle() -> list[signal.Signals]:
     """Return the signals to handle and forward: without SIGHUP under nohup, which ignores it."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in FORWARDED if not (nohup and number == signal.SIGHUP)]
+
+
+def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
+    """Handle the forwarded signals; return a descriptor that is readable after a signal, or a child's end."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in to_handle():
+        signal.signal(number, handler)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return read
+
+
+def find_end(pid: int) -> os.waitid_result | None:
+    """Return how a child has ended, and leave it unreaped; None while it runs."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process group, if there is one that this user may signal."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def describe_exit(code: int) -> str:

@@ -12,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from pyhvd.job.process.signals import signal_group
+
 _CHUNK = 1 << 16
 # After the process has ended, at most this many chunks are read: its children may go on writing.
 _LAST_CHUNKS = 64
 
 
 class SupervisedProcess:
-    """A process that ends together with this one, and with all that it starts.
+    """A process that ends together with this one, and so does all that it starts.
 
     Parameters
     ----------
@@ -101,7 +103,7 @@ class SupervisedProcess:
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
         self._selector = selector
-        selector.register(self._life, selectors.EVENT_READ, lambda: self._read_life())
+        selector.register(self._life, selectors.EVENT_READ, self._read_life)
         self._outputs = {1: self._out, 2: self._err}  # those that have not ended
         self._listen()
 
@@ -145,27 +147,19 @@ class SupervisedProcess:
             self._selector.unregister(source)
 
     def _read_output(self, stream: int, fd: int) -> bool:
-        try:
-            data = os.read(fd, _CHUNK)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError:
-            data = b""
-        if not data:
+        data = read_some(fd)
+        if data:
+            self._on_output(stream, data)
+        elif data is not None:
             self._forget(fd)
             self._outputs.pop(stream, None)
-            return False
-        self._on_output(stream, data)
-        return True
+        return bool(data)
 
     def _read_life(self) -> None:
         """Handle the lifetime line: the process's id, its exit code, or the guardian's death."""
-        try:
-            data = self._life.recv(64)
-        except (BlockingIOError, InterruptedError):
+        data = read_some(self._life.fileno())
+        if data is None:
             return
-        except OSError:
-            data = b""
         self._told += data
         if data and self._told.count(b"\n") < 2:
             return
@@ -198,5 +192,14 @@ class SupervisedProcess:
         """
         pid = self._told.partition(b"\n")[0]
         if pid.isdigit():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(pid), signal.SIGKILL)
+            signal_group(int(pid), signal.SIGKILL)
+
+
+def read_some(fd: int) -> bytes | None:
+    """Return what has arrived; None if nothing has, and empty at the end."""
+    try:
+        return os.read(fd, _CHUNK)
+    except (BlockingIOError, InterruptedError):
+        return None
+    except OSError:
+        return b""

@@ -44,12 +44,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 class Folder:
     """The files of one folder, by names relative to it. Pickling leaves the connection out.
 
-    Parameters
-    ----------
-    path : str or path
-        See :func:`absolute`.
-    options : mapping, optional
-        Options of fsspec's file system: keys, endpoints. Never shown.
+    `options` are those of fsspec's file system: keys, endpoints. They are never shown.
     """
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:

@@ -38,15 +38,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One Parquet file.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the dataset's folder.
-    groups : tuple of int
-        The number of rows of each row group.
-    """
+    """One Parquet file of the dataset's folder, and the number of rows of each of its row groups."""
 
     name: str
     groups: tuple[int, ...]

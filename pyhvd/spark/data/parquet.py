@@ -19,19 +19,7 @@ if TYPE_CHECKING:
 
 
 class ParquetPieces:
-    """Reads pieces of a prepared dataset; a source for :class:`pyhvd.spark.data.shard.Shard`.
-
-    Parameters
-    ----------
-    folder : Folder
-        The dataset's folder.
-    dataset : Dataset
-        Its description.
-    columns : sequence of Column
-        The columns to read.
-    pieces : sequence of Piece
-        The pieces; their row groups are numbered over the whole dataset.
-    """
+    """Reads pieces of a prepared dataset; a source for :class:`pyhvd.spark.data.shard.Shard`."""
 
     def __init__(
         self, folder: Folder, dataset: Dataset, columns: Sequence[Column], pieces: Sequence[Piece]

@@ -43,14 +43,10 @@ def deal(df: DataFrame, size: int) -> Selection:
 def collect_beside(rows: Selection, body: TaskBody, barrier: bool) -> list[tuple[int, bytes]]:
     """Run a rank for each partition; return each rank and its pickled result."""
 
-    def work(batches: Iterable[Any]) -> Iterator[Any]:
+    def work(number: int, batches: Iterable[Any]) -> Iterator[Any]:
         pa = needed("pyarrow")
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
         with spill(batches) as file:
-            result = body.run(context.partitionId(), {_VARIABLE: file.fileno()})
+            result = body.run(number, {_VARIABLE: file.fileno()})
         if result is not None:
             rank, pickled = result
             columns = [pa.array([rank], pa.int32()), pa.array([pickled], pa.binary())]
@@ -83,12 +79,7 @@ def spill(batches: Iterable[Any]) -> IO[bytes]:
 class SpilledPieces:
     """The record batches of a rank's partition; a source for :class:`pyhvd.spark.data.shard.Shard`.
 
-    Parameters
-    ----------
-    descriptor : int
-        Descriptor of the file that :func:`spill` wrote. It stays open.
-    columns : sequence of str, optional
-        The columns to read; all by default.
+    `descriptor`, of the file that :func:`spill` wrote, stays open. None for `columns` reads all.
     """
 
     def __init__(self, descriptor: int, columns: Sequence[str] | None) -> None:

@@ -147,12 +147,8 @@ def _arrange(rows: Selection, shuffle: bool, seed: int, num_files: int | None) -
 def _write(rows: Selection, writer: PartWriter) -> list[Written]:
     """Make the tasks write; return their results in the order of the partitions."""
 
-    def write(batches: Iterable[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        assert context is not None
-        written = writer.write(context.partitionId(), batches)
+    def write(number: int, batches: Iterable[Any]) -> Iterator[Any]:
+        written = writer.write(number, batches)
         yield needed("pyarrow").RecordBatch.from_pydict({"written": [msgspec.json.encode(written).decode()]})
 
     try:

@@ -24,39 +24,35 @@ _PLAIN = {
 class Selection:
     """Columns of a DataFrame, for tasks that process record batches of Arrow.
 
-    Attributes
-    ----------
-    df : DataFrame
-        The columns, renamed: mapInArrow does not find names with a dot.
-    names : list of str
-        Their original names.
+    `df` has them renamed, as mapInArrow does not find names with a dot; `names` are the original ones.
     """
 
     df: DataFrame
     names: list[str]
 
     def collect(
-        self, work: Callable[[Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
+        self, work: Callable[[int, Iterable[Any]], Iterator[Any]], schema: str, barrier: bool = False
     ) -> list[Any]:
-        """Call `work` in each partition's task with its record batches; return the rows that it yields."""
+        """Call `work` in each partition's task; return the rows that it yields.
+
+        It gets the partition's number and its record batches.
+        """
         names = self.names
 
         def renamed(batches: Iterator[Any]) -> Iterator[Any]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            assert context is not None
             make = needed("pyarrow").RecordBatch.from_arrays
-            return work(make(batch.columns, names=names) for batch in batches)
+            return work(context.partitionId(), (make(batch.columns, names=names) for batch in batches))
 
         rows: list[Any] = self.df.mapInArrow(renamed, schema, barrier=barrier).collect()
         return rows
 
 
 def check_frame(df: Any) -> None:
-    """Refuse what is no DataFrame of Spark.
-
-    Raises
-    ------
-    DataError
-        The text shows the value.
-    """
+    """Raise DataError for what is no DataFrame of Spark."""
     if not hasattr(df, "mapInArrow"):
         raise DataError(f"df={reprlib.repr(df)}: expected a DataFrame of Spark")
 

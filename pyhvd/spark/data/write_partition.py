@@ -25,19 +25,7 @@ PART_NAME = re.compile(r"part-\d{5,}-[0-9a-f]{12}-[0-9a-f]{8}\.parquet")
 
 
 class Written(msgspec.Struct, frozen=True):
-    """The result of a task.
-
-    Attributes
-    ----------
-    partition : int
-        Its number.
-    part : Part or None
-        The file; None without rows.
-    columns : tuple of Column
-        The file's columns, as arrays; empty without rows.
-    fault : str
-        Why the data cannot be written; then there is no file.
-    """
+    """The result of a task: the file, None without rows, and its columns; or why there can be no file."""
 
     partition: int
     part: Part | None = None
@@ -46,18 +34,9 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """Writes the partition of the task that calls it.
+    """Writes the partition of the task that calls it, into a folder; PART_NAME says what `job` looks like.
 
-    Parameters
-    ----------
-    folder : Folder
-        The dataset's folder.
-    job : str
-        A name of the job, 12 hexadecimal digits.
-    rows_per_group : int, optional
-        Most rows per row group; by default as many as take GROUP_BYTES, by the first rows.
-    compression : str
-        Parquet's name for it.
+    By default a row group has as many rows as take GROUP_BYTES, by the first rows.
     """
 
     def __init__(self, folder: Folder, job: str, rows_per_group: int | None, compression: str) -> None:

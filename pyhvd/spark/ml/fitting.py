@@ -18,17 +18,7 @@ TrainFn = Callable[[Training], Callable[[Any], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The result of rank 0.
-
-    Attributes
-    ----------
-    predict : bytes
-        The pickled function from features to outputs.
-    outputs : tuple of Column
-        The descriptions of its outputs.
-    history : list of dict
-        The measures of each epoch.
-    """
+    """The result of rank 0: the pickled function from features to outputs, and each epoch's measures."""
 
     predict: bytes
     outputs: tuple[Column, ...]

@@ -11,25 +11,7 @@ from pyhvd.spark.data.manifest import Column
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The metadata of a saved model.
-
-    Attributes
-    ----------
-    features : tuple of Column
-        The columns it was trained on.
-    outputs : tuple of Column
-        The model's outputs.
-    output_cols : tuple of str
-        The names of the outputs' columns.
-    batch_size : int
-        The number of rows of one call.
-    history : list of dict
-        The measures of each epoch.
-    run_id : str
-        The run that trained it.
-    version : int
-        The version of the format.
-    """
+    """The metadata of a saved model; its features are the columns that it was trained on."""
 
     features: tuple[Column, ...]
     outputs: tuple[Column, ...]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 import pyhvd as hvd
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics
+from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics, means_over
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -79,16 +79,9 @@ class SGD:
 
 
 class NumpyTrainer:
-    """A train_fn for a :class:`NumpyModel`.
+    """A train_fn for a :class:`NumpyModel`, which it trains in place.
 
-    Parameters
-    ----------
-    model : NumpyModel
-        Trained in place.
-    optimizer : Optimizer
-        The same on every rank, so that the parameters stay the same.
-    metrics : mapping of str to Metric
-        Measured on the validation data after each epoch.
+    The optimizer must be the same on every rank, so that the parameters stay the same.
     """
 
     def __init__(self, model: NumpyModel, optimizer: Optimizer, metrics: Mapping[str, Metric]) -> None:
@@ -100,11 +93,8 @@ class NumpyTrainer:
         """Train on this rank; return the function that predicts."""
         self._restore(training)
         for epoch in training.epochs():
-            total, rows = 0.0, 0
-            for batch in training.batches(epoch):
-                total += self._step(batch) * batch.rows
-                rows += batch.rows
-            measures = training.averages({"loss": total}, rows) | training.validate(self._measure)
+            measures = means_over(training, training.batches(epoch), self._step)
+            measures |= training.validate(self._measure)
             state = {"parameters": self._model.parameters, "optimizer": self._optimizer}
             training.end_epoch(state, measures)
         return self._model.predict
@@ -123,7 +113,7 @@ class NumpyTrainer:
         for name, value in state["parameters"].items():
             self._model.parameters[name][...] = value
 
-    def _step(self, batch: Batch) -> float:
+    def _step(self, batch: Batch) -> dict[str, float]:
         """Update the parameters; return the loss of this rank's rows."""
         parameters = self._model.parameters
         loss, gradients = self._model.gradients(batch.features, batch.labels)
@@ -136,15 +126,12 @@ class NumpyTrainer:
             for name, value in parameters.items()
         }
         self._optimizer.step(parameters, {name: handle.result() for name, handle in handles.items()})
-        return float(loss)
+        return {"loss": loss}
 
     def _measure(self, batch: Batch) -> dict[str, float]:
         loss, _ = self._model.gradients(batch.features, batch.labels)
-        if not self._metrics:
-            return {"loss": loss}
-        return {"loss": loss} | apply_metrics(
-            self._metrics, self._model.predict(batch.features), batch.labels
-        )
+        outputs = self._model.predict(batch.features) if self._metrics else None
+        return {"loss": loss} | apply_metrics(self._metrics, outputs, batch.labels)
 
 
 def _shapes(arrays: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

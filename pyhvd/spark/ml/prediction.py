@@ -31,18 +31,8 @@ _SPARK_TYPES = {
 class Predictor:
     """Adds a model's outputs to record batches; a function for DataFrame.mapInArrow.
 
-    Parameters
-    ----------
-    predict : bytes
-        The pickled function from features to outputs; it is loaded once per task.
-    features : sequence of (int, Column)
-        For each feature: the index of its column in the record batches, and the column of the training data.
-    outputs : sequence of Column
-        The model's outputs, named as the new columns.
-    names : sequence of str
-        The names of the first columns of the record batches, which the results begin with.
-    batch_size : int
-        The number of rows of one call of the model.
+    Each of `features` is the index of its column in the record batches, and the column of the training data.
+    The results have the first columns of the record batches, by `names`, then the outputs.
     """
 
     def __init__(

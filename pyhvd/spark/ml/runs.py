@@ -21,15 +21,7 @@ _CHECKPOINT = "last.pkl"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state from which training continues after an epoch.
-
-    Attributes
-    ----------
-    history : list of dict
-        The measures of each epoch.
-    state : object
-        The train_fn's state.
-    """
+    """The train_fn's state, from which training continues after an epoch, and each epoch's measures."""
 
     history: list[dict[str, float]]
     state: Any
@@ -37,15 +29,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a store.
-
-    Attributes
-    ----------
-    store : Store
-        Driver and ranks share it.
-    id : str
-        The name of the run's folder.
-    """
+    """One run of a store; its id names the run's folder."""
 
     store: Store
     id: str

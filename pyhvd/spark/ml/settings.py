@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,13 +16,7 @@ _OWN = ("fn", "args", "kwargs", "num_proc", "verbose")
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """Refuse invalid values of an Estimator's arguments.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The text names the argument and what is expected.
-    """
+    """Raise TypeError or ValueError for an invalid argument of an Estimator, and say what is expected."""
     if not isinstance(values["store"], Store):
         raise TypeError(f"store={values['store']!r}: expected a Store, pyhvd.spark.Store.create(path)")
     if values["run_id"] is not None:
@@ -48,13 +41,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 
 def check_metrics(values: Mapping[str, Any], validating: bool) -> None:
-    """Refuse metrics without data to measure them on.
-
-    Raises
-    ------
-    ValueError
-        There are metrics, but no validation data.
-    """
+    """Raise ValueError if there are metrics, but no validation data to measure them on."""
     if values["metrics"] and not validating:
         raise ValueError("metrics are measured on validation data, and there are none: give validation")
 
@@ -130,12 +117,7 @@ def _check_validation(value: Any, columns: Sequence[str]) -> None:
     if isinstance(value, str):
         if value in columns:
             raise ValueError(f"validation={value!r} is a feature or a label: expected a column of its own")
-    elif (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < 1
-        or math.isnan(value)
-    ):
+    elif not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ValueError(
             f"validation={value!r}: expected a fraction between 0 and 1, or the name of a column that is true"
             " for rows to validate with"

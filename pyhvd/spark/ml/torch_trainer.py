@@ -5,6 +5,7 @@ It is imported only to train a torch module, or to predict with one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import pyhvd as hvd
 from pyhvd.spark.errors import DataError
-from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics
+from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics, means_over
 
 _DTYPES = (torch.float16, torch.float32, torch.float64)
 
@@ -22,19 +23,9 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class TorchTrainer:
-    """A train_fn for a torch module.
+    """A train_fn for a torch module; for its arguments see :class:`pyhvd.spark.Estimator`.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Called with one tensor per feature column.
-    loss : callable
-        Returns the mean loss of the rows, a tensor of one element, for the module's output and the tensor of
-        the label column (a tuple for several columns).
-    optimizer : callable
-        Returns a torch.optim.Optimizer for the module's parameters.
-    metrics : mapping of str to Metric
-        Measured on the validation data after each epoch, as numpy arrays.
+    `loss` returns a tensor of one element; it gets the label columns as one tensor, or as a tuple of several.
     """
 
     def __init__(
@@ -54,13 +45,11 @@ class TorchTrainer:
         with _GradientAverages(self._module) as averages:
             for epoch in training.epochs():
                 self._module.train()
-                total, rows = 0.0, 0
-                for batch in training.batches(epoch):
-                    total += self._step(batch, optimizer, averages) * batch.rows
-                    rows += batch.rows
+                step = functools.partial(self._step, optimizer, averages)
+                measures = means_over(training, training.batches(epoch), step)
                 self._share_buffers()
                 self._module.eval()
-                measures = training.averages({"loss": total}, rows) | training.validate(self._measure)
+                measures |= training.validate(self._measure)
                 state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
                 training.end_epoch(state, measures)
         return TorchPredictor(self._module)
@@ -80,14 +69,16 @@ class TorchTrainer:
                 " run_id"
             ) from exc
 
-    def _step(self, batch: Batch, optimizer: torch.optim.Optimizer, averages: _GradientAverages) -> float:
+    def _step(
+        self, optimizer: torch.optim.Optimizer, averages: _GradientAverages, batch: Batch
+    ) -> dict[str, float]:
         """Update the parameters; return the loss of this rank's rows."""
         optimizer.zero_grad()
         loss = self._loss_of(self._module(*_tensors(self._module, batch.features)), batch)
         torch.autograd.backward(loss)
         averages.wait()
         optimizer.step()
-        return float(loss.detach())
+        return {"loss": float(loss.detach())}
 
     def _loss_of(self, output: Any, batch: Batch) -> torch.Tensor:
         labels = _tensors(self._module, batch.labels)
@@ -110,13 +101,7 @@ class TorchTrainer:
 
 
 class TorchPredictor:
-    """Predicts with a trained module, from arrays to arrays.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module; it is switched to evaluation mode.
-    """
+    """Predicts with a trained module, from arrays to arrays; switches the module to evaluation mode."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module.eval()

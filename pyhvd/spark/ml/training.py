@@ -6,7 +6,7 @@ It knows neither models nor pyspark: ranks have no Spark session.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,26 +25,9 @@ Metric = Callable[[Any, Any], float]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parameters of a fit, which every rank gets.
+    """A fit, as every rank gets it: the prepared datasets, and the Estimator's arguments of the same names.
 
-    Attributes
-    ----------
-    run : Run
-        Holds the checkpoints.
-    train_path, validation_path : str
-        Prepared datasets; None for no validation.
-    feature_cols, label_cols : sequence of str
-        Their columns.
-    batch_size : int
-        Rows per step and rank.
-    epochs : int
-        The number of passes over the data, including those of earlier fits of this run.
-    shuffle, seed
-        Whether each epoch has its own order of the rows, and the seed of these orders.
-    cache : bool
-        Whether to keep the data in memory.
-    verbose : bool
-        Whether rank 0 prints a line per epoch.
+    ``validation_path`` is None without validation. ``epochs`` includes those of earlier fits of this run.
     """
 
     run: Run
@@ -152,13 +135,8 @@ class Training:
         """
         if self._validation is None:
             return {}
-        sums: dict[str, float] = {}
-        rows = 0
-        for batch in self.validation_batches():
-            rows += batch.rows
-            for name, value in measure(batch).items():
-                sums[f"val_{name}"] = sums.get(f"val_{name}", 0.0) + float(value) * batch.rows
-        return self.averages(sums, rows)
+        means = means_over(self, self.validation_batches(), measure)
+        return {f"val_{name}": value for name, value in means.items()}
 
     def end_epoch(self, state: Any, measures: Mapping[str, float]) -> None:
         """Add to the history, and on rank 0 write a checkpoint. Every rank must call it once per epoch.
@@ -201,6 +179,19 @@ class Training:
         return Batch(
             features, picked(columns, self._plan.label_cols), len(columns[self._plan.feature_cols[0]])
         )
+
+
+def means_over(
+    training: Training, batches: Iterable[Batch], measure: Callable[[Batch], Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the means of `measure` over all rows of all ranks' batches; every rank must call it."""
+    sums: dict[str, float] = {}
+    rows = 0
+    for batch in batches:
+        rows += batch.rows
+        for name, value in measure(batch).items():
+            sums[name] = sums.get(name, 0.0) + float(value) * batch.rows
+    return training.averages(sums, rows)
 
 
 def picked(columns: Mapping[str, Array], names: Sequence[str]) -> Any:

@@ -27,6 +27,7 @@ from pyhvd.job.messages import (
     Launch,
     RankProxy,
     StartDaemon,
+    Task,
 )
 from pyhvd.job.mpi.flavour import Flavour
 from pyhvd.job.mpi.openmpi import launch_agent, rank_proxy
@@ -34,7 +35,7 @@ from pyhvd.job.mpi.openmpi.daemon import DaemonError, daemon_environment, locali
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, command_line, environment, find
 from pyhvd.job.mpi.pmi import Barrier, PmiError
 from pyhvd.job.mpi.rank_env import MPICH, OTHER
-from pyhvd.job.placement import Task, assign
+from pyhvd.job.placement import assign
 from pyhvd.job.process.exit_report import EXIT, SIGNAL
 from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.transport.tcp.session import ChannelError
@@ -185,12 +186,7 @@ def test_placements_in_any_order(hosts: list[str]) -> None:
     placements = assign(Task(index, 0, host, host) for index, host in enumerate(hosts))
     for placement in placements:
         alike = [other for other in placements if other.host == placement.host]
-        across = [other for other in placements if other.local_rank == placement.local_rank]
         assert (placement.local_rank, placement.local_size) == (alike.index(placement), len(alike))
-        assert placement.cross_size == len(across)
-    for local_rank in {placement.local_rank for placement in placements}:
-        numbers = [placement.cross_rank for placement in placements if placement.local_rank == local_rank]
-        assert sorted(numbers) == list(range(len(numbers)))
 
 
 def test_a_barrier_that_cannot_fill() -> None:
@@ -239,12 +235,12 @@ GROUPS = [[Task(0, 0, "aa", "first"), Task(2, 0, "aa", "first")], [Task(1, 0, "b
 
 
 @pytest.fixture
-def driver() -> Recorder:
+def driver() -> Any:
     return Recorder()
 
 
 @pytest.fixture
-def rendezvous(driver: Recorder) -> Any:
+def rendezvous(driver: Any) -> Any:
     made = MpiexecRendezvous("/bin/true", [], Secret())
     made.listen_at([("127.0.0.1", 1)])
     made.begin(driver, GROUPS)
@@ -371,7 +367,7 @@ def test_proxies_end_as_their_ranks_do_and_daemons_are_ended(
     assert driver.told[3:] == [("task 0", EndDaemon())]
 
 
-def test_an_mpiexec_that_ends_too_early_says_why(driver: Recorder, tmp_path: Path) -> None:
+def test_an_mpiexec_that_ends_too_early_says_why(driver: Any, tmp_path: Path) -> None:
     program = tmp_path / "mpiexec"
     program.write_text("#!/bin/sh\necho unknown option >&2\nexit 3\n")
     program.chmod(0o755)
@@ -388,7 +384,7 @@ def test_an_mpiexec_that_ends_too_early_says_why(driver: Recorder, tmp_path: Pat
     assert "has not started all ranks on first, second. Can those hosts connect" in rendezvous.waits_for()
 
 
-def test_open_mpi_needs_hosts_with_names_of_their_own(driver: Recorder) -> None:
+def test_open_mpi_needs_hosts_with_names_of_their_own(driver: Any) -> None:
     rendezvous = MpiexecRendezvous("/bin/true", [], Secret())
     rendezvous.listen_at([("127.0.0.1", 1)])
     with pytest.raises(

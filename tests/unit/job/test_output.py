@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-from pyhvd.job.output import _AT_ONCE, Lines, Output, pieces
+from pyhvd.job.output import _AT_ONCE, Output, pieces
 
 PATIENCE_S = 30.0
 
@@ -35,7 +35,7 @@ def test_output_is_shown_by_whole_lines() -> None:
 
 def test_quiet_output_has_stderr_only_and_all_of_it_counts_as_shown() -> None:
     out, err = io.StringIO(), io.StringIO()
-    with Output(out, err, Lines(quiet=True)) as output:
+    with Output(out, err, quiet=True) as output:
         output.write(3, 1, b"one\n")
         output.write(0, 2, b"two\n")
         assert wait_for_shown(output, 8) == {3: 4, 0: 4}

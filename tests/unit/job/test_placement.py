@@ -17,8 +17,8 @@ from pyhvd.errors import ConfigError, RankFailedError
 from pyhvd.job.addresses import interface_addresses
 from pyhvd.job.errors import UnsupportedLauncherError
 from pyhvd.job.failure import FailureAnalysis
-from pyhvd.job.messages import Start, encode
-from pyhvd.job.placement import RankPlacement, Registry, Task, assign
+from pyhvd.job.messages import Start, Task, encode
+from pyhvd.job.placement import RankPlacement, Registry, assign
 from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.spark import java
 from pyhvd.spark.api import (
@@ -62,13 +62,6 @@ def test_the_host_of_task_0_comes_first() -> None:
         (1, 3),
         (2, 3),
     ]
-    assert [(each.cross_rank, each.cross_size) for each in placements] == [
-        (0, 2),
-        (0, 2),
-        (1, 2),
-        (1, 2),
-        (0, 1),
-    ]
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=20))
@@ -101,9 +94,7 @@ def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
     failures.add(ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 1", 10.0), now=100.0)
     assert failures.settled_at > 100.0
     failures.add(ExitReport(2, LOST, 1, "is lost", 9.0), now=100.1)
-    failures.add(
-        ExitReport(1, EXCEPTION, 1, "failed: ValueError: x", 10.2), now=100.2, traceback="Traceback ..."
-    )
+    failures.add(ExitReport(1, EXCEPTION, 1, "failed: ValueError: x", 10.2, "Traceback ..."), now=100.2)
     assert failures.settled_at == 100.2
     error = failures.error(placements_of(["a", "a", "b"]))
     assert isinstance(error, RankFailedError)
@@ -160,7 +151,7 @@ def test_variables_that_no_environment_can_have(env: Any) -> None:
 
 def test_variables_go_into_one_message() -> None:
     env = {f"A{number}": "\N{EURO SIGN}" * 40000 for number in range(4)}
-    assert len(encode(Start(0, 1, 0, 1, 0, 1, _rank_env(env, None)))) <= MAX_RECORD
+    assert len(encode(Start(0, 1, 0, 1, _rank_env(env, None)))) <= MAX_RECORD
     with pytest.raises(ValueError, match=r"env: 600015 bytes in all; 524288 are the most"):
         _rank_env(env | {"A4": "\N{EURO SIGN}" * 40000}, None)
 

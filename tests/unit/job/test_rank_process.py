@@ -28,19 +28,19 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     python.chmod(0o700)
     process = _end_under(python)
     assert process.failure is not None
-    assert process.failure.kind == LOST
+    assert process.failure.report.kind == LOST
 
 
 def _end_under(python: Path) -> RankProcess:
     """Return a rank that has ended before it has taken its code; its guardian is in the file `python`."""
-    start = Start(0, 1, 0, 1, 0, 1, {}, str(python))
+    start = Start(0, 1, 0, 1, {}, str(python))
     process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the rank has reported, and nobody reads the code
     _see_to_the_end(process)
     return process
 
 
-def _see_to_the_end(process: RankProcess | SupervisedProcess) -> None:
+def _see_to_the_end(process: SupervisedProcess) -> None:
     until = time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         process.register(selector)
@@ -57,7 +57,10 @@ def test_a_guardian_that_breaks_is_no_rank_that_could_not_be_started(tmp_path: P
     python.chmod(0o700)
     failure = _end_under(python).failure
     assert failure is not None
-    assert (failure.kind, failure.cause) == (LOST, "was killed, as its guardian exited with code 3")
+    assert (failure.report.kind, failure.report.text) == (
+        LOST,
+        "was killed, as its guardian exited with code 3",
+    )
 
 
 def test_a_guardian_that_does_not_end_takes_nothing_from_the_rank() -> None:
@@ -91,14 +94,12 @@ os._exit(0 if sorted(left) == sorted([0, 1, 2, guarded, life]) else 1)
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match="null byte"):
-        RankProcess(
-            Start(0, 1, 0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {}
-        )
+        RankProcess(Start(0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_rank_finds_what_its_task_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Start(1, 4, 1, 2, 0, 2, {"MODE": "train"})
+    start = Start(1, 4, 1, 2, {"MODE": "train"})
     monkeypatch.setattr(sys, "path", ["", "/executor/files.zip", f"{sys.prefix}/lib/python", "/given"])
     given = {"PYTHONPATH": f"/given:{sys.prefix}/lib/python", "PMI_RANK": "7", "OMPI_X": "1", "CUDA_X": "0"}
     env = rank_environment(given, start)
@@ -113,8 +114,8 @@ def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
     """The parameters come from spark.executorEnv; variables of another MPI job are removed."""
     given = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_plm": "x", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
     given |= {"OMPI_MCA_ess_base_jobid": "7", "OMPI_MCA_orte_hnp_uri": "u", "PRTE_LAUNCHED": "1", "A": "b"}
-    rank = rank_environment(given, Start(0, 1, 0, 1, 0, 1, {}))
+    rank = rank_environment(given, Start(0, 1, 0, 1, {}))
     daemon = daemon_environment(given, "host", [("driver", 1)], Secret())
     for env in (rank, daemon):
         assert {name for name in given if name in env} == {"OMPI_MCA_btl", "PRTE_MCA_plm", "A"}
-    assert rank_environment(given, Start(0, 1, 0, 1, 0, 1, {"OMPI_MCA_btl": "sm"}))["OMPI_MCA_btl"] == "sm"
+    assert rank_environment(given, Start(0, 1, 0, 1, {"OMPI_MCA_btl": "sm"}))["OMPI_MCA_btl"] == "sm"

@@ -24,8 +24,17 @@ from pyhvd.job.connections import SILENT_S, Peer
 from pyhvd.job.errors import LaunchError, StartTimeoutError
 from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import OUTPUT_CREDIT, Ended, Output, Pmi, Start, Stop, decode_from_driver, encode
-from pyhvd.job.placement import Task
+from pyhvd.job.messages import (
+    OUTPUT_CREDIT,
+    Ended,
+    Pmi,
+    RankOutput,
+    Start,
+    Stop,
+    Task,
+    decode_from_driver,
+    encode,
+)
 from pyhvd.job.rendezvous import PmiRendezvous
 from pyhvd.spark import errors as spark_errors
 from pyhvd.spark.errors import SparkError, as_spark_errors, reason_of
@@ -153,7 +162,7 @@ def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.Mon
                 break
             time.sleep(0.01)
         for _ in range(64):
-            connection.send(encode(Output(1, b"x" * 65536)))
+            connection.send(encode(RankOutput(1, b"x" * 65536)))
         connection.send(encode(Ended()))
         threading.Thread(target=connection.finish, args=(PATIENCE_S,)).start()
         return 0, cloudpickle.dumps("result")
@@ -395,7 +404,7 @@ class Broken(PmiRendezvous):
         self.begun.set()
 
     def placements(self) -> Any:
-        lost = len(self._driver._connections.peers) < 2  # type: ignore[attr-defined]
+        lost = len(self._driver._connections.peers) < 2
         return super().placements() if lost else []
 
     def check(self, now: float) -> None:

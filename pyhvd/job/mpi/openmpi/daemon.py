@@ -63,18 +63,9 @@ def daemon_environment(
 
 
 class Daemon(SupervisedProcess):
-    """A running daemon.
+    """A running daemon, whose rank proxies find the driver by `addresses` and `secret`.
 
-    Parameters
-    ----------
-    wanted : StartDaemon
-        The driver's request.
-    addresses, secret : sequence of (str, int), Secret
-        With them the rank proxies find the driver.
-    on_output : callable
-        Called with what the daemon has written.
-    on_end : callable
-        Called with its exit code, negative for a signal.
+    It calls `on_output` with what it has written, and `on_end` with its exit code, negative for a signal.
 
     Raises
     ------

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
@@ -33,18 +34,22 @@ from pyhvd.job.messages import (
     Launch,
     RankProxy,
     StartDaemon,
+    Task,
 )
 from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings
 from pyhvd.job.mpi.pmi import Barrier, PmiError
 from pyhvd.job.mpi.rank_env import OF_RANKS, OPENMPI, without
-from pyhvd.job.placement import RankPlacement, Task, assign
+from pyhvd.job.placement import RankPlacement, assign
 from pyhvd.job.process.exit_report import LOST, SIGNAL
 from pyhvd.job.process.signals import describe_exit, shell_code
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rendezvous import Rendezvous, RendezvousHost
+from pyhvd.job.rendezvous import Rendezvous
 from pyhvd.transport.tcp.connection import Address
+
+if TYPE_CHECKING:
+    from pyhvd.job.driver import DriverService
 
 # This many last characters of mpiexec's output are shown if it fails.
 _LAST_OUTPUT = 4000
@@ -80,16 +85,9 @@ def host_name(task: Task) -> str:
 
 
 def command_line(mpiexec: str, hosts: Mapping[str, int], extra: Sequence[str]) -> str:
-    """Return the shell command that starts a world.
+    """Return the shell command that starts a world; `hosts` has the number of ranks of each host, in order.
 
-    Parameters
-    ----------
-    mpiexec : str
-        Its path.
-    hosts : mapping of str to int
-        The number of ranks of each host, in order.
-    extra : sequence of str
-        The user's arguments; they precede the program, after all others.
+    The user's `extra` arguments precede the program, after all others.
     """
     proxy = ["/bin/sh", "-c", f'exec "${PYTHON}" -m pyhvd.job.mpi.openmpi.rank_proxy']
     # Daemons do not detach, so that they end with their agents; all agents run at the same time.
@@ -112,19 +110,7 @@ def environment(environ: Mapping[str, str], addresses: Sequence[Address], secret
 
 
 class MpiexecRendezvous(Rendezvous):
-    """See :class:`~pyhvd.job.rendezvous.Rendezvous`.
-
-    Parameters
-    ----------
-    mpiexec : str
-        Its path.
-    extra : sequence of str
-        The user's arguments for it.
-    secret : Secret
-        The job's key.
-    executable : str, optional
-        The ranks' Python.
-    """
+    """The way by `mpiexec`, with the user's `extra` arguments; `executable` is the ranks' Python."""
 
     speaks_pmi = False
     # Open MPI's ranks end by themselves when their daemon or another rank is gone.
@@ -152,7 +138,7 @@ class MpiexecRendezvous(Rendezvous):
         """Set the driver's addresses for launch agents; call it before :meth:`begin`."""
         self._addresses = list(addresses)
 
-    def begin(self, driver: RendezvousHost, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
         """Start mpiexec.
 
         Raises
@@ -187,7 +173,6 @@ class MpiexecRendezvous(Rendezvous):
         return assign(self._groups[proxy.host][proxy.local_rank] for proxy in proxies)
 
     def waits_for(self) -> str:
-        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         started = Counter(proxy.host for _, proxy in self._proxies.values())
         lacking = [group[0].host for name, group in self._groups.items() if started[name] < len(group)]
         return (
@@ -196,7 +181,6 @@ class MpiexecRendezvous(Rendezvous):
         )
 
     def variables(self, rank: int) -> Mapping[str, str]:
-        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         return self._proxies[rank][1].env
 
     def enter(self, rank: int) -> None:
@@ -239,14 +223,12 @@ class MpiexecRendezvous(Rendezvous):
             self._end_process()
 
     def stop(self) -> None:
-        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         self._stopped = True
         for peer in [*self._agents.values(), *(peer for peer, _ in self._proxies.values())]:
             peer.send(Exit(1))
         self._end_process()
 
     def close(self) -> None:
-        """See :class:`~pyhvd.job.rendezvous.Rendezvous`."""
         self._stopped = True
         if self._process is not None:
             self._process.close()

@@ -11,15 +11,7 @@ _LONGEST_DIRECTORY = 60
 
 
 def mpiexec_settings(mapping_policy: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of mpiexec that the user has not set.
-
-    Parameters
-    ----------
-    mapping_policy : str
-        How mpiexec maps ranks to hosts.
-    environ : mapping of str to str
-        The user's environment; variables there, like arguments of mpiexec, win.
-    """
+    """Return the variables of mpiexec that the user has not set in `environ`; its arguments win too."""
     settings = {
         "PRTE_MCA_rmaps_default_mapping_policy": mapping_policy,
         "PRTE_MCA_hwloc_default_binding_policy": "none",
