@@ -1,13 +1,14 @@
-"""Failed calls: tensors and groups that have failed, while some ranks have not submitted them yet.
+"""Failed calls: tensors and grouped calls that have failed before every rank has submitted them.
 
-Owns: :class:`FailedCall`, one failure and the ranks that have yet to hear of it, and :class:`FailedCalls`,
-those of one process set. Pure; used by :mod:`pyhvd.negotiation.message_table`.
+Owns: :class:`FailedCall`, one failure and the ranks that have yet to get its error, and :class:`FailedCalls`,
+the failures of one process set. Pure; used by :mod:`pyhvd.negotiation.message_table`.
 
-A group fails as a whole, and each rank gets the error once for each tensor:
+A grouped call fails as a whole, and each rank gets the error once for each tensor:
 
-1. A rank that submits the group submits all of its tensors. It gets the error exactly that many times.
-2. A rank that submits a tensor of the group outside the group may never submit the others. It gets the error
-   for each tensor, until it submits the group or repeats a tensor. Then it has gone on to a new call.
+1. A rank that submits the group submits all of its tensors, and gets the error once for each of them.
+2. A rank that submits a tensor of the group by itself, outside the group, may never submit the other tensors.
+   It gets the error once for each tensor that it submits. When it submits the group, or a tensor that it has
+   submitted before, that request belongs to a new call.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from msgspec.structs import replace
 from pyhvd.negotiation.messages import ErrorInfo, Request
 
 Key = tuple[str, str]
-"""(group, "") or ("", name)."""
+"""(group, "") for a grouped call, ("", name) for a tensor."""
 
 
 @dataclass(slots=True, eq=False)
 class FailedCall:
-    """One failure: a rank refused a call, or the ranks' requests differ.
+    """One failure of a call: a rank refused the call, or the ranks' requests differ.
 
     Attributes
     ----------
     error : ErrorInfo
         The cause.
     waiting : dict of int to int
-        For each rank that has not submitted all of it: the number of tensors to come; -1: none has come yet.
+        By rank that has yet to submit tensors of the call: their number, or -1 if it has submitted none yet.
     origin : str
         The tensor that the error names; empty if the error names the group.
     group, size : str, int
-        The grouped call; empty for a single tensor. Size 0 stands for any size.
+        Name and number of tensors of the grouped call; ``""`` and 0 for a single tensor. With a group's name,
+        size 0 stands for any size.
     names : set of str
-        Its known tensors.
+        The call's tensors that the coordinator knows so far.
     singles : dict of int to set of str
-        For each rank that submits its tensors outside the group: the tensors that it has submitted.
+        By rank that submits the call's tensors outside the group: the tensors that it has submitted.
     number : int
-        Its place in the order of failures.
+        The failure's place in the order of failures.
     """
 
     error: ErrorInfo
@@ -56,7 +58,7 @@ class FailedCall:
 
     @classmethod
     def by(cls, rank: int, request: Request, error: ErrorInfo, others: Iterable[int]) -> FailedCall:
-        """Make the failure of what one rank refused; the others wait for it."""
+        """Make the failure of a call that ``rank`` refused; ``others`` have yet to get the error."""
         waiting = dict.fromkeys(others, -1)
         if request.group:
             return cls(error, waiting, group=request.group, size=request.group_size)
@@ -64,19 +66,19 @@ class FailedCall:
         return cls(error, waiting, name, names={name}, singles={rank: {name}})
 
     def error_for(self, name: str) -> ErrorInfo:
-        """Return the error for one tensor; it names the tensor of the group that caused the failure."""
+        """Return the error for one tensor of the call; its text names the tensor that caused the failure."""
         if name == self.origin or not self.origin:
             return self.error
         return replace(self.error, message=f"Its group failed with {self.origin!r}: {self.error.message}")
 
     def count(self, rank: int, request: Request) -> None:
-        """Count a request that was in the table when the call failed."""
+        """Count a request that was in the message table when the call failed; its rank gets the error."""
         if rank not in self.singles:
             self.waiting.setdefault(rank, -1)
         self.answer(rank, request)
 
     def answer(self, rank: int, request: Request) -> bool:
-        """Return whether a request belongs to this failure, and count it as answered."""
+        """Return whether a request belongs to this failure; if so, count it as answered."""
         if (submitted := self.singles.get(rank)) is not None:
             if request.group or request.name in submitted:
                 del self.singles[rank]
@@ -85,7 +87,7 @@ class FailedCall:
         elif rank not in self.waiting or (request.group and not self._is_of_size(request.group_size)):
             return False
         elif request.group:
-            # A rank that refuses a group says so once, whatever the group's size.
+            # A rank that refuses a group sends one refusal, not one for each tensor.
             left = self.waiting[rank]
             left = 0 if request.error else (left if left > 0 else request.group_size) - 1
             if left:
@@ -113,19 +115,19 @@ class FailedCall:
         return self.waiting.get(rank, 0) < 0
 
     def is_open(self) -> bool:
-        """Return whether some rank may still submit part of it."""
+        """Return whether some rank may still submit a tensor of the call."""
         if self.waiting or not self.group:
             return bool(self.waiting)
         is_complete = len(self.names) == self.size
         return any(not (is_complete and self.names <= names) for names in self.singles.values())
 
     def found_by(self) -> list[Key]:
-        """Return the keys under which requests find it; see :func:`keys_of`."""
+        """Return the keys under which :class:`FailedCalls` lists this failure; see :func:`keys_of`."""
         return [*(("", name) for name in self.names), *([(self.group, "")] if self.group else [])]
 
 
 def keys_of(request: Request) -> tuple[Key, ...]:
-    """Return the keys of a request; a refused group has no tensor's name."""
+    """Return the keys under which a request's failures are listed; a refusal of a group has one key."""
     key = (request.group, "") if request.group else ("", request.name)
     return (("", request.name), key) if request.group and not request.error else (key,)
 
@@ -148,7 +150,7 @@ class FailedCalls:
         return any(key in self.by_key for key in keys_of(request))
 
     def add(self, failed: FailedCall) -> None:
-        """Remember a failure if some rank waits for it."""
+        """Number a failure, and list it if some rank has yet to get the error."""
         self._added += 1
         failed.number = self._added
         self.update(failed)
@@ -161,7 +163,7 @@ class FailedCalls:
         failed : FailedCall or None
             None if the request belongs to no failure.
         is_new : bool
-            Whether the request is the rank's first one of it, or adds a tensor to it.
+            Whether it is the rank's first request of the failed call, or adds a tensor to the failed call.
         """
         found: dict[int, FailedCall] = {}
         for key in keys_of(request):
@@ -176,7 +178,11 @@ class FailedCalls:
         return None, False
 
     def excuse(self, joined: Iterable[int]) -> None:
-        """Let no failure wait for ranks that have joined; their deferred requests came before the join."""
+        """Let no failure wait any longer for ranks that have joined.
+
+        Call it after all requests of an event were taken. A joined rank's deferred request was submitted
+        before the join, so a failure may still have to answer it.
+        """
         for rank in joined:
             calls = {number: each for found in self.by_key.values() for number, each in found.items()}
             for failed in calls.values():
@@ -186,7 +192,7 @@ class FailedCalls:
                     self.update(failed)
 
     def update(self, failed: FailedCall) -> None:
-        """Find a failure by all its present keys, or forget it if no rank waits for it."""
+        """List a failure under all its present keys, or under none if every rank has got the error."""
         is_open = failed.is_open()
         for key in failed.found_by():
             calls = self.by_key.setdefault(key, {})
