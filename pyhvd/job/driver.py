@@ -1,8 +1,8 @@
 """The driver's side of a job: tasks register, become ranks, and are watched until the job is over.
 
-The thread that calls :meth:`DriverService.run` does all the work, as it waits for the results anyway.
+The thread that calls :meth:`DriverService.run` does all the work; the service starts no thread. Its parts:
 
-1. :mod:`pyhvd.job.connections` knows who is connected.
+1. :mod:`pyhvd.job.connections` holds the connections to the tasks.
 2. :mod:`pyhvd.job.placement` decides which rank a task becomes.
 3. :mod:`pyhvd.job.rendezvous` makes the ranks one MPI world.
 4. :mod:`pyhvd.job.failure` finds the cause of a failure.
@@ -68,10 +68,11 @@ class SparkJob(Protocol):
 
 @dataclass
 class JobSpec:
-    """What the ranks of a job run: the pickled function, args and kwargs; in which environment and Python.
+    """Says what the ranks of a job run.
 
-    `env` is in addition to each task's own environment. All tasks must have registered within `start_timeout`
-    seconds.
+    `code` is the pickled function with its args and kwargs. `env` is added to each task's own environment.
+    `executable` is the ranks' Python; None for the tasks' own. All tasks must register, and the ranks must
+    find each other, within `start_timeout` seconds.
     """
 
     size: int
@@ -111,7 +112,7 @@ class DriverService:
 
     @property
     def selector(self) -> selectors.BaseSelector:
-        """Each turn calls the data of its ready keys, without arguments."""
+        """The selector on which each turn waits; the turn calls a ready key's ``data`` without arguments."""
         return self._connections.selector
 
     def run(self, job: SparkJob) -> list[bytes]:
@@ -133,7 +134,7 @@ class DriverService:
             self._forget(job)
 
     def _forget(self, job: SparkJob) -> None:
-        """Listen no more to a job: it stays readable once it is over, and turns would not wait."""
+        """Take a job out of the selector: once over, it stays readable, and no turn would wait."""
         with contextlib.suppress(KeyError):
             self.selector.unregister(job)
 
@@ -167,7 +168,10 @@ class DriverService:
             self._connections.turn()
 
     def stop(self, reason: str, timeout: float) -> None:
-        """Make all tasks kill their ranks; wait until those that answer have, at most `timeout` seconds."""
+        """Tell all tasks to kill their ranks; wait at most `timeout` seconds until they have disconnected.
+
+        The wait skips tasks that have fallen silent.
+        """
         self._stop_reason = reason
         for peer in self._connections.peers:
             peer.feed = iter(())
@@ -179,7 +183,7 @@ class DriverService:
             self._connections.turn()
 
     def close(self) -> None:
-        """Close all connections, and end what runs here."""
+        """Close all connections, and end the processes of the rendezvous on this host."""
         try:
             self._rendezvous.close()
         finally:
@@ -259,17 +263,18 @@ class DriverService:
     def _note_failure(self, failed: Failed) -> None:
         report = failed.report
         if failed.silent and self._rendezvous.ends_ranks:
-            # By the driver's clock, as for lost tasks: the earliest of them explains the others.
+            # MPI may have ended this rank because another one was lost. Like a lost task, this failure gets
+            # the time of the driver's clock: the earliest of these failures explains the others.
             self.blame(report.rank, report.text, report.code, LOST)
         else:
             self._failures.add(report, time.monotonic())
 
     def _register(self, peer: Peer, task: Task) -> None:
-        if self._stop_reason is not None:  # Spark has filled a slot that the end of the job made free
+        if self._stop_reason is not None:  # Spark has reused a Spark slot that became free as the job ended
             peer.send(Stop(self._stop_reason, quietly=True))
             return
         if self._all_registered:
-            peer.send(Stop("its ranks have started; none can be replaced"))
+            peer.send(Stop("all tasks of the job have registered already, and none can be replaced"))
             return
         if not self._registry.add(task):
             peer.send(Stop(_NEWER_ATTEMPT))
@@ -292,11 +297,15 @@ class DriverService:
                 peer.send(message)
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
-        """Note a failure of a rank; rank -1 is none."""
+        """Record a failure of a rank; rank -1 for a failure that belongs to no rank."""
         self._failures.add(ExitReport(rank, kind, code, text), time.monotonic())
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
-        """Note that a task is gone; this is a failure unless its rank had ended without error."""
+        """Handle the loss of a task.
+
+        Before all tasks have registered, Spark may replace the task. Later the loss is a failure, unless the
+        task's rank has ended without error.
+        """
         assert peer.task is not None
         if peer.rank < 0 and self._all_registered:
             self.blame(-1, f"Spark task {peer.task.index} on host {peer.task.host} {why}", 1, LOST)
