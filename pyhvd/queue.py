@@ -7,9 +7,9 @@ Invariants, under ``_lock``:
 
 1. A name in ``entries`` is in flight.
 2. While join() is in ``entries``, this rank has joined, and no tensor of the global set is let in. Earlier
-   tensors are sent before the join. The entry goes before the caller hears that join() has returned.
-3. The runtime sets ``_asleep`` only while it holds the lock and nothing is due. A submitter that finds it set
-   clears it, and wakes the runtime after it has released the lock. No wake-up is lost, and none is doubled.
+   tensors are sent before the join. The join's entry is removed before join() returns to its caller.
+3. The runtime sets ``_asleep`` under the lock, unless a flush is due. A submitter that finds ``_asleep`` set
+   clears it, and wakes the runtime after releasing the lock. So no wake-up is lost, and none is sent twice.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class TensorEntry(msgspec.Struct, eq=False):
     splits : tuple of int
         Rows for each set rank (alltoall).
     announced_ns : int
-        When (ns) this rank announced it to the others; 0 if unknown. Only the runtime's thread uses it.
+        When (ns) this rank announced the tensor to the others; 0 if unknown. For the runtime's thread only.
     site : (code, int), optional
-        The line that submitted it: its code object, and the offset of the call in it.
+        Where the tensor was submitted: a code object, and the offset of the call in that object.
     """
 
     process_set: int
@@ -74,7 +74,7 @@ class TensorEntry(msgspec.Struct, eq=False):
 
 
 class TensorQueue:
-    """See the module's docstring.
+    """The tensor queue of one rank; see the module's docstring.
 
     Parameters
     ----------
@@ -83,10 +83,11 @@ class TensorQueue:
     window : float
         Longest time (s) for which submissions gather while no thread waits.
     fast_path : FastPath, optional
-        The tensors in flight there pass by the queue; ``paused`` keeps others out while this rank has joined.
-        Before it lets a name in, it looks into :attr:`entries`, :attr:`groups` and :attr:`refusals`. The
-        queue first enters its names there, then looks into the fast path. So of two concurrent submissions
-        of a name, at least one sees the other.
+        The rank's fast path; its tensors are not in the queue. The queue sets its ``paused`` while this rank
+        has joined, so that it accepts no call. No name may be in flight in both. The queue enters a name in
+        :attr:`entries` and :attr:`groups`, then looks for it in the fast path. The fast path holds a call,
+        then looks for its names in :attr:`entries`, :attr:`groups` and :attr:`refusals`. So of two
+        concurrent submissions of one name, at least one sees the other.
     """
 
     def __init__(self, wake: Callable[[], None], window: float, fast_path: FastPath | None = None) -> None:
@@ -138,7 +139,7 @@ class TensorQueue:
                     self._take_out(key)
                 raise DuplicateNameError(clash)
             if self._fast_path is not None and _JOIN in keys:
-                self._fast_path.paused = True  # the fast path looks again after it has let a call in
+                self._fast_path.paused = True  # the fast path checks this again after it has held a call
             wake = self._push(fresh)
         if wake:
             self._wake()
@@ -169,9 +170,9 @@ class TensorQueue:
                 del self.refusals[key]
 
     def announce(self, process_set: int, refusal: Request) -> None:
-        """Announce that this rank refused a tensor, so that the other ranks do not wait for it.
+        """Announce that this rank refused a call, so that the other ranks do not wait for this rank.
 
-        While this rank has joined, they do not wait for it in the global set.
+        Announce nothing in the global set while this rank has joined: the others do not wait for it then.
         """
         with self._lock:
             if self._closed is not None or self._has_joined(process_set):
@@ -196,7 +197,8 @@ class TensorQueue:
     def site_of(self, process_set: int, name: str) -> str:
         """Return the line that submitted a tensor, as ``"train.py:41 in step"``; empty if unknown.
 
-        The path is relative to the current directory if it is below it. Long texts lose their beginning.
+        The path of a file below the current directory is relative. A text of more than ``_MAX_SITE``
+        characters loses its beginning.
         """
         with self._lock:
             entry = self.entries.get((process_set, name))
@@ -211,7 +213,7 @@ class TensorQueue:
         return text if len(text) <= _MAX_SITE else f"...{text[3 - _MAX_SITE :]}"
 
     def take(self, now: float) -> list[tuple[int, Request]]:
-        """Remove and return the new submissions if they are due, else return none."""
+        """Remove and return the new submissions if they are due, else return an empty list."""
         with self._lock:
             if not self._fresh or not (self._flush or now - self._oldest >= self._window):
                 return []
@@ -225,9 +227,9 @@ class TensorQueue:
             self._window = window
 
     def sleep_until(self) -> float | None:
-        """Mark the runtime as asleep; return when (monotonic s) a submission becomes due, None for never.
+        """Mark the runtime as asleep; return when (monotonic s) submissions become due, None for never.
 
-        Returns 0.0 if one is due already.
+        If a flush is due, return 0.0 and do not mark the runtime. Otherwise the time may be in the past.
         """
         with self._lock:
             if self._flush:

@@ -1,7 +1,7 @@
-"""The executor: runs agreed responses, from the entries to the backend's call to the completed handles.
+"""The executor: takes the entries of agreed responses, calls the backend, and completes the handles.
 
-Owns the backends, by process set. Only the runtime's thread calls it. Knows nothing of negotiation. A joined
-rank has no entries: it contributes identity elements or empty parts.
+Owns the backends, by process set. Only the runtime's thread calls it, except for ``abort``. Knows nothing of
+negotiation. A joined rank has no entries: it contributes identity elements, or zero rows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Executor:
         return self._backends[GLOBAL_SET].fabric
 
     def run(self, batch: list[Response]) -> None:
-        """Run responses that are fused, and complete their entries."""
+        """Run one batch of fused responses, and complete their entries."""
         if self._hooks.active and batch[0].error is None:
             self._hooks.batch_started(batch)
             self._carry_out(batch)
@@ -150,7 +150,7 @@ class Executor:
                 self._devices.run(batch, entries)
             self._meter.carried_out(ready)
         except BaseException as exc:
-            # Entries that left the queue must be completed here.
+            # The entries have left the queue, so only this method can still complete them.
             for entry in entries:
                 if entry is not None:
                     entry.done(None, error_of_response(exc, first))
@@ -163,7 +163,7 @@ class Executor:
         self._run[batch[0].request.type](batch, entries)
 
     def look(self, now: float) -> float | None:
-        """Do what is due before a sleep; return the time (monotonic s) of the next call."""
+        """Do due work of the hooks and devices; return when (monotonic s) to call again, None for never."""
         times = [
             self._hooks.look(now) if self._hooks.active else None,
             self._devices.look(now) if self._devices.busy else None,
@@ -178,7 +178,7 @@ class Executor:
 
     def _count(self, first: Response, entries: Sequence[TensorEntry], ready: int) -> None:
         if not entries:
-            return  # this rank has joined: it contributes to the others' tensors
+            return  # this rank has joined, and has no tensor of its own to count
         lane = WINDOW if isinstance(self._backends[first.process_set], ShmBackend) else MPI
         sizes = [0 if entry.source is None else entry.source.nbytes for entry in entries]
         told = [entry.announced_ns for entry in entries]
@@ -334,7 +334,10 @@ class Executor:
     def _deliver_targets(
         self, batch: list[Response], entries: Entries, results: Sequence[Bytes | None] | None = None
     ) -> None:
-        """Return targets to the callers after the checks; the checks compare ``results`` instead."""
+        """Check the results, then complete the entries with their targets.
+
+        The ranks compare ``results``, or their targets if it is None.
+        """
         errors: Sequence[CorruptionError | None] = [None] * len(batch)
         targets = _targets(entries)
         if self._checker is not None:
@@ -389,7 +392,7 @@ def _targets(entries: Entries) -> list[TensorView | None]:
 
 
 def _on_host(view: View | None) -> TensorView | None:
-    """Return a view; the ranks have agreed that the tensor is in host memory."""
+    """Return the view itself; the ranks have agreed that its tensor is in host memory."""
     assert view is None or isinstance(view, TensorView)
     return view
 
@@ -401,7 +404,7 @@ def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
 
 
 def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
-    """Return the dtype of an output; a joined rank drops its output, so bytes of that size suffice."""
+    """Return the dtype of an output; on a joined rank, which drops the output, raw bytes of the same size."""
     if entry is not None and (source := _on_host(entry.source)) is not None:
         return source.array.dtype
     return np.dtype((np.void, info.itemsize))
