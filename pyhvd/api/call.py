@@ -54,7 +54,8 @@ class OwnName(str):
 class Call:
     """Context manager around the body of a verb; the body may change ``kind``.
 
-    A ``grouped`` verb takes a list of tensors. The name of an unnamed call begins with ``prefix``.
+    If the body raises an error, this rank refuses the call, and announces that to the other ranks. A
+    ``grouped`` verb takes a list of tensors. The name of an unnamed call begins with ``prefix``.
 
     Raises
     ------
@@ -136,9 +137,9 @@ class Call:
         Parameters
         ----------
         inplace : sequence, optional
-            The caller's own objects, to be returned.
+            The caller's arrays, which the handle of an in-place call returns.
         before_end : callable, optional
-            The runtime calls it with the answer at hand, before the handle completes.
+            Called without arguments when the last added tensor has ended, before the handle completes.
         """
         runtime, entries = self.context.runtime, self._entries
         views = [view for entry in entries for view in (entry.source, entry.target)]
@@ -149,7 +150,8 @@ class Call:
         handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
             runtime.check_joined(self.set_id, self._request(self.name))
-            # This rank has nothing to wait for, but ranks with a list that is not empty must not wait for it.
+            # This rank waits for no other. A rank whose list is not empty would wait for this one, so it gets
+            # an error.
             runtime.announce(self.set_id, self._request(self.name, error="its list of tensors is empty"))
             return handle
         site = calling_site()
@@ -187,7 +189,7 @@ class Call:
 def refusing(
     kind: RequestType, name: str | None, process_set: ProcessSet, *, grouped: bool = False
 ) -> Iterator[None]:
-    """Announce a call as refused if the body, which prepares it, raises an error."""
+    """Announce a call as refused if the body, which prepares the call, raises an error."""
     try:
         yield
     except Exception:
@@ -198,7 +200,7 @@ def refusing(
 def calling_site() -> tuple[CodeType, int] | None:
     """Return the user's code object that called pyhvd, and the offset of the call in it.
 
-    This reads no line table and makes no text: :meth:`pyhvd.queue.TensorQueue.site_of` does.
+    This is cheap. :meth:`pyhvd.queue.TensorQueue.site_of` looks up the line and makes the text, if needed.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
@@ -221,7 +223,10 @@ def _complete_after(
 
 
 def adopt(tensor: Any, *, writing: bool = False) -> View:
-    """Return the view of an array; numpy's own need no library. See :func:`array_libraries.adopt`."""
+    """Return the view of an array; a numpy array skips the choice of a library.
+
+    See :func:`array_libraries.adopt`.
+    """
     taking = arrays.view if type(tensor) is np.ndarray else array_libraries.adopt
     return taking(tensor, writing=writing)
 
@@ -261,13 +266,13 @@ def checked_name(name: str | None, kind: RequestType) -> str:
     if UNNAMED in name.split("."):
         raise ValueError(f"{verb(kind)}: pyhvd reserves names with {UNNAMED!r} between dots: rename {name!r}")
     try:
-        return name.encode().decode()  # a plain str, of whatever subclass it was
+        return name.encode().decode()  # a plain str, even if the name is of a subclass of str
     except UnicodeEncodeError as exc:
         raise ValueError(f"{verb(kind)}: name {name!r} cannot be encoded as UTF-8: {exc}") from None
 
 
 def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
-    """Return each rank's number of rows when dimension 0 is divided; raise ValueError if there is none."""
+    """Return each rank's number of rows when dimension 0 is divided; raise ValueError for a 0-d tensor."""
     if not shape:
         raise ValueError("a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first")
     return rows_of(shape[0], size)
@@ -344,7 +349,7 @@ class Reduction(msgspec.Struct, frozen=True):
             )
 
     def check(self, info: DtypeInfo) -> None:
-        """Raise UnsupportedDtypeError if the dtype does not support this op, or cannot be scaled."""
+        """Raise UnsupportedDtypeError if the dtype does not support this op, or these factors."""
         if self.op not in info.ops:
             supported = ", ".join(op.name.title() for op in sorted(info.ops))
             hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
@@ -354,7 +359,7 @@ class Reduction(msgspec.Struct, frozen=True):
                 f"op={self.op.name.title()} is not defined for {info.name} (only {supported}){hint}"
             )
         if not info.scalable and (self.prescale, self.postscale) != (1.0, 1.0):
-            raise UnsupportedDtypeError(f"{info.name} cannot be scaled")
+            raise UnsupportedDtypeError(f"{info.name} cannot be scaled: leave both factors at 1.0")
 
 
 def _factor(which: str, value: float) -> float:
@@ -368,7 +373,7 @@ def _factor(which: str, value: float) -> float:
 
 
 def _callers_level() -> int:
-    """Return the stacklevel of the first frame outside this package, as seen by the caller."""
+    """Return the ``stacklevel`` for a warning of the caller that shall point outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pyhvd."):
         level, frame = level + 1, frame.f_back
