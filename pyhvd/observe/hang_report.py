@@ -1,6 +1,6 @@
-"""The text of a hang report: who has not submitted what, and where each of those ranks stands.
+"""The text of a hang report: which ranks have not submitted which tensors, and where each of them is.
 
-Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and what the ranks have answered.
+Pure functions over a :class:`~pyhvd.observe.stall_inspector.Finding` and the answers of the ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LINES = 12
 def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float) -> str:
     """Return the report of tensors that have waited for too long.
 
-    ``answers`` has what is known of the missing ranks that were asked, ``places`` every rank's place; ``now``
-    is by the clock of the finding.
+    ``answers`` has, by missing rank that was asked, its stacks or the state of its process. ``places`` has
+    every rank's place. ``now`` is a time (s) of the finding's clock.
     """
     lines = [_headline(finding), *_tensor_lines(finding.stalled, now)]
     for rank in answers:
@@ -34,7 +34,7 @@ def warning_of(finding: Finding, answers: Mapping[int, Answer], places: Sequence
 def error_of(
     finding: Finding, answers: Mapping[int, Answer], places: Sequence[Place], now: float
 ) -> ErrorInfo:
-    """Return the error that ends the job: the same facts, with the stacks apart."""
+    """Return the error that ends the job: the facts of :func:`warning_of`, with the stacks in a field."""
     of_ranks = {rank: _rank_lines(rank, finding, answers, places) for rank in answers}
     lines = [
         f"the job was ended: {_headline(finding)}",
@@ -51,14 +51,14 @@ def error_of(
 
 @dataclass(frozen=True, slots=True)
 class StallSnapshot:
-    """What rank ``rank`` knows when nothing has ended for ``passed`` seconds, and rank 0 does not say why.
+    """What rank ``rank`` knows when nothing has ended for ``passed`` seconds, and rank 0 reports no cause.
 
     Attributes
     ----------
     names : sequence of str
         Names of the tensors in flight on the rank.
     under_way : bool
-        Whether those are being carried out: all ranks have submitted them.
+        Whether these tensors are being carried out; if so, all ranks have submitted them.
     states : mapping of int to State
         States of the other ranks' processes.
     """
@@ -71,16 +71,18 @@ class StallSnapshot:
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks that may be the cause: those whose processes are lost.
+        """The ranks that may be the cause, by the first rule that gives any.
 
-        Without one, rank 0 if it has not told this rank why it waits; otherwise all other ranks.
+        1. The ranks whose processes are lost.
+        2. Rank 0, if no tensor is being carried out here and this is not rank 0.
+        3. All other ranks.
         """
         lost = [rank for rank, state in self.states.items() if state.is_lost]
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
 
 def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
-    """Return the report of a rank on which nothing ends any more."""
+    """Return the report of a rank on which no call ends any more."""
     tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
     why = (
@@ -94,7 +96,7 @@ def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
 
 def describe_late_end(standing: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the report of a shutdown that takes too long."""
-    first = f"shutting down: not all ranks have come to their end within {standing.passed:.0f} s"
+    first = f"shutting down: not all ranks have shut down within {standing.passed:.0f} s"
     return "\n".join([first, *_suspect_lines(standing, places)])
 
 
@@ -106,7 +108,7 @@ def _suspect_lines(standing: StallSnapshot, places: Sequence[Place]) -> list[str
 
 
 def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> StallError:
-    """Return the error with which a rank gives up without rank 0's word."""
+    """Return the error of a rank that ends without an order from rank 0."""
     text = describe_standing(standing, places)
     missing = {name: list(standing.suspects) for name in standing.names}
     stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
@@ -127,14 +129,14 @@ def _shown(name: str) -> str:
 
 
 def names_of(tensors: Sequence[Stalled]) -> str:
-    """Return the names of tensors, the first few of many."""
+    """Return the names of tensors; of many, the first ``_NAMES`` and the number of the others."""
     shown = ", ".join(_name_of(each) for each in tensors[:_NAMES])
     more = len(tensors) - _NAMES
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def describe_state(state: State, place: Place) -> str:
-    """Return why a process does not answer, as far as that can be known."""
+    """Return why a process does not answer, as far as its state tells."""
     if state.is_lost:
         return _describe_process(state, place)
     silent = f"its background thread does not answer within {ANSWER_SECONDS:g} s"
@@ -165,7 +167,7 @@ def _tensor_lines(stalled: Sequence[Stalled], now: float) -> list[str]:
     lines = []
     for (missing, submitted), tensors in together.items():
         oldest = now - min(each.since for each in tensors)
-        by = describe_ranks(submitted) if submitted else "nobody"
+        by = describe_ranks(submitted) if submitted else "no rank"
         lines.append(
             f"  {names_of(tensors)}: not {_done(tensors)} by {describe_ranks(missing)},"
             f" {_done(tensors)} by {by} (waiting for {oldest:.0f} s)"
@@ -206,7 +208,7 @@ def _rank_lines(
 
 
 def _done(tensors: Sequence[Stalled]) -> str:
-    """Return the verb for these tensors; a report has either tensors or a join."""
+    """Return "called" for join(), and "submitted" for tensors; a report never has both."""
     return "called" if tensors[0].name == JOIN_NAME else "submitted"
 
 

@@ -1,8 +1,13 @@
 """Ranks that are threads of one process: their fabric, control transport and world, for tests and trials.
 
-Owns everything that such ranks share. A collective is three steps: each thread publishes its buffer, waits,
-and copies its part of the others' buffers; a second wait keeps the buffers unchanged until then. The barrier
-orders memory: all threads see what any thread wrote before it.
+Owns everything that such ranks share. A collective has four steps:
+
+1. Each thread publishes its buffer.
+2. All threads wait at a barrier.
+3. Each thread copies its part of the others' buffers.
+4. All threads wait again, so that no buffer changes before every thread has copied its part.
+
+The barrier orders memory: after it, every thread sees what any thread wrote before it.
 """
 
 from __future__ import annotations
@@ -46,13 +51,13 @@ class ThreadGroup:
         self._calls: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def wait(self) -> None:
-        """Wait for all threads; raise an error if one is late, or has aborted the group."""
+        """Wait until all threads have called it; raise TransportError or Aborted if one is late or aborts."""
         try:
             self._barrier.wait(self.timeout)
         except threading.BrokenBarrierError as exc:
             self._check()
             raise TransportError(
-                f"a rank of this process has ended, or has not come within {self.timeout:g} s"
+                f"a rank of this process has ended, or has not reached this call within {self.timeout:g} s"
             ) from exc
 
     def interrupt(self) -> None:
@@ -83,7 +88,7 @@ class ThreadGroup:
             raise Aborted(self._note)
 
     def subset(self, ranks: tuple[int, ...], tag: int, rank: int) -> ThreadGroup:
-        """Return the group of some ranks; the n-th call of each of them returns the same group."""
+        """Return the group of some ranks; with the same tag, each one's n-th call returns the same group."""
         with self._lock:
             self._check()
             number = self._calls.get((ranks, tag, rank), 0)
@@ -103,13 +108,13 @@ class ThreadFabric:
         self._group = group
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
-        """Gather blocks of one length."""
+        """Gather every rank's block; all blocks have one length."""
         for r, block in enumerate(self._publish(send)):
             recv[r * len(block) : (r + 1) * len(block)] = block
         self._group.wait()
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
-        """Gather in place."""
+        """Gather blocks in place: rank r's block has the same offset in every rank's buffer."""
         starts = list(itertools.accumulate(counts, initial=0))
         for r, other in enumerate(self._publish(buffer)):
             if r != self.rank:
@@ -130,7 +135,7 @@ class ThreadFabric:
     exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
-        """Exchange blocks with a partner."""
+        """Exchange blocks with a partner; all ranks call it, in pairs."""
         recv[:] = self._publish(send)[partner]
         self._group.wait()
 
@@ -157,7 +162,7 @@ class ThreadFabric:
         return ThreadFabric(group, list(ranks).index(self.rank))
 
     def abort(self, note: bytes) -> None:
-        """Make other ranks' waits for this rank fail."""
+        """Make the other ranks' waits fail with this rank's note."""
         self._group.abort(self.rank, note)
 
     def close(self) -> None:
@@ -170,7 +175,7 @@ class ThreadFabric:
 
 
 def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
-    """Return memory for a window, which all threads of a fabric share; collective."""
+    """Return a window's memory, with one part per rank, which all threads of a fabric share; collective."""
     assert isinstance(fabric, ThreadFabric)
     stride = aligned(nbytes)
     memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
@@ -183,7 +188,7 @@ ARENA = 1 << 26
 
 
 def open_thread_arena(fabric: Fabric) -> Arena:
-    """Return memory for arrays; collective. Ranks reduce arrays in place only if an arena holds them."""
+    """Return this rank's arena; collective. Without arenas, ranks copy arrays through the window."""
     opened = open_thread_window(fabric, ARENA)
     return Arena(fabric.rank, opened.areas, ARENA, _do_nothing, _do_nothing, opened.memory)
 
@@ -193,7 +198,7 @@ def _do_nothing(offset: int, nbytes: int) -> None:
 
 
 class ThreadBell:
-    """Wakes the ranks of one world; a bell's address is the rank."""
+    """Wakes the ranks of one world; the address of a rank's bell is the rank's number."""
 
     shortest = 0.0
 
@@ -217,10 +222,10 @@ class ThreadBell:
 
 
 class _Delivered:
-    """A message that has arrived."""
+    """A message that is in its receiver's box already."""
 
     def gone(self) -> bool:
-        """Return True."""
+        """Return True: the message needs no further work of the sender."""
         return True
 
 
@@ -228,9 +233,10 @@ _DELIVERED = _Delivered()
 
 
 class InProcessTransport:
-    """The control transport of one thread: a message goes into the receiver's box, and rings its bell.
+    """The control transport of one thread.
 
-    Boxes are by rank, and the bell's addresses are the ranks.
+    To send a message, append it to the receiver's box, and ring the receiver's bell. Boxes and bells are
+    numbered by rank.
     """
 
     def __init__(self, rank: int, boxes: Sequence[deque[Message]], bell: Bell) -> None:
@@ -286,7 +292,7 @@ class ThreadWorlds:
         self._calls = [0] * size
 
     def world(self, rank: int) -> World:
-        """Return one rank's next world; the n-th calls of all ranks return the same one."""
+        """Return one rank's part of its next world; the n-th calls of all ranks share one world."""
         ranks = range(self._size)
         with self._lock:
             number = self._calls[rank]
@@ -307,7 +313,7 @@ class ThreadWorlds:
         )
 
     def abort(self) -> None:
-        """Make every wait of one rank for another fail, in all worlds."""
+        """Make every rank's wait for another rank fail, in all worlds."""
         with self._lock:
             worlds = list(self._worlds)
         for group, _, _ in worlds:
@@ -315,4 +321,4 @@ class ThreadWorlds:
 
 
 def _no_communicators(comm: object) -> tuple[int, ...]:
-    raise ValueError(f"{comm!r} is no process set here: ranks that are threads have no MPI communicators")
+    raise ValueError(f"{comm!r} is not a process set: ranks that are threads have no MPI communicators")

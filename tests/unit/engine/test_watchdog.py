@@ -118,7 +118,7 @@ def test_where_nobody_is_stopped_all_are_shown() -> None:
 def test_a_shutdown_that_does_not_end() -> None:
     standing = StallSnapshot(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
     assert describe_late_end(standing, PLACES) == (
-        "shutting down: not all ranks have come to their end within 6 s\n"
+        "shutting down: not all ranks have shut down within 6 s\n"
         "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
         " go on"
     )
