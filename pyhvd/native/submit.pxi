@@ -1,7 +1,7 @@
-# From a verb to a handle: how a remembered call gets onto the fast path; a part of shared_memory.pyx.
+# Submission to the fast path: from a verb's arguments to a handle; a part of shared_memory.pyx.
 
 cdef class FastPathSlot:
-    """Where :func:`start` finds the fast path of a rank; None: all calls go by message."""
+    """Holds the fast path of a rank, for :func:`start`; None if all calls go by message."""
 
     cdef FastPath _fast_path
 
@@ -16,7 +16,7 @@ cdef class FastPathSlot:
             self._fast_path = fast_path
 
     cdef FastPath get(self):
-        with cython.critical_section(self):  # without the GIL, another thread may replace it meanwhile
+        with cython.critical_section(self):  # in free-threaded Python, another thread may replace the path
             return self._fast_path
 
 
@@ -34,7 +34,10 @@ cpdef enum:
 
 
 def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, by_message):
-    """Tell :func:`start` how to find the caller's fast path and process sets, and who takes other calls."""
+    """Tell :func:`start` how to find the caller's fast path and process set.
+
+    ``by_message`` submits the calls that cannot use the fast path.
+    """
     global _current_slot, _process_slot, _set_class, _global_set, _by_message
     _current_slot, _process_slot = current_slot, process_slot
     _set_class, _global_set = set_class, global_set
@@ -42,26 +45,26 @@ def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, b
 
 
 def count_rank_threads(int change):
-    """Change the number of threads that are a rank of their own; the caller holds a lock."""
+    """Add ``change`` to the number of ranks that are threads of this process; the caller holds a lock."""
     global _rank_threads
     _rank_threads += change
 
 
 def start(int form, tensors, average, name, op, prescale, postscale, process_set):
-    """Submit an allreduce: to the fast path if the ranks remember the call, else by message.
+    """Submit an allreduce: to the fast path if the call is cached, else by message.
 
     Parameters
     ----------
     form : int
-        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into them, and WAITS if the caller
-        waits at once, so that no other thread need be woken.
+        Flags: GROUPED if ``tensors`` is a list, IN_PLACE if the results go into the tensors, and WAITS if the
+        caller waits at once. A caller that waits flushes and makes progress itself, so no thread is woken.
     tensors, average, name, op, prescale, postscale, process_set
         The user's arguments.
 
     Returns
     -------
     Handle
-        The promise of the result.
+        The call's handle.
     """
     cdef object handle = _submit_cached(form, tensors, average, name, op, prescale, postscale, process_set)
     if handle is None:
@@ -73,7 +76,7 @@ cdef object _submit_cached(
     int form, object tensors, object average, object name, object op, object prescale, object postscale,
     object process_set
 ):
-    """Submit a call that the ranks remember; return None for any other call."""
+    """Submit a cached call to the fast path; return None if the call must go by message."""
     cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
     cdef FastPath path = slot.get()
     cdef object set_id = 0

@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
     arguments : sequence of str
         ``sys.argv[1:]``.
     under_mpiexec : bool
-        Whether this process is a rank: then ``-n`` is refused, otherwise it is required.
+        Whether mpiexec has started this process as a rank. Then ``-n`` is refused; otherwise it is required.
     """
     parser = _parser()
     own, program = _split(list(arguments), parser)
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool) -> Options:
 
 
 def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse an invalid program."""
+    """Exit with a usage error if the program is missing or invalid."""
     if not program:
         parser.error("no script: give a script, -m module or -c code")
     if program[0] == "-":
@@ -121,7 +121,7 @@ def _check_program(program: list[str], parser: argparse.ArgumentParser) -> None:
 
 
 def _joined(own: list[str]) -> list[str]:
-    """Join ``--mpi-args ARGS`` into one word: argparse would take ARGS with its dash for an option."""
+    """Join ``--mpi-args ARGS`` into one word: argparse takes a separate ARGS with a dash for an option."""
     if "--mpi-args" not in own[:-1]:
         return own
     at = own.index("--mpi-args")
@@ -129,7 +129,7 @@ def _joined(own: list[str]) -> list[str]:
 
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Split off the program: everything after the script's name belongs to the script."""
+    """Return pyhvdrun's own arguments, and the program with its arguments."""
     takes_value = {
         name for action in parser._actions if action.nargs is None for name in action.option_strings
     }
@@ -141,7 +141,7 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
         if word in ("-m", "-c", "-") or not word.startswith("-"):
             break
         joined = word[:2] in ("-m", "-c") and not word.startswith("--") and word != "-cb"
-        if joined:  # -mmodule, as python takes it
+        if joined:  # "-mmodule" in one word, which python accepts too
             return arguments[:at], [word[:2], word[2:], *arguments[at + 1 :]]
         at += 2 if word in takes_value else 1
     return arguments[:at], arguments[at:]
