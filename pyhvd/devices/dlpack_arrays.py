@@ -1,7 +1,7 @@
 """Take and return arrays of other libraries on CUDA devices: by DLPack, or ``__cuda_array_interface__``.
 
-Results are arrays of the same library if it is JAX or has an array API namespace; else CuPy arrays, which
-have both protocols.
+A result is an array of the input's library if that library has an array API namespace, as JAX has. Otherwise
+it is a CuPy array, which offers both protocols.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pyhvd.devices.streams import Lease, stream_of
 class ForeignLibrary:
     """Takes arrays through CuPy; see :class:`pyhvd.devices.array_libraries.Adopter`.
 
-    By DLPack the producer makes a stream of the consumer wait for its work. That stream is the *intake*, one
-    per device.
+    When pyhvd imports an array by DLPack, the array's library makes a stream of pyhvd wait for the library's
+    queued work. That stream is the *intake*; each device has one.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ForeignLibrary:
         if not hasattr(tensor, "__dlpack__"):
             return _adopt_interface(tensor, writing)
         device = cuda_device(int(tensor.__dlpack_device__()[1]))
-        device.current_stream()  # raises for a stream that cannot wait for the result
+        device.current_stream()  # raises ValueError for a stream that could not wait for the result
         stream = self._intake(device)
         with device.working_on(stream):
             array = cupy.from_dlpack(tensor)
@@ -69,10 +69,11 @@ def _adopt_interface(tensor: Any, writing: bool) -> DeviceView:
     strides = interface.get("strides")
     index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id
     device = cuda_device(index)
-    # Version 3 of the protocol: None means nothing to wait for; 0 is not allowed, but unambiguous.
+    # In version 3 of the protocol, None means that there is no work to wait for. The protocol forbids 0; here
+    # it means the default stream.
     if interface.get("stream") is None:
         stream, origin = device.current()
-    else:  # only the array can keep its stream alive
+    else:  # nothing but the array keeps its stream alive
         stream, origin = stream_of(int(interface["stream"]), "the stream of this array"), tensor
     nbytes = _extent(shape, strides, dtype.itemsize)
     memory = cupy.cuda.UnownedMemory(ptr, nbytes, tensor, index)
@@ -90,16 +91,22 @@ class _SameLibrary(CupyLibrary):
         self._namespace = namespace() if namespace is not None else None
 
     def follow(self, view: DeviceView, arrived: Event) -> None:
-        """Make CuPy's current stream and the array's stream (its library's, or the named one) wait."""
+        """Make the array's streams and CuPy's current stream wait for the result.
+
+        The array's streams are the view's, and the one that its library uses, if the library has a namespace.
+        """
         view.on.wait(view.stream, arrived)
         if self._namespace is not None:
             with cuda_device(view.on.index).working_on(view.stream):
-                self._namespace.from_dlpack(view.owner)  # makes the library's stream wait for this one
+                self._namespace.from_dlpack(view.owner)  # makes the library's stream wait for the view's
         if view.on.current_stream() != view.stream:
             super().follow(view, arrived)
 
     def receive(self, view: DeviceView, arrived: Event) -> Any:
-        """Make the intake, or CuPy's current stream, wait; return an array of the library."""
+        """Return the result as an array of the library, or of CuPy if the library has no namespace.
+
+        The stream that will use the array waits for the result.
+        """
         if self._namespace is None:
             return super().receive(view, arrived)
         view.on.wait(view.stream, arrived)
@@ -109,7 +116,7 @@ class _SameLibrary(CupyLibrary):
 
 
 class _Export:
-    """A result that another library imports by DLPack; it names the stream that will use the result."""
+    """A result that another library imports by DLPack; the import names the stream that will use it."""
 
     def __init__(self, view: DeviceView) -> None:
         self._lease = Lease(view)
@@ -119,13 +126,13 @@ class _Export:
         return self._array.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        """Export the array; for the lease, None and -1 (no waiting) mean the default stream."""
-        self._lease.use_on(stream_of(max(stream or 0, 0), "the stream that the result is asked for"))
+        """Export the array; the lease takes ``stream`` None and -1 (do not wait) for the default stream."""
+        self._lease.use_on(stream_of(max(stream or 0, 0), "the stream that will use the result"))
         return self._array.__dlpack__(stream=stream, **options)
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> int:
-    """Return the bytes from an array's first to its last element."""
+    """Return the number of bytes that an array's elements span."""
     if 0 in shape:
         return 0
     if strides is None:

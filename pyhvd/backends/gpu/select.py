@@ -1,4 +1,4 @@
-"""Choose how a process set reduces arrays on GPUs: by NCCL if all its ranks can, else through the host."""
+"""Choose the backend of a process set for arrays on GPUs: NCCL if all its ranks can use it, else staging."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _log = logging.getLogger("pyhvd")
 
 
 class RankDevice(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's device, and the NCCL that it has.
+    """One rank's device, and its version of NCCL.
 
     Attributes
     ----------
     device : str
         Equal on two ranks if, and only if, they use the same physical device; empty if the rank has none.
     name : str
-        The device's name in its process.
+        The device's name in messages, such as ``"cuda:0"``; its number counts within the process.
     nccl : str
         NCCL's version; empty if NCCL cannot be used.
     error : str
@@ -45,15 +45,15 @@ def open_backend(
 ) -> DeviceBackend:
     """Return a process set's backend for arrays on devices; collective over the set.
 
-    Rank 0 of the set logs which backend it is, and why it is not NCCL. ``host`` is the set's backend for
-    arrays in host memory; ``members`` are the set's global ranks.
+    Set rank 0 logs the choice and, if it is not NCCL, the reason. ``host`` is the set's backend for arrays in
+    host memory; ``members`` are the set's global ranks.
     """
     mine = msgspec.msgpack.encode(_describe(device))
     ranks = [msgspec.msgpack.decode(data, type=RankDevice) for data in allgather_bytes(host.fabric, mine)]
     by_host = partial(StagedBackend, host, device, stream, packer)
     reason = why_not_nccl(ranks, members)
     if not reason:
-        assert packer is not None  # usable_version() has refused a device without one
+        assert packer is not None  # usable_version() raises an error for a device without a packer
         try:
             backend = open_nccl(host.fabric, device, stream, packer, load_library(), by_host)
         except Refused as exc:
@@ -84,7 +84,7 @@ def _log_choice(host: HostBackend, choice: str) -> None:
 
 
 def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
-    """Return why the ranks of a process set, with these global ranks, cannot use NCCL; empty if they can."""
+    """Return why a process set cannot use NCCL, or an empty text; ``members`` are the global ranks."""
     without = [members[i] for i, rank in enumerate(ranks) if not rank.device]
     if without:
         return f"there is no device on {_list_ranks(without)}"

@@ -300,7 +300,7 @@ def test_a_result_is_not_given_to_a_stream_that_each_thread_has(device: FakeDevi
 
     def body() -> None:
         handle = hvd.allreduce_async(make_array("dlpack", device), name="x")
-        with pytest.raises(ValueError, match=r"the stream that the result is asked for is CUDA's per-thread"):
+        with pytest.raises(ValueError, match=r"the stream that will use the result is CUDA's per-thread"):
             handle.result()
 
     alone(body)
