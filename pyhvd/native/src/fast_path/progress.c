@@ -7,11 +7,14 @@
 #include "common/cpu_affinity.h"
 #include "kernels/kernels.h"
 
-#define GATHER_NS 50000       /* between two looks whether calls still arrive */
-#define TABLE_LOCK_NS 2000000 /* its holders need microseconds, unless the system has stopped one */
-#define WATCH_NS 100000       /* between two looks after calls that no thread waited for */
+#define GATHER_NS 50000 /* between two checks whether calls still arrive */
+/* Longest wait for the table's lock. Its holders need microseconds, unless one was stopped. */
+#define TABLE_LOCK_NS 2000000
+/* After a flush without waiting threads: this many looks for new calls, this far apart. */
+#define WATCH_NS 100000
 #define WATCH_LOOKS 3
-#define LAZY_LOOKS 20 /* looks, a cycle time apart, after the last call; then the next call rings */
+/* Looks after the last call, a cycle time apart. Then the thread sleeps until a call rings. */
+#define LAZY_LOOKS 20
 
 /* ---- set-up ---- */
 
@@ -117,7 +120,7 @@ static int is_closed(const pyhvd_fast_path *path) {
 
 /* ---- flushing ---- */
 
-/* Mark the held calls ready; return 0 without the table's lock. */
+/* Mark the held calls ready; return 0 if the table's lock cannot be taken within TABLE_LOCK_NS. */
 static int try_flush(pyhvd_fast_path *path, int64_t now) {
     pyhvd_ready_table *table = &path->setup.table;
     pyhvd_submissions *s = &path->submissions;
@@ -126,8 +129,8 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
     memset(from, 0xff, sizeof from);
     pthread_mutex_lock(&s->mutex);
     uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    /* The watchdog needs the mutex too: it is released while a stopped rank holds the table's
-     * lock. */
+    /* A stopped rank may hold the table's lock. Do not keep the mutex meanwhile: the watchdog needs
+     * it too. */
     if (!n || !pyhvd_ready_table_lock(table, TABLE_LOCK_NS)) {
         pthread_mutex_unlock(&s->mutex);
         return !n;
@@ -192,8 +195,8 @@ static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
             p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
 }
 
-/* Whether all tensors of a call fit into one batch but for their size. It holds until a slot is
- * installed anew. */
+/* Return whether all tensors of a call fit into one batch, apart from their total size. `alike`
+ * keeps the answer until one of the call's slots is installed again. */
 static int is_alike(const pyhvd_fast_path *path, pyhvd_call *call) {
     const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
     const pyhvd_slot_list *slots = &call->slots;
@@ -206,7 +209,7 @@ static int is_alike(const pyhvd_fast_path *path, pyhvd_call *call) {
     return call->alike == PYHVD_ALIKE;
 }
 
-/* The grouped call that is the whole entry and fits into one batch, or NULL. */
+/* Return the grouped call that makes up the whole log entry and fits into one batch, or NULL. */
 static pyhvd_call *find_whole_call(const pyhvd_fast_path *path, const pyhvd_cached_tensor *first) {
     const pyhvd_progress *p = &path->progress;
     pyhvd_call *call = first->call;
@@ -230,7 +233,7 @@ static uint32_t gather_batch(pyhvd_fast_path *path) {
         const pyhvd_cached_tensor *tensor = &tensors[p->pending[k]];
         size_t more = (size_t)tensor->count * item;
         if (n && (!fits_with(path, first, tensor) || bytes + more > p->threshold)) {
-            /* filled from its end: `pending` is still read */
+            /* Into scratch memory, as `pending` is still being read; backwards from its end. */
             p->left_behind[--kept] = p->pending[k];
             continue;
         }
@@ -297,7 +300,7 @@ static void count_batch(pyhvd_fast_path *path) {
     if (p->ready_ns) pyhvd_observe(&counters->execution, (uint64_t)(pyhvd_now() - p->ready_ns), 1);
 }
 
-/* End n tensors of a call. Its arrays may be freed as soon as the last one ends. */
+/* End n tensors of a call. When the call's last tensor has ended, its arrays may be freed. */
 static void end_tensors(pyhvd_fast_path *path, pyhvd_call *call, uint32_t n) {
     if (atomic_fetch_sub_explicit(&call->unfinished, n, memory_order_acq_rel) != n) return;
     uint64_t turn = atomic_fetch_add_explicit(&call->finished, 1, memory_order_release) + 1;
@@ -335,7 +338,8 @@ static void give_up(pyhvd_fast_path *path) {
     wake_background(path, PYHVD_WAKE_ABORTED);
 }
 
-/* Continue the batch until it has ended, or the window has slept in vain. */
+/* Continue the batch until it has ended. Return PYHVD_LATE after a sleep in the window without
+ * news, and PYHVD_CLOSED if the window was aborted. */
 static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
@@ -382,7 +386,8 @@ static void leave_shared_core(pyhvd_fast_path *path) {
         pyhvd_publish_core(&rank_state_of(path)->core);
 }
 
-/* Wait until the log has another entry, or the call has ended; PYHVD_LATE at `until`. */
+/* Wait until the log has another entry, or the call has ended, or for one sleep. Return PYHVD_LATE
+ * if the time `until` has passed. */
 static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
                        int64_t until) {
     const pyhvd_ready_table *table = &path->setup.table;
@@ -446,10 +451,12 @@ static int try_lock_progress(pyhvd_fast_path *path) {
 }
 
 /* Release the progress lock; return whether work is left. Wake the waiters, as one of them must
- * take the lock, unless a response list is next: none of them can pass it, and each would wake the
- * next one while the ranks that send the list need the cores. */
+ * take the lock. Exception: do not wake them if a response list is next in the log. No waiter can
+ * pass it; each would take the lock, release it and wake the others, on cores that the ranks need
+ * to send the list. */
 static int unlock_progress(pyhvd_fast_path *path, int status) {
-    /* Read under the lock. What arrives later finds `progress_lock` clear, and rings. */
+    /* Read under the lock. A rank that later appends to the log finds `progress_lock` clear, and
+     * wakes the background thread. */
     int left_over = is_under_way(path);
     atomic_store_explicit(&path->left_over, (uint32_t)left_over, memory_order_relaxed);
     atomic_store_explicit(&rank_state_of(path)->progress_lock, 0, memory_order_release);
@@ -487,8 +494,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
         if (is_closed(path)) return PYHVD_CLOSED;
         if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
         int locked = try_lock_progress(path);
-        /* Flushed only now: the rank that completes the batch sees the lock, and wakes no second
-         * thread here. */
+        /* Flush only after taking the lock. The rank whose marks complete a batch then sees this
+         * rank's lock taken, and does not wake this rank's background thread as well. */
         if (!pyhvd_fast_path_flush(path, 0, now)) {
             if (locked) stop_progress(path, PYHVD_IDLING);
             pyhvd_nap(GATHER_NS);
@@ -496,8 +503,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
         }
         if (locked) {
             int status = make_progress(path, call, turn, until);
-            /* Read under the lock: no other thread has passed the list yet, and the next one that
-             * does changes it. */
+            /* Read `wakeups` under the lock: no other thread has passed the response list yet, and
+             * the thread that passes it will change `wakeups`. */
             seen = atomic_load_explicit(&path->wakeups, memory_order_acquire);
             stop_progress(path, status);
             if (status == PYHVD_DONE) return PYHVD_DONE;
@@ -510,8 +517,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
 
 /* ---- the background thread ---- */
 
-/* Flush once no more calls arrive, or the cycle time is over; return how long to wait for that
- * (ns), or 0. */
+/* Flush if no more calls arrive, or if the cycle time is over. Return after how long (ns) to call
+ * again, or 0 if no call is held. */
 static int64_t gather(pyhvd_fast_path *path) {
     pyhvd_background *b = &path->background;
     uint32_t holds = atomic_load_explicit(&path->submissions.hold_count, memory_order_acquire);
@@ -531,10 +538,12 @@ static int64_t gather(pyhvd_fast_path *path) {
     return pyhvd_fast_path_flush(path, 0, now) ? 0 : GATHER_NS;
 }
 
-/* Choose how long to sleep (ns). `watches` gets whether the thread will look by itself for new
- * calls, so that these need not ring. It looks often for a while after calls that no thread waited
- * for. After calls with waiting threads it sleeps longer, as these threads make progress
- * themselves, and need the core. */
+/* Choose how long the background thread sleeps (ns). Set `watches` to whether it will soon look
+ * for new calls by itself, so that they need not ring.
+ *   1. After calls that no thread waited for, it looks WATCH_LOOKS times, soon.
+ *   2. After calls with waiting threads, it then looks LAZY_LOOKS times, rarely: those threads make
+ *      progress themselves, and need the core.
+ *   3. Otherwise it sleeps until it is woken. */
 static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *watches) {
     int64_t lazy = b->cycle_ns < WATCH_NS ? WATCH_NS : b->cycle_ns;
     *watches = 1;
@@ -545,7 +554,8 @@ static int64_t choose_nap(pyhvd_background *b, int64_t nap, int64_t left, int *w
     return left;
 }
 
-/* Sleep until woken, at most `ns`. The second look sees what happens before the sleep. */
+/* Sleep until woken, at most `ns`. First set `background_asleep`, then look for work again: work
+ * that arrives later finds the flag set, and wakes the thread. */
 static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
     pyhvd_rank_state *mine = rank_state_of(path);
     uint32_t seen = atomic_load_explicit(&mine->background_bell, memory_order_acquire);
@@ -562,10 +572,10 @@ static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
     atomic_store_explicit(&mine->background_asleep, 0, memory_order_relaxed);
 }
 
-/* Make progress if no other thread does; return whether the log has come to a list that the caller
- * does not know of. */
+/* Make progress if no other thread does. Return whether a response list is next in the log that the
+ * background thread does not know of. */
 static int progress_alone(pyhvd_fast_path *path) {
-    /* A holder of the lock rings when it leaves work over. */
+    /* If another thread holds the lock, it wakes this thread if it leaves work over. */
     int left_over = atomic_load_explicit(&path->left_over, memory_order_relaxed) != 0;
     if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
         return 0;
