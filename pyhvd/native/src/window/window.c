@@ -7,14 +7,15 @@
 #include "common/prefetch.h"
 #include "kernels/kernels.h"
 
-#define BLOCK 4096 /* bytes reduced and stored with the peers while they are in the L1 cache */
-/* malloc's large blocks begin 16 bytes behind a line; so do the slots for one of them */
+#define BLOCK 4096 /* bytes that are reduced, then stored with the peers from the L1 cache */
+/* Offset of the window slots from a cache line while they hold a single tensor. malloc's large
+ * blocks begin 16 bytes after a line, so the tensor and its slot are then aligned alike. */
 #define SHIFT 16
-#define AHEAD 8192 /* bytes by which lines for writing are prefetched: two blocks */
-#define SOON 4     /* tensors by which small ones are prefetched */
+#define AHEAD 8192 /* prefetch distance (bytes) for lines that will be written: two blocks */
+#define SOON 4     /* prefetch distance (tensors) for small tensors */
 
 size_t pyhvd_window_area(size_t capacity) {
-    /* a line for the shift */
+    /* Each slot has one more line, as room for the shift. */
     return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE;
 }
 
@@ -81,8 +82,8 @@ int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
     return status;
 }
 
-/* Wait until every rank's counter has reached a value; return the status. A trace gets how long
- * that took, and the last rank that was awaited. */
+/* Wait until every rank's counter has reached a value; return the status. Record in the trace how
+ * long the wait took, and the last rank that was awaited. */
 static int await_all(pyhvd_window *w, int counter, uint64_t value) {
     int64_t begin = pyhvd_trace_now(w->trace);
     int status = PYHVD_OK, last = w->rank;
@@ -148,8 +149,8 @@ typedef struct {
     int64_t offset, count;
 } piece;
 
-/* Take the next piece of elements [from, to). `at` is the tensor where the search begins: the next
- * range is near. */
+/* Set `p` to the first piece of the elements [from, to), and `from` to the piece's end. Return 0 if
+ * there is none. The search for the tensor begins at the last one, `at`, as the next is near. */
 static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
     if (*from >= to) return 0;
     const int64_t *starts = job->starts;
@@ -166,8 +167,8 @@ static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
     return (uint8_t *)(intptr_t)base + (size_t)offset * item;
 }
 
-/* Prefetch the start of a tensor that comes soon: the processor cannot guess where small tensors
- * lie. */
+/* Prefetch the start of the tensor that is SOON tensors ahead: the processor's own prefetcher
+ * cannot predict the addresses of small tensors. */
 static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t item) {
     size_t next = tensor + SOON;
     if (next >= job->n || !job->srcs[next]) return;
@@ -175,8 +176,8 @@ static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t i
     pyhvd_prefetch_for_writing(address_of(job->srcs[next], 0, item), MIN(bytes, BLOCK));
 }
 
-/* Copy elements [from, to) to `out`. With `own`, copy only elements that the owner cannot read from
- * its array. */
+/* Copy elements [from, to) to `out`. With `own`, they are this rank's slice. Then write only scaled
+ * and identity elements: reduce_range reads all others from the rank's array. */
 static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out,
                        int own) {
     size_t item = pyhvd_itemsize(job->dtype);
@@ -207,9 +208,10 @@ static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64
     }
 }
 
-/* Copy a block of the result to a peer. With each line, prefetch the lines AHEAD of it on both
- * sides, as far as the ranges go. Prefetching takes longer than copying and hides it; one burst
- * before the reduction hid nothing. */
+/* Copy a block of the result to a peer. With each line, prefetch the line AHEAD bytes further on
+ * both sides, if it is within the `left` bytes of that side. So copying overlaps with prefetching,
+ * which takes longer. (A burst of prefetches before each reduction did not overlap, and saved no
+ * time.) */
 static inline void store_with_peer(uint8_t *there, size_t left_there, const uint8_t *here,
                                    size_t left_here, size_t length) {
     size_t j = 0;
@@ -227,14 +229,15 @@ static inline void prefetch_second(const uint8_t *at, size_t bytes) {
 }
 
 /* Reduce `bytes` bytes at `own` (this rank's) and theirs[q] (rank q's) into `out`, and store the
- * result at theirs[q] too. So each line of a peer changes owner twice; it would change three times
- * if the peer fetched the result. `more` bytes behind theirs[q] come next. */
+ * result at theirs[q] too. Each cache line of a peer then moves between cores twice; it would move
+ * three times if the peer fetched the result. The next `more` bytes after theirs[q] are needed
+ * afterwards, and may be prefetched. */
 static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint8_t *own,
                          uint8_t *out, uint8_t *const *theirs, size_t bytes, size_t more) {
     size_t item = pyhvd_itemsize(job->dtype);
     int inplace = own == out;
     int64_t from[PYHVD_MAX_LOCAL];
-    /* later blocks begin with a line */
+    /* The first block ends at a cache line, so that the later blocks begin at one. */
     size_t length = BLOCK - (uintptr_t)out % PYHVD_PREFETCH_BYTES;
     length -= length % item;
     if (inplace) prefetch_second(own, bytes);
@@ -248,7 +251,7 @@ static void reduce_bytes(const pyhvd_window *w, const pyhvd_job *job, const uint
         for (int q = 0; q < w->size; q++) {
             if (q == w->rank) continue;
             store_with_peer(theirs[q] + k, bytes - k + more, out + k, left, length);
-            left = 0; /* prefetch once */
+            left = 0; /* the first peer's turn has prefetched `out` */
         }
     }
 }
@@ -304,7 +307,7 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 typedef struct {
-    int64_t from, to, mine_from, mine_to; /* elements of a chunk; of this rank's slice of it */
+    int64_t from, to, mine_from, mine_to; /* the elements of a chunk; this rank's slice of them */
 } span;
 
 static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
@@ -353,8 +356,8 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     return PYHVD_OK;
 }
 
-/* Reduce this rank's share of every chunk in the arenas, the last chunk first: usually the end of an
- * array is in the cache. */
+/* Reduce this rank's share of every chunk in the arenas. Begin with the last chunk, because usually
+ * the end of an array is still in the cache. */
 static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
     size_t item = pyhvd_itemsize(job->dtype), walk = 0;
     int64_t total = job->starts[job->n], per_chunk = (int64_t)(w->chunk / item);
@@ -374,8 +377,8 @@ static void reduce_shares(const pyhvd_window *w, const pyhvd_job *job) {
     }
 }
 
-/* Reduce directly: tell the peers where the arrays are, reduce the own share, wait for the other
- * shares. */
+/* Reduce directly: tell the peers where the arrays are, reduce this rank's share, and wait until
+ * the peers have reduced theirs. */
 static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_job *job = c->job;
     uint64_t chunk = w->chunks, *places = (uint64_t *)slot_of(w, w->rank, chunk);
