@@ -1,4 +1,4 @@
-"""Cases of allgather, broadcast, alltoall and barrier, compared with the oracle."""
+"""Cases of allgather, broadcast, alltoall and barrier; :mod:`tests.conformance.oracle` gives the results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRAILING: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2), (0,))
 
 
 def _extents(kind: str, size: int) -> list[int]:
-    """Return the first dimension of each rank's tensor."""
+    """Return each rank's length of dimension 0."""
     return {
         "even": [3] * size,
         "uneven": [r + 1 for r in range(size)],
@@ -169,7 +169,7 @@ def barrier_waits_for_everybody() -> None:
     entered = np.array([time.monotonic()])
     hvd.barrier()
     left = time.monotonic()
-    # All ranks share one machine, and so one clock.
+    # No rank may leave the barrier before the last one has entered it. All ranks read the clock of one host.
     assert hvd.allreduce(entered, op=hvd.Max)[0] <= left
 
 

@@ -56,7 +56,7 @@ def test_a_bad_setting_on_one_rank_is_an_error_on_all(monkeypatch: pytest.Monkey
     def body() -> str:
         with pytest.raises(ValueError, match="PYHVD_CYCLE_TIME='abc'") as caught:
             hvd.init()
-        hvd.init()  # the next reading is valid on every rank
+        hvd.init()  # now every rank reads a valid setting
         return type(caught.value).__name__
 
     assert sorted(run_ranks(2, body, init=False, timeout=20)) == ["ConfigError", "ValueError"]
@@ -87,7 +87,7 @@ def test_callbacks_may_raise_anything_and_submit_but_not_wait(caplog: pytest.Log
 
         handle = hvd.allreduce_async(1.0, name="first")
         for callback in (leave, wait, submit):
-            handle.add_done_callback(callback)  # before the end: otherwise this thread would run the callback
+            handle.add_done_callback(callback)  # before the call ends, or this thread would run the callback
         waits.set()
         assert called.wait(20)
         return float(submitted[0].result(20))

@@ -1,4 +1,4 @@
-"""The one table of dtypes: codes, names, sizes and ops, against numpy and Horovod's wire codes."""
+"""The table of dtypes: its codes, names, sizes and ops, compared with numpy and with Horovod's codes."""
 
 from __future__ import annotations
 

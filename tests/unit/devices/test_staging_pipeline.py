@@ -1,4 +1,4 @@
-"""Staging through the host, compared with numpy, on a device whose streams run as late as allowed."""
+"""Staging, compared with numpy, on a fake device that delays and reorders the queued work of its streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE = 16
 
 
 def doubled(device: FakeDevice, source: FakeArray, target: FakeArray) -> Array:
-    """Double bytes through the host, on the communication stream; return the result."""
+    """Double an array's bytes on the host, by a pipeline of the communication stream; return the result."""
     stream, caller = device.make_stream(), device.current_stream()
     ready, arrived = device.make_event(), device.make_event()
     device.record(ready, caller)
@@ -75,7 +75,7 @@ def _goes_wrong(what: str, number: int) -> bool:
     for seed in range(60):
         device = Forgetful(seed=seed)
         values = np.arange(3 * PIECE, dtype=np.uint8)
-        # Long work is under way on the caller's stream when the transfer begins.
+        # When the transfer begins, work on the caller's stream may still have to write the values.
         source = fake_array(device, np.full(len(values), 77, np.uint8))
         source.set(values)
         target = fake_array(device, np.zeros(len(values), np.uint8))
@@ -85,9 +85,14 @@ def _goes_wrong(what: str, number: int) -> bool:
     return False
 
 
-# The transfer has three pieces. Waits: the communication stream for the input, the stream down for
-# that stream, that stream for the stream up, and the caller's stream. Synchronizations: with the bytes that
-# came down, for each piece; and with those that went up from the first piece's slot, before its reuse.
+# The transfer has three pieces, and each direction has two slots. Its waits, in order:
+#   0. the communication stream waits for the caller's stream, which writes the input;
+#   1. the stream down waits for the communication stream;
+#   2. the communication stream waits for the stream up;
+#   3. the caller's stream waits for the communication stream.
+# Its synchronizations, in order:
+#   0, 2, 4. for each piece: its copy down has ended;
+#   1, 3, 5. for each piece: the last copy up from its slot has ended. The first two pieces have no such copy.
 @pytest.mark.parametrize(
     ("what", "number"), [("wait", n) for n in range(4)] + [("synchronize", n) for n in (0, 2, 4, 5)]
 )

@@ -16,7 +16,10 @@ SCATTER, ALLTOALL = RequestType.REDUCESCATTER, RequestType.ALLTOALL
 
 
 def error_of(requests: Sequence[Request]) -> ErrorInfo:
-    """Let each rank submit one request under one name; all must fail alike, and the set must stay usable."""
+    """Submit one request per rank under one name; return the error, which all ranks must get.
+
+    The process set must stay usable.
+    """
     network = Network(len(requests))
     ends = network.each(requests)
     errors = [end.response.error for (end,) in ends]
@@ -140,7 +143,7 @@ FAULTS: list[tuple[str, dict[str, object]]] = [
 
 @pytest.mark.parametrize("first", range(len(FAULTS)), ids=lambda i: FAULTS[i][0])
 def test_only_the_first_fault_is_reported(first: int) -> None:
-    """Horovod's order: dtype, operation, shape, scales, reduce op, (joined ranks), root, device."""
+    """The checks run in Horovod's order: dtype, operation, shape, factors, op, joined ranks, root, device."""
     fields: dict[str, object] = {"type": RequestType.ALLREDUCE, "dtype": Code.FLOAT32, "shape": (2,), "op": 1}
     wrong = dict(fields)
     for _, fault in FAULTS[first:]:

@@ -1,8 +1,8 @@
-"""Random programs of several ranks, in every order in which their messages can travel.
+"""Random programs of several ranks, with random orders in which their messages travel.
 
-A program is a list of steps that all ranks carry out. The end that each call must have does not depend on the
-interleaving: the k-th submission of a tensor (or of a group) on one rank belongs to the k-th on every other.
-``verdict`` says, from that alone, how it must end.
+A program is a list of steps that all ranks carry out. The k-th submission of a tensor, or of a grouped call,
+on one rank belongs together with the k-th one on every other rank. How these submissions must end follows
+from their requests alone, not from the order of the messages; ``verdict`` says how.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (
 )
 GROUPABLE = 4
 UNITS = (*((name, 0) for name in "abcde"), ("g", 2), ("i", 3), ("h", 2), ("k", 1))
-"""Names, and the sizes of those that are groups."""
+"""Names of tensors, with size 0, and of grouped calls, with their sizes."""
 ROWS_DIFFER = (RequestType.ALLGATHER, RequestType.ALLTOALL)
 NEEDS_ALL = (RequestType.ALLTOALL, RequestType.BARRIER)
 GLOBAL = 0
@@ -37,10 +37,11 @@ GLOBAL = 0
 
 @dataclass(frozen=True)
 class Call:
-    """One call of every member of a set.
+    """One call, which every member of a process set makes.
 
-    ``odd`` tells what some ranks do instead; ``shared`` has the ranks whose arrays are in shared
-    memory.
+    ``odd`` has, by rank, the fault of a rank that makes the call differently, or refuses it. An ``impatient``
+    call is made even while its name is in flight, so that it can be a duplicate. ``shared`` has the ranks
+    whose arrays are in shared memory.
     """
 
     set: int
@@ -85,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Window:
-    """Calls that a rank may make in any order; with ``wait`` it then waits for all of them."""
+    """Calls that each rank makes in any order; with ``wait`` it then waits for all calls that it has made."""
 
     calls: list[Call]
     wait: bool
@@ -93,7 +94,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Join:
-    """Each rank makes the calls before number ``leave[rank]``, and joins; calls in other sets continue."""
+    """Rank r makes all calls but the global set's from number ``leave[r]`` on, and then joins."""
 
     calls: list[Call]
     leave: list[int]
@@ -108,7 +109,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Remove:
-    """Every rank removes a process set, in which calls are pending that not every rank has made."""
+    """Every rank removes a process set; rank r has made its calls except the first ``skip[r]``."""
 
     set: int
     calls: list[Call]
@@ -142,7 +143,7 @@ subsets = st.lists(st.frozensets(small, min_size=1), max_size=2)
 
 @dataclass
 class Submission:
-    """One submission of one rank; ``requests`` is None if it was refused."""
+    """One submission of one rank; ``requests`` is None if the rank refused the call."""
 
     requests: list[Request] | None
     ends: list[Done]
@@ -150,7 +151,7 @@ class Submission:
 
 @dataclass
 class Player:
-    """One rank and its place in the program."""
+    """One rank, and what it has left of the program: the steps, and the calls of the first step."""
 
     rank: int
     steps: list[Step]
@@ -164,7 +165,7 @@ Unit = tuple[int, int, int]
 
 
 class Program:
-    """A program on a network; sets are numbered in the order of their additions, without reuse."""
+    """A program on a network; process sets are numbered in the order of addition, and no number is reused."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class Program:
         self._responded_to = 0
 
     def _resolve(self, step: Step) -> Iterator[Step]:
-        """Yield the step with numbers of live sets; yield nothing if the step is impossible."""
+        """Yield the step with its random numbers mapped to existing sets; yield nothing if none fits."""
         if isinstance(step, Add):
             self.members.append(_within(step.ranks, len(self.members[GLOBAL])))
             self.live.append(len(self.members) - 1)
@@ -204,7 +205,7 @@ class Program:
     # -- running -------------------------------------------------------------------------------------------
 
     def run(self, choices: Sequence[int]) -> None:
-        """Take the chosen steps, then all steps that are left."""
+        """Make the chosen moves; then, until none is left, the first possible one."""
         remaining = iter(choices)
         while moves := self._moves():
             moves[next(remaining, 0) % len(moves)]()
@@ -307,7 +308,7 @@ class Program:
     # -- judging -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compare the end of every submission with the verdict."""
+        """Compare the end of every submission with the verdict, and the results of the joins."""
         for (number, _, _), by_rank in self.submissions.items():
             for k in range(max(len(each) for each in by_rank.values())):
                 together = {rank: each[k] for rank, each in by_rank.items() if k < len(each)}
@@ -322,7 +323,7 @@ def _within(ranks: frozenset[int], size: int) -> Ranks:
 
 
 def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -> None:
-    """Compare how one submission ended on each rank with how it must end."""
+    """Compare how submissions that belong together ended with how they must end."""
     absent = [rank for rank in members if rank not in subs]
     made = {rank: sub.requests for rank, sub in subs.items() if sub.requests is not None}
     expected = verdict(made, len(made) < len(subs), absent, may_go)
@@ -353,7 +354,19 @@ def _check_together(subs: dict[int, Submission], members: Ranks, may_go: bool) -
 def verdict(
     made: dict[int, list[Request]], refused: bool, absent: Sequence[int], may_go: bool
 ) -> ErrorKind | None:
-    """Return the kind of error with which a submission must end, or None for a result."""
+    """Return the kind of error with which submissions that belong together must end, or None for a result.
+
+    Parameters
+    ----------
+    made : dict of int to list of Request
+        The requests of each rank that has submitted the call.
+    refused : bool
+        Whether some rank has refused the call.
+    absent : sequence of int
+        Members of the set that have not made the call.
+    may_go : bool
+        Whether the set can be removed.
+    """
     if refused:
         return ErrorKind.RANK_FAILED
     if absent and may_go:
@@ -407,7 +420,7 @@ repetitive = st.builds(
     impatient=st.booleans(),
     shared=st.just(frozenset()) | st.sampled_from([frozenset({0}), frozenset({1}), frozenset(range(4))]),
 )
-"""Calls of which many are as they were before, so that they go by the board."""
+"""Calls many of which repeat an earlier call exactly, so that they are cached and use the ready table."""
 
 
 @settings(max_examples=examples(800))
@@ -442,7 +455,7 @@ def test_program_ends_the_same_with_a_fast_lane(
 def test_joins_amid_what_is_cached(
     size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
 ) -> None:
-    """A rank joins directly after calls that all ranks have cached and made."""
+    """Each rank joins after it has repeated all or some of the calls that all ranks have cached."""
     same = [replace(call, odd={}, impatient=False) for call in calls]
     steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
     program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)

@@ -1,4 +1,4 @@
-"""The response cache: slots, eviction, the meaning of a late rank's bit, and forgetting."""
+"""The response cache: its slots, their reuse, the meaning of a late rank's bit, and dropped meanings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.negotiation.simulation import Network, allreduce, grouped
 
 
 def row(name: str, *widths: int) -> tuple[Request, ...]:
-    """Return one request per rank."""
+    """Return each rank's request for a tensor, by default of length 1."""
     return tuple(allreduce(name, (width,)) for width in widths or (1, 1))
 
 
@@ -141,7 +141,7 @@ operations = st.lists(
 def test_table_against_a_log_of_everything(
     capacity: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
-    """The table gives each slot's history as a log of all assignments does, back to the forgotten part."""
+    """The table gives each slot the meanings that a log of all assignments gives, unless it dropped them."""
     table = SlotTable(capacity)
     log: list[dict[int, str]] = [{}]
     forgotten = 0
@@ -168,7 +168,7 @@ def test_table_against_a_log_of_everything(
 
 
 def test_a_bit_of_a_slot_that_has_been_given_away() -> None:
-    """Rank 1 is late: it sends the bit of a slot that holds another tensor by then."""
+    """Rank 1 is late: it sends the bit of a slot that has another tensor by then."""
     network = Network(3, capacity=1, sets=[(0, 1)])
     network.everywhere([allreduce("old")])
     for rank in (0, 1, 2):
