@@ -18,7 +18,7 @@ from msgspec import structs
 from pyhvd.dtypes import Code
 from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
 from tests.thinning import examples
-from tests.unit.native.fast_path_simulation import LaneNetwork
+from tests.unit.native.fast_path_simulation import FastPathNetwork
 from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
 
 pytestmark = pytest.mark.timeout(600)  # long searches: 3,000 programs each
@@ -407,7 +407,7 @@ repetitive = st.builds(
     impatient=st.booleans(),
     shared=st.just(frozenset()) | st.sampled_from([frozenset({0}), frozenset({1}), frozenset(range(4))]),
 )
-"""Calls of which many are as they were before, so that they go by the board."""
+"""Calls of which many are as they were before, so that they go by the ready table."""
 
 
 @settings(max_examples=examples(800))
@@ -425,7 +425,7 @@ repetitive = st.builds(
 def test_program_ends_the_same_with_a_fast_lane(
     size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
 ) -> None:
-    program = Program(size, capacity, sets, steps, LaneNetwork)
+    program = Program(size, capacity, sets, steps, FastPathNetwork)
     program.run(choices)
     program.check()
     program.network.check_all()
@@ -445,7 +445,7 @@ def test_joins_amid_what_is_cached(
     """A rank joins directly after calls that all ranks have cached and made."""
     same = [replace(call, odd={}, impatient=False) for call in calls]
     steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
-    program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)
+    program = Program(size, 8, [], [*steps, *steps], FastPathNetwork if fast_lane else Network)
     program.run(choices)
     program.check()
     program.network.check_all()
