@@ -274,7 +274,7 @@ class DeviceExecutor:
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
         few = max(received) <= np.iinfo(np.int32).max
         splits = np.array(received, np.int32 if few else np.int64)
-        self._deliver(backend.stream, entries, outputs, lambda arrival: (arrival, splits))
+        self._deliver(backend.stream, entries, outputs, lambda pending: (pending, splits))
 
     # -- through host memory ------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class DeviceExecutor:
         pinned[: array.nbytes] = flat_bytes(array)
         device.copy(target.ptr, address(pinned), array.nbytes, stream)
         self._keep_alive.keep(device, device.mark(stream), pinned)
-        finish = (lambda arrival: arrival) if splits is None else (lambda arrival: (arrival, splits))
+        finish = (lambda pending: pending) if splits is None else (lambda pending: (pending, splits))
         self._deliver(stream, [entry], [target], finish)
 
     # -- outputs -------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class DeviceExecutor:
         stream: Stream,
         entries: Entries,
         outputs: Sequence[DeviceView | Memory | None],
-        finish: Callable[[PendingArray], Any] = lambda arrival: arrival,
+        finish: Callable[[PendingArray], Any] = lambda pending: pending,
     ) -> None:
         """Return results that are ready when the stream's queued work has ended."""
         for entry, output in zip(entries, outputs, strict=True):

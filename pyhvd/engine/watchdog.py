@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pyhvd.config import Config
 from pyhvd.engine.executor import Executor
 from pyhvd.errors import HorovodInternalError
-from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_standing, error_of_standing
+from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_stall, error_of_stall
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
@@ -115,11 +115,11 @@ class Watch:
     def _main(self) -> None:
         limits = [each for each in (self._warn_after, self._end_after) if each]
         pause = min(limits) / 4
-        standstill = ProgressTimer(2 * pause)
+        timer = ProgressTimer(2 * pause)
         warned = 0.0
         while not self._over.wait(pause):
             now = time.monotonic()
-            passed = standstill.look(*self._look(), now)
+            passed = timer.look(*self._look(), now)
             if passed < min(limits):
                 warned = 0.0
             elif self._end_after and passed >= self._end_after:
@@ -175,19 +175,19 @@ class ProgressProbe:
 
     def warn(self, passed: float) -> None:
         """Warn that a collective does not end; the hang report covers missing submissions."""
-        standing = self._standing(passed)
-        if standing.under_way:
-            _log.warning("%s", describe_standing(standing, self._where.places))
+        snapshot = self._snapshot(passed)
+        if snapshot.under_way:
+            _log.warning("%s", describe_stall(snapshot, self._where.places))
 
     def error(self, passed: float) -> HorovodInternalError:
         """Return the error of a rank without progress for ``passed`` s."""
-        return error_of_standing(self._standing(passed), self._where.places)
+        return error_of_stall(self._snapshot(passed), self._where.places)
 
     def late_end(self, passed: float) -> str:
         """Return the text about a shutdown that has not ended for ``passed`` s."""
-        return describe_late_end(self._standing(passed), self._where.places)
+        return describe_late_end(self._snapshot(passed), self._where.places)
 
-    def _standing(self, passed: float) -> StallSnapshot:
+    def _snapshot(self, passed: float) -> StallSnapshot:
         names, _ = self._queue.names()
         under_way = [entry.request.name for entry in self._executor.running if entry is not None]
         under_way += ["timeline"] * self._recorder.busy

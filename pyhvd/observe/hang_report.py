@@ -81,39 +81,39 @@ class StallSnapshot:
         return lost or ([0] if not self.under_way and self.rank else list(self.states))
 
 
-def describe_standing(standing: StallSnapshot, places: Sequence[Place]) -> str:
+def describe_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the report of a rank on which no call ends any more."""
-    tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in standing.names] or None
+    tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in snapshot.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
     why = (
         "all ranks have submitted it, but some do not carry it out"
-        if standing.under_way
+        if snapshot.under_way
         else "rank 0, which decides what runs, has not said why"
     )
-    first = f"rank {standing.rank} has waited for {what} for {standing.passed:.0f} s: {why}"
-    return "\n".join([first, *_suspect_lines(standing, places)])
+    first = f"rank {snapshot.rank} has waited for {what} for {snapshot.passed:.0f} s: {why}"
+    return "\n".join([first, *_suspect_lines(snapshot, places)])
 
 
-def describe_late_end(standing: StallSnapshot, places: Sequence[Place]) -> str:
+def describe_late_end(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the report of a shutdown that takes too long."""
-    first = f"shutting down: not all ranks have shut down within {standing.passed:.0f} s"
-    return "\n".join([first, *_suspect_lines(standing, places)])
+    first = f"shutting down: not all ranks have shut down within {snapshot.passed:.0f} s"
+    return "\n".join([first, *_suspect_lines(snapshot, places)])
 
 
-def _suspect_lines(standing: StallSnapshot, places: Sequence[Place]) -> list[str]:
+def _suspect_lines(snapshot: StallSnapshot, places: Sequence[Place]) -> list[str]:
     return [
-        f"rank {rank} on {places[rank]}: {_describe_process(standing.states[rank], places[rank])}"
-        for rank in standing.suspects[:MOST_ASKED]
+        f"rank {rank} on {places[rank]}: {_describe_process(snapshot.states[rank], places[rank])}"
+        for rank in snapshot.suspects[:MOST_ASKED]
     ]
 
 
-def error_of_standing(standing: StallSnapshot, places: Sequence[Place]) -> StallError:
+def error_of_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> StallError:
     """Return the error of a rank that ends without an order from rank 0."""
-    text = describe_standing(standing, places)
-    missing = {name: list(standing.suspects) for name in standing.names}
-    stacks = dict(zip(standing.suspects, text.splitlines()[1:], strict=False))
+    text = describe_stall(snapshot, places)
+    missing = {name: list(snapshot.suspects) for name in snapshot.names}
+    stacks = dict(zip(snapshot.suspects, text.splitlines()[1:], strict=False))
     limit = "more than PYHVD_STALL_SHUTDOWN_TIME_SECONDS have passed"
-    return StallError(f"rank {standing.rank} has given up: {text}\n({limit})", missing, stacks)
+    return StallError(f"rank {snapshot.rank} has given up: {text}\n({limit})", missing, stacks)
 
 
 def _name_of(tensor: Stalled) -> str:

@@ -15,7 +15,7 @@ from pyhvd.backends.adasum import TINY, factors_of
 from pyhvd.backends.base import batches
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.messages import GLOBAL_SET, RequestType
-from tests.unit.native.fast_path_simulation import LaneNetwork
+from tests.unit.native.fast_path_simulation import FastPathNetwork
 from tests.unit.negotiation.simulation import allreduce
 
 Array = np.ndarray[Any, Any]
@@ -150,21 +150,21 @@ def test_factors(row: tuple[float, float, float], want: tuple[float, float]) -> 
     assert np.allclose(got[1], want, rtol=1e-15, atol=0, equal_nan=True)
 
 
-def test_the_board_is_never_lent_a_tensor_for_adasum() -> None:
+def test_adasum_is_never_delegated() -> None:
     """An Adasum tensor's slot is never delegated, even if a sum of the same name had a delegated slot."""
-    network = LaneNetwork(4)
+    network = FastPathNetwork(4)
     add, other = allreduce("x"), allreduce("y")
     adasum = replace(add, type=RequestType.ADASUM, op=ReduceOp.ADASUM)
     for _ in range(2):
         network.everywhere([add])
         network.everywhere([other])
-        assert len(network.board.lent) == 2
+        assert len(network.ready_table.delegated) == 2
         kept = (GLOBAL_SET, network.everywhere([other])[0][0].response.slot)
         for _ in range(3):
             (end, *_) = network.everywhere([adasum])[0]
             assert end.response.error is None
             assert end.response.slot >= 0
-            assert [*network.board.lent] == [kept]
+            assert [*network.ready_table.delegated] == [kept]
     network.check_no_residue()
 
 

@@ -11,36 +11,36 @@ from hypothesis import given, strategies as st
 from pyhvd.common.processes import Place, State
 from pyhvd.config import Config
 from pyhvd.engine.watchdog import ProgressTimer, Watch, give_up_after, give_up_time
-from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_standing, error_of_standing
+from pyhvd.observe.hang_report import StallSnapshot, describe_late_end, describe_stall, error_of_stall
 
 PLACES = [Place("node", 100 + rank, "n") for rank in range(4)]
 
 
 def test_only_what_waits_without_progress_counts() -> None:
-    standstill = ProgressTimer()
-    assert standstill.look(True, 1, 10.0) == 0.0
-    assert standstill.look(True, 1, 13.0) == 3.0
-    assert standstill.look(True, 2, 14.0) == 0.0
-    assert standstill.look(True, 2, 15.0) == 1.0
-    assert standstill.look(False, 2, 99.0) == 0.0
-    assert standstill.look(True, 2, 100.0) == 0.0
+    timer = ProgressTimer()
+    assert timer.look(True, 1, 10.0) == 0.0
+    assert timer.look(True, 1, 13.0) == 3.0
+    assert timer.look(True, 2, 14.0) == 0.0
+    assert timer.look(True, 2, 15.0) == 1.0
+    assert timer.look(False, 2, 99.0) == 0.0
+    assert timer.look(True, 2, 100.0) == 0.0
 
 
 @given(looks=st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.floats(0, 9)), min_size=1, max_size=30))
 def test_it_is_never_longer_than_since_the_last_change(looks: list[tuple[bool, int, float]]) -> None:
-    standstill, now, changed = ProgressTimer(), 0.0, 0.0
+    timer, now, changed = ProgressTimer(), 0.0, 0.0
     before: tuple[bool, int] = (False, -1)
     for waiting, progress, later in looks:
         now += later
         if not waiting or before != (True, progress):
             changed = now
         before = (waiting, progress)
-        assert standstill.look(waiting, progress, now) == now - changed
+        assert timer.look(waiting, progress, now) == now - changed
 
 
 def test_a_time_in_which_nobody_looked_does_not_count() -> None:
-    standstill = ProgressTimer(longest=2.0)
-    passed = [standstill.look(True, 0, now) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
+    timer = ProgressTimer(longest=2.0)
+    passed = [timer.look(True, 0, now) for now in (100.0, 101.0, 102.0, 500.0, 501.0)]
     assert passed == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 
@@ -94,30 +94,30 @@ def test_nobody_gives_up_where_nothing_is_looked_for(off: dict[str, Any]) -> Non
 
 def test_a_collective_that_does_not_end() -> None:
     states = {1: State.SLEEPING, 2: State.STOPPED, 3: State.GONE}
-    standing = StallSnapshot(0, ["a", "b"], True, states, 61.2)
-    assert describe_standing(standing, PLACES) == (
+    snapshot = StallSnapshot(0, ["a", "b"], True, states, 61.2)
+    assert describe_stall(snapshot, PLACES) == (
         "rank 0 has waited for 'a', 'b' for 61 s: all ranks have submitted it, but some do not carry it out\n"
         "rank 2 on host node (pid 102): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 102 lets it"
         " go on\n"
         "rank 3 on host node (pid 103): its process has ended"
     )
-    error = error_of_standing(standing, PLACES)
+    error = error_of_stall(snapshot, PLACES)
     assert error.missing == {"a": [2, 3], "b": [2, 3]}
     assert error.stacks[3] == "rank 3 on host node (pid 103): its process has ended"
     assert str(error).startswith("rank 0 has given up: rank 0 has waited for 'a', 'b'")
 
 
 def test_where_nobody_is_stopped_all_are_shown() -> None:
-    standing = StallSnapshot(0, ["a"], True, {1: State.RUNNING, 2: State.SLEEPING}, 61.0)
-    assert describe_standing(standing, PLACES).splitlines()[1:] == [
+    snapshot = StallSnapshot(0, ["a"], True, {1: State.RUNNING, 2: State.SLEEPING}, 61.0)
+    assert describe_stall(snapshot, PLACES).splitlines()[1:] == [
         "rank 1 on host node (pid 101): its process computes",
         "rank 2 on host node (pid 102): its process sleeps",
     ]
 
 
 def test_a_shutdown_that_does_not_end() -> None:
-    standing = StallSnapshot(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
-    assert describe_late_end(standing, PLACES) == (
+    snapshot = StallSnapshot(0, [], False, {1: State.STOPPED, 2: State.SLEEPING}, 6.0)
+    assert describe_late_end(snapshot, PLACES) == (
         "shutting down: not all ranks have shut down within 6 s\n"
         "rank 1 on host node (pid 101): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 101 lets it"
         " go on"
@@ -125,8 +125,8 @@ def test_a_shutdown_that_does_not_end() -> None:
 
 
 def test_rank_0_should_have_said_why() -> None:
-    standing = StallSnapshot(2, [], False, {0: State.UNKNOWN, 1: State.SLEEPING}, 100.0)
-    assert describe_standing(standing, PLACES) == (
+    snapshot = StallSnapshot(2, [], False, {0: State.UNKNOWN, 1: State.SLEEPING}, 100.0)
+    assert describe_stall(snapshot, PLACES) == (
         "rank 2 has waited for the other ranks to join for 100 s: rank 0, which decides what runs, has not"
         " said why\n"
         "rank 0 on host node (pid 100): its process cannot be seen from here"

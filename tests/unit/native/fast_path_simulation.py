@@ -42,14 +42,14 @@ class Decision:
     number: int = 0
 
 
-class FakeBoard:
+class FakeReadyTable:
     """The ready table: delegated slots, marks, and the ready log."""
 
     slots = 64
 
     def __init__(self) -> None:
         self.members: dict[int, Ranks] = {}
-        self.lent: dict[tuple[int, int], int] = {}
+        self.delegated: dict[tuple[int, int], int] = {}
         self.frozen: set[tuple[int, int]] = set()
         self.posted: dict[tuple[int, int], set[int]] = {}
         self.used: dict[int, int] = {}
@@ -63,15 +63,15 @@ class FakeBoard:
         self.members[set_id] = tuple(ranks)
 
     def delegate(self, set_id: int, slot: int, since: int) -> None:
-        assert (set_id, slot) not in self.lent
+        assert (set_id, slot) not in self.delegated
         assert not self.posted.get((set_id, slot))
-        self.lent[set_id, slot] = since
+        self.delegated[set_id, slot] = since
 
     def recall(self, set_id: int, bits: int) -> dict[int, int]:
         by_rank: dict[int, int] = {}
         for slot in range(self.slots):
             if bits >> slot & 1:
-                self.lent.pop((set_id, slot), None)
+                self.delegated.pop((set_id, slot), None)
                 self.frozen.discard((set_id, slot))
                 for rank in self.posted.pop((set_id, slot), ()):
                     by_rank[rank] = by_rank.get(rank, 0) | 1 << slot
@@ -85,12 +85,12 @@ class FakeBoard:
         return by_rank, self.used.pop(set_id, 0)
 
     def freeze(self, set_id: int, slot: int) -> None:
-        if (set_id, slot) in self.lent:
+        if (set_id, slot) in self.delegated:
             self.frozen.add((set_id, slot))
 
     def post(self, rank: int, set_id: int, slots: Sequence[tuple[int, int]]) -> bool:
         keys = [(set_id, slot) for slot, _ in slots]
-        if any(self.lent.get((set_id, slot)) != since for slot, since in slots) or self.frozen & {*keys}:
+        if any(self.delegated.get((set_id, slot)) != since for slot, since in slots) or self.frozen & {*keys}:
             return False
         for key in keys:
             self.posted.setdefault(key, set()).add(rank)
@@ -108,7 +108,7 @@ class FakeBoard:
 
 
 @dataclass(eq=False)
-class FakeUnit:
+class FakeCall:
     """A cached call: (request, slot, version) of each tensor."""
 
     set_id: int
@@ -134,20 +134,20 @@ class FakeUnit:
 
 
 @dataclass
-class FakeLane:
+class FakeFastPath:
     """One rank's fast path, as :class:`pyhvd.engine.fast_path.FastPathAdapter` and the network use it."""
 
     rank: int
-    board: FakeBoard
+    ready_table: FakeReadyTable
     sets: set[int] = field(default_factory=set)
-    units: dict[Key, FakeUnit] = field(default_factory=dict)
+    units: dict[Key, FakeCall] = field(default_factory=dict)
     parts: dict[Key, tuple[Request, int, int]] = field(default_factory=dict)
-    held: list[FakeUnit] = field(default_factory=list)
+    held: list[FakeCall] = field(default_factory=list)
     cursor: int = 0
 
     @property
     def slots(self) -> int:
-        return self.board.slots
+        return self.ready_table.slots
 
     def attach(self, entries: Any, groups: Any, refusals: Any, on_wait: object) -> None:
         self.refusals: dict[Key, int] = refusals
@@ -155,11 +155,11 @@ class FakeLane:
     def has_set(self, set_id: int) -> bool:
         return set_id in self.sets
 
-    def find(self, set_id: int, name: str) -> FakeUnit | None:
+    def find(self, set_id: int, name: str) -> FakeCall | None:
         unit = self.units.get((set_id, name))
         return unit if unit is not None and unit.in_flight() else None
 
-    def in_flight(self, set_id: int) -> list[FakeUnit]:
+    def in_flight(self, set_id: int) -> list[FakeCall]:
         units = {id(u): u for (each, _), u in self.units.items() if each == set_id and u.in_flight()}
         return list(units.values())
 
@@ -172,7 +172,7 @@ class FakeLane:
     def install(
         self, set_id: int, slot: int, request: Request, since: int, op: int, scale: float, direct: bool
     ) -> None:
-        assert request.type == RequestType.ALLREDUCE, "the lane's kernels have no other verb"
+        assert request.type == RequestType.ALLREDUCE, "the fast path's kernels have no other verb"
         key = (set_id, request.name)
         before, unit = self.parts.get(key), self.units.get(key)
         self.parts[key] = (request, slot, since)
@@ -183,11 +183,11 @@ class FakeLane:
         if n := request.group_size:
             names = [f"{request.group}_{i}of{n}" for i in range(1, n + 1)]
         if all((set_id, name) in self.parts for name in names):
-            unit = FakeUnit(set_id, request.group or request.name, [self.parts[set_id, n] for n in names])
+            unit = FakeCall(set_id, request.group or request.name, [self.parts[set_id, n] for n in names])
             for name in names:
                 self.units[set_id, name] = unit
 
-    def retire(self, set_id: int, slot: int, request: Request) -> FakeUnit | None:
+    def retire(self, set_id: int, slot: int, request: Request) -> FakeCall | None:
         for key, (old, place, _) in list(self.parts.items()):
             if key[0] == set_id and place == slot and old != request:
                 del self.parts[key]
@@ -200,11 +200,11 @@ class FakeLane:
                 return unit if unit.in_flight() else None
         return None
 
-    def refused(self) -> FakeUnit | None:
+    def refused(self) -> FakeCall | None:
         return next((unit for unit in self.held if unit.state == "refused"), None)
 
     def freeze(self, set_id: int, slot: int) -> None:
-        self.board.freeze(set_id, slot)
+        self.ready_table.freeze(set_id, slot)
 
     def hold(self, set_id: int, requests: Sequence[Request]) -> bool:
         """Submit and hold the requests of a cached call; return False if no cached call has them."""
@@ -223,13 +223,13 @@ class FakeLane:
         for unit in self.held:
             if unit.state == "held":
                 slots = [(slot, since) for _, slot, since in unit.parts]
-                posted = not unit.retired and self.board.post(self.rank, unit.set_id, slots)
+                posted = not unit.retired and self.ready_table.post(self.rank, unit.set_id, slots)
                 unit.state = "posted" if posted else "refused"
 
     def next(self) -> Decision | None:
         """Return the decision at the cursor that concerns this rank."""
-        while self.cursor < len(self.board.log):
-            decision = self.board.log[self.cursor]
+        while self.cursor < len(self.ready_table.log):
+            decision = self.ready_table.log[self.cursor]
             if self.rank in decision.audience:
                 return decision
             self.cursor += 1
@@ -254,18 +254,18 @@ class FakeQueue:
             self.entries[key] = entry
 
 
-class LaneNetwork(Network):
+class FastPathNetwork(Network):
     """See the module's docstring."""
 
     def __init__(self, size: int, capacity: int = 8, sets: Sequence[Ranks] = ()) -> None:
         super().__init__(size, capacity, sets)
-        self.board = FakeBoard()
-        self.coordinator = Coordinator(size, capacity, sets, self.board)
-        self.lanes = [FakeLane(rank, self.board) for rank in range(size)]
+        self.ready_table = FakeReadyTable()
+        self.coordinator = Coordinator(size, capacity, sets, self.ready_table)
+        self.fast_paths = [FakeFastPath(rank, self.ready_table) for rank in range(size)]
         self.queues = [FakeQueue() for _ in range(size)]
         self.halves = [
             FastPathAdapter(
-                cast(Any, self.lanes[r]),
+                cast(Any, self.fast_paths[r]),
                 None,
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
@@ -275,14 +275,18 @@ class LaneNetwork(Network):
         ]
         for set_id, ranks in enumerate([tuple(range(size)), *sets]):
             for rank in ranks if set_id < 3 else ():
-                self.lanes[rank].sets.add(set_id)
+                self.fast_paths[rank].sets.add(set_id)
 
     def submit(self, rank: int, requests: Iterable[Request], set_id: int = GLOBAL_SET) -> list[Done] | None:
         members = list(requests)
         here = self.ranks[rank]
         if any((set_id, r.name) in here.in_flight for r in members):
             return super().submit(rank, members, set_id)
-        if set_id in self.lanes[rank].sets and not here.joining and self.lanes[rank].hold(set_id, members):
+        if (
+            set_id in self.fast_paths[rank].sets
+            and not here.joining
+            and self.fast_paths[rank].hold(set_id, members)
+        ):
             ends: list[Done] = []
             here.in_flight.update(((set_id, r.name), ends) for r in members)
             return ends
@@ -312,19 +316,19 @@ class LaneNetwork(Network):
         if message is not None:
             self.answered.append(message)
             audience = tuple(self.coordinator.audience(message))
-            self.board.log.append(Decision(audience, number=message.seq))
+            self.ready_table.log.append(Decision(audience, number=message.seq))
             for rank in audience:
                 self.down[rank].append(encode(message))
         return message
 
     def deliver_down(self, rank: int) -> list[Response]:
-        lane, half = self.lanes[rank], self.halves[rank]
-        number = self.board.log[lane.cursor].number
+        fast_path, half = self.fast_paths[rank], self.halves[rank]
+        number = self.ready_table.log[fast_path.cursor].number
         message = next(m for m in self.answered if m.seq == number)
         half.prepare(message)
         todo = super().deliver_down(rank)
         half.install(todo)
-        lane.cursor += 1
+        fast_path.cursor += 1
         return todo
 
     def _follow(self, rank: int, todo: list[Response]) -> None:
@@ -332,19 +336,19 @@ class LaneNetwork(Network):
 
     def run_batch(self, rank: int) -> None:
         """Let a rank carry out the batch at its cursor."""
-        lane, here = self.lanes[rank], self.ranks[rank]
-        decision = self.board.log[lane.cursor]
+        fast_path, here = self.fast_paths[rank], self.ranks[rank]
+        decision = self.ready_table.log[fast_path.cursor]
         set_id = decision.set_id
         cached = here.worker._caches[set_id]._slots
         for slot in decision.slots:
             response, own = cached[slot]
-            unit = lane.units[set_id, own.name]
+            unit = fast_path.units[set_id, own.name]
             assert unit.state == "posted", f"rank {rank} is to run {own.name!r}, which it has not posted"
             unit.left -= 1
             name = (own.name,)
-            here.batches.append((BATCHES + lane.cursor, (set_id, here.born.get(set_id, 0)), name))
-            self._complete(rank, BATCHES + lane.cursor, response)
-        lane.cursor += 1
+            here.batches.append((BATCHES + fast_path.cursor, (set_id, here.born.get(set_id, 0)), name))
+            self._complete(rank, BATCHES + fast_path.cursor, response)
+        fast_path.cursor += 1
 
     def _complete(self, rank: int, seq: int, response: Response) -> None:
         super()._complete(rank, seq, response)
@@ -356,7 +360,7 @@ class LaneNetwork(Network):
         if response.error is not None:
             return
         if request.type == RequestType.ADD_PROCESS_SET and rank in request.ranks and response.value < 3:
-            self.lanes[rank].sets.add(response.value)
+            self.fast_paths[rank].sets.add(response.value)
         if request.type == RequestType.REMOVE_PROCESS_SET:
             gone = request.ranks[0]
             self.halves[rank].close_set(gone)
@@ -367,7 +371,7 @@ class LaneNetwork(Network):
         ranks = range(self.size)
         can: list[Callable[[], object]] = [partial(self.deliver_up, r) for r in ranks if self.up[r]]
         for r in ranks:
-            decision = self.lanes[r].next()
+            decision = self.fast_paths[r].next()
             if decision is not None and decision.slots:
                 can.append(partial(self.run_batch, r))
             elif decision is not None and self.down[r]:
@@ -375,28 +379,28 @@ class LaneNetwork(Network):
         can += [
             partial(self.send, r)
             for r in ranks
-            if self.ranks[r].fresh or self.lanes[r].refused() or self.halves[r]._unsent
+            if self.ranks[r].fresh or self.fast_paths[r].refused() or self.halves[r]._unsent
         ]
         can += [
-            partial(lane.mark_ready)
-            for lane in map(self.lanes.__getitem__, ranks)
-            if any(u.state == "held" for u in lane.held)
+            partial(fast_path.mark_ready)
+            for fast_path in map(self.fast_paths.__getitem__, ranks)
+            if any(u.state == "held" for u in fast_path.held)
         ]
         return can
 
     def check_slots(self) -> None:
         """Check that every rank has installed each delegated slot with the same version."""
         super().check_slots()
-        for (set_id, slot), since in self.board.lent.items():
-            for rank in self.board.members[set_id]:
-                parts = self.lanes[rank].parts.items()
+        for (set_id, slot), since in self.ready_table.delegated.items():
+            for rank in self.ready_table.members[set_id]:
+                parts = self.fast_paths[rank].parts.items()
                 known = [part[2] for key, part in parts if key[0] == set_id and part[1] == slot]
                 assert known == [since], f"rank {rank}, set {set_id}, slot {slot}"
 
     def check_no_residue(self) -> None:
         super().check_no_residue()
-        assert not any(self.board.posted.values())
-        for lane, queue in zip(self.lanes, self.queues, strict=True):
-            assert not any(unit.in_flight() for unit in lane.units.values())
+        assert not any(self.ready_table.posted.values())
+        for fast_path, queue in zip(self.fast_paths, self.queues, strict=True):
+            assert not any(unit.in_flight() for unit in fast_path.units.values())
             assert not queue.entries
             assert not queue.refusals

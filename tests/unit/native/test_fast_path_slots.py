@@ -63,7 +63,7 @@ class Lane:
         for slot, request in enumerate(requests, first):
             self.lane.install(0, slot, request, since, ReduceOp.SUM, 1.0, False)
 
-    def lend(self, since: int, count: int) -> None:
+    def delegate(self, since: int, count: int) -> None:
         for slot in range(count):
             self.lane.delegate(0, slot, since)
 
@@ -99,18 +99,18 @@ def test_who_takes_a_unit_learns_when_it_was_posted(grouped: bool) -> None:
     """The time is 0 if the call was not marked ready; latencies are measured from this time."""
     here, mine = Lane(), requests(grouped)
     here.install(1, mine)
-    for lends in (False, True):
-        if lends:
-            here.lend(1, len(mine))
+    for delegates in (False, True):
+        if delegates:
+            here.delegate(1, len(mine))
         before = time.monotonic_ns()
         with here.submitted(grouped):
-            if lends:
+            if delegates:
                 here.lane.mark_ready()
             (unit,) = here.lane.in_flight()
             taken = unit.take()
             assert taken is not None
             posted, tensors = taken
-            assert before <= posted <= time.monotonic_ns() if lends else posted == 0
+            assert before <= posted <= time.monotonic_ns() if delegates else posted == 0
             assert [request for request, _, _ in tensors] == mine
             for _ in tensors:
                 unit.settle(None)
@@ -123,7 +123,7 @@ def test_what_is_held_back_is_posted_under_the_number_that_holds_then(grouped: b
     every = (1 << len(mine)) - 1
     here.install(1, mine)
     with here.submitted(grouped):
-        here.lend(2, len(mine))
+        here.delegate(2, len(mine))
         here.install(2, mine)
         here.lane.mark_ready()
         assert here.lane.refused() is None
@@ -138,7 +138,7 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
     here, mine = Lane(), requests(grouped)
     here.install(2, mine)
     here.install(number, mine[-1:], len(mine) - 1)
-    here.lend(2, len(mine))
+    here.delegate(2, len(mine))
     with here.submitted(grouped):
         here.lane.mark_ready()
         unit = here.lane.refused()
@@ -147,13 +147,15 @@ def test_what_has_another_number_is_refused_and_not_posted(grouped: bool, number
 
 
 @pytest.mark.parametrize("grouped", GROUPED)
-@pytest.mark.parametrize("what", ["recalled", "frozen", "lent anew", "opened anew", "known anew"])
-def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(grouped: bool, what: str) -> None:
+@pytest.mark.parametrize("what", ["recalled", "frozen", "delegated anew", "opened anew", "known anew"])
+def test_what_has_been_posted_before_is_refused_once_the_ready_table_has_changed(
+    grouped: bool, what: str
+) -> None:
     """A call remembers that its slots are delegated, until the ready table or its slots change."""
     here, mine = Lane(), requests(grouped)
     last = len(mine) - 1
     here.install(1, mine)
-    here.lend(1, len(mine))
+    here.delegate(1, len(mine))
     for _ in range(2):
         with here.submitted(grouped):
             here.lane.mark_ready()
@@ -162,7 +164,7 @@ def test_what_has_been_posted_before_is_refused_once_the_board_has_changed(group
         here.lane.recall(0, 1 << last)
     elif what == "frozen":
         here.lane.freeze(0, last)
-    elif what == "lent anew":
+    elif what == "delegated anew":
         here.lane.delegate(0, last, 2)
     elif what == "known anew":  # so far by this rank only
         here.install(2, mine[last:], last)
@@ -179,7 +181,7 @@ def test_a_group_is_posted_whatever_the_order_of_its_slots() -> None:
     here, mine = Lane(), requests(True)
     for slot, request in ((3, mine[0]), (1, mine[1])):
         here.install(1, [request], slot)
-    here.lend(1, 4)
+    here.delegate(1, 4)
     with here.submitted(True):
         here.lane.mark_ready()
         assert here.lane.refused() is None
@@ -196,7 +198,7 @@ def test_what_was_refused_stays_so_when_the_number_comes() -> None:
     """The refused submission goes by message; the next submission is marked ready again."""
     here, mine = Lane(), requests(False)
     here.install(1, mine)
-    here.lend(2, 1)
+    here.delegate(2, 1)
     with here.submitted(False) as handle:
         here.lane.mark_ready()
         here.install(2, mine)
@@ -217,7 +219,7 @@ def test_a_group_that_is_not_complete_yet_takes_the_number_too() -> None:
     here.install(2, mine[:1])
     assert here.lane.requests(0, 0, False) == mine[:1], "no unit yet"
     here.install(2, mine[1:], 1)
-    here.lend(2, 2)
+    here.delegate(2, 2)
     with here.submitted(True):
         here.lane.mark_ready()
         assert here.lane.look(0) == ({0: 0b11}, 0)

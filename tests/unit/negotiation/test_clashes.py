@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.negotiation.messages import ErrorKind, Request
 from tests.thinning import examples
-from tests.unit.native.fast_path_simulation import LaneNetwork
+from tests.unit.native.fast_path_simulation import FastPathNetwork
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
 SHAPES = [(1,), (2,), (3,)]
@@ -252,7 +252,7 @@ def test_everybody_is_told_in_every_order(
         # The next call of a rank that refuses may arrive before the others' first call. The two must differ
         # in size, or in all tensors if these arrive in order and not half of them as bits.
         retry, capacity = PAIR, 8 if capacity else 0
-    network = (LaneNetwork if lane else Network)(len(programs), capacity)
+    network = (FastPathNetwork if lane else Network)(len(programs), capacity)
     if warm is not None:
         network.everywhere(warm)
     clash = Clash(network)

@@ -18,7 +18,7 @@ from msgspec import structs
 from pyhvd.dtypes import Code
 from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
 from tests.thinning import examples
-from tests.unit.native.fast_path_simulation import LaneNetwork
+from tests.unit.native.fast_path_simulation import FastPathNetwork
 from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
 
 pytestmark = pytest.mark.timeout(600)  # long searches: 3,000 programs each
@@ -438,7 +438,7 @@ repetitive = st.builds(
 def test_program_ends_the_same_with_a_fast_lane(
     size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
 ) -> None:
-    program = Program(size, capacity, sets, steps, LaneNetwork)
+    program = Program(size, capacity, sets, steps, FastPathNetwork)
     program.run(choices)
     program.check()
     program.network.check_all()
@@ -458,7 +458,7 @@ def test_joins_amid_what_is_cached(
     """Each rank joins after it has repeated all or some of the calls that all ranks have cached."""
     same = [replace(call, odd={}, impatient=False) for call in calls]
     steps: list[Step] = [Window(same, True), Join(same, leave), Window(same, True)]
-    program = Program(size, 8, [], [*steps, *steps], LaneNetwork if fast_lane else Network)
+    program = Program(size, 8, [], [*steps, *steps], FastPathNetwork if fast_lane else Network)
     program.run(choices)
     program.check()
     program.network.check_all()

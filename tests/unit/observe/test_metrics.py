@@ -14,7 +14,7 @@ from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.observe.metrics import BUCKETS, Histogram, Meter, bucket_of
 
 
-class FakeLane:
+class FakeFastPath:
     """The counters of a fast path with two responses: one tensor of 8 bytes, and three of 16 bytes in all."""
 
     timed = False
@@ -71,7 +71,7 @@ def test_the_difference_of_histograms() -> None:
 def test_a_snapshot_has_what_both_lanes_counted() -> None:
     lateness = StragglerStats(2)
     lateness.count(0, 1, since=1.0, now=1.5, tensors=2)
-    meter = Meter(0, 2, timed=True, fast=cast(Any, FakeLane()), lateness=lateness)
+    meter = Meter(0, 2, timed=True, fast=cast(Any, FakeFastPath()), lateness=lateness)
     meter.submitted(hits=2, misses=5)
     now = meter.clock()
     meter.agreed("allreduce", "window", [100, 28], [now - 3000, 0], now)
@@ -115,7 +115,7 @@ def test_without_times_only_times_are_missing() -> None:
 
 
 def test_times_can_be_switched_at_any_time() -> None:
-    lane = FakeLane()
+    lane = FakeFastPath()
     meter = Meter(0, 1, timed=True, fast=cast(Any, lane))
     timed = [lane.timed]
     began = meter.clock()
