@@ -10,7 +10,7 @@
 #define GATHER_NS 50000 /* between two checks whether calls still arrive */
 /* Longest wait for the table's lock. Its holders need microseconds, unless one was stopped. */
 #define TABLE_LOCK_NS 2000000
-/* After a flush without waiting threads: this many looks for new calls, this far apart. */
+/* After calls that no thread waited for: time between two looks for new calls, number of looks. */
 #define WATCH_NS 100000
 #define WATCH_LOOKS 3
 /* Looks after the last call, a cycle time apart. Then the thread sleeps until a call rings. */
@@ -494,8 +494,8 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
         if (is_closed(path)) return PYHVD_CLOSED;
         if (round && (now = pyhvd_now()) >= until) return PYHVD_LATE;
         int locked = try_lock_progress(path);
-        /* Flush only after taking the lock. The rank whose marks complete a batch then sees this
-         * rank's lock taken, and does not wake this rank's background thread as well. */
+        /* Flush only after the attempt to take the lock. If this thread has the lock, the rank whose
+         * marks complete a batch sees that, and does not wake this rank's background thread too. */
         if (!pyhvd_fast_path_flush(path, 0, now)) {
             if (locked) stop_progress(path, PYHVD_IDLING);
             pyhvd_nap(GATHER_NS);
