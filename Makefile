@@ -42,7 +42,7 @@ test: dev openmpi ## every behaviour once for each carrier: unit, ranks as threa
 	@$(SUITE)
 
 .PHONY: all-venvs
-all-venvs: dev openmpi .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
+all-venvs: .venv/.bench .venv-openmpi/.bench .venv-nvrtc/.done py313 py314t spark spark35 .venv-spark-openmpi/.done torch
 
 .PHONY: test-all
 test-all: all-venvs ## all combinations, stress, sanitizers, other Pythons, Spark

@@ -80,7 +80,7 @@ class TensorQueue:
     ----------
     wake : callable
         Ends the runtime's sleep; called from any thread.
-    window : float
+    cycle_time : float
         Longest time (s) for which submissions gather while no thread waits.
     fast_path : FastPath, optional
         The rank's fast path; its tensors are not in the queue. The queue sets its ``paused`` while this rank
@@ -90,10 +90,12 @@ class TensorQueue:
         concurrent submissions of one name, at least one sees the other.
     """
 
-    def __init__(self, wake: Callable[[], None], window: float, fast_path: FastPath | None = None) -> None:
+    def __init__(
+        self, wake: Callable[[], None], cycle_time: float, fast_path: FastPath | None = None
+    ) -> None:
         self._wake = wake
         self._fast_path = fast_path
-        self._window = window
+        self._cycle_time = cycle_time
         self._lock = threading.Lock()
         self.entries: dict[Key, TensorEntry] = {}
         self.groups: dict[Key, int] = {}
@@ -164,10 +166,7 @@ class TensorQueue:
     def refusal_sent(self, process_set: int, name: str) -> None:
         """Forget a refusal that has been sent."""
         with self._lock:
-            key = (process_set, name)
-            self.refusals[key] -= 1
-            if not self.refusals[key]:
-                del self.refusals[key]
+            self._forget_refusal((process_set, name))
 
     def announce(self, process_set: int, refusal: Request) -> None:
         """Announce that this rank refused a call, so that the other ranks do not wait for this rank.
@@ -215,16 +214,16 @@ class TensorQueue:
     def take(self, now: float) -> list[tuple[int, Request]]:
         """Remove and return the new submissions if they are due, else return an empty list."""
         with self._lock:
-            if not self._fresh or not (self._flush or now - self._oldest >= self._window):
+            if not self._fresh or not (self._flush or now - self._oldest >= self._cycle_time):
                 return []
             fresh, self._fresh = self._fresh, []
             self._flush = False
             return fresh
 
-    def gather_for(self, window: float) -> None:
+    def gather_for(self, cycle_time: float) -> None:
         """Change the longest time (s) for which submissions gather."""
         with self._lock:
-            self._window = window
+            self._cycle_time = cycle_time
 
     def sleep_until(self) -> float | None:
         """Mark the runtime as asleep; return when (monotonic s) submissions become due, None for never.
@@ -235,7 +234,7 @@ class TensorQueue:
             if self._flush:
                 return 0.0
             self._asleep = True
-            return self._oldest + self._window if self._fresh else None
+            return self._oldest + self._cycle_time if self._fresh else None
 
     def awake(self) -> None:
         """Mark the runtime as awake."""
@@ -263,7 +262,11 @@ class TensorQueue:
     def pop_set(self, process_set: int) -> list[TensorEntry]:
         """Remove and return all entries of a process set, in order of submission."""
         with self._lock:
+            for set_id, request in self._fresh:
+                if set_id == process_set and request.error:
+                    self._forget_refusal((set_id, request.name))
             self._fresh = [each for each in self._fresh if each[0] != process_set]
+            self._flush = self._flush and bool(self._fresh)
             keys = [key for key in self.entries if key[0] == process_set]
             return [entry for key in keys if (entry := self._take_out(key)) is not None]
 
@@ -288,6 +291,11 @@ class TensorQueue:
             raise HorovodInternalError(
                 f"{what}: this rank has joined, and can submit nothing until join() has returned"
             )
+
+    def _forget_refusal(self, key: Key) -> None:
+        self.refusals[key] -= 1
+        if not self.refusals[key]:
+            del self.refusals[key]
 
     def _take_out(self, key: Key) -> TensorEntry | None:
         entry = self.entries.pop(key, None)

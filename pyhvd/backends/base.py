@@ -1,8 +1,8 @@
-"""What all backends share: views of tensors, sizes of pieces, batches, and the hook that records phases."""
+"""What all backends share: views of tensors, sizes of pieces, and the hook that records phases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -37,23 +37,3 @@ class Phases:
 
 Views = Sequence[TensorView | None]
 """A view per tensor; None if this rank has joined."""
-
-
-def batches(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Yield batches of tensors: lists of indices; several tensors have at most ``limit`` elements together.
-
-    Empty tensors are in no batch.
-    """
-    shared: list[int] = []
-    room = limit
-    for index, count in enumerate(counts):
-        if 2 * count >= limit:
-            yield [index]
-        elif count:
-            if count > room:
-                yield shared
-                shared, room = [], limit
-            shared.append(index)
-            room -= count
-    if shared:
-        yield shared

@@ -22,7 +22,7 @@ import numpy as np
 from pyhvd import _fusion
 from pyhvd.arrays import Bytes, address
 from pyhvd.backends import adasum
-from pyhvd.backends.base import Phases, Pieces, Views, batches
+from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
 
@@ -30,6 +30,26 @@ FLAT = 64 * 1024
 """Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""
 
 Window = list[tuple[int, int, int]]
+
+
+def batches(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
+    """Yield batches of tensors: lists of indices; several tensors have at most ``limit`` elements together.
+
+    Empty tensors are in no batch.
+    """
+    shared: list[int] = []
+    room = limit
+    for index, count in enumerate(counts):
+        if 2 * count >= limit:
+            yield [index]
+        elif count:
+            if count > room:
+                yield shared
+                shared, room = [], limit
+            shared.append(index)
+            room -= count
+    if shared:
+        yield shared
 
 
 def windows(counts: Sequence[int], limit: int) -> Iterator[Window]:

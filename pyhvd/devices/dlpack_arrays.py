@@ -42,6 +42,9 @@ class ForeignLibrary:
             )
         if not hasattr(tensor, "__dlpack__"):
             return _adopt_interface(tensor, writing)
+        interface = getattr(tensor, "__cuda_array_interface__", None) if writing else None
+        if interface is not None:
+            _refuse_read_only(interface)
         device = cuda_device(int(tensor.__dlpack_device__()[1]))
         device.current_stream()  # raises ValueError for a stream that could not wait for the result
         stream = self._intake(device)
@@ -58,13 +61,18 @@ class ForeignLibrary:
             return self._intakes[device.index]
 
 
+def _refuse_read_only(interface: dict[str, Any]) -> None:
+    if interface["data"][1]:
+        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
+
+
 def _adopt_interface(tensor: Any, writing: bool) -> DeviceView:
     interface = tensor.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise TypeError("cannot take a masked array, as its mask would be lost: pass its data")
-    ptr, read_only = interface["data"]
-    if writing and read_only:
-        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
+    if writing:
+        _refuse_read_only(interface)
+    ptr, _ = interface["data"]
     dtype, shape = cupy.dtype(interface["typestr"]), tuple(interface["shape"])
     strides = interface.get("strides")
     index = int(cupy.cuda.runtime.pointerGetAttributes(ptr).device) if ptr else cupy.cuda.Device().id

@@ -85,8 +85,9 @@ def describe_stall(snapshot: StallSnapshot, places: Sequence[Place]) -> str:
     """Return the report of a rank on which no call ends any more."""
     tensors = [Stalled(GLOBAL_SET, name, 0.0, (), ()) for name in snapshot.names] or None
     what = names_of(tensors) if tensors else "the other ranks to join"
+    them = "it" if len(snapshot.names) == 1 else "them"
     why = (
-        "all ranks have submitted it, but some do not carry it out"
+        f"all ranks have submitted {them}, but some do not carry {them} out"
         if snapshot.under_way
         else "rank 0, which decides what runs, has not said why"
     )

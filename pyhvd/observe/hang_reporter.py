@@ -159,7 +159,10 @@ class HangReporter:
         if finding is None:
             return None
         places = self._where.places
+        # A rank that has submitted meanwhile lacks nothing any more.
+        missing = {*finding.missing}
         answers = inquiry.complete(lambda rank: self._where.states([rank])[rank])
+        answers = {rank: answer for rank, answer in answers.items() if rank in missing}
         if finding.ends_job:
             return error_of(finding, answers, places, now)
         _log.warning("%s", warning_of(finding, answers, places, now))

@@ -136,7 +136,7 @@ def nccl_names() -> dict[str, set[str]]:
     constants |= {f"NCCL_{code.name}" for code in nccl_bindings._NUMBERS}
     calls = {name for text in sources for name in re.findall(r"library\.(\w+)\(", text)}
     asked = {
-        name for text in sources for name in re.findall(r"\bcomm\.(\w+)\(", text.replace("_comm", "comm"))
+        name for text in sources for name in re.findall(r"\bcomm\.(\w+)\b", text.replace("_comm", "comm"))
     }
     return {"": constants | calls, "NcclCommunicator": asked}
 

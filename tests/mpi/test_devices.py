@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.common.text import describe_ranks
 from pyhvd.devices import array_libraries
 from pyhvd.transport.mpi import fabric
 from pyhvd.transport.mpi.fabric import MpiFabric
@@ -52,9 +53,9 @@ def _verbs() -> None:
     lines = [line for line in told if line.startswith("arrays on the devices")]
     assert len(lines) == (rank == 0)
     if rank == 0 and size > 1:
-        ranks = ", ".join(map(str, range(size)))
+        ranks = describe_ranks(range(size))
         assert lines == [
-            f"arrays on the devices of {size} ranks go through the host: ranks {ranks} share a device, cuda:0"
+            f"arrays on the devices of {size} ranks go through the host: {ranks} share a device, cuda:0"
         ]
 
 

@@ -432,9 +432,7 @@ def test_why_arrays_go_through_the_host_is_told_once(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "pyhvd"):
         on_devices(2, body, shared=True)
     lines = [r.getMessage() for r in caplog.records if "arrays on the devices" in r.getMessage()]
-    assert lines == [
-        "arrays on the devices of 2 ranks go through the host: ranks 0, 1 share a device, cuda:0"
-    ]
+    assert lines == ["arrays on the devices of 2 ranks go through the host: ranks 0-1 share a device, cuda:0"]
 
 
 def test_dtypes_that_cannot_travel() -> None:

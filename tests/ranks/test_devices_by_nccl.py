@@ -154,7 +154,7 @@ def test_the_way_is_said_once(nccl: FakeNccl, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="pyhvd"):
         on_devices(2, body, shared=True)
     assert said(caplog) == [
-        "arrays on the devices of 2 ranks go through the host: ranks 0, 1 share a device, cuda:0"
+        "arrays on the devices of 2 ranks go through the host: ranks 0-1 share a device, cuda:0"
     ]
 
 

@@ -124,7 +124,6 @@ def test_removing_what_is_no_set_and_the_global_set() -> None:
         return hvd.remove_process_set(hvd.global_process_set)
 
     assert run_ranks(2, body) == [False, False]
-    assert not hvd.is_homogeneous()
 
 
 def test_an_exception_without_text_is_named_without_a_colon() -> None:

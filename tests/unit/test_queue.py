@@ -43,7 +43,7 @@ def names(fresh: list[tuple[int, Request]]) -> list[str]:
 
 
 def test_taken_in_order_once_due() -> None:
-    queue = TensorQueue(Wakes(), window=10.0)
+    queue = TensorQueue(Wakes(), cycle_time=10.0)
     queue.add([entry("a")])
     queue.add([entry("b"), entry("c")])
     now = time.monotonic()
@@ -159,9 +159,9 @@ def test_closed_with_the_first_reason() -> None:
 class Sleeper:
     """A runtime's thread with only the queue and a bell; it reads the queue only after the bell rings."""
 
-    def __init__(self, window: float) -> None:
+    def __init__(self, cycle_time: float) -> None:
         self._bell = threading.Semaphore(0)
-        self.queue = TensorQueue(self._bell.release, window)
+        self.queue = TensorQueue(self._bell.release, cycle_time)
         self.taken: list[str] = []
         self.sleeps = 0
         self._end = False
@@ -195,10 +195,10 @@ class Sleeper:
         assert not self.thread.is_alive()
 
 
-@pytest.mark.parametrize("window", [0.0, 1e-4, NEVER])
-def test_many_threads_lose_nothing(window: float) -> None:
+@pytest.mark.parametrize("cycle_time", [0.0, 1e-4, NEVER])
+def test_many_threads_lose_nothing(cycle_time: float) -> None:
     """With an endless cycle time only a waiting thread's flush wakes the runtime: a lost one would hang."""
-    sleeper = Sleeper(window)
+    sleeper = Sleeper(cycle_time)
     sleeper.thread.start()
     rounds, failures = 150, []
 
@@ -358,3 +358,18 @@ def test_a_long_site_loses_its_beginning(tmp_path: Path) -> None:
     assert text.startswith("...")
     assert text.endswith("d.py:1 in f")
     assert len(text) == 160
+
+
+def test_a_removed_set_leaves_nothing_due_and_no_refusal() -> None:
+    """A thread submits, and refuses, in a set while the set is removed; the set's id is used again."""
+    queue = TensorQueue(Wakes(), NEVER)
+    queue.add([entry("a", set_id=1)])
+    queue.announce(1, Request(RequestType.ALLREDUCE, "no", error="no"))
+    assert [each.request.name for each in queue.pop_set(1)] == ["a"]
+    assert queue.refusals == {}
+    assert queue.sleep_until() is None
+    queue.announce(0, Request(RequestType.ALLREDUCE, "kept", error="no"))
+    queue.announce(1, Request(RequestType.ALLREDUCE, "no", error="no"))
+    queue.pop_set(1)
+    assert queue.refusals == {(0, "kept"): 1}
+    assert queue.sleep_until() == 0.0

@@ -13,6 +13,7 @@ from pyhvd.backends.gpu.nccl_init import Refused, open_nccl, usable_version
 from pyhvd.backends.gpu.staged import StagedBackend
 from pyhvd.backends.host import HostBackend
 from pyhvd.common.processes import boot_id
+from pyhvd.common.text import describe_ranks
 from pyhvd.devices.base import Device, DeviceBackend, Packer, Stream
 from pyhvd.transport.fabric import allgather_bytes
 
@@ -87,13 +88,13 @@ def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
     """Return why a process set cannot use NCCL, or an empty text; ``members`` are the global ranks."""
     without = [members[i] for i, rank in enumerate(ranks) if not rank.device]
     if without:
-        return f"there is no device on {_list_ranks(without)}"
+        return f"there is no device on {describe_ranks(without)}"
     users: dict[str, list[int]] = {}
     for i, rank in enumerate(ranks):
         users.setdefault(rank.device, []).append(i)
     for group in users.values():
         if len(group) > 1:
-            return f"{_list_ranks([members[i] for i in group])} share a device, {ranks[group[0]].name}"
+            return f"{describe_ranks([members[i] for i in group])} share a device, {ranks[group[0]].name}"
     errors = {members[i]: rank.error for i, rank in enumerate(ranks) if rank.error}
     if errors:
         return f"NCCL cannot be used: {_list_texts(errors)}"
@@ -101,10 +102,6 @@ def why_not_nccl(ranks: Sequence[RankDevice], members: Sequence[int]) -> str:
     if len(set(versions.values())) > 1:
         return f"the ranks have different versions of NCCL: {_list_texts(versions)}"
     return ""
-
-
-def _list_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _list_texts(texts: Mapping[int, str]) -> str:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pyhvd import _fusion
 from pyhvd.backends.adasum import TINY, factors_of
-from pyhvd.backends.base import batches
+from pyhvd.backends.host import batches
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.messages import GLOBAL_SET, RequestType
 from tests.unit.native.fast_path_simulation import FastPathNetwork

@@ -96,7 +96,8 @@ def test_a_collective_that_does_not_end() -> None:
     states = {1: State.SLEEPING, 2: State.STOPPED, 3: State.GONE}
     snapshot = StallSnapshot(0, ["a", "b"], True, states, 61.2)
     assert describe_stall(snapshot, PLACES) == (
-        "rank 0 has waited for 'a', 'b' for 61 s: all ranks have submitted it, but some do not carry it out\n"
+        "rank 0 has waited for 'a', 'b' for 61 s: all ranks have submitted them, but some do not carry them"
+        " out\n"
         "rank 2 on host node (pid 102): its process is stopped (by SIGSTOP or Ctrl-Z): kill -CONT 102 lets it"
         " go on\n"
         "rank 3 on host node (pid 103): its process has ended"

@@ -180,3 +180,22 @@ def test_a_job_that_was_suspended_is_not_ended_for_it(suspended: bool) -> None:
         now = max(look, now)
     # The other rank does not answer within 2 s.
     assert now == (122.0 if suspended else 102.0)
+
+
+def test_a_rank_that_submits_while_others_are_asked_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = Stalled(0, "a", 0.0, (0,), (1,)), Stalled(0, "b", 0.0, (0,), (2,))
+    waiting = [a, b]
+    reporter = HangReporter(
+        StallInspector(10.0, 0.0),
+        RankLocations(0, [Place("a", 1), Place("b", 2), Place("c", 3)]),
+        send=lambda rank, payload: None,
+        pending=lambda now: list(waiting),
+        count=lambda tensors, warned: None,
+    )
+    reporter.inspect(0.0)
+    reporter.inspect(10.0)
+    waiting.remove(a)
+    with caplog.at_level("WARNING", "pyhvd"):
+        reporter.inspect(12.0)
+    assert "rank 2 on host c (pid 3) has not submitted 'b'" in caplog.text
+    assert "rank 1" not in caplog.text
