@@ -23,7 +23,8 @@ from pyhvd.job.mpi.flavour import find_library, find_mpiexec
 from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_directory
 from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, ExitReport, root_cause
-from pyhvd.job.process.signals import ENDING, shell_code, signal_group, wake_on_signals
+from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.signals import ENDING, shell_code, wake_on_signals
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
 

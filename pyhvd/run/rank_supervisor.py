@@ -27,14 +27,13 @@ from pyhvd.job.process.exit_report import (
     UP,
     ExitReport,
 )
+from pyhvd.job.process.guardian import find_end, signal_group
 from pyhvd.job.process.output import Relay
 from pyhvd.job.process.signals import (
     BLOCKED_OVER_FORK,
     ENDING,
     describe_exit,
-    find_end,
     shell_code,
-    signal_group,
     wake_on_signals,
 )
 from pyhvd.run.control_socket import Line

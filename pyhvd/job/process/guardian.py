@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from pyhvd.job.process.signals import find_end, signal_group
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,6 +37,17 @@ def die_with_parent(number: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def find_end(pid: int) -> os.waitid_result | None:
+    """Return how a child has ended, and leave it unreaped; None while it runs."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process group, if there is one that this user may signal."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def guard(

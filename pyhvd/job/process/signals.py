@@ -1,8 +1,7 @@
-"""The signals of a job: which are passed on to ranks, and how the end of a process is seen and described."""
+"""The signals of a job: which are passed on to ranks, and how the end of a process is described."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -36,17 +35,6 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
         signal.signal(number, handler)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return read
-
-
-def find_end(pid: int) -> os.waitid_result | None:
-    """Return how a child has ended, and leave it unreaped; None while it runs."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-
-def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process group, if there is one that this user may signal."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 def describe_exit(code: int) -> str:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from pyhvd.job.process.signals import signal_group
+from pyhvd.job.process.guardian import signal_group
 
 _CHUNK = 1 << 16
 # After the process has ended, at most this many chunks are read: its children may go on writing.
