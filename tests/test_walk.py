@@ -1,4 +1,4 @@
-"""An allreduce enters no more files than scripts/walk.py says."""
+"""An allreduce, and a run inside Spark, enter no more files than scripts/walk.py says."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def _why_not() -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # the first one builds the extensions
 @pytest.mark.skipif(bool(_why_not()), reason=_why_not())
-@pytest.mark.parametrize("kind", ["first", "remembered"])
-def test_an_allreduce_enters_few_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["first", "remembered", "spark"])
+def test_a_call_enters_few_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "spark" and not (ROOT / ".venv-spark" / ".done").exists():
+        pytest.skip("no .venv-spark: `make spark` makes it")
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     bounds = importlib.import_module("walk").BOUNDS
     file = tmp_path / "walk.json"
