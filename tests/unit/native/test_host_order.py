@@ -1,0 +1,302 @@
+"""The order across hosts: one log on all of them, nothing stuck, whichever way messages cross."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.thinning import examples
+from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Round
+
+SLOTS = 5
+
+
+@dataclass
+class Host:
+    """One host: its order, its log, and the slots that its ranks may mark, or have marked."""
+
+    order: HostOrder
+    log: list[Entry | str] = field(default_factory=list)
+    delegated: set[int] = field(default_factory=set)
+    marked: set[int] = field(default_factory=set)
+    returned: int = 0
+
+    @property
+    def shared(self) -> list[Entry]:
+        """The entries that all hosts have in common."""
+        return [each for each in self.log if isinstance(each, Entry)]
+
+
+class Cluster:
+    """Hosts, and the messages between them that have not arrived; host 0 makes the lists."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = [Host(HostOrder(host, hosts)) for host in range(hosts)]
+        self.streams: dict[tuple[int, int], deque[Message]] = {
+            (a, b): deque() for a in range(hosts) for b in range(hosts) if a != b
+        }
+        self.lists: list[ResponseList] = []
+        self.empty = self.sent = 0
+        self.open: set[int] = set()  # delegated, by the lists that host 0 has sent
+
+    def send(self, source: int, message: Message) -> None:
+        self.sent += 1
+        self.empty += not (message.slots or message.lists)
+        for (a, _), stream in self.streams.items():
+            if a == source:
+                stream.append(message)
+        self.carry_out(source)
+
+    def mark(self, host: int, wanted: set[int]) -> None:
+        """All ranks of a host mark slots ready."""
+        here = self.hosts[host]
+        slots = wanted & here.delegated - here.marked
+        if slots:
+            here.marked |= slots
+            self.send(host, here.order.announce(slots))
+
+    def order(self, recalled: set[int], delegated: set[int], audience: set[int]) -> None:
+        """Host 0 sends a response list; a join is a list that recalls all slots."""
+        recalled &= self.open
+        delegated -= self.open - recalled
+        self.open = self.open - recalled | delegated
+        made = ResponseList(len(self.lists), frozenset(recalled), frozenset(delegated), frozenset(audience))
+        self.lists.append(made)
+        self.send(0, self.hosts[0].order.announce((), [made]))
+
+    def batch(self, host: int) -> None:
+        """A host decides on a batch of a set that lies within it."""
+        self.hosts[host].log.append("batch")
+
+    def deliver(self, a: int, b: int) -> bool:
+        stream = self.streams[a, b]
+        if not stream:
+            return False
+        self.hosts[b].order.receive(a, stream.popleft())
+        self.carry_out(b)
+        return True
+
+    def hear(self, host: int, deaf_to: int) -> None:
+        """Deliver all messages for a host, but not those of one other."""
+        for (a, b), stream in self.streams.items():
+            while b == host and a != deaf_to and stream:
+                self.deliver(a, b)
+
+    def answer(self, host: int) -> bool:
+        """Send the empty message that a host owes."""
+        message = self.hosts[host].order.owed()
+        if message is not None:
+            self.send(host, message)
+        return message is not None
+
+    def carry_out(self, host: int) -> None:
+        here = self.hosts[host]
+        while (taken := here.order.take()) is not None:
+            entry, made = taken
+            here.log.append(entry)
+            if made is None:
+                assert entry.slot in here.marked, "decided, but not marked here"
+                here.marked.discard(entry.slot)
+            else:
+                here.returned += len(here.marked & made.recalled)
+                here.marked -= made.recalled
+                here.delegated = here.delegated - made.recalled | made.delegated
+        self.compare(host)
+
+    def compare(self, host: int) -> None:
+        mine = self.hosts[host].shared
+        for other in self.hosts:
+            theirs = other.shared
+            common = min(len(mine), len(theirs))
+            assert mine[:common] == theirs[:common]
+        assert mine == sorted(mine)
+
+    def drain(self) -> None:
+        """Deliver and answer until nothing is left."""
+        for _ in range(10_000):
+            moved = [self.deliver(*pair) for pair in self.streams]
+            moved += [self.answer(host) for host in range(len(self.hosts))]
+            if not any(moved):
+                return
+        raise AssertionError("messages without end")
+
+    def check_quiet(self) -> None:
+        """Nothing travels: all logs are equal, and what is undecided was not marked on some host."""
+        logs = [host.shared for host in self.hosts]
+        assert all(log == logs[0] for log in logs)
+        assert [entry.number for entry in logs[0] if not entry.is_slot] == list(range(len(self.lists)))
+        assert len({frozenset(host.delegated) for host in self.hosts}) == 1
+        for slot in range(SLOTS):
+            assert any(slot not in host.marked for host in self.hosts), f"slot {slot} is stuck"
+
+    def run_collectives(self) -> None:
+        """Each host carries out its log in order, and an entry needs all hosts that take part."""
+        heads = [0] * len(self.hosts)
+        for _ in range(sum(len(host.log) for host in self.hosts)):
+            for index, host in enumerate(self.hosts):
+                while heads[index] < len(host.log) and not self._needs_others(host.log[heads[index]], index):
+                    heads[index] += 1
+            waiting = {i: host.log[heads[i]] for i, host in enumerate(self.hosts) if heads[i] < len(host.log)}
+            if not waiting:
+                return
+            for entry in set(waiting.values()):
+                ready = {i for i, each in waiting.items() if each == entry}
+                if self._members(entry) <= ready:
+                    for index in ready:
+                        heads[index] += 1
+        assert all(head == len(host.log) for head, host in zip(heads, self.hosts, strict=True)), "a circle"
+
+    def _needs_others(self, entry: Entry | str, host: int) -> bool:
+        return isinstance(entry, Entry) and host in self._members(entry)
+
+    def _members(self, entry: Entry | str) -> set[int]:
+        assert isinstance(entry, Entry)
+        return set(range(len(self.hosts))) if entry.is_slot else set(self.lists[entry.number].audience)
+
+
+def play(cluster: Cluster, chance: random.Random, steps: int) -> None:
+    """Take random steps; some streams are slow, so that news reaches hosts by detours."""
+    hosts = len(cluster.hosts)
+    slow = {pair: chance.choice((1, 1, 1, 20)) for pair in cluster.streams}
+    marks = chance.choice((0.1, 0.3))
+    for _ in range(steps):
+        host, what = chance.randrange(hosts), chance.random()
+        if what < marks:
+            cluster.mark(host, {slot for slot in range(SLOTS) if chance.random() < 0.5})
+        elif what < marks + 0.05:
+            cluster.answer(host)
+        elif what < marks + 0.07:
+            recalled = {slot for slot in range(SLOTS) if chance.random() < 0.3}
+            delegated = {slot for slot in range(SLOTS) if chance.random() < 0.8}
+            cluster.order(recalled, delegated, {host for host in range(hosts) if chance.random() < 0.5})
+        elif what < marks + 0.09:
+            cluster.batch(host)
+        elif ready := [pair for pair, stream in cluster.streams.items() if stream]:
+            (pair,) = chance.choices(ready, [1 / slow[each] for each in ready])
+            cluster.deliver(*pair)
+
+
+@pytest.mark.timeout(600)
+@settings(max_examples=examples(2000))
+@given(hosts=st.integers(2, 8), seed=st.integers(0, 2**32))
+def test_all_hosts_compute_one_log_and_nothing_is_stuck(hosts: int, seed: int) -> None:
+    cluster = Cluster(hosts)
+    cluster.order(set(), set(range(SLOTS)), set())
+    play(cluster, random.Random(seed), 60 * hosts)
+    cluster.drain()
+    cluster.check_quiet()
+    # Once every host marks everything, every delegated slot is decided, also after recalls.
+    for host in range(hosts):
+        cluster.mark(host, set(range(SLOTS)))
+    cluster.drain()
+    cluster.check_quiet()
+    assert not any(host.marked for host in cluster.hosts)
+    cluster.run_collectives()
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_one_message_of_each_host_decides_a_slot(hosts: int) -> None:
+    """The last host needs one message, and no host answers, though the counts differ."""
+    cluster = Cluster(hosts)
+    cluster.order(set(), set(range(SLOTS)), set())
+    cluster.drain()
+    for slot in range(1, SLOTS):
+        cluster.mark(1, {slot})
+    cluster.drain()
+    for turn in range(10):
+        sent = cluster.sent
+        for host in (*range(turn % hosts, hosts), *range(turn % hosts)):
+            cluster.mark(host, {0})
+            for pair in cluster.streams:
+                cluster.deliver(*pair)
+        assert cluster.sent == sent + hosts
+        assert all(host.shared[-1].slot == 0 for host in cluster.hosts)
+        assert not any(cluster.answer(host) for host in range(hosts))
+
+
+def test_messages_that_cross_may_need_an_empty_one() -> None:
+    cluster = Cluster(2)
+    cluster.order(set(), {0, 1, 2}, set())
+    cluster.drain()
+    cluster.mark(0, {1})
+    cluster.mark(0, {2})
+    cluster.mark(0, {0})
+    cluster.mark(1, {0})
+    cluster.deliver(1, 0)
+    for _ in range(3):
+        cluster.deliver(0, 1)
+    assert [len(host.shared) for host in cluster.hosts] == [1, 1]  # host 1's count is below slot 0's time
+    assert [cluster.answer(host) for host in (0, 1)] == [False, True]
+    cluster.deliver(1, 0)
+    assert [host.shared[-1].slot for host in cluster.hosts] == [0, 0]
+
+
+def cluster_of(hosts: int) -> Cluster:
+    """Return hosts that know that slot 0 is delegated."""
+    cluster = Cluster(hosts)
+    cluster.order(set(), {0}, set())
+    cluster.drain()
+    return cluster
+
+
+def check_next_round(cluster: Cluster, expected: Round) -> None:
+    """Deliver all messages, and decide slot 0 once more."""
+    cluster.drain()
+    cluster.check_quiet()
+    for host in range(len(cluster.hosts)):
+        cluster.mark(host, {0})
+    cluster.drain()
+    cluster.check_quiet()
+    assert {host.order.round_of(0) for host in cluster.hosts} == {expected}
+
+
+def test_an_announcement_waits_for_the_decision_before_it() -> None:
+    """Host 0 announces the slot again before host 2 has heard host 1's first announcement."""
+    cluster = cluster_of(3)
+    for host in range(3):
+        cluster.mark(host, {0})
+    cluster.hear(0, deaf_to=0)
+    cluster.mark(0, {0})
+    cluster.hear(2, deaf_to=1)
+    assert [len(host.shared) for host in cluster.hosts] == [2, 1, 1]
+    cluster.hear(2, deaf_to=0)
+    assert cluster.hosts[2].shared == cluster.hosts[0].shared
+    check_next_round(cluster, Round(0, 0))
+
+
+def test_an_announcement_waits_for_the_recall_before_it() -> None:
+    """Host 1 announces the slot again before host 2 has heard that host 3 has answered the list."""
+    cluster = cluster_of(4)
+    cluster.order({0}, {0}, set())
+    for host in (1, 2, 3):
+        cluster.deliver(0, host)
+        cluster.answer(host)
+    cluster.hear(1, deaf_to=1)
+    cluster.mark(1, {0})
+    cluster.hear(2, deaf_to=3)
+    assert [len(host.shared) for host in cluster.hosts] == [1, 2, 1, 1]
+    check_next_round(cluster, Round(1, 1))
+
+
+def test_an_announcement_behind_a_recall_is_void() -> None:
+    """Host 2, whose count is high, announces the slot before it has heard of the recall; host 1 has heard."""
+    cluster = Cluster(3)
+    cluster.order(set(), {0, 1, 2}, set())
+    cluster.drain()
+    for slot in (1, 2):
+        cluster.mark(2, {slot})
+        cluster.deliver(2, 1)
+    cluster.order({0}, {0}, set())
+    cluster.deliver(0, 1)
+    cluster.answer(1)
+    assert cluster.hosts[1].order.round_of(0) == Round(recalls=1)
+    cluster.mark(2, {0})
+    cluster.deliver(2, 1)
+    cluster.mark(1, {0})
+    cluster.drain()
+    assert cluster.hosts[2].returned == 1
+    check_next_round(cluster, Round(1, 1))
