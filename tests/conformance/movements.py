@@ -79,7 +79,7 @@ def every_dtype_broadcast(variant: str) -> None:
 
 
 @CASES.add()
-def content_off_the_root_is_irrelevant() -> None:
+def only_the_roots_values_count() -> None:
     for root in range(hvd.size()):
         mine = np.full(4, 1.5 if hvd.rank() == root else np.nan)
         assert hvd.broadcast(mine, root).tolist() == [1.5] * 4
@@ -99,7 +99,7 @@ def _splits(kind: str, size: int) -> list[list[int]]:
 
 
 @CASES.add_each(("even", "uneven", "to one", "from one", "none"))
-def every_dtype_exchanged(kind: str) -> None:
+def every_dtype_in_an_alltoall(kind: str) -> None:
     size, rank = hvd.size(), hvd.rank()
     splits = [[int(n) for n in counts] for counts in _splits(kind, size)]
     surplus = 1

@@ -26,7 +26,7 @@ CROSSING = (
     *("every_dtype_and_op-allreduce_async", "every_dtype_and_op-grouped_allreduce_async_"),
     *("every_dtype_scattered-grouped_reducescatter_async", "every_dtype_gathered-allgather_async"),
     *("every_dtype_gathered-grouped_allgather_async", "every_dtype_broadcast-broadcast_async_"),
-    *("every_dtype_exchanged-uneven", "every_dtype_exchanged-from one"),
+    *("every_dtype_in_an_alltoall-uneven", "every_dtype_in_an_alltoall-from one"),
     *("layouts-column", "layouts-transposed"),
 )
 

@@ -13,7 +13,7 @@ import pyhvd as hvd
 from pyhvd.testing import RanksFailed, run_ranks
 
 
-def test_names_that_pyhvd_gives_itself_are_refused_and_others_are_free() -> None:
+def test_names_that_pyhvd_makes_up_are_refused() -> None:
     def body() -> int:
         for taken in ("noname.0", "barrier.noname.1", "join.noname", "object.noname.0.sz"):
             with pytest.raises(ValueError, match="pyhvd reserves names"):
@@ -117,7 +117,7 @@ def test_a_target_that_becomes_read_only_in_flight_fails_alone() -> None:
     assert run_ranks(2, body, timeout=40) == [[2.0] * 3] * 2
 
 
-def test_removing_what_is_no_set_and_the_global_set() -> None:
+def test_what_is_not_a_set_and_the_global_set_cannot_be_removed() -> None:
     def body() -> bool:
         with pytest.raises(ValueError, match="takes a ProcessSet"):
             hvd.remove_process_set([0])  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ class Odd(list[object]):
 
 
 @pytest.mark.parametrize("verb", ["grouped_allreduce", "grouped_allreduce_", "grouped_allgather"])
-def test_a_group_is_what_its_list_yields(verb: str) -> None:
+def test_a_group_is_what_iterating_over_its_list_yields(verb: str) -> None:
     def body() -> None:
         tensors = Odd([np.ones(2), np.full(3, 2.0), np.full(1, 3.0)])
         for _ in range(3):  # uses the fast path from the second call on

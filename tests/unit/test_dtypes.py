@@ -19,7 +19,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def test_codes_are_horovods_and_dense() -> None:
+def test_codes_are_horovods_and_without_gaps() -> None:
     assert [BY_CODE[i].name for i in range(10)] == HOROVOD
     assert sorted(BY_CODE) == list(range(15)) == sorted(Code)
     assert [(c.name.lower(), c) for c in Code] == [(BY_CODE[c].name, c) for c in Code]
@@ -32,7 +32,7 @@ def test_reduce_ops_are_horovods() -> None:
 
 
 @pytest.mark.parametrize("code", Code, ids=lambda c: c.name)
-def test_every_row_agrees_with_numpy(code: Code) -> None:
+def test_code_and_size_of_each_dtype_agree_with_numpy(code: Code) -> None:
     row = BY_CODE[code]
     dtype = numpy_dtype(row.name)
     assert lookup(dtype) is row

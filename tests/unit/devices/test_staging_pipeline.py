@@ -40,7 +40,7 @@ def doubled(device: FakeDevice, source: FakeArray, target: FakeArray) -> Array:
 
 
 @given(seed=st.integers(0, 1 << 30), length=st.integers(0, 200), inplace=st.booleans())
-def test_every_piece_comes_down_is_worked_on_and_goes_up(seed: int, length: int, inplace: bool) -> None:
+def test_every_piece_is_copied_down_changed_and_copied_up(seed: int, length: int, inplace: bool) -> None:
     device = FakeDevice(seed=seed)
     values = np.arange(length, dtype=np.uint8)
     source = fake_array(device, values)
@@ -96,7 +96,7 @@ def _goes_wrong(what: str, number: int) -> bool:
 @pytest.mark.parametrize(
     ("what", "number"), [("wait", n) for n in range(4)] + [("synchronize", n) for n in (0, 2, 4, 5)]
 )
-def test_no_wait_may_be_forgotten(what: str, number: int) -> None:
+def test_each_wait_and_synchronization_is_needed(what: str, number: int) -> None:
     assert _goes_wrong(what, number)
 
 
@@ -116,7 +116,7 @@ def test_the_page_locked_memory_is_bounded() -> None:
 
 
 @given(st.lists(st.integers(0, 100), min_size=1), st.sampled_from([1, 2, 4, 8, 16]))
-def test_tensors_lie_apart_and_aligned(counts: list[int], item: int) -> None:
+def test_tensors_do_not_overlap_and_are_aligned(counts: list[int], item: int) -> None:
     offsets, total = lay_out(counts, item)
     ends = [*offsets[1:].tolist(), total]
     for offset, count, end in zip(offsets.tolist(), counts, ends, strict=True):

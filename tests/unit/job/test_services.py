@@ -250,7 +250,7 @@ def test_a_task_that_falls_silent_is_missed() -> None:
     open_connections[0].close()
 
 
-def test_the_end_of_a_job_does_not_wait_for_who_has_fallen_silent() -> None:
+def test_the_end_of_a_job_does_not_wait_for_a_silent_task() -> None:
     bench = Bench(rank, 2, drop, start_timeout=3)
     open_connections: list[Connection] = []
 

@@ -115,7 +115,7 @@ def test_what_ranks_disagree_about(what: str, requests: list[Request], text: str
     assert sorted(error.per_rank) == list(range(len(requests)))
 
 
-def test_sets_speak_of_global_ranks() -> None:
+def test_errors_of_a_set_name_global_ranks() -> None:
     network = Network(4, sets=[(1, 3)])
     network.submit(1, [allreduce("x")], 1)
     ends = network.submit(3, [allreduce("x", (9,))], 1)
@@ -203,7 +203,7 @@ def test_a_refusal_reaches_ranks_one_by_one() -> None:
     network.check_all()
 
 
-def test_ranks_that_all_refuse_owe_each_other_nothing() -> None:
+def test_no_error_is_sent_if_all_ranks_refuse() -> None:
     network = Network(3)
     for rank in range(3):
         network.refuse(rank, allreduce("x"))
@@ -212,7 +212,7 @@ def test_ranks_that_all_refuse_owe_each_other_nothing() -> None:
     network.check_all()
 
 
-def test_a_refusal_of_what_is_cached() -> None:
+def test_a_refusal_of_a_cached_tensor() -> None:
     network = Network(3)
     for _ in range(2):
         network.everywhere([allreduce("x")])
@@ -228,7 +228,7 @@ def test_a_refusal_of_what_is_cached() -> None:
     network.check_all()
 
 
-def test_a_duplicate_waits_for_the_first_and_fails_the_others_second() -> None:
+def test_a_duplicate_fails_the_second_call_of_the_other_ranks() -> None:
     network = Network(2)
     for _ in range(2):
         first = network.submit(0, [allreduce("x")])
@@ -248,7 +248,7 @@ def test_a_duplicate_waits_for_the_first_and_fails_the_others_second() -> None:
     network.check_all()
 
 
-def test_the_same_duplicate_on_every_rank_is_nobodys_problem() -> None:
+def test_the_same_duplicate_on_every_rank_fails_no_first_call() -> None:
     network = Network(2)
     for _ in range(3):
         ends = [network.submit(rank, [allreduce("x")]) for rank in (0, 1)]
@@ -258,7 +258,7 @@ def test_the_same_duplicate_on_every_rank_is_nobodys_problem() -> None:
     network.check_all()
 
 
-def test_refusals_are_counted() -> None:
+def test_each_refusal_fails_one_call_of_the_others() -> None:
     network = Network(2)
     for _ in range(3):
         network.refuse(0, allreduce("x"))

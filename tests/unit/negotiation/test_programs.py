@@ -435,7 +435,7 @@ repetitive = st.builds(
     ),
     choices=st.lists(st.integers(0, 12), max_size=200),
 )
-def test_program_ends_the_same_with_a_fast_lane(
+def test_program_ends_the_same_with_a_fast_path(
     size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
 ) -> None:
     program = Program(size, capacity, sets, steps, FastPathNetwork)
@@ -452,7 +452,7 @@ def test_program_ends_the_same_with_a_fast_lane(
     leave=st.lists(st.sampled_from([2, 2, 2, 1]), min_size=3, max_size=3),
     choices=st.lists(st.integers(0, 12), min_size=100, max_size=200),
 )
-def test_joins_amid_what_is_cached(
+def test_joins_between_cached_calls(
     size: int, fast_lane: bool, calls: list[Call], leave: list[int], choices: list[int]
 ) -> None:
     """Each rank joins after it has repeated all or some of the calls that all ranks have cached."""

@@ -15,7 +15,7 @@ def row(name: str, *widths: int) -> tuple[Request, ...]:
     return tuple(allreduce(name, (width,)) for width in widths or (1, 1))
 
 
-def test_slots_are_dense_and_named() -> None:
+def test_slots_are_numbered_from_zero_and_found_by_name() -> None:
     table = SlotTable(3)
     assert [table.assign(row(name), 0, 1) for name in "abc"] == [0, 1, 2]
     assert [table.slot_of(name) for name in "abcd"] == [0, 1, 2, -1]
@@ -43,7 +43,7 @@ def test_slots_that_a_rank_has_submitted_stay() -> None:
     assert SlotTable(0).assign(row("a"), 0, 1) == -1
 
 
-def test_a_new_meaning_keeps_the_slot() -> None:
+def test_a_tensor_with_a_new_shape_keeps_its_slot() -> None:
     table = SlotTable(2)
     table.assign(row("a"), 0, 1)
     assert table.assign(row("a", 5, 5), 0, 4) == 0
@@ -52,7 +52,7 @@ def test_a_new_meaning_keeps_the_slot() -> None:
     assert table.last_change == 4, "nothing has changed"
 
 
-def test_a_bit_means_what_the_rank_knew() -> None:
+def test_a_slot_means_what_the_rank_has_heard_last() -> None:
     table = SlotTable(1)
     for seq, name in ((2, "a"), (5, "b"), (5, "c"), (9, "d")):
         table.assign(row(name), 0, seq)
@@ -66,7 +66,7 @@ def test_a_bit_means_what_the_rank_knew() -> None:
     }
 
 
-def test_forgetting_what_no_rank_can_mean() -> None:
+def test_meanings_are_dropped_once_every_rank_has_a_newer_one() -> None:
     table = SlotTable(1)
     for seq, name in ((2, "a"), (5, "b"), (9, "c")):
         table.assign(row(name), 0, seq)
@@ -138,7 +138,7 @@ operations = st.lists(
 
 
 @given(capacity=st.integers(0, 4), operations=operations)
-def test_table_against_a_log_of_everything(
+def test_meanings_agree_with_a_log_of_all_assignments(
     capacity: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
     """The table gives each slot the meanings that a log of all assignments gives, unless it dropped them."""
@@ -191,5 +191,5 @@ def test_a_bit_of_a_slot_that_has_been_given_away() -> None:
 
 
 @given(bits=st.sets(st.integers(0, 2000)))
-def test_bits_are_walked_from_the_lowest(bits: set[int]) -> None:
+def test_bits_come_in_ascending_order(bits: set[int]) -> None:
     assert iter_bits(sum(1 << bit for bit in bits)) == sorted(bits)
