@@ -5,6 +5,7 @@ Owns: :class:`Place`, which processes exchange as they start, and reading ``/pro
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import socket
@@ -87,18 +88,29 @@ def state_of(place: Place, seen_from: Place) -> State:
 
 
 def _computes(pid: int) -> bool:
-    """Return whether a process uses the processor; one that waits for the GIL only wakes every 5 ms."""
-    used, since = _cpu_seconds(pid), time.monotonic()
+    """Return whether a process uses the processor; one that waits for the GIL only wakes every 5 ms.
+
+    On a busy machine a process that computes may get a small share of a core. But then a thread of it has run
+    between two looks and has not gone to sleep, as a thread that waits for the GIL does after each look.
+    """
+    used, since, before = _cpu_seconds(pid), time.monotonic(), _runs(pid)
     for _ in range(_LOOKS):
         time.sleep(_BETWEEN_LOOKS)
         if _cpu_seconds(pid) - used > _SHARE * (time.monotonic() - since):
             return True
+        runs = _runs(pid)
+        for thread in runs.keys() & before.keys():
+            (ran, sleeps), (ran_before, sleeps_before) = runs[thread], before[thread]
+            if sleeps == sleeps_before and ran - ran_before > _LEAST_RUN:
+                return True
+        before = runs
     return False
 
 
 _LOOKS = 5
 _BETWEEN_LOOKS = 0.05  # s
 _SHARE = 0.2  # of a core
+_LEAST_RUN = 1_000_000  # ns
 _STATES = {"T": State.STOPPED, "t": State.TRACED, "D": State.WAITING}
 
 
@@ -120,6 +132,19 @@ def _cpu_seconds(pid: int) -> float:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         return 0.0
+
+
+def _runs(pid: int) -> dict[str, tuple[int, int]]:
+    """Return, by thread, for how long it has run (ns), and how often it has gone to sleep by itself."""
+    runs = {}
+    with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile, or a kernel without these
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
+                ran = int(file.read().split()[0])
+            with open(f"/proc/{pid}/task/{thread}/status", encoding="utf-8", errors="replace") as file:
+                sleeps = file.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0]
+            runs[thread] = ran, int(sleeps)
+    return runs
 
 
 def _stat(path: str) -> list[str]:
