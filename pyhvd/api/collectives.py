@@ -28,7 +28,7 @@ from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.arrays import Array, TensorView
 from pyhvd.devices.array_libraries import View
 from pyhvd.dtypes import ReduceOp
-from pyhvd.engine.context import current_slot, process_slot
+from pyhvd.engine.context import current_holder, process_holder
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, UNNAMED, RequestType
 from pyhvd.transport.arena import Arena
@@ -221,7 +221,7 @@ def submit_allreduce(
     return _reduce(RequestType.ALLREDUCE, form, tensors, name, process_set, terms)
 
 
-set_lookup(current_slot, process_slot, ProcessSet, global_process_set, submit_allreduce)
+set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
 
 
 def _reduce(

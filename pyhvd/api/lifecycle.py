@@ -17,7 +17,7 @@ from pyhvd.common import launcher_hooks
 from pyhvd.config import Config
 from pyhvd.engine import context
 from pyhvd.engine.autotuner import SampleLog, open_log
-from pyhvd.engine.context import Context, Slot, StaticSet
+from pyhvd.engine.context import Context, ContextHolder, StaticSet
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.transport.world import World
 
@@ -58,27 +58,27 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     >>> hvd.size() >= 1
     True
     """
-    slot = context.current_slot()
-    if slot.context is not None and slot.context.runtime.is_here():
+    holder = context.current_holder()
+    if holder.context is not None and holder.context.runtime.is_here():
         raise RuntimeError("a callback of a handle must not call init(): that waits")
-    with slot.lock:
-        if slot.context is not None:
-            slot.context.check_usable()
-            if slot.context.runtime.ended is None:
+    with holder.lock:
+        if holder.context is not None:
+            holder.context.check_usable()
+            if holder.context.runtime.ended is None:
                 return
-            leave(slot, None)
-        _start(slot, comm, process_sets)
-    if slot.make_world is None:
+            leave(holder, None)
+        _start(holder, comm, process_sets)
+    if holder.make_world is None:
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
         launcher_hooks.tell_up(True)
 
 
-def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
-    config, notices, error = _read_config(slot, sets)
-    world = slot.make_world() if slot.make_world is not None else _mpi_world(comm, config)
+def _start(holder: ContextHolder, comm: Any, sets: Iterable[ProcessSet] | str | None) -> None:
+    config, notices, error = _read_config(holder, sets)
+    world = holder.make_world() if holder.make_world is not None else _mpi_world(comm, config)
     logs.set_up(config)
-    slot.rank = world.topology.rank
+    holder.rank = world.topology.rank
     given: list[Any] = []
     prepared: list[StaticSet] = []
     log: SampleLog | None = None
@@ -95,7 +95,7 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
         refusal = "" if error is None else f"{type(error).__name__}: {error}"
         active = Context(world, config, prepared, refusal, log)
     except BaseException as exc:
-        slot.rank = None
+        holder.rank = None
         if log is not None:
             log.close()
         if endpoint is not None:
@@ -106,7 +106,7 @@ def _start(slot: Slot, comm: Any, sets: Iterable[ProcessSet] | str | None) -> No
         raise (error or exc) from None
     for each, static in zip(given, prepared, strict=True):
         process_sets.register(active, each, active.static_ids[static.ranks])
-    slot.use(active)
+    holder.use(active)
     if endpoint is not None:
         active.endpoint = endpoint
         endpoint.serve(active.runtime.meter.snapshot, active.job)
@@ -128,11 +128,11 @@ def _say_hello(active: Context) -> None:
 
 
 def _read_config(
-    slot: Slot, sets: Iterable[ProcessSet] | str | None
+    holder: ContextHolder, sets: Iterable[ProcessSet] | str | None
 ) -> tuple[Config, list[str], Exception | None]:
     """Return the configuration and notices, or defaults and an error to announce to all ranks."""
     dynamic = sets == "dynamic"
-    overrides = {**slot.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
+    overrides = {**holder.overrides, **({"dynamic_process_sets": True} if dynamic else {})}
     try:
         if isinstance(sets, str) and not dynamic:
             raise ValueError(f"process_sets takes a list of ProcessSet, or 'dynamic', not {sets!r}")
@@ -181,32 +181,32 @@ def shutdown() -> None:
     In a callback of a handle it asks for the shutdown but does not wait, because the callback runs on the
     thread that must end; the next call waits. In a forked child it does nothing.
     """
-    slot = context.current_slot()
-    active = slot.context
+    holder = context.current_holder()
+    active = holder.context
     if active is not None and active.runtime.is_here():
         active.shutdown(None, _HOW)
         return
-    with slot.lock:
-        leave(slot, None)
+    with holder.lock:
+        leave(holder, None)
 
 
-def leave(slot: Slot, cause: BaseException | None, how: str = _HOW) -> None:
-    """End a slot's context; ``cause`` is this rank's failure, if any; ``how`` describes any other end."""
-    active = slot.context
+def leave(holder: ContextHolder, cause: BaseException | None, how: str = _HOW) -> None:
+    """End a holder's context; ``cause`` is this rank's failure, if any; ``how`` describes any other end."""
+    active = holder.context
     if active is None or active.runtime.is_forked():  # in a forked child the context belongs to the parent
         return
-    if slot.make_world is None:
+    if holder.make_world is None:
         launcher_hooks.tell_up(False)
     active.shutdown(cause, how)  # after an interrupt, the caller can call it again
     if active.endpoint is not None:
         active.endpoint.close()
     process_sets.forget(active)
-    slot.use(None)
-    slot.rank = None
+    holder.use(None)
+    holder.rank = None
 
 
 def _at_exit() -> None:
     """Announce the failure of an ending rank, so that no rank waits for it."""
-    slot = context.current_slot()
+    holder = context.current_holder()
     cause = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    leave(slot, cause, "has ended")
+    leave(holder, cause, "has ended")

@@ -12,7 +12,7 @@ import sys
 import threading
 
 from pyhvd.config import Config
-from pyhvd.engine.context import current_slot
+from pyhvd.engine.context import current_holder
 
 _LEVELS = {
     "trace": logging.DEBUG,
@@ -40,7 +40,7 @@ class RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the rank to a record."""
         if not hasattr(record, "pyhvd_rank"):
-            rank = current_slot().rank
+            rank = current_holder().rank
             record.pyhvd_rank = "-" if rank is None else rank
         return True
 

@@ -123,7 +123,7 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> list[int] | None:
         """All ranks, or None before ``init()``."""
-        active = context.current_slot().context
+        active = context.current_holder().context
         return None if active is None else list(range(active.topology.size))
 
 

@@ -35,7 +35,7 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
-from pyhvd.native.shared_memory import FastPathSlot, count_rank_threads
+from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
@@ -170,8 +170,8 @@ class Context:
         if config.autotune and rank == 0:
             windowed = isinstance(backends[GLOBAL_SET], ShmBackend)
             tuner = make_tuner(config, self.topology.size, windowed, log)
-        slot = current_slot()  # callbacks of handles use this rank's context too
-        threads = None if slot is process_slot else (threading.get_ident(),)
+        holder = current_holder()  # callbacks of handles use this rank's context too
+        threads = None if holder is process_holder else (threading.get_ident(),)
         return Runtime(
             world.connect(bell),
             backends,
@@ -184,7 +184,7 @@ class Context:
                 recorder=recorder,
                 fast_path=self.fast_path,
                 make_adapter=make_adapter,
-                surroundings=lambda: playing_rank(slot),
+                surroundings=lambda: playing_rank(holder),
                 tuner=tuner,
             ),
         )
@@ -331,14 +331,14 @@ def _agree(heard: Sequence[Hello]) -> list[Ranks]:
 # -- the context of the module-level functions ------------------------------------------------------
 
 
-class _ThreadSlot(threading.local):
+class _ThreadHolder(threading.local):
     """Set in a thread that plays a rank."""
 
-    rank: Slot | None = None
+    rank: ContextHolder | None = None
 
 
-class Slot(FastPathSlot):
-    """A slot for a context: the process's own, or that of a thread that plays a rank.
+class ContextHolder(FastPathHolder):
+    """Holds the context of the process, or of a thread that plays a rank.
 
     ``rank`` is set as soon as ``init()`` knows it, for log records. ``fast_path`` is the context's; a
     submission reads it without the context.
@@ -357,22 +357,23 @@ class Slot(FastPathSlot):
         self.fast_path = None if context is None else context.fast_path
 
 
-process_slot = Slot()
-_thread = _ThreadSlot()
+process_holder = ContextHolder()
+_thread = _ThreadHolder()
 _players = threading.Lock()
 
 
-def current_slot() -> Slot:
-    """Return this thread's slot if it plays a rank, else the process's."""
-    slot = _thread.rank
-    return slot if slot is not None else process_slot
+def current_holder() -> ContextHolder:
+    """Return this thread's holder if it plays a rank, else the process's."""
+    holder = _thread.rank
+    return holder if holder is not None else process_holder
 
 
 @contextlib.contextmanager
-def playing_rank(slot: Slot) -> Iterator[None]:
-    """Set this thread's slot: one of its own, or the process's, as the background thread does."""
-    before, _thread.rank = _thread.rank, slot
-    own = int(slot is not process_slot)  # while no thread has a slot of its own, submissions skip the lookup
+def playing_rank(holder: ContextHolder) -> Iterator[None]:
+    """Set this thread's holder: one of its own, or the process's, as the background thread does."""
+    before, _thread.rank = _thread.rank, holder
+    # While no thread has a holder of its own, submissions skip the lookup.
+    own = int(holder is not process_holder)
     with _players:
         count_rank_threads(own)
     try:
@@ -391,7 +392,7 @@ def current() -> Context:
     NotInitializedError
         No context exists.
     """
-    context = current_slot().context
+    context = current_holder().context
     if context is None:
         raise NotInitializedError("pyhvd has not been initialized: call pyhvd.init() first")
     context.check_usable()

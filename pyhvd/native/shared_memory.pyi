@@ -69,7 +69,7 @@ _log: logging.Logger
 
 def ready_table_bytes(size: int) -> int: ...
 
-class FastPathSlot:
+class FastPathHolder:
     fast_path: FastPath | None
 
 GROUPED: int
@@ -77,8 +77,8 @@ IN_PLACE: int
 WAITS: int
 
 def set_lookup(
-    current_slot: Callable[[], FastPathSlot],
-    process_slot: FastPathSlot,
+    current_holder: Callable[[], FastPathHolder],
+    process_holder: FastPathHolder,
     set_class: type,
     global_set: object,
     by_message: Callable[..., Any],

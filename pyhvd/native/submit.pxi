@@ -1,6 +1,6 @@
 # Submission to the fast path: from a verb's arguments to a handle; a part of shared_memory.pyx.
 
-cdef class FastPathSlot:
+cdef class FastPathHolder:
     """Holds the fast path of a rank, for :func:`start`; None if all calls go by message."""
 
     cdef FastPath _fast_path
@@ -20,8 +20,8 @@ cdef class FastPathSlot:
             return self._fast_path
 
 
-cdef object _current_slot = None
-cdef FastPathSlot _process_slot = None
+cdef object _current_holder = None
+cdef FastPathHolder _process_holder = None
 cdef object _set_class = None
 cdef object _global_set = None
 cdef object _by_message = None
@@ -33,13 +33,13 @@ cpdef enum:
     WAITS = 4
 
 
-def set_lookup(current_slot, FastPathSlot process_slot, set_class, global_set, by_message):
+def set_lookup(current_holder, FastPathHolder process_holder, set_class, global_set, by_message):
     """Tell :func:`start` how to find the caller's fast path and process set.
 
     ``by_message`` submits the calls that cannot use the fast path.
     """
-    global _current_slot, _process_slot, _set_class, _global_set, _by_message
-    _current_slot, _process_slot = current_slot, process_slot
+    global _current_holder, _process_holder, _set_class, _global_set, _by_message
+    _current_holder, _process_holder = current_holder, process_holder
     _set_class, _global_set = set_class, global_set
     _by_message = by_message
 
@@ -77,8 +77,8 @@ cdef object _submit_cached(
     object process_set
 ):
     """Submit a cached call to the fast path; return None if the call must go by message."""
-    cdef FastPathSlot slot = _process_slot if _rank_threads == 0 else _current_slot()
-    cdef FastPath path = slot.get()
+    cdef FastPathHolder holder = _process_holder if _rank_threads == 0 else _current_holder()
+    cdef FastPath path = holder.get()
     cdef object set_id = 0
     cdef bint grouped = form & GROUPED
     cdef bint inplace = form & IN_PLACE

@@ -134,7 +134,7 @@ class FaultPlan:
         """
         rank = _rank()
         mine = self.of(rank)
-        if context.current_slot() is not context.process_slot:
+        if context.current_holder() is not context.process_holder:
             raise ValueError("inject() cannot stop or kill a rank that is a thread: let it call strike()")
         if any(fault.kind == "raise" for fault in mine):
             raise ValueError(
@@ -167,7 +167,7 @@ class FaultPlan:
         rank = _rank()
         for fault in self.of(rank):
             if step - 1 < fault.when <= step:
-                if fault.kind in ("stop", "kill") and context.current_slot() is not context.process_slot:
+                if fault.kind in ("stop", "kill") and context.current_holder() is not context.process_holder:
                     raise ValueError(
                         f"strike() cannot {fault.kind} a rank that is a thread: run it as a process"
                     )

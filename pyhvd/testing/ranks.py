@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pyhvd.api import lifecycle
-from pyhvd.engine.context import Slot, playing_rank
+from pyhvd.engine.context import ContextHolder, playing_rank
 from pyhvd.errors import RankFailedError, ShutDownError, TransportError
 from pyhvd.transport.inprocess import ThreadWorlds
 
@@ -114,11 +114,11 @@ class _Crew:
 
     def play(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Run one rank."""
-        slot = Slot()
-        slot.make_world = lambda: self.worlds.world(rank)
-        slot.overrides = self._knobs
+        holder = ContextHolder()
+        holder.make_world = lambda: self.worlds.world(rank)
+        holder.overrides = self._knobs
         cause: BaseException | None = None
-        with playing_rank(slot):
+        with playing_rank(holder):
             try:
                 if self._init:
                     lifecycle.init()
@@ -126,8 +126,8 @@ class _Crew:
             except BaseException as exc:
                 self.errors[rank] = cause = exc
             finally:
-                if slot.context is not None:
-                    lifecycle.leave(slot, cause)
+                if holder.context is not None:
+                    lifecycle.leave(holder, cause)
                 elif cause is not None:
                     self.worlds.abort()
 

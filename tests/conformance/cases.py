@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.engine.context import current_slot, playing_rank
+from pyhvd.engine.context import current_holder, playing_rank
 from pyhvd.testing import run_ranks
 
 ALL = (1, 2, 3, 4)
@@ -114,7 +114,7 @@ class Spawned:
     """A further thread of the same rank; :meth:`join` raises its error."""
 
     def __init__(self, body: Callable[[], None]) -> None:
-        slot = current_slot()
+        slot = current_holder()
         self._error: BaseException | None = None
 
         def run() -> None:

@@ -23,7 +23,7 @@ import pytest
 
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
+from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import GROUPED, IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
@@ -102,8 +102,8 @@ def _main(
     meet.wait()
     here.thread.start()
     # start() returns None for a call that the fast path does not take.
-    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
-    slot = Slot()
+    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None)
+    slot = ContextHolder()
     slot.fast_path = here.lane
     with playing_rank(slot):
         _play(here, rank, size, rounds, progress)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import pyhvd as hvd
-from pyhvd.engine.context import current_slot, playing_rank
+from pyhvd.engine.context import current_holder, playing_rank
 from pyhvd.testing import run_ranks
 
 VERBS = (
@@ -150,7 +150,7 @@ def test_the_same_program_through_both_lanes(size: int, plan: list[Step], leavin
 
 def several_threads(rounds: int) -> list[Any]:
     """Submit tensors and groups from three threads per rank, and wait for them in any order."""
-    active = current_slot()
+    active = current_holder()
     log: dict[int, list[Any]] = {}
 
     def work(thread: int) -> None:

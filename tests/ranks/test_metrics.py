@@ -184,9 +184,9 @@ def test_threads_count_without_loss(knobs: dict[str, Any]) -> None:
     threads, calls = 4, 50
 
     def many() -> hvd.Metrics:
-        from pyhvd.engine.context import current_slot, playing_rank
+        from pyhvd.engine.context import current_holder, playing_rank
 
-        slot = current_slot()
+        slot = current_holder()
 
         def work(k: int) -> None:
             with playing_rank(slot):

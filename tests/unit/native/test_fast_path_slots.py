@@ -16,7 +16,7 @@ from msgspec import structs
 from pyhvd.api.collectives import submit_allreduce
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.dtypes import Code, ReduceOp
-from pyhvd.engine.context import Slot, current_slot, playing_rank, process_slot
+from pyhvd.engine.context import ContextHolder, current_holder, playing_rank, process_holder
 from pyhvd.native import shared_memory
 from pyhvd.native.shared_memory import IN_PLACE, WAITS, set_lookup, start
 from pyhvd.negotiation.messages import Request, RequestType
@@ -28,9 +28,9 @@ GROUPED = [False, True]
 @pytest.fixture(autouse=True)
 def _nothing_by_message() -> Iterator[None]:
     """Let start() return None for a call that the fast path does not take."""
-    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, lambda *_: None)
+    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, lambda *_: None)
     yield
-    set_lookup(current_slot, process_slot, ProcessSet, global_process_set, submit_allreduce)
+    set_lookup(current_holder, process_holder, ProcessSet, global_process_set, submit_allreduce)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
@@ -70,7 +70,7 @@ class Lane:
     @contextmanager
     def submitted(self, grouped: bool) -> Iterator[Any]:
         """Submit one tensor, or a group; only the test marks it ready."""
-        slot = Slot()
+        slot = ContextHolder()
         slot.fast_path = self.lane
         arrays = [np.ones(1, np.int64), np.ones(2, np.int64)]
         what, name = (arrays, "g") if grouped else (arrays[0], "t")
@@ -242,9 +242,9 @@ def test_whose_slot_it_is_is_asked_only_where_threads_have_slots_of_their_own(ow
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal asked
-        asked += event == "call" and frame.f_code is current_slot.__code__
+        asked += event == "call" and frame.f_code is current_holder.__code__
 
-    with playing_rank(Slot() if own else process_slot):
+    with playing_rank(ContextHolder() if own else process_holder):
         before = sys.getprofile()
         sys.setprofile(count)
         try:
