@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pyhvd.api import lifecycle
@@ -37,6 +37,7 @@ def run_ranks(
     timeout: float = 60.0,
     init: bool = True,
     knobs: dict[str, Any] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> list[T]:
     """Run a function on ``size`` ranks that are threads of this process.
 
@@ -55,6 +56,9 @@ def run_ranks(
         Whether to call ``init()`` before, and ``shutdown()`` after, on each rank.
     knobs : dict, optional
         Fields of :class:`pyhvd.Config`; they override the environment.
+    hosts : sequence of int, optional
+        By rank, the number of its simulated host: ranks of several hosts share no memory. By default all
+        ranks are on one host.
 
     Returns
     -------
@@ -74,16 +78,16 @@ def run_ranks(
     >>> [float(x) for x in run_ranks(3, lambda: hvd.allreduce(np.float32(hvd.rank()), op=hvd.Sum))]
     [3.0, 3.0, 3.0]
     """
-    return _Crew(size, timeout, init, dict(knobs or {})).run(function, args)
+    return _Crew(ThreadWorlds(size, timeout, hosts), init, dict(knobs or {})).run(function, args)
 
 
 class _Crew:
     """The shared state of one :func:`run_ranks`."""
 
-    def __init__(self, size: int, timeout: float, init: bool, knobs: dict[str, Any]) -> None:
-        self.size = size
-        self.timeout = timeout
-        self.worlds = ThreadWorlds(size, timeout)
+    def __init__(self, worlds: ThreadWorlds, init: bool, knobs: dict[str, Any]) -> None:
+        self.worlds = worlds
+        self.size = worlds.size
+        self.timeout = worlds.timeout
         self.results: dict[int, Any] = {}
         self.errors: dict[int, BaseException] = {}
         self._init = init

@@ -25,7 +25,7 @@ from pyhvd.errors import TransportError
 from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Message, Sending
 from pyhvd.transport.fabric import Aborted, Fabric
-from pyhvd.transport.shm import LINE, Segment, aligned
+from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
 from pyhvd.transport.world import Topology, World
 
 
@@ -38,11 +38,14 @@ class ThreadGroup:
         Number of threads.
     timeout : float
         Longest wait for another thread, in seconds.
+    hosts : sequence of int, optional
+        Each thread's host; by default all are on one.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
         self.size = size
         self.timeout = timeout
+        self.hosts = [0] * size if hosts is None else hosts
         self.published: list[Any] = [None] * size
         self._barrier = threading.Barrier(size)
         self._lock = threading.Lock()
@@ -95,7 +98,8 @@ class ThreadGroup:
             self._calls[ranks, tag, rank] = number + 1
             groups = self._subsets.setdefault((ranks, tag), [])
             if number == len(groups):
-                groups.append(ThreadGroup(len(ranks), self.timeout))
+                hosts = [self.hosts[each] for each in ranks]
+                groups.append(ThreadGroup(len(ranks), self.timeout, hosts))
             return groups[number]
 
 
@@ -150,6 +154,10 @@ class ThreadFabric:
         """Wait for all ranks."""
         self._group.wait()
 
+    def is_on_one_host(self) -> bool:
+        """Return whether all ranks are on one host."""
+        return len(set(self._group.hosts)) == 1
+
     def exchange_objects(self, mine: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         published = self._publish(mine)
@@ -174,9 +182,18 @@ class ThreadFabric:
         return list(self._group.published)
 
 
-def open_thread_window(fabric: Fabric, nbytes: int) -> Segment:
-    """Return a window's memory, with one part per rank, which all threads of a fabric share; collective."""
+def open_thread_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
+    """Return memory, with one part per rank, that the ranks of a fabric share if they are on one host.
+
+    Collective.
+    """
     assert isinstance(fabric, ThreadFabric)
+    if not fabric.is_on_one_host():
+        return NoWindow("they are on several nodes", expected=True)
+    return _share(fabric, nbytes)
+
+
+def _share(fabric: ThreadFabric, nbytes: int) -> Segment:
     stride = aligned(nbytes)
     memory = fabric.exchange_objects(np.empty(fabric.size * stride + LINE, np.uint8))[0]
     start = aligned(address(memory))
@@ -189,7 +206,8 @@ ARENA = 1 << 26
 
 def open_thread_arena(fabric: Fabric) -> Arena:
     """Return this rank's arena; collective. Without arenas, ranks copy arrays through the window."""
-    opened = open_thread_window(fabric, ARENA)
+    assert isinstance(fabric, ThreadFabric)
+    opened = _share(fabric, ARENA)
     return Arena(fabric.rank, opened.areas, ARENA, _do_nothing, _do_nothing, opened.memory)
 
 
@@ -281,11 +299,16 @@ class ThreadWorlds:
         Number of ranks.
     timeout : float
         Longest wait for another rank, in seconds.
+    hosts : sequence of int, optional
+        By rank, the number of its simulated host. By default all ranks are on one host.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self._size = size
-        self._timeout = timeout
+    def __init__(self, size: int, timeout: float, hosts: Sequence[int] | None = None) -> None:
+        self._hosts = [0] * size if hosts is None else list(hosts)
+        if len(self._hosts) != size:
+            raise ValueError(f"hosts has {len(self._hosts)} numbers, but needs one for each of {size} ranks")
+        self.size = size
+        self.timeout = timeout
         self._lock = threading.Lock()
         # What the ranks of each world share: their group, messages and bells.
         self._worlds: list[tuple[ThreadGroup, list[deque[Message]], list[threading.Event]]] = []
@@ -293,16 +316,16 @@ class ThreadWorlds:
 
     def world(self, rank: int) -> World:
         """Return one rank's part of its next world; the n-th calls of all ranks share one world."""
-        ranks = range(self._size)
+        ranks = range(self.size)
         with self._lock:
             number = self._calls[rank]
             self._calls[rank] += 1
             if number == len(self._worlds):
-                group = ThreadGroup(self._size, self._timeout)
+                group = ThreadGroup(self.size, self.timeout, self._hosts)
                 self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
             group, boxes, rung = self._worlds[number]
         return World(
-            topology=Topology(rank, self._size, rank, self._size, 0, 1, True),
+            topology=Topology.of(rank, self._hosts),
             fabric=ThreadFabric(group, rank),
             connect=lambda bell: InProcessTransport(rank, boxes, bell or ThreadBell(rank, rung)),
             members=_no_communicators,

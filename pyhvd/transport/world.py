@@ -6,7 +6,7 @@ Making a world is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pyhvd.transport.arena import Arena, NoArena
@@ -17,7 +17,10 @@ from pyhvd.transport.shm import OpenWindow
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """This rank's place in the world, on its node, and among the ranks with the same local rank."""
+    """This rank's place in the world, on its host, and among the ranks with the same local rank.
+
+    ``hosts`` has, by rank, the lowest rank of the rank's host.
+    """
 
     rank: int
     size: int
@@ -26,6 +29,27 @@ class Topology:
     cross_rank: int
     cross_size: int
     homogeneous: bool
+    hosts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, host_of: Sequence[int]) -> Topology:
+        """Return the place of a rank; ``host_of`` has, by rank, any number that tells the hosts apart."""
+        hosts: dict[int, list[int]] = {}
+        for each, host in enumerate(host_of):
+            hosts.setdefault(host, []).append(each)
+        here = hosts[host_of[rank]]
+        local_rank = here.index(rank)
+        peers = sorted(ranks[local_rank] for ranks in hosts.values() if local_rank < len(ranks))
+        return cls(
+            rank=rank,
+            size=len(host_of),
+            local_rank=local_rank,
+            local_size=len(here),
+            cross_rank=peers.index(rank),
+            cross_size=len(peers),
+            homogeneous=len({len(ranks) for ranks in hosts.values()}) == 1,
+            hosts=tuple(hosts[host][0] for host in host_of),
+        )
 
 
 @dataclass(slots=True)

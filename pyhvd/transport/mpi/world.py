@@ -75,18 +75,8 @@ def _abort() -> None:
 
 def _mpi_topology(comm: MPI.Intracomm) -> Topology:
     local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.Get_rank())
-    cross = comm.Split(color=local.Get_rank(), key=comm.Get_rank())
     try:
-        sizes = comm.allgather(local.Get_size())
-        return Topology(
-            rank=comm.Get_rank(),
-            size=comm.Get_size(),
-            local_rank=local.Get_rank(),
-            local_size=local.Get_size(),
-            cross_rank=cross.Get_rank(),
-            cross_size=cross.Get_size(),
-            homogeneous=len(set(sizes)) == 1,
-        )
+        lowest: int = local.bcast(comm.Get_rank())
+        return Topology.of(comm.Get_rank(), comm.allgather(lowest))
     finally:
-        cross.Free()
         local.Free()
