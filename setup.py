@@ -59,7 +59,7 @@ setup(
             extension("_fusion"),
             extension(
                 "native.shared_memory",
-                *sorted(glob.glob(f"{SRC}/window/*.c") + glob.glob(f"{SRC}/fast_path/*.c")),
+                *(path for part in ("links", "window", "fast_path") for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))),
                 headers=[numpy.get_include()],
             ),
         ],

@@ -33,17 +33,42 @@ cdef extern from "common/trace_ring.h" nogil:
     uint64_t pyhvd_trace_dropped(const pyhvd_trace* trace)
 
 
+cdef extern from "links/link.h" nogil:
+    int PYHVD_LINK_CLOSED
+
+    ctypedef struct pyhvd_link:
+        uint64_t bytes_sent
+        uint64_t bytes_received
+
+    void pyhvd_link_open(pyhvd_link* link, int fd)
+
+
 cdef extern from "window/window.h" nogil:
     cpdef enum:
         MAX_LOCAL "PYHVD_MAX_LOCAL"
         FLAT "PYHVD_FLAT"
         NOTE "PYHVD_NOTE"
+        SLOTS "PYHVD_SLOTS"
+        ACROSS_SLOTS "PYHVD_ACROSS_SLOTS"
+
+    ctypedef struct pyhvd_exchange:
+        int host
+        int hosts
+        int slices
+        int first
+        int owned
+        int lost
+        int error
+        pyhvd_link* links
+        int* bells
 
     ctypedef struct pyhvd_window:
         int rank
         int size
         size_t chunk
         size_t capacity
+        int slots
+        pyhvd_exchange* exchange
         pyhvd_trace* trace
         uint8_t* area[256]
         uint8_t* arena[256]
@@ -59,7 +84,7 @@ cdef extern from "window/window.h" nogil:
         double postscale
         int direct
 
-    size_t pyhvd_window_area(size_t capacity)
+    size_t pyhvd_window_area(size_t capacity, int slots)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
     int pyhvd_window_gather(pyhvd_window* w, const uint8_t* send, uint8_t* recv, const int64_t* counts)
@@ -74,6 +99,15 @@ cdef extern from "window/window.h" nogil:
     int pyhvd_window_barrier(pyhvd_window* w)
     void pyhvd_window_abort(pyhvd_window* w, const uint8_t* note, size_t bytes)
     const uint8_t* pyhvd_window_note(const pyhvd_window* w, size_t* bytes)
+
+
+cdef extern from "window/exchange.h" nogil:
+    cpdef enum:
+        MAX_HOSTS "PYHVD_MAX_HOSTS"
+
+    int pyhvd_exchange_init(pyhvd_exchange* e, size_t capacity)
+    void pyhvd_exchange_free(pyhvd_exchange* e)
+    int pyhvd_first_slice(const pyhvd_exchange* e, int rank, int ranks)
 
 
 cdef extern from "pthread.h" nogil:
@@ -240,6 +274,14 @@ cdef class Trace:
     cdef pyhvd_trace* ring
 
 
+cdef class Exchange:
+    cdef pyhvd_exchange c
+    cdef list rails
+
+    cdef int open(self, size_t capacity) except -1
+
+
 cdef class Window:
     cdef pyhvd_window window
+    cdef Exchange exchange
     cdef Trace trace

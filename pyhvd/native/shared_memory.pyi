@@ -22,7 +22,11 @@ REDUCING: int
 UNPACKING: int
 AWAITING: int
 
-def area_bytes(capacity: int) -> int: ...
+SLOTS: int
+ACROSS_SLOTS: int
+MAX_HOSTS: int
+
+def area_bytes(capacity: int, slots: int = ...) -> int: ...
 
 class Mapping:
     def __init__(self, fd: int, nbytes: int) -> None: ...
@@ -38,8 +42,29 @@ class Trace:
     @property
     def dropped(self) -> int: ...
 
+class Exchange:
+    def __init__(
+        self,
+        host: int,
+        hosts: int,
+        rank: int,
+        ranks: int,
+        slices: int,
+        rails: Sequence[Sequence[int]],
+        bells: Sequence[int],
+    ) -> None: ...
+    @property
+    def lost(self) -> tuple[int, int] | None: ...
+
 class Window:
-    def __init__(self, rank: int, areas: Sequence[int], chunk: int, capacity: int | None = None) -> None: ...
+    def __init__(
+        self,
+        rank: int,
+        areas: Sequence[int],
+        chunk: int,
+        capacity: int | None = None,
+        exchange: Exchange | None = None,
+    ) -> None: ...
     def resize(self, chunk: int) -> None: ...
     def attach(self, trace: Trace) -> None: ...
     def clear(self) -> None: ...

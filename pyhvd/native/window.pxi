@@ -19,9 +19,9 @@ HUGE = PYHVD_HUGE
 CHUNK_UNIT = 128
 
 
-def area_bytes(Py_ssize_t capacity):
-    """Return the bytes of one rank's area in a window with slots of ``capacity`` bytes."""
-    return pyhvd_window_area(<size_t>capacity)
+def area_bytes(Py_ssize_t capacity, int slots=SLOTS):
+    """Return the bytes of one rank's area in a window with ``slots`` slots of ``capacity`` bytes."""
+    return pyhvd_window_area(<size_t>capacity, slots)
 
 
 cdef class Mapping:
@@ -120,6 +120,63 @@ cdef class Trace:
         return pyhvd_trace_dropped(self.ring)
 
 
+cdef class Exchange:
+    """One rank's end of a process set's exchange between hosts, for its :class:`Window`.
+
+    Parameters
+    ----------
+    host, hosts : int
+        This rank's host, and how many hosts the set has.
+    rank, ranks : int
+        This rank among the ranks of its host, and how many there are.
+    slices : int
+        How many ranks the host with the most ranks has.
+    rails : sequence of sequence of int
+        For each slice that this rank owns, by host, the descriptor of a connected, non-blocking socket to the
+        slice's owner there; -1 for the own host. The caller closes them, after the exchange is no longer used.
+    bells : sequence of int
+        By local rank, a descriptor of an eventfd or a pipe: a write wakes the rank.
+
+    Raises
+    ------
+    ValueError
+        Too many hosts, or not one rail for each slice that the rank owns.
+    """
+
+    def __cinit__(self, int host, int hosts, int rank, int ranks, int slices, rails, bells):
+        if not 0 <= host < hosts <= MAX_HOSTS or hosts < 2:
+            raise ValueError(f"an exchange has 2 to {MAX_HOSTS} hosts, not {hosts}")
+        self.c.host = host
+        self.c.hosts = hosts
+        self.c.slices = slices
+        self.c.first = pyhvd_first_slice(&self.c, rank, ranks)
+        self.c.owned = pyhvd_first_slice(&self.c, rank + 1, ranks) - self.c.first
+        if len(rails) != self.c.owned or len(bells) != ranks:
+            raise ValueError(f"rank {rank} of {ranks} owns {self.c.owned} of {slices} slices, not {len(rails)}")
+        self.rails = [list(each) for each in rails]
+        for k, bell in enumerate(bells):
+            self.c.bells[<int>k] = bell
+
+    def __dealloc__(self):
+        pyhvd_exchange_free(&self.c)
+
+    cdef int open(self, size_t capacity) except -1:
+        """Allocate the memory for chunks of ``capacity`` bytes, and begin to use the connections."""
+        if not pyhvd_exchange_init(&self.c, capacity):
+            raise MemoryError
+        for own, rails in enumerate(self.rails):
+            for host, fd in enumerate(rails):
+                pyhvd_link_open(&self.c.links[<int>own * self.c.hosts + <int>host], fd)
+        return 0
+
+    @property
+    def lost(self):
+        """The host whose connection has failed, and the errno (0: its peer closed it); or None."""
+        if not self.c.lost:
+            return None
+        return self.c.lost - 1, 0 if self.c.error == PYHVD_LINK_CLOSED else self.c.error
+
+
 cdef class Window:
     """One rank's end of a shared window.
 
@@ -133,6 +190,8 @@ cdef class Window:
         Bytes of a chunk; a multiple of 128.
     capacity : int, optional
         Bytes of a slot: the largest chunk that :meth:`resize` may set. Default: ``chunk``.
+    exchange : Exchange, optional
+        With the set's other hosts; the areas then have ACROSS_SLOTS slots.
 
     Raises
     ------
@@ -140,7 +199,7 @@ cdef class Window:
         Too many ranks, a wrong chunk size, or an unaligned area.
     """
 
-    def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None):
+    def __cinit__(self, int rank, areas, Py_ssize_t chunk, capacity=None, Exchange exchange=None):
         if not 0 <= rank < len(areas) <= MAX_LOCAL:
             raise ValueError(f"a window has at most {MAX_LOCAL} ranks")
         cdef Py_ssize_t room = chunk if capacity is None else capacity
@@ -149,6 +208,12 @@ cdef class Window:
         self.window.rank = rank
         self.window.size = <int>len(areas)
         self.window.capacity = <size_t>room
+        self.window.slots = SLOTS
+        if exchange is not None:
+            exchange.open(<size_t>room)
+            self.exchange = exchange
+            self.window.slots = ACROSS_SLOTS
+            self.window.exchange = &exchange.c
         self.resize(chunk)
         for q, address in enumerate(areas):
             if address % 128:
@@ -194,7 +259,7 @@ cdef class Window:
         Returns
         -------
         bool
-            False if the window was aborted.
+            False if the window was aborted, or the connection to another host failed (:attr:`Exchange.lost`).
         """
         cdef pyhvd_job job
         cdef int status

@@ -72,7 +72,7 @@ void play(int size, void (*rank)(int rank, void *what), void *what) {
 }
 
 void make_areas(uint8_t **areas, int size, size_t capacity) {
-    for (int r = 0; r < size; r++) areas[r] = make(pyhvd_window_area(capacity));
+    for (int r = 0; r < size; r++) areas[r] = make(pyhvd_window_area(capacity, PYHVD_SLOTS));
 }
 
 void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
@@ -80,6 +80,7 @@ void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t 
     memset(w, 0, sizeof *w);
     w->rank = rank;
     w->size = size;
+    w->slots = PYHVD_SLOTS;
     w->capacity = capacity;
     w->chunk = chunk;
     for (int r = 0; r < size; r++) w->area[r] = areas[r];

@@ -9,7 +9,10 @@
 #define LINE PYHVD_LINE
 
 /* The counters that window.h describes. */
-enum { PACKED, REDUCED, FLATS, COUNTERS };
+enum { PACKED, REDUCED, FLATS, TAKEN, COUNTERS };
+
+/* How a rank sleeps: on its futex `bell`, or in poll(2), with a descriptor as its bell. */
+enum { PYHVD_SLEEPS = 1, PYHVD_POLLS = 2 };
 
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t core; /* where the owner last ran; see pyhvd_current_core */
@@ -36,12 +39,12 @@ static inline uint8_t *flat_of(const pyhvd_window *w, int rank) {
 
 static inline uint8_t *slot_of(const pyhvd_window *w, int rank, uint64_t chunk) {
     return w->area[rank] + sizeof(control) + 2 * PYHVD_FLAT + w->shift +
-           (chunk % PYHVD_SLOTS) * (w->capacity + LINE);
+           (chunk % (uint64_t)w->slots) * (w->capacity + LINE);
 }
 
 /* A rank's note, at the end of its area. */
 static inline uint8_t *note_of(const pyhvd_window *w, int rank) {
-    return w->area[rank] + pyhvd_window_area(w->capacity) - PYHVD_NOTE;
+    return w->area[rank] + pyhvd_window_area(w->capacity, w->slots) - PYHVD_NOTE;
 }
 
 /* Wait until a rank's counter has reached a value. With w->interruptible, return PYHVD_LATER after a
@@ -53,5 +56,18 @@ int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk);
 
 /* Store a counter of this rank, and wake the sleepers. */
 void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value);
+
+/* Whether a rank has aborted the window. */
+static inline int pyhvd_window_is_aborted(const pyhvd_window *w) {
+    return atomic_load_explicit(&control_of(w, w->rank)->aborted, memory_order_acquire) != 0;
+}
+
+/* Record a stage that began at `begin`. */
+static inline void pyhvd_add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
+    pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
+}
+
+/* Proceed with a reduction over several hosts, as pyhvd_window_proceed does. */
+int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c);
 
 #endif

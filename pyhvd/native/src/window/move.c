@@ -92,9 +92,9 @@ int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int
     for (int64_t from = 0; from < longest; from += chunk) {
         int64_t out = MIN(send_count - from, chunk), in = MIN(recv_count - from, chunk);
         /* Any rank may read what the slot held before; from then on only the partner does. */
-        if (from < PYHVD_SLOTS * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
-        if (from >= PYHVD_SLOTS * chunk &&
-            pyhvd_await(w, partner, REDUCED, w->chunks - PYHVD_SLOTS + 1))
+        if (from < w->slots * chunk && pyhvd_await_free_slot(w, w->chunks)) return PYHVD_ABORTED;
+        if (from >= w->slots * chunk &&
+            pyhvd_await(w, partner, REDUCED, w->chunks - (uint64_t)w->slots + 1))
             return PYHVD_ABORTED;
         if (out > 0) memcpy(slot_of(w, w->rank, w->chunks), send + from, (size_t)out);
         pyhvd_announce(w, PACKED, w->chunks + 1);

@@ -1,28 +1,23 @@
 /* Reductions through a window, and waiting in it; window.h states the invariants. */
-#include "window/layout.h"
-
-#include <string.h>
+#include "window/ranges.h"
 
 #include "common/cpu_affinity.h"
-#include "common/prefetch.h"
-#include "kernels/kernels.h"
+#include "window/exchange.h"
 
-#define BLOCK 4096 /* bytes that are reduced, then stored with the peers from the L1 cache */
 /* Offset of the window slots from a cache line while they hold a single tensor. malloc's large
  * blocks begin 16 bytes after a line, so the tensor and its slot are then aligned alike. */
 #define SHIFT 16
 #define AHEAD 8192 /* prefetch distance (bytes) for lines that will be written: two blocks */
-#define SOON 4     /* prefetch distance (tensors) for small tensors */
 
-size_t pyhvd_window_area(size_t capacity) {
+size_t pyhvd_window_area(size_t capacity, int slots) {
     /* Each slot has one more line, as room for the shift. */
-    return sizeof(control) + 2 * PYHVD_FLAT + PYHVD_SLOTS * (capacity + LINE) + PYHVD_NOTE;
+    return sizeof(control) + 2 * PYHVD_FLAT + (size_t)slots * (capacity + LINE) + PYHVD_NOTE;
 }
 
 void pyhvd_window_clear(pyhvd_window *w) {
     w->spin_budget = PYHVD_YIELDS;
     w->left_core_ns = pyhvd_first_leave_ns(w->size);
-    memset(w->area[w->rank], 0, pyhvd_window_area(w->capacity));
+    memset(w->area[w->rank], 0, pyhvd_window_area(w->capacity, w->slots));
 }
 
 /* ---- waiting and announcing ---- */
@@ -43,24 +38,20 @@ static void leave_shared_core(pyhvd_window *w) {
         pyhvd_publish_core(&control_of(w, w->rank)->core);
 }
 
-static inline int is_aborted(const control *mine) {
-    return atomic_load_explicit(&mine->aborted, memory_order_acquire) != 0;
-}
-
 /* Sleep once; return PYHVD_LATER if the counter has not reached the value. */
 static int nap_until(pyhvd_window *w, const _Atomic uint64_t *counter, uint64_t value) {
     control *mine = control_of(w, w->rank);
     uint32_t seen = atomic_load_explicit(&mine->bell, memory_order_acquire);
-    atomic_store_explicit(&mine->asleep, 1, memory_order_relaxed);
+    atomic_store_explicit(&mine->asleep, PYHVD_SLEEPS, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now();
-    if (!reached(counter, value) && !is_aborted(mine))
+    if (!reached(counter, value) && !pyhvd_window_is_aborted(w))
         pyhvd_futex_wait(&mine->bell, seen, PYHVD_NAP);
     w->spin_budget = pyhvd_next_spin_budget(w->spin_budget, pyhvd_now() - before);
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
     leave_shared_core(w); /* the kernel may have placed this thread beside the one that woke it */
     if (reached(counter, value)) return PYHVD_OK;
-    return is_aborted(mine) ? PYHVD_ABORTED : PYHVD_LATER;
+    return pyhvd_window_is_aborted(w) ? PYHVD_ABORTED : PYHVD_LATER;
 }
 
 int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
@@ -97,9 +88,14 @@ static int await_all(pyhvd_window *w, int counter, uint64_t value) {
     return status;
 }
 
-/* Record a stage that began at `begin`. */
-static inline void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
-    pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
+/* Wake a rank if it sleeps; with `all`, each of its threads. */
+static void wake(const pyhvd_window *w, int rank, int all) {
+    control *peer = control_of(w, rank);
+    uint32_t asleep = atomic_load_explicit(&peer->asleep, memory_order_relaxed);
+    if (asleep == PYHVD_POLLS)
+        pyhvd_exchange_ring(w->exchange, rank);
+    else if (asleep || all)
+        pyhvd_futex_wake(&peer->bell, all);
 }
 
 void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value) {
@@ -107,15 +103,13 @@ void pyhvd_announce(const pyhvd_window *w, int counter, uint64_t value) {
     pyhvd_publish_core(&mine->core);
     atomic_store_explicit(&mine->counters[counter].value, value, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    for (int q = 0; q < w->size; q++) {
-        control *peer = control_of(w, q);
-        if (q != w->rank && atomic_load_explicit(&peer->asleep, memory_order_relaxed))
-            pyhvd_futex_wake(&peer->bell, 0);
-    }
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank) wake(w, q, 0);
 }
 
 int pyhvd_await_free_slot(pyhvd_window *w, uint64_t chunk) {
-    return chunk < PYHVD_SLOTS ? PYHVD_OK : await_all(w, REDUCED, chunk - PYHVD_SLOTS + 1);
+    uint64_t slots = (uint64_t)w->slots;
+    return chunk < slots ? PYHVD_OK : await_all(w, REDUCED, chunk - slots + 1);
 }
 
 void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes) {
@@ -130,7 +124,7 @@ void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes
         uint32_t nobody = 0;
         atomic_compare_exchange_strong_explicit(&theirs->aborted, &nobody, (uint32_t)w->rank + 1,
                                                 memory_order_release, memory_order_relaxed);
-        pyhvd_futex_wake(&theirs->bell, 1);
+        wake(w, q, 1);
     }
 }
 
@@ -142,71 +136,6 @@ const uint8_t *pyhvd_window_note(const pyhvd_window *w, size_t *bytes) {
 }
 
 /* ---- reductions ---- */
-
-/* A range of elements within one tensor. */
-typedef struct {
-    size_t tensor;
-    int64_t offset, count;
-} piece;
-
-/* Set `p` to the first piece of the elements [from, to), and `from` to the piece's end. Return 0 if
- * there is none. The search for the tensor begins at the last one, `at`, as the next is near. */
-static int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to, piece *p) {
-    if (*from >= to) return 0;
-    const int64_t *starts = job->starts;
-    while (starts[*at] > *from) --*at;
-    while (starts[*at + 1] <= *from) ++*at;
-    p->tensor = *at;
-    p->offset = *from - starts[*at];
-    p->count = MIN(to, starts[*at + 1]) - *from;
-    *from += p->count;
-    return 1;
-}
-
-static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
-    return (uint8_t *)(intptr_t)base + (size_t)offset * item;
-}
-
-/* Prefetch the start of the tensor that is SOON tensors ahead: the processor's own prefetcher
- * cannot predict the addresses of small tensors. */
-static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t item) {
-    size_t next = tensor + SOON;
-    if (next >= job->n || !job->srcs[next]) return;
-    size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
-    pyhvd_prefetch_for_writing(address_of(job->srcs[next], 0, item), MIN(bytes, BLOCK));
-}
-
-/* Copy elements [from, to) to `out`. With `own`, they are this rank's slice. Then write only scaled
- * and identity elements: reduce_range reads all others from the rank's array. */
-static void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to, uint8_t *out,
-                       int own) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    piece p;
-    while (next_piece(job, walk, &from, to, &p)) {
-        int64_t src = job->srcs[p.tensor];
-        size_t count = (size_t)p.count;
-        if (!src)
-            pyhvd_fill(out, count, job->dtype, job->op);
-        else if (job->prescale != 1.0)
-            pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
-        else if (!own) {
-            if (!p.offset) prefetch_tensor(job, p.tensor, item);
-            memcpy(out, address_of(src, p.offset, item), count * item);
-        }
-        out += count * item;
-    }
-}
-
-static void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
-                         const uint8_t *in) {
-    size_t item = pyhvd_itemsize(job->dtype);
-    piece p;
-    while (next_piece(job, walk, &from, to, &p)) {
-        size_t bytes = (size_t)p.count * item;
-        if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
-        in += bytes;
-    }
-}
 
 /* Copy a block of the result to a peer. With each line, prefetch the line AHEAD bytes further on
  * both sides, if it is within the `left` bytes of that side. So copying overlaps with prefetching,
@@ -286,7 +215,7 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
     if (!c->stage) {
         int64_t begin = pyhvd_trace_now(w->trace);
         pack_range(job, &c->packing, 0, total, flat_of(w, w->rank), 0);
-        add_stage(w, PYHVD_PACKING, begin, w->flats);
+        pyhvd_add_stage(w, PYHVD_PACKING, begin, w->flats);
         pyhvd_announce(w, FLATS, w->flats + 1);
         c->stage = 1;
     }
@@ -301,21 +230,9 @@ static int reduce_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
             pyhvd_reduce(address_of(job->dsts[p.tensor], p.offset, item), blocks, (size_t)w->size,
                          (size_t)p.count, job->dtype, job->op, job->postscale);
     }
-    add_stage(w, PYHVD_REDUCING, begin, w->flats);
+    pyhvd_add_stage(w, PYHVD_REDUCING, begin, w->flats);
     w->flats++;
     return PYHVD_OK;
-}
-
-typedef struct {
-    int64_t from, to, mine_from, mine_to; /* the elements of a chunk; this rank's slice of them */
-} span;
-
-static span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
-    span s = {index * per_chunk, MIN(total, (index + 1) * per_chunk), 0, 0};
-    int64_t count = s.to - s.from;
-    s.mine_from = s.from + count * w->rank / w->size;
-    s.mine_to = s.from + count * (w->rank + 1) / w->size;
-    return s;
 }
 
 static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chunk) {
@@ -328,7 +245,7 @@ static int pack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t chu
     pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
                slot + (size_t)(s.mine_from - s.from) * item, 1);
     pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item, 0);
-    add_stage(w, PYHVD_PACKING, begin, chunk);
+    pyhvd_add_stage(w, PYHVD_PACKING, begin, chunk);
     pyhvd_announce(w, PACKED, chunk + 1);
     return PYHVD_OK;
 }
@@ -338,7 +255,7 @@ static int reduce_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     if (status) return status;
     int64_t begin = pyhvd_trace_now(w->trace);
     reduce_range(w, c->job, &c->reducing, s.from, s.mine_from, s.mine_to, chunk);
-    add_stage(w, PYHVD_REDUCING, begin, chunk);
+    pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
     pyhvd_announce(w, REDUCED, chunk + 1);
     return PYHVD_OK;
 }
@@ -352,7 +269,7 @@ static int unpack_chunk(pyhvd_window *w, pyhvd_job_cursor *c, span s, uint64_t c
     unpack_range(c->job, &c->unpacking, s.from, s.mine_from, slot);
     unpack_range(c->job, &c->unpacking, s.mine_to, s.to,
                  slot + (size_t)(s.mine_to - s.from) * item);
-    add_stage(w, PYHVD_UNPACKING, begin, chunk);
+    pyhvd_add_stage(w, PYHVD_UNPACKING, begin, chunk);
     return PYHVD_OK;
 }
 
@@ -394,7 +311,7 @@ static int reduce_direct(pyhvd_window *w, pyhvd_job_cursor *c) {
         if ((status = await_all(w, PACKED, chunk + 1))) return status;
         int64_t begin = pyhvd_trace_now(w->trace);
         reduce_shares(w, job);
-        add_stage(w, PYHVD_REDUCING, begin, chunk);
+        pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
         pyhvd_announce(w, REDUCED, chunk + 1);
         c->stage = 2;
     }
@@ -413,6 +330,7 @@ int pyhvd_window_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     int64_t total = c->job->starts[c->job->n], per_chunk = (int64_t)(w->chunk / item);
     int status = PYHVD_OK;
     if (!total) return PYHVD_OK;
+    if (w->exchange) return pyhvd_across_proceed(w, c);
     if ((size_t)total * item <= PYHVD_FLAT) return reduce_flat(w, c);
     int direct = c->job->direct && c->job->n * sizeof(uint64_t) <= w->chunk;
     w->shift = c->job->n == 1 && !direct ? SHIFT : 0;

@@ -1,13 +1,14 @@
 /* Collectives of one node through a shared window: plain C over addresses, no Python, no MPI.
  *
- * Each rank owns one *area* of the window: counters, two small *flat* buffers, PYHVD_SLOTS slots of
- * one chunk each, and a note. An operation is cut into chunks, which all ranks number alike; chunk
- * c uses slot c % PYHVD_SLOTS.
+ * Each rank owns one *area* of the window: counters, two small *flat* buffers, a few slots of one chunk
+ * each, and a note. An operation is cut into chunks, which all ranks number alike; chunk c uses slot
+ * c % slots. If the process set has ranks on other hosts, exchange.h says how they take part.
  *
  * Counters. They only grow.
  *   packed   chunks that the owner has copied into its slots
  *   reduced  chunks for which the owner no longer needs any other rank's slot
  *   flats    flat operations for which the owner has written its part
+ *   taken    over several hosts: chunks whose results the owner has copied out
  *
  * Three ways to reduce
  *   1. Flat: at most PYHVD_FLAT bytes. Each rank writes all into its flat buffer, and reduces all
@@ -57,25 +58,30 @@
 
 #include "common/trace_ring.h"
 
-#define PYHVD_MAX_LOCAL 256 /* ranks on one node */
-#define PYHVD_SLOTS 3
-#define PYHVD_FLAT 16384 /* bytes of a flat operation, at most */
+#define PYHVD_MAX_LOCAL 256  /* ranks on one node */
+#define PYHVD_SLOTS 3        /* of a rank, if all ranks of the set are on one host */
+#define PYHVD_ACROSS_SLOTS 4 /* otherwise */
+#define PYHVD_FLAT 16384     /* bytes of a flat operation, at most */
 /* bytes of the note that a rank leaves when it aborts the window, at most */
 #define PYHVD_NOTE 8192
 
-enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3 };
+enum { PYHVD_OK = 0, PYHVD_ABORTED = -2, PYHVD_LATER = -3, PYHVD_LOST = -4 };
+
+typedef struct pyhvd_exchange pyhvd_exchange;
 
 typedef struct {
     int rank, size;
-    size_t chunk;         /* bytes of a chunk; at most `capacity` */
-    size_t capacity;      /* bytes of a slot */
-    size_t shift;         /* offset of the slots from a line, in the current operation */
-    uint64_t chunks;      /* chunks of all operations so far, the same on every rank */
-    uint64_t flats;       /* flat operations so far, the same on every rank */
-    int64_t left_core_ns; /* see pyhvd_leave_shared_core */
-    int spin_budget;      /* yields before this rank falls asleep */
-    int interruptible;    /* whether pyhvd_window_proceed may return before the end */
-    pyhvd_trace *trace;   /* NULL: nothing is recorded */
+    size_t chunk;             /* bytes of a chunk; at most `capacity` */
+    size_t capacity;          /* bytes of a slot */
+    size_t shift;             /* offset of the slots from a line, in the current operation */
+    uint64_t chunks;          /* chunks of all operations so far, the same on every rank */
+    uint64_t flats;           /* flat operations so far, the same on every rank */
+    int64_t left_core_ns;     /* see pyhvd_leave_shared_core */
+    int spin_budget;          /* yields before this rank falls asleep */
+    int interruptible;        /* whether pyhvd_window_proceed may return before the end */
+    int slots;                /* of each rank */
+    pyhvd_exchange *exchange; /* with other hosts; NULL: all ranks of the set are here */
+    pyhvd_trace *trace;       /* NULL: nothing is recorded */
     uint8_t *area[PYHVD_MAX_LOCAL];
     uint8_t *arena[PYHVD_MAX_LOCAL]; /* addresses of the ranks' arenas in this process */
 } pyhvd_window;
@@ -99,11 +105,12 @@ typedef struct {
     const pyhvd_job *job;
     int64_t step;
     int stage;
+    int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
     size_t packing, reducing, unpacking;
 } pyhvd_job_cursor;
 
-/* Bytes of one rank's area, with slots of `capacity` bytes. */
-size_t pyhvd_window_area(size_t capacity);
+/* Bytes of one rank's area, with `slots` slots of `capacity` bytes. */
+size_t pyhvd_window_area(size_t capacity, int slots);
 
 /* Zero this rank's area, touching its pages; before any rank uses the window. */
 void pyhvd_window_clear(pyhvd_window *w);

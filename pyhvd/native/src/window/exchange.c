@@ -1,0 +1,221 @@
+/* The exchange between hosts; exchange.h states the invariants. */
+#include "window/exchange.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "kernels/kernels.h"
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* The kind of a frame: the last two bits of its tag. */
+enum { CONTRIBUTION, RESULT, FLAT };
+
+#define NEVER (~(uint64_t)0) /* no chunk has this number */
+
+int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
+    size_t owned = (size_t)e->owned, hosts = (size_t)e->hosts;
+    size_t slice = capacity / (size_t)e->slices + 16, whole = MIN(slice, PYHVD_WHOLE / (hosts - 1));
+    e->box = MAX(MAX(slice / hosts + 16, whole), PYHVD_FLAT);
+    e->links = calloc(owned * hosts, sizeof *e->links);
+    e->under_way = calloc(PYHVD_DEPTH * owned, sizeof *e->under_way);
+    e->boxes = malloc(PYHVD_DEPTH * owned * hosts * e->box);
+    e->flat_partial = malloc(PYHVD_FLAT);
+    e->polls = malloc((owned * hosts + 1) * sizeof *e->polls);
+    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial) return 0;
+    for (size_t k = 0; k < PYHVD_DEPTH * owned; k++) e->under_way[k].tag = NEVER;
+    e->flat.tag = NEVER;
+    return 1;
+}
+
+void pyhvd_exchange_free(pyhvd_exchange *e) {
+    free(e->links);
+    free(e->under_way);
+    free(e->boxes);
+    free(e->flat_partial);
+    free(e->polls);
+}
+
+void pyhvd_exchange_ring(const pyhvd_exchange *e, int rank) {
+    uint64_t one = 1;
+    /* A full eventfd or pipe wakes the rank as well. */
+    if (write(e->bells[rank], &one, sizeof one) < 0) return;
+}
+
+static pyhvd_link *link_of(const pyhvd_exchange *e, int own, int host) {
+    return &e->links[own * e->hosts + host];
+}
+
+static pyhvd_slice *slice_of(const pyhvd_exchange *e, uint64_t chunk, int own) {
+    return &e->under_way[(chunk % PYHVD_DEPTH) * (uint64_t)e->owned + (uint64_t)own];
+}
+
+static uint8_t *box_of(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
+    size_t k = (chunk % PYHVD_DEPTH) * (size_t)e->owned + (size_t)own;
+    return e->boxes + (k * (size_t)e->hosts + (size_t)host) * e->box;
+}
+
+/* Where host g's part of a slice begins (an element); the end of the last part for g = hosts. */
+static int64_t part_of(const pyhvd_exchange *e, const pyhvd_slice *s, int g) {
+    return s->count * g / e->hosts;
+}
+
+/* Post the same frame to each other host; first to the next one, so that not all hosts send to one
+ * at the same time. */
+static void post_to_all(const pyhvd_exchange *e, pyhvd_slice *s, int own, uint64_t tag,
+                        const uint8_t *bytes, size_t n) {
+    for (int k = 1; k < e->hosts; k++) {
+        s->unsent++;
+        pyhvd_link_post(link_of(e, own, (e->host + k) % e->hosts), tag, bytes, n, &s->unsent);
+    }
+}
+
+/* Post to each other host its part of a slice. */
+static void post_parts(const pyhvd_exchange *e, pyhvd_slice *s, int own, size_t item) {
+    for (int k = 1; k < e->hosts; k++) {
+        int g = (e->host + k) % e->hosts;
+        int64_t from = part_of(e, s, g), to = part_of(e, s, g + 1);
+        s->unsent++;
+        pyhvd_link_post(link_of(e, own, g), s->tag, s->in + (size_t)from * item,
+                        (size_t)(to - from) * item, &s->unsent);
+    }
+}
+
+void pyhvd_exchange_begin(pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
+                          uint8_t *in, uint8_t *out, int64_t count) {
+    size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)count * item;
+    pyhvd_slice *s = slice_of(e, chunk, own);
+    uint32_t others = (uint32_t)e->hosts - 1;
+    int whole = bytes * others <= PYHVD_WHOLE;
+    *s = (pyhvd_slice){
+        .tag = chunk * 4 + CONTRIBUTION,
+        .in = in,
+        .out = out,
+        .count = count,
+        .whole = whole,
+        .contributions = others,
+        .results = whole ? 0 : others,
+    };
+    if (whole)
+        post_to_all(e, s, own, s->tag, in, bytes);
+    else
+        post_parts(e, s, own, item);
+}
+
+void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes) {
+    e->flat = (pyhvd_slice){
+        .tag = number * 4 + FLAT,
+        .count = (int64_t)bytes,
+        .contributions = (uint32_t)(e->owned * (e->hosts - 1)),
+    };
+    for (int own = 0; own < e->owned; own++)
+        post_to_all(e, &e->flat, own, e->flat.tag, e->flat_partial, bytes);
+}
+
+void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts) {
+    for (int g = 0; g < e->hosts; g++)
+        parts[g] = (int64_t)(intptr_t)(g == e->host ? e->flat_partial : box_of(e, 0, 0, g));
+}
+
+static int has_ended(const pyhvd_slice *s) { return s->reduced && !s->results && !s->unsent; }
+
+int pyhvd_exchange_has_ended(const pyhvd_exchange *e, uint64_t chunk) {
+    for (int own = 0; own < e->owned; own++)
+        if (!has_ended(slice_of(e, chunk, own))) return 0;
+    return 1;
+}
+
+int pyhvd_exchange_flat_ended(const pyhvd_exchange *e) {
+    return !e->flat.contributions && !e->flat.unsent;
+}
+
+/* Reduce this rank's part of a slice, if all contributions have arrived. */
+static int reduce_part(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own) {
+    pyhvd_slice *s = slice_of(e, chunk, own);
+    size_t item = pyhvd_itemsize(job->dtype);
+    /* A whole slice may be reduced in place, so its bytes must have left. */
+    if (s->reduced || s->contributions || (s->whole && s->unsent)) return 0;
+    int64_t from = s->whole ? 0 : part_of(e, s, e->host);
+    int64_t to = s->whole ? s->count : part_of(e, s, e->host + 1), parts[PYHVD_MAX_HOSTS];
+    for (int g = 0; g < e->hosts; g++)
+        parts[g] = (int64_t)(intptr_t)(g == e->host ? s->in + (size_t)from * item
+                                                    : box_of(e, chunk, own, g));
+    uint8_t *out = s->out + (size_t)from * item;
+    pyhvd_reduce(out, parts, (size_t)e->hosts, (size_t)(to - from), job->dtype, job->op,
+                 job->postscale);
+    s->reduced = 1;
+    if (!s->whole) post_to_all(e, s, own, s->tag + 1, out, (size_t)(to - from) * item);
+    return 1;
+}
+
+/* Whether the arriving frame has the length that was computed for it. */
+static int fits(const pyhvd_exchange *e, const pyhvd_job *job, const pyhvd_slice *s, int from,
+                const pyhvd_frame *frame) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    int of = (frame->tag & 3) == RESULT ? from : e->host;
+    if (s == &e->flat) return s->contributions && frame->bytes == (uint64_t)s->count;
+    if (s->whole) return s->contributions && frame->bytes == (uint64_t)s->count * item;
+    if (!((frame->tag & 3) == RESULT ? s->results : s->contributions)) return 0;
+    return frame->bytes == (uint64_t)(part_of(e, s, of + 1) - part_of(e, s, of)) * item;
+}
+
+/* Return where the arriving frame's bytes go; NULL if its chunk has not begun here (or, with
+ * link->error set, if it cannot be right). */
+static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own, int from) {
+    pyhvd_link *link = link_of(e, own, from);
+    const pyhvd_frame *frame = &link->arriving;
+    uint64_t chunk = frame->tag / 4, kind = frame->tag & 3;
+    const pyhvd_slice *s = kind == FLAT ? &e->flat : slice_of(e, chunk, own);
+    if (kind != RESULT && s->tag != frame->tag) return NULL;
+    if (kind > FLAT || (kind == RESULT && s->tag + 1 != frame->tag) ||
+        !fits(e, job, s, from, frame)) {
+        link->error = EPROTO;
+        return NULL;
+    }
+    if (kind == FLAT) return box_of(e, 0, own, from);
+    if (kind == CONTRIBUTION) return box_of(e, chunk, own, from);
+    return s->out + (size_t)part_of(e, s, from) * pyhvd_itemsize(job->dtype);
+}
+
+/* Count an arrived frame. */
+static void count_arrival(const pyhvd_exchange *e, pyhvd_slice *flat, int own, uint64_t tag) {
+    pyhvd_slice *s = (tag & 3) == FLAT ? flat : slice_of(e, tag / 4, own);
+    if ((tag & 3) == RESULT)
+        s->results--;
+    else
+        s->contributions--;
+}
+
+/* Move what one link can move; return whether anything was. */
+static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
+    pyhvd_link *link = link_of(e, own, host);
+    uint64_t before = link->bytes_received;
+    int moved = pyhvd_link_send(link), event;
+    while ((event = pyhvd_link_receive(link)) != PYHVD_LINK_WAITS) {
+        if (event == PYHVD_LINK_ARRIVED) {
+            count_arrival(e, &e->flat, own, link->arriving.tag);
+            moved = 1;
+        } else {
+            uint8_t *into = place_for(e, job, own, host);
+            if (!into) break;
+            pyhvd_link_accept(link, into);
+        }
+    }
+    if (link->error) {
+        e->lost = host + 1;
+        e->error = link->error;
+    }
+    return moved || link->bytes_received != before;
+}
+
+int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to) {
+    int moved = 0;
+    for (int own = 0; own < e->owned; own++)
+        for (int k = 1; k < e->hosts; k++) moved |= drive(e, job, own, (e->host + k) % e->hosts);
+    for (uint64_t chunk = from; chunk < to; chunk++)
+        for (int own = 0; own < e->owned; own++) moved |= reduce_part(e, job, chunk, own);
+    return e->lost ? PYHVD_LOST : moved;
+}

@@ -1,0 +1,105 @@
+/* The exchange of a reduction between hosts: this rank's slices of each chunk, over its links.
+ *
+ * The ranks of a process set are on `hosts` hosts. A chunk has `slices` slices, as many as the host
+ * with the most ranks has. On each host slice k belongs to one rank (pyhvd_slice_owner), and the
+ * owners of a slice are linked: the link is the slice's *rail*. The ranks of a host first reduce a
+ * chunk among themselves. Then an owner has its host's partial result of its slice, and the owners
+ * reduce the partial results in the order of the hosts. So every carrier, and every way below, adds
+ * the ranks of host 0 in their order, then adds to it the sum of the ranks of host 1, and so on. A
+ * partial result has the type of the tensor: float16 and bfloat16 are rounded once per host, and
+ * once at the end.
+ *
+ * Two ways
+ *   1. Whole: each owner sends its partial result to all others, and each reduces all. One step.
+ *   2. Direct: the slice is cut into one part per host. Each owner sends part g to host g, reduces
+ *      its own part, and sends the result to all. Two steps, and 2 (H-1)/H of the bytes.
+ *
+ * Invariants
+ *   1. All ranks of all hosts number the chunks alike, and compute the same sizes. A frame's tag
+ *      says which chunk and which kind; a frame with another length than computed is an error.
+ *   2. Chunk c begins only when chunk c - depth has ended on this rank. So the memory of chunk c is
+ *      free: its boxes (contributions of other hosts) belonged to c - depth.
+ *   3. A frame of a chunk that has not begun here is not accepted: its link stands still. This
+ *      blocks nothing that the chunks before it need. For its sender has ended its chunk c - depth,
+ *      so it has posted all frames of that chunk before, and frames keep their order.
+ *   4. A result arrives where the own contribution was. It comes after its sender has received all
+ *      of this contribution, so those bytes have left.
+ *   5. A chunk has ended when all results have arrived and all own frames have been sent.
+ */
+#ifndef PYHVD_EXCHANGE_H
+#define PYHVD_EXCHANGE_H
+
+#include <poll.h>
+
+#include "links/link.h"
+#include "window/window.h"
+
+#define PYHVD_MAX_HOSTS 64
+#define PYHVD_DEPTH PYHVD_ACROSS_SLOTS /* chunks under way between hosts, at most */
+/* bytes, over all other hosts, up to which a slice is sent whole (measured: docs/performance.md) */
+#define PYHVD_WHOLE 262144
+
+/* A slice of a chunk that is, or was, under way. */
+typedef struct {
+    uint64_t tag; /* of its contributions; results have the next tag */
+    uint8_t *in;  /* this host's partial result */
+    uint8_t *out; /* the result; may equal `in` */
+    int64_t count;
+    int whole, reduced; /* whether it goes whole; whether this rank has done its sums */
+    uint32_t contributions, results; /* that are still to come */
+    uint32_t unsent;                 /* own frames that are not sent */
+} pyhvd_slice;
+
+struct pyhvd_exchange {
+    int host, hosts;
+    int slices;             /* of a chunk */
+    int first, owned;       /* this rank owns slices first to first + owned - 1 */
+    int lost;               /* 1 + the host whose link has failed; or 0 */
+    int error;              /* that link's error */
+    pyhvd_link *links;      /* [owned][hosts]; the own host's are not used */
+    pyhvd_slice *under_way; /* [PYHVD_DEPTH][owned] */
+    uint8_t *boxes;         /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
+    size_t box;             /* bytes */
+    pyhvd_slice flat;       /* one on all rails: all rails carry the same bytes */
+    uint8_t *flat_partial;  /* PYHVD_FLAT bytes */
+    /* By local rank, a descriptor (eventfd or pipe): a write wakes the rank if it polls. */
+    int bells[PYHVD_MAX_LOCAL];
+    struct pollfd *polls; /* scratch memory of a sleep */
+};
+
+/* The local rank, of `ranks` on its host, that owns a slice. */
+static inline int pyhvd_slice_owner(const pyhvd_exchange *e, int slice, int ranks) {
+    return (int)((int64_t)slice * ranks / e->slices);
+}
+
+/* The first slice that belongs to a local rank, or to a later one. */
+static inline int pyhvd_first_slice(const pyhvd_exchange *e, int rank, int ranks) {
+    return (int)(((int64_t)rank * e->slices + ranks - 1) / ranks);
+}
+
+/* Wake a local rank that polls. */
+void pyhvd_exchange_ring(const pyhvd_exchange *e, int rank);
+
+/* Allocate the memory for slots of `capacity` bytes; return 0 without memory. */
+int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity);
+void pyhvd_exchange_free(pyhvd_exchange *e);
+
+/* Begin an owned slice (0 .. owned-1) of a chunk with the job's type and op. */
+void pyhvd_exchange_begin(pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
+                          uint8_t *in, uint8_t *out, int64_t count);
+
+/* Begin a flat operation: `flat_partial` has `bytes` bytes of this host. */
+void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes);
+
+/* Store the addresses of all hosts' parts of a flat operation, in the order of the hosts. */
+void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts);
+
+/* Move what can be moved, and reduce what has arrived of the chunks [from, to), which are under
+ * way. Return whether anything was done, or PYHVD_LOST. */
+int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to);
+
+/* Whether a chunk, or the flat operation, has ended on this rank. */
+int pyhvd_exchange_has_ended(const pyhvd_exchange *e, uint64_t chunk);
+int pyhvd_exchange_flat_ended(const pyhvd_exchange *e);
+
+#endif

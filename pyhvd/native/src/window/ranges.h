@@ -1,0 +1,94 @@
+/* The elements of a job as ranges, and how a rank copies them from and to its tensors; for window.c
+ * (one host) and across.c (several hosts). */
+#ifndef PYHVD_RANGES_H
+#define PYHVD_RANGES_H
+
+#include "window/layout.h"
+
+#include <string.h>
+
+#include "common/prefetch.h"
+#include "kernels/kernels.h"
+
+#define BLOCK 4096 /* bytes that are reduced at a time: they stay in the L1 cache */
+#define SOON 4     /* prefetch distance (tensors) for small tensors */
+
+/* A range of elements within one tensor. */
+typedef struct {
+    size_t tensor;
+    int64_t offset, count;
+} piece;
+
+/* Set `p` to the first piece of the elements [from, to), and `from` to the piece's end. Return 0 if
+ * there is none. The search for the tensor begins at the last one, `at`, as the next is near. */
+static inline int next_piece(const pyhvd_job *job, size_t *at, int64_t *from, int64_t to,
+                             piece *p) {
+    if (*from >= to) return 0;
+    const int64_t *starts = job->starts;
+    while (starts[*at] > *from) --*at;
+    while (starts[*at + 1] <= *from) ++*at;
+    p->tensor = *at;
+    p->offset = *from - starts[*at];
+    p->count = MIN(to, starts[*at + 1]) - *from;
+    *from += p->count;
+    return 1;
+}
+
+static inline uint8_t *address_of(int64_t base, int64_t offset, size_t item) {
+    return (uint8_t *)(intptr_t)base + (size_t)offset * item;
+}
+
+/* Prefetch the start of the tensor that is SOON tensors ahead: the processor's own prefetcher
+ * cannot predict the addresses of small tensors. */
+static inline void prefetch_tensor(const pyhvd_job *job, size_t tensor, size_t item) {
+    size_t next = tensor + SOON;
+    if (next >= job->n || !job->srcs[next]) return;
+    size_t bytes = (size_t)(job->starts[next + 1] - job->starts[next]) * item;
+    pyhvd_prefetch_for_writing(address_of(job->srcs[next], 0, item), MIN(bytes, BLOCK));
+}
+
+/* Copy elements [from, to) to `out`. With `own`, they are this rank's slice. Then write only scaled
+ * and identity elements: reduce_range reads all others from the rank's array. */
+static inline void pack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
+                              uint8_t *out, int own) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    piece p;
+    while (next_piece(job, walk, &from, to, &p)) {
+        int64_t src = job->srcs[p.tensor];
+        size_t count = (size_t)p.count;
+        if (!src)
+            pyhvd_fill(out, count, job->dtype, job->op);
+        else if (job->prescale != 1.0)
+            pyhvd_scale(out, address_of(src, p.offset, item), count, job->dtype, job->prescale);
+        else if (!own) {
+            if (!p.offset) prefetch_tensor(job, p.tensor, item);
+            memcpy(out, address_of(src, p.offset, item), count * item);
+        }
+        out += count * item;
+    }
+}
+
+static inline void unpack_range(const pyhvd_job *job, size_t *walk, int64_t from, int64_t to,
+                                const uint8_t *in) {
+    size_t item = pyhvd_itemsize(job->dtype);
+    piece p;
+    while (next_piece(job, walk, &from, to, &p)) {
+        size_t bytes = (size_t)p.count * item;
+        if (job->dsts[p.tensor]) memcpy(address_of(job->dsts[p.tensor], p.offset, item), in, bytes);
+        in += bytes;
+    }
+}
+
+typedef struct {
+    int64_t from, to, mine_from, mine_to; /* the elements of a chunk; this rank's slice of them */
+} span;
+
+static inline span span_of(const pyhvd_window *w, int64_t total, int64_t per_chunk, int64_t index) {
+    span s = {index * per_chunk, MIN(total, (index + 1) * per_chunk), 0, 0};
+    int64_t count = s.to - s.from;
+    s.mine_from = s.from + count * w->rank / w->size;
+    s.mine_to = s.from + count * (w->rank + 1) / w->size;
+    return s;
+}
+
+#endif
