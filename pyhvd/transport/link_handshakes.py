@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from pyhvd.transport.link_layout import Role
 from pyhvd.transport.tcp.connection import Address, Connection
@@ -132,28 +133,30 @@ class Handshakes:
         ``until`` is a time of time.monotonic().
         """
         expected = len(self._accepts) + len(self._dials)
-        try:
-            while len(self.made) < expected and (now := time.monotonic()) < until:
-                if now >= self._waking:
-                    self._waking = min([until, *(self._dial(dial, now) for dial in self._dials.values())])
-                for key, _ in self._selector.select(max(self._waking - now, 0.0)):
-                    if key.data is None:
-                        assert isinstance(key.fileobj, socket.socket)
-                        self._accept(key.fileobj)
-                    elif key.data.peer.fileno() >= 0:  # no event before it has dropped it
-                        self._advance(key.data)
-        finally:
-            attempts = [attempt for dial in self._dials.values() for attempt in dial.attempts.values()]
-            for attempt in [*attempts, *self._strangers]:
-                self._drop(attempt)
-            self._selector.close()
+        while len(self.made) < expected and (now := time.monotonic()) < until:
+            if now >= self._waking:
+                self._waking = min([until, *(self._dial(dial, now) for dial in self._dials.values())])
+            for key, _ in self._selector.select(max(self._waking - now, 0.0)):
+                if key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._accept(key.fileobj)
+                elif key.data.peer.fileno() >= 0:  # no event before it has dropped it
+                    self._advance(key.data)
         missing = dict.fromkeys(self._accepts - self.made.keys(), "no connection came")
         return missing | {role: dial.report() for role, dial in self._dials.items() if role not in self.made}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Close the sockets that were made."""
-        for peer in self.made.values():
-            peer.close()
+        """Close all sockets but those that were made."""
+        attempts = [attempt for dial in self._dials.values() for attempt in dial.attempts.values()]
+        for attempt in [*attempts, *self._strangers]:
+            self._drop(attempt)
+        self._selector.close()
 
     def _dial(self, dial: _Dial, now: float) -> float:
         """Try the peer's next address if it is time; return when to look again."""
@@ -180,18 +183,24 @@ class Handshakes:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept one connection; drop the oldest that has not proved its role if there are too many."""
+        most = 2 * len(self._accepts) + _STRANGERS
         try:
             peer, _ = listener.accept()
+            attempt = _Attempt(peer, connection=self._connection(peer, End.SERVER))
+            self._strangers[attempt] = None
+            self._selector.register(peer, selectors.EVENT_READ, attempt)
         except BlockingIOError:
             return
         except OSError:  # no descriptors are left, or the peer has gone
-            peer = None
-        if peer is not None:
-            attempt = _Attempt(peer, connection=Connection(peer, Session(self._key, End.SERVER)))
-            self._strangers[attempt] = None
-            self._selector.register(peer, selectors.EVENT_READ, attempt)
-        if self._strangers and (peer is None or len(self._strangers) > 2 * len(self._accepts) + _STRANGERS):
+            most = 0
+        if len(self._strangers) > most:
             self._drop(next(iter(self._strangers)))
+
+    def _connection(self, peer: socket.socket, end: End) -> Connection:
+        for level, name, value in _TUNING:
+            if (option := getattr(socket, name, None)) is not None:
+                peer.setsockopt(level, option, value)
+        return Connection(peer, Session(self._key, end))
 
     def _advance(self, attempt: _Attempt) -> None:
         """Do what the socket is ready for; drop it after an error."""
@@ -200,7 +209,7 @@ class Handshakes:
             if attempt.connection is None:
                 if error := attempt.peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise OSError(error, os.strerror(error))
-                attempt.connection = Connection(attempt.peer, Session(self._key, End.CLIENT))
+                attempt.connection = self._connection(attempt.peer, End.CLIENT)
             else:
                 messages = attempt.connection.pump_in()
                 if not attempt.connection.open:
@@ -251,10 +260,7 @@ class Handshakes:
         if older := self.made.pop(role, None):
             older.close()
         assert attempt.connection is not None
-        peer = self.made[role] = attempt.connection.detach()
-        for level, name, value in _TUNING:
-            if (option := getattr(socket, name, None)) is not None:
-                peer.setsockopt(level, option, value)
+        self.made[role] = attempt.connection.detach()
 
     def _drop(self, attempt: _Attempt, why: str = "no answer") -> None:
         """Close the socket; try the next address at once, if one has not been tried."""

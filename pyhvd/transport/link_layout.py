@@ -1,8 +1,8 @@
 """Which ranks of different hosts connect; pure.
 
 A slice of the data has a rail between each pair of hosts. There are as many slices as ranks on the largest
-host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks. An agreement connection belongs
-to the local ranks 0 of its hosts. Of two hosts the lower one accepts.
+host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks. The agreement connections are
+those of local ranks 0. Of two hosts the lower one accepts.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ Steps 2 and 3 have a time limit; a rank that has failed still takes part in the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -114,7 +114,7 @@ class _Card(msgspec.Struct, array_like=True):
     network: str
     failure: str = ""
     addresses: list[HostAddress] = []
-    ports: tuple[int, int] = (0, 0)  # IPv4, IPv6; 0: the rank does not listen
+    ports: Sequence[int] = (0, 0)  # IPv4, IPv6; 0: the rank does not listen
     meeting: str = ""  # where the local ranks share descriptors
     key: bytes = b""
 
@@ -145,16 +145,14 @@ def open_links(
         return NoLinks("all ranks are on one host", expected=True)
     if not hasattr(os, "eventfd"):
         return NoLinks("links between hosts need Linux", expected=True)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         return _Opening(fabric, layout, options, stack).open(agreement)
 
 
 class _Opening:
     """The steps of one :func:`open_links`; the stack closes what only these steps need."""
 
-    def __init__(
-        self, fabric: Fabric, layout: Layout, options: LinkOptions, stack: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, fabric: Fabric, layout: Layout, options: LinkOptions, stack: ExitStack) -> None:
         self._fabric = fabric
         self._layout = layout
         self._options = options
@@ -182,17 +180,21 @@ class _Opening:
         if cause := self._agree(self._mine.failure, self._unreachable(known, dials)):
             return NoLinks(cause)
 
-        with contextlib.ExitStack() as failed:
-            until = time.monotonic() + self._options.timeout
-            connecting = Handshakes(known[0].key, self._listeners, self._layout.accepts, dials)
-            failed.callback(connecting.close)
-            if cause := self._agree(*self._lost(known, connecting.run(until))):
-                return NoLinks(cause)
-            self._tell(known, connecting.made)
-
-            until = max(until, time.monotonic() + _SHARING_S)
-            links = self._arrange(connecting.made)
+        until = time.monotonic() + self._options.timeout
+        made: dict[Role, socket.socket] = {}
+        try:
+            with Handshakes(known[0].key, self._listeners, self._layout.accepts, dials) as handshakes:
+                made = handshakes.made
+                failures = self._lost(known, handshakes.run(until))
+        except OSError as exc:
+            failures = (f"{self._mine.name}: {exc}", "")
+        links = self._arrange(made)
+        with ExitStack() as failed:
             failed.callback(links.close)
+            if cause := self._agree(*failures):
+                return NoLinks(cause)
+            self._tell(known, made)
+            until = max(until, time.monotonic() + _SHARING_S)
             failure = ""
             try:
                 self._share(links, known[self._layout.leader].meeting, agreement, until)
@@ -213,10 +215,8 @@ class _Opening:
             raise OSError(f"no address on {wanted}; its addresses are: {known}")
         if layout.accepts:
             versions = {each.interface.version for each in mine.addresses}
-            mine.ports = (
-                self._listen_on("0.0.0.0") if 4 in versions else 0,
-                self._listen_on("::") if 6 in versions else 0,
-            )
+            wildcards = ((4, "0.0.0.0"), (6, "::"))
+            mine.ports = [self._listen_on(ip) if version in versions else 0 for version, ip in wildcards]
         if layout.local_rank == 0 and layout.local_size > 1:
             self._meeting, mine.meeting = link_sharing.listen(layout.local_size, self._stack)
 
@@ -224,14 +224,12 @@ class _Opening:
         """Return the port of a new listening socket."""
         listener = self._stack.enter_context(listen(host, len(self._layout.accepts) + socket.SOMAXCONN))
         self._listeners.append(listener)
-        port: int = listener.getsockname()[1]
-        return port
+        return int(listener.getsockname()[1])
 
     def _addresses(self, peer: _Card) -> list[Address]:
         same_network = bool(peer.network) and peer.network == self._mine.network
         found = candidates(self._mine.addresses, peer.addresses, same_network)
-        listening = ((ip, peer.ports[":" in ip]) for ip in found)
-        return [(ip, port) for ip, port in listening if port]
+        return [(ip, port) for ip in found if (port := peer.ports[":" in ip])]
 
     def _unreachable(self, known: Mapping[int, _Card], dials: Mapping[Role, Sequence[Address]]) -> str:
         """Return the text for a peer to which no address leads; empty if there is none."""
@@ -260,12 +258,10 @@ class _Opening:
 
     def _agree(self, *failures: str) -> str:
         """Return one rank's failure, the same on all ranks; a rank names the one that says most first."""
-        mine = next(((order, text) for order, text in enumerate(failures) if text), None)
+        mine = next(((k, text) for k, text in enumerate(failures) if text), (len(failures), ""))
         gathered = allgather_bytes(self._fabric, msgspec.msgpack.encode(mine))
-        every = [msgspec.msgpack.decode(each, type=tuple[int, str] | None) for each in gathered]
-        return min(
-            (failure for failure in every if failure), key=lambda failure: failure[0], default=(0, "")
-        )[1]
+        every = [msgspec.msgpack.decode(each, type=tuple[int, str]) for each in gathered]
+        return min(every, key=lambda failure: failure[0])[1]
 
     def _tell(self, known: Mapping[int, _Card], made: Mapping[Role, socket.socket]) -> None:
         """Log the addresses of each pair of hosts, once in the job."""
