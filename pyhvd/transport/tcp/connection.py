@@ -149,6 +149,10 @@ class Connection:
         self._out.clear()
         self._socket.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, which the caller owns now; it belongs to no connection any more."""
+        return self._socket
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the socket is readable, or writable for unsent bytes; None waits without limit."""
         self._wait(select.POLLIN | (select.POLLOUT if self.wants_write else 0), timeout)

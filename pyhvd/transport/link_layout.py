@@ -1,0 +1,84 @@
+"""Which ranks of different hosts connect; pure.
+
+A slice of the data has a rail between each pair of hosts. There are as many slices as ranks on the largest
+host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks. The agreement connections are
+those of local ranks 0. Of two hosts the lower one accepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """Whether a connection carries a slice of the data, or the agreement of two hosts."""
+
+    RAIL = 0
+    AGREEMENT = 1
+
+
+class Role(NamedTuple):
+    """Which connection this is: its kind, slice (0 for an agreement), and hosts; the lower host accepts."""
+
+    kind: Kind
+    slice: int
+    low: int
+    high: int
+
+
+class Layout:
+    """One rank's place among the hosts, and the connections that it has.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    nodes : sequence of int
+        The host of each rank, as any number; hosts are numbered anew in the order of their lowest ranks.
+    agreement : bool
+        Whether there are agreement connections.
+
+    Attributes
+    ----------
+    hosts, host : int
+        Number of hosts, and this rank's.
+    local_size, local_rank : int
+        Number of ranks on this host, and this rank's number among them.
+    leader : int
+        The rank that is local rank 0 of this host.
+    slices : int
+        Number of slices.
+    peers : dict
+        The peer's rank, by the role of each connection.
+    accepts : set of Role
+        The connections that peers open.
+    """
+
+    def __init__(self, rank: int, nodes: Sequence[int], agreement: bool) -> None:
+        members: dict[int, list[int]] = {}
+        for each, node in enumerate(nodes):
+            members.setdefault(node, []).append(each)
+        self._members = list(members.values())
+        local = members[nodes[rank]]
+        self.hosts = len(members)
+        self.host = self._members.index(local)
+        self.local_size = len(local)
+        self.local_rank = local.index(rank)
+        self.leader = local[0]
+        self.slices = max(map(len, self._members))
+        owned = [(Kind.RAIL, k) for k in range(self.slices) if self._owner(k, self.host) == rank]
+        if agreement and self.local_rank == 0:
+            owned.append((Kind.AGREEMENT, 0))
+        self.peers = {
+            Role(kind, k, min(g, self.host), max(g, self.host)): self._owner(k, g)
+            for kind, k in owned
+            for g in range(self.hosts)
+            if g != self.host
+        }
+        self.accepts = {role for role in self.peers if role.low == self.host}
+
+    def _owner(self, k: int, host: int) -> int:
+        local = self._members[host]
+        return local[k * len(local) // self.slices]
