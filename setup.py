@@ -59,7 +59,11 @@ setup(
             extension("_fusion"),
             extension(
                 "native.shared_memory",
-                *(path for part in ("links", "window", "fast_path") for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))),
+                *(
+                    path
+                    for part in ("links", "window", "fast_path")
+                    for path in sorted(glob.glob(f"{SRC}/{part}/*.c"))
+                ),
                 headers=[numpy.get_include()],
             ),
         ],

@@ -187,6 +187,12 @@ class Config:
     fast_lane: bool = _shared(
         True, _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
+    links: bool = _shared(
+        True, _bool, "ranks on several hosts reduce over connections of their own; off: through MPI"
+    )
+    link_interfaces: str = _shared(
+        "", _text, "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"
+    )
     timeline: str = _shared(
         "", _text, "record to this file or directory from the start; DYNAMIC: from start_timeline() on"
     )

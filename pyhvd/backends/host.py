@@ -1,8 +1,10 @@
 """Collectives on host arrays over any fabric.
 
 An allreduce has two steps: each rank receives the other ranks' parts of its own slice (all-to-all) and
-reduces them by pyhvd's kernels in rank order 0 .. p-1; then all ranks gather the slices. A rank sends 2 n
-(p-1)/p bytes, as in a ring. float16 and bfloat16 accumulate in float32, and are rounded once.
+reduces them by pyhvd's kernels: the ranks of each host in their order, then the hosts' partial results in the
+order of the hosts' lowest ranks; then all ranks gather the slices. A rank sends 2 n
+(p-1)/p bytes, as in a ring. float16 and bfloat16 accumulate in float32. They are rounded at the end, and
+before it once on each host with several ranks, if there are several hosts.
 
 1. An element's bits depend on the ranks' values alone: not on the MPI library, the message size, or the other
    tensors in the buffer. (MPI_Allreduce promises less: its order of summation depends on size and position.)
@@ -25,11 +27,13 @@ from pyhvd.backends import adasum
 from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.hosts import hosts_in_order
 
 FLAT = 64 * 1024
 """Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""
 
 Window = list[tuple[int, int, int]]
+Addresses = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def batches(counts: Sequence[int], limit: int) -> Iterator[list[int]]:
@@ -84,16 +88,19 @@ class HostBackend:
         Moves the bytes; owned.
     pieces : Pieces
         The staging size is a window's size (1-4 MiB are best for MPI on one node).
+    hosts : sequence of int
+        By set rank, a number that tells the hosts apart.
     """
 
     name = "MPI"  # its phases' names start with it
 
-    def __init__(self, fabric: Fabric, pieces: Pieces) -> None:
+    def __init__(self, fabric: Fabric, pieces: Pieces, hosts: Sequence[int]) -> None:
         self.phases: Phases = Phases()
         self.rank = fabric.rank
         self.size = fabric.size
         self.fabric = fabric
         self.pieces = pieces
+        self._hosts = hosts_in_order(hosts)
         self._buffers: dict[str, Bytes] = {}
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ class HostBackend:
             self.fabric.alltoallv(send, send_counts, box, [mine] * self.size)
             out = self._buffer("out", mine)
             blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, mine // item, spec.info.code, spec.op, spec.postscale)
+            self._sum(address(out), blocks, mine // item, spec)
             own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]
             ptrs, numbers = self._pieces(targets, own, item)
             _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
@@ -159,12 +166,11 @@ class HostBackend:
     def _reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
         """Reduce one window to all ranks; ``out`` may be ``send``."""
         nbytes, item, size = len(send), spec.info.itemsize, self.size
-        code, op, factor = spec.info.code, spec.op, spec.postscale
         if nbytes * size <= FLAT:
             box = self._buffer("box", nbytes * size)
             self.fabric.allgather(send, box)
             blocks = address(box) + nbytes * np.arange(size, dtype=np.int64)
-            _fusion.reduce(address(out), blocks, nbytes // item, code, op, factor)
+            self._sum(address(out), blocks, nbytes // item, spec)
             return
         counts = [n * item for n in rows_of(nbytes // item, size)]
         first = sum(counts[: self.rank])
@@ -172,8 +178,22 @@ class HostBackend:
         box = self._buffer("box", mine * size)
         self.fabric.alltoallv(send, counts, box, [mine] * size)
         blocks = address(box) + mine * np.arange(size, dtype=np.int64)
-        _fusion.reduce(address(out) + first, blocks, mine // item, code, op, factor)
+        self._sum(address(out) + first, blocks, mine // item, spec)
         self.fabric.allgatherv(out, counts)
+
+    def _sum(self, out: int, blocks: Addresses, count: int, spec: ReduceSpec) -> None:
+        """Reduce the ranks' blocks: those of each host, then the hosts' results."""
+        code, op, nbytes = spec.info.code, spec.op, count * spec.info.itemsize
+        if len(self._hosts) > 1:
+            first = address(self._buffer("partials", nbytes * len(self._hosts)))
+            partials = first + nbytes * np.arange(len(self._hosts), dtype=np.int64)
+            for index, ranks in enumerate(self._hosts):
+                if len(ranks) == 1:
+                    partials[index] = blocks[ranks[0]]
+                else:
+                    _fusion.reduce(int(partials[index]), blocks[ranks], count, code, op, 1.0)
+            blocks = partials
+        _fusion.reduce(out, blocks, count, code, op, spec.postscale)
 
     # -- the other collectives -----------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Collectives of one node over a shared window, by the kernels of :mod:`pyhvd.native.shared_memory`.
+"""Reductions over a shared window, on several hosts also over links: by :mod:`pyhvd.native.shared_memory`.
 
-Owns the decision whether a process set gets a window. It gets none if its ranks are on several nodes, if the
-node has too little shared memory, or with ``PYHVD_FAST_LANE=0``; rank 0 logs the cause once.
+Owns the decision whether a process set gets windows and links. It gets none if a host has too little shared
+memory, if its hosts cannot connect, or with ``PYHVD_FAST_LANE=0``; rank 0 logs the cause once.
 
-Results have the same bits with and without a window: both ways reduce in rank order by the same kernels.
+Results have the same bits with and without: all ways reduce in the same order by the same kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import numpy as np
 from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import ReduceSpec
+from pyhvd.native.shared_memory import Window
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import OpenWindow, Segment, ShmFabric, area_bytes
+from pyhvd.transport.hosts import HostsFabric, open_hosts_fabric
+from pyhvd.transport.links import LinkOptions, NoLinks
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
 _log = logging.getLogger("pyhvd")
 
@@ -27,8 +30,8 @@ class ShmBackend(HostBackend):
 
     name = "SHM"
 
-    def __init__(self, fabric: ShmFabric, pieces: Pieces) -> None:
-        super().__init__(fabric, pieces)
+    def __init__(self, fabric: ShmFabric, pieces: Pieces, hosts: Sequence[int]) -> None:
+        super().__init__(fabric, pieces, hosts)
         self.window = fabric.window
         self._check = fabric.check
 
@@ -45,18 +48,54 @@ class ShmBackend(HostBackend):
         self._check(self.window.allreduce(srcs, dsts, starts, code, spec.op, spec.prescale, spec.postscale))
 
 
-def make_backend(
-    fabric: Fabric, open_window: OpenWindow | None, pieces: Pieces, largest_chunk: int
-) -> HostBackend:
-    """Return a process set's backend, over a window if possible; collective over the set.
+class HostsBackend(ShmBackend):
+    """Reduces through a window on each host and links between the hosts."""
 
-    The backend owns the fabric. Without ``open_window`` there is no window. No chunk will be larger than
-    ``largest_chunk``.
+    name = "LINKS"
+
+
+def make_backend(
+    fabric: Fabric,
+    ranks: Sequence[int],
+    hosts: Sequence[int],
+    open_window: OpenWindow | None,
+    links: LinkOptions | None,
+    pieces: Pieces,
+    largest_chunk: int,
+) -> HostBackend:
+    """Return a process set's backend, over windows and links if possible; collective over the set.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        The set's fabric; the backend owns it.
+    ranks : sequence of int
+        The global ranks of the set.
+    hosts : sequence of int
+        By set rank, a number that tells the hosts apart.
+    open_window : callable or None
+        Makes shared memory; None: no windows.
+    links : LinkOptions or None
+        How to make links between hosts; None: none.
+    pieces : Pieces
+        The sizes of pieces.
+    largest_chunk : int
+        No chunk will have more bytes.
     """
-    opened = open_window(fabric, area_bytes(largest_chunk)) if open_window is not None else None
+    several = len(set(hosts)) > 1
+    opened: HostsFabric | NoLinks | Segment | NoWindow | None = None
+    if open_window is not None and several and links is not None:
+        chunk = pieces.chunk_size
+        opened = open_hosts_fabric(fabric, ranks, hosts, open_window, links, chunk, largest_chunk)
+    elif open_window is not None and not several:
+        opened = open_window(fabric, area_bytes(largest_chunk))
+    if isinstance(opened, HostsFabric):
+        return HostsBackend(opened, pieces, hosts)
     if isinstance(opened, Segment):
-        return ShmBackend(ShmFabric(fabric, opened, pieces.chunk_size, largest_chunk), pieces)
+        window = Window(fabric.rank, opened.areas, pieces.chunk_size, largest_chunk)
+        return ShmBackend(ShmFabric(fabric, opened, window), pieces, hosts)
     if opened is not None and fabric.rank == 0:
         level = logging.DEBUG if opened.expected else logging.WARNING
-        _log.log(level, "no shared memory for %d ranks, so they use MPI: %s", fabric.size, opened.cause)
-    return HostBackend(fabric, pieces)
+        what = "links between the hosts of" if several else "shared memory for"
+        _log.log(level, "no %s %d ranks, so they use MPI: %s", what, fabric.size, opened.cause)
+    return HostBackend(fabric, pieces, hosts)

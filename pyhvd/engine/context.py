@@ -43,6 +43,7 @@ from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
 Ranks = tuple[int, ...]
@@ -140,19 +141,26 @@ class Context:
 
         recorder = self._make_recorder(world)
 
-        def make(fabric: Fabric) -> HostBackend:
-            backend = make_backend(fabric, open_window, pieces, largest)
+        every = world.topology.hosts
+        interfaces = tuple(each.strip() for each in config.link_interfaces.split(",") if each.strip())
+        links = LinkOptions(interfaces) if config.links else None
+
+        def make(fabric: Fabric, ranks: Ranks) -> HostBackend:
+            hosts = [every[each] for each in ranks]
+            backend = make_backend(fabric, ranks, hosts, open_window, links, pieces, largest)
             recorder.watch(backend)
             return backend
 
-        backends: dict[int, HostBackend] = {GLOBAL_SET: make(world.fabric)}
+        backends: dict[int, HostBackend] = {GLOBAL_SET: make(world.fabric, self.process_sets[GLOBAL_SET])}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
-                backends[set_id] = make(world.fabric.subset(ranks, set_id))
+                backends[set_id] = make(world.fabric.subset(ranks, set_id), ranks)
         # Tensors of the ready table bypass the checks, so with checks there is no ready table.
         checked = config.check != "off"
         self.fast_path = (
-            None if checked else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
+            None
+            if checked or len(set(every)) > 1
+            else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
         )
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
         self.arena = NoArena(without) if self.fast_path is None else world.open_arena(world.fabric)

@@ -26,7 +26,7 @@ from pyhvd.errors import (
 )
 from pyhvd.native.shared_memory import NOTE
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Response, verb
-from pyhvd.transport.fabric import Aborted
+from pyhvd.transport.fabric import Aborted, LinkLost
 
 _FRAME = 64
 """Upper bound of the bytes of an ErrorInfo with only kind, rank and text, without its text."""
@@ -55,10 +55,12 @@ def info_of(exc: BaseException, rank: int) -> ErrorInfo:
     """Return the error to announce for the exception that ends a rank's engine.
 
     For an :class:`~pyhvd.transport.fabric.Aborted` it is the note that this rank received. Its ``rank`` is
-    the rank that failed first.
+    the rank that failed first, or for a lost connection a rank of the other host.
     """
     if isinstance(exc, Aborted):
         return _read(exc.note)
+    if isinstance(exc, LinkLost):
+        return ErrorInfo(ErrorKind.RANK_FAILED, str(exc), exc.rank)
     if isinstance(exc, StallError):
         return ErrorInfo(ErrorKind.STALL, str(exc), rank, missing=exc.missing, stacks=exc.stacks)
     text = f"rank {rank} failed: {describe_exception(exc)}"
@@ -93,12 +95,14 @@ def error_of_thread(exc: BaseException) -> HorovodInternalError:
         return exc
     if isinstance(exc, Aborted):
         return exception_of(_read(exc.note))
+    if isinstance(exc, LinkLost):
+        return RankFailedError(str(exc), exc.rank)
     return _wrapped(exc, "", f"pyhvd's background thread failed (please report this): {exc!r}")
 
 
 def error_of_response(exc: BaseException, response: Response) -> HorovodInternalError:
     """Return the text of an exception that ends an agreed collective."""
-    if isinstance(exc, HorovodInternalError | Aborted):
+    if isinstance(exc, HorovodInternalError | Aborted | LinkLost):
         return error_of_thread(exc)
     what = f"{verb(response.request.type)} {response.request.name!r}"
     return _wrapped(exc, f"{what}: ", f"{what} failed on this rank: {type(exc).__name__}: {exc}")

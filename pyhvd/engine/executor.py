@@ -69,7 +69,7 @@ class Executor:
         queue: TensorQueue,
         backends: dict[int, HostBackend],
         sets: dict[int, tuple[int, ...]],
-        make_backend: Callable[[Fabric], HostBackend],
+        make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
         meter: Meter,
         places: Sequence[Place],
         open_set: Callable[[int, HostBackend], None],
@@ -364,7 +364,7 @@ class Executor:
         ranks, set_id = batch[0].request.ranks, batch[0].value
         if self._rank in ranks:
             fabric = self._backends[GLOBAL_SET].fabric.subset(ranks, set_id)
-            self._backends[set_id] = self._make_backend(fabric)
+            self._backends[set_id] = self._make_backend(fabric, ranks)
             if self._pieces is not None:
                 self._backends[set_id].resize(self._pieces)
             self._open_set(set_id, self._backends[set_id])

@@ -224,7 +224,7 @@ class Runtime:
     config : Config
         This rank's configuration, with rank 0's values of the shared knobs.
     make_backend : callable
-        Returns the backend of a new set, from its fabric.
+        Returns the backend of a new set, from its fabric and its ranks.
     parts : RuntimeParts
         All other objects that the runtime works with.
     """
@@ -235,7 +235,7 @@ class Runtime:
         backends: dict[int, HostBackend],
         sets: Sequence[tuple[int, ...]],
         config: Config,
-        make_backend: Callable[[Fabric], HostBackend],
+        make_backend: Callable[[Fabric, tuple[int, ...]], HostBackend],
         parts: RuntimeParts,
     ) -> None:
         self._control, self._config = control, config

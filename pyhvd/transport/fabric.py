@@ -24,6 +24,20 @@ class Aborted(Exception):
         self.note = note
 
 
+class LinkLost(Exception):
+    """The connection to another host has failed.
+
+    Attributes
+    ----------
+    rank : int
+        The lowest rank there.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class Fabric(Protocol):
     """Moves bytes between the ranks of one process set. Calls are collective; buffers are flat.
 

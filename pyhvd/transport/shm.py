@@ -43,9 +43,9 @@ OpenWindow = Callable[[Fabric, int], Segment | NoWindow]
 """``open_window(fabric, nbytes)`` shares nbytes per rank; collective, with the same outcome on all ranks."""
 
 
-def area_bytes(largest_chunk: int) -> int:
+def area_bytes(largest_chunk: int, slots: int = shared_memory.SLOTS) -> int:
     """Return the bytes of shared memory that each rank of a set needs."""
-    return shared_memory.area_bytes(largest_chunk) + LINE
+    return shared_memory.area_bytes(largest_chunk, slots) + LINE
 
 
 def aligned(start: int) -> int:
@@ -62,20 +62,18 @@ class ShmFabric:
         The set's other fabric, by which ranks make subsets, and open and close windows. Owned.
     segment : Segment
         The window's memory; owned.
-    chunk_size : int
-        Bytes of a chunk. Each rank has three slots, so packing, reducing and unpacking overlap.
-    largest_chunk : int
-        Bytes of a slot, the upper limit of ``chunk_size``.
+    window : Window
+        This rank's end of the window.
     """
 
-    def __init__(self, inner: Fabric, segment: Segment, chunk_size: int, largest_chunk: int) -> None:
+    def __init__(self, inner: Fabric, segment: Segment, window: shared_memory.Window) -> None:
         self.rank = inner.rank
         self.size = inner.size
         self.inner = inner
         self._segment = segment
         self._ending = threading.Lock()  # the watchdog's thread may abort while the runtime's thread closes
-        self.window = shared_memory.Window(inner.rank, segment.areas, chunk_size, largest_chunk)
-        self.window.clear()
+        self.window = window
+        window.clear()
         inner.barrier()
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:

@@ -15,8 +15,6 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import make_backend
 from pyhvd.engine import context
 from pyhvd.testing import run_ranks
-from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import OpenWindow
 
 SIZE = 3
 BAD = 1
@@ -83,8 +81,8 @@ def flippers(monkeypatch: pytest.MonkeyPatch) -> list[_Flipper]:
     """The ranks' backends, which a test can arm."""
     made: list[_Flipper] = []
 
-    def make(fabric: Fabric, open_window: OpenWindow | None, *rest: Any) -> Any:
-        made.append(_Flipper(make_backend(fabric, open_window, *rest)))
+    def make(*arguments: Any) -> Any:
+        made.append(_Flipper(make_backend(*arguments)))
         return made[-1]
 
     monkeypatch.setattr(context, "make_backend", make)

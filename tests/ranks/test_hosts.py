@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.backends.shm import ShmBackend
 from pyhvd.engine.context import current
 from pyhvd.testing import run_ranks
 from pyhvd.transport.world import Topology
@@ -47,16 +46,16 @@ def test_collectives_and_sets_over_several_hosts(hosts: list[int]) -> None:
     run_ranks(4, rank, timeout=SECONDS, knobs={"dynamic_process_sets": True}, hosts=hosts)
 
 
-def test_only_the_ranks_of_one_host_share_a_window() -> None:
-    def rank() -> list[bool]:
+def test_sets_of_several_hosts_have_links() -> None:
+    def rank() -> list[str]:
         sets = [0, *(hvd.add_process_set(ranks).process_set_id for ranks in ([0, 1], [1, 2]))]
         backends = current().runtime._executor._backends
-        shared = [isinstance(backends.get(set_id or 0), ShmBackend) for set_id in sets]
+        names = [backends[set_id or 0].name for set_id in sets]
         hvd.barrier()
-        return shared
+        return names
 
     knobs = {"dynamic_process_sets": True}
-    assert run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])[1] == [False, True, False]
+    assert run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])[1] == ["LINKS", "SHM", "LINKS"]
 
 
 def test_each_rank_needs_a_host() -> None:

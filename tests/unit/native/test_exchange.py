@@ -191,8 +191,7 @@ def test_random_jobs_one_behind_the_other(data: st.DataObject, layout: tuple[int
         joined = {r for r in range(size) if data.draw(st.integers(0, 9)) == 0}
         prescale = data.draw(st.sampled_from([1.0, 0.5])) if BY_CODE[code].name.startswith("float") else 1.0
         inplace, dropped = data.draw(st.booleans()), data.draw(st.booleans())
-        dtype = BY_CODE[code].dtype if hasattr(BY_CODE[code], "dtype") else None
-        jobs.append((code, op, counts, joined, prescale, inplace, dropped, dtype))
+        jobs.append((code, op, counts, joined, prescale, inplace, dropped))
     hosts = Hosts(layout, chunk)
     inputs = []
     for code, _, counts, *_ in jobs:
@@ -201,9 +200,7 @@ def test_random_jobs_one_behind_the_other(data: st.DataObject, layout: tuple[int
 
     def job(rank: int, window: shared_memory.Window) -> list[list[Array | None]]:
         results = []
-        for (code, op, counts, joined, prescale, inplace, dropped, _), values in zip(
-            jobs, inputs, strict=True
-        ):
+        for (code, op, counts, joined, prescale, inplace, dropped), values in zip(jobs, inputs, strict=True):
             sources = [None if rank in joined else each.copy() for each in values[rank]]
             targets: list[Array | None] = [
                 each if inplace and each is not None else np.empty_like(values[rank][k])

@@ -38,6 +38,7 @@ typedef struct {
     int fd;
     int error; /* errno, or PYHVD_LINK_CLOSED */
     uint64_t bytes_sent, bytes_received;
+    uint32_t awaited; /* frames that the user still expects; for the user's own use */
     /* Frames first to last - 1 wait; `sent` bytes of the first one are gone, header included. */
     pyhvd_posted_frame posted[PYHVD_LINK_FRAMES];
     uint32_t first, last;

@@ -226,7 +226,7 @@ static nfds_t list_polls(const pyhvd_exchange *e, int bell, struct pollfd *polls
     polls[n++] = (struct pollfd){.fd = bell, .events = POLLIN};
     for (int k = 0; k < e->owned * e->hosts; k++) {
         const pyhvd_link *link = &e->links[k];
-        if (k % e->hosts == e->host) continue;
+        if (k % e->hosts == e->host || link->error) continue;
         short events = pyhvd_link_stands_still(link) ? 0 : POLLIN;
         if (pyhvd_link_has_unsent(link)) events |= POLLOUT;
         if (events) polls[n++] = (struct pollfd){.fd = link->fd, .events = events};

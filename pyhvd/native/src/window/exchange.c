@@ -63,14 +63,20 @@ static int64_t part_of(const pyhvd_exchange *e, const pyhvd_slice *s, int g) {
     return s->count * g / e->hosts;
 }
 
+/* Post a frame. For each, one frame comes from the same host: a contribution or a result. */
+static void post(const pyhvd_exchange *e, pyhvd_slice *s, int own, int host, uint64_t tag,
+                 const uint8_t *bytes, size_t n) {
+    pyhvd_link *link = link_of(e, own, host);
+    s->unsent++;
+    link->awaited++;
+    pyhvd_link_post(link, tag, bytes, n, &s->unsent);
+}
+
 /* Post the same frame to each other host; first to the next one, so that not all hosts send to one
  * at the same time. */
 static void post_to_all(const pyhvd_exchange *e, pyhvd_slice *s, int own, uint64_t tag,
                         const uint8_t *bytes, size_t n) {
-    for (int k = 1; k < e->hosts; k++) {
-        s->unsent++;
-        pyhvd_link_post(link_of(e, own, (e->host + k) % e->hosts), tag, bytes, n, &s->unsent);
-    }
+    for (int k = 1; k < e->hosts; k++) post(e, s, own, (e->host + k) % e->hosts, tag, bytes, n);
 }
 
 /* Post to each other host its part of a slice. */
@@ -78,9 +84,7 @@ static void post_parts(const pyhvd_exchange *e, pyhvd_slice *s, int own, size_t 
     for (int k = 1; k < e->hosts; k++) {
         int g = (e->host + k) % e->hosts;
         int64_t from = part_of(e, s, g), to = part_of(e, s, g + 1);
-        s->unsent++;
-        pyhvd_link_post(link_of(e, own, g), s->tag, s->in + (size_t)from * item,
-                        (size_t)(to - from) * item, &s->unsent);
+        post(e, s, own, g, s->tag, s->in + (size_t)from * item, (size_t)(to - from) * item);
     }
 }
 
@@ -181,8 +185,10 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
 }
 
 /* Count an arrived frame. */
-static void count_arrival(const pyhvd_exchange *e, pyhvd_slice *flat, int own, uint64_t tag) {
-    pyhvd_slice *s = (tag & 3) == FLAT ? flat : slice_of(e, tag / 4, own);
+static void count_arrival(pyhvd_exchange *e, int own, int host) {
+    uint64_t tag = link_of(e, own, host)->arriving.tag;
+    pyhvd_slice *s = (tag & 3) == FLAT ? &e->flat : slice_of(e, tag / 4, own);
+    link_of(e, own, host)->awaited--;
     if ((tag & 3) == RESULT)
         s->results--;
     else
@@ -196,7 +202,7 @@ static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
     int moved = pyhvd_link_send(link), event;
     while ((event = pyhvd_link_receive(link)) != PYHVD_LINK_WAITS) {
         if (event == PYHVD_LINK_ARRIVED) {
-            count_arrival(e, &e->flat, own, link->arriving.tag);
+            count_arrival(e, own, host);
             moved = 1;
         } else {
             uint8_t *into = place_for(e, job, own, host);
@@ -204,7 +210,8 @@ static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
             pyhvd_link_accept(link, into);
         }
     }
-    if (link->error) {
+    /* A rank that needs nothing more from this one may end. */
+    if (link->error && (link->awaited || pyhvd_link_has_unsent(link))) {
         e->lost = host + 1;
         e->error = link->error;
     }

@@ -1,0 +1,170 @@
+"""A fabric over the ranks of several hosts: a window on each host, and links between the hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+from pyhvd.arrays import Bytes
+from pyhvd.common.text import describe_ranks
+from pyhvd.native import shared_memory
+from pyhvd.transport.fabric import Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+
+
+def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
+    """Return the set ranks of each host; hosts are in the order of their lowest ranks.
+
+    ``hosts`` has, by set rank, any number that tells the hosts apart.
+    """
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    return list(by_host.values())
+
+
+class HostsFabric(ShmFabric):
+    """Reduces through the host's window and the links; moves other bytes by the inner fabric.
+
+    Parameters
+    ----------
+    inner : Fabric
+        The set's other fabric; owned.
+    segment : Segment
+        The memory of this host's window; owned.
+    window : Window
+        This rank's end of the window, with an exchange over the links.
+    exchange : Exchange
+        That exchange.
+    links : Links
+        This rank's connections; owned.
+    ranks : sequence of int
+        The global ranks of the set.
+    """
+
+    def __init__(
+        self,
+        inner: Fabric,
+        segment: Segment,
+        window: shared_memory.Window,
+        exchange: shared_memory.Exchange,
+        links: Links,
+        hosts: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+    ) -> None:
+        names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
+        self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
+        self._exchange = exchange
+        self._links = links
+        super().__init__(inner, segment, window)
+
+    def allgather(self, send: Bytes, recv: Bytes) -> None:
+        """Gather blocks of one length."""
+        self.inner.allgather(send, recv)
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
+        """Gather in place."""
+        self.inner.allgatherv(buffer, counts)
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Send block r to rank r."""
+        self.inner.alltoallv(send, send_counts, recv, recv_counts)
+
+    def exchange(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> None:
+        """Send block r to rank r; blocks of any size."""
+        self.inner.exchange(send, send_counts, recv, recv_counts)
+
+    def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
+        """Exchange blocks with a partner."""
+        self.inner.pairwise_exchange(partner, send, recv)
+
+    def broadcast(self, buffer: Bytes, root: int) -> None:
+        """Copy the root's buffer to every rank's."""
+        self.inner.broadcast(buffer, root)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.inner.barrier()
+
+    def abort(self, note: bytes) -> None:
+        """Interrupt the ranks of this host, and end the connections to all others."""
+        for peer in (peer for rail in self._links.rails for peer in rail if peer is not None):
+            with contextlib.suppress(OSError):  # it has failed already, or is closed
+                peer.shutdown(socket.SHUT_RDWR)
+        super().abort(note)
+
+    def close(self) -> None:
+        """Free window, links and fabric; collective."""
+        self._links.close()
+        super().close()
+
+    def check(self, done: bool) -> None:
+        """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
+        if not done and self._exchange.lost is not None and self.window.note() is None:
+            host, number = self._exchange.lost
+            name, ranks = self._places[host]
+            why = os.strerror(number) if number else "a process there has ended"
+            raise LinkLost(
+                f"the connection to host {name} ({describe_ranks(ranks)}) has failed: {why}", ranks[0]
+            )
+        super().check(done)
+
+
+def open_hosts_fabric(
+    fabric: Fabric,
+    ranks: Sequence[int],
+    hosts: Sequence[int],
+    open_window: OpenWindow,
+    options: LinkOptions,
+    chunk_size: int,
+    largest_chunk: int,
+) -> HostsFabric | NoLinks:
+    """Return a fabric with windows and links for ranks of several hosts; collective, one outcome for all.
+
+    Parameters
+    ----------
+    fabric : Fabric
+        The set's fabric; the result owns it.
+    ranks : sequence of int
+        The global ranks of the set.
+    hosts : sequence of int
+        By set rank, a number that tells the hosts apart.
+    open_window : callable
+        Makes shared memory for the ranks of a host.
+    options : LinkOptions
+        How to make links.
+    chunk_size, largest_chunk : int
+        Bytes of a chunk now, and at most.
+    """
+    by_host = hosts_in_order(hosts)
+    if len(by_host) > shared_memory.MAX_HOSTS:
+        return NoLinks(f"a process set has links between at most {shared_memory.MAX_HOSTS} hosts")
+    here = next(each for each in by_host if fabric.rank in each)
+    local = fabric.subset(here, 0)
+    opened = open_window(local, area_bytes(largest_chunk, shared_memory.ACROSS_SLOTS))
+    local.close()
+    cause = opened.cause if isinstance(opened, NoWindow) else ""
+    if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
+        return NoLinks(f"no shared memory on a host: {causes[0]}")
+    assert isinstance(opened, Segment)
+    links = open_links(fabric, hosts, options, agreement=False)
+    if isinstance(links, NoLinks):
+        return links
+    slices = max(len(each) for each in by_host)
+    rails = [
+        [-1 if peer is None else peer.fileno() for peer in rail]
+        for k, rail in enumerate(links.rails)
+        if k * links.local_size // slices == links.local_rank
+    ]
+    exchange = shared_memory.Exchange(
+        links.host, links.hosts, links.local_rank, links.local_size, slices, rails, links.bells
+    )
+    window = shared_memory.Window(links.local_rank, opened.areas, chunk_size, largest_chunk, exchange)
+    return HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
