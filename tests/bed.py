@@ -3,9 +3,10 @@
 1. A host has its own network, host name, IPC, process ids, /dev/shm and /etc/hosts. All hosts share files.
 2. Tests start jobs on the head, which shares the tests' process ids, so that tests can signal its processes.
 3. No packet leaves the bed.
-4. If the process that made the bed dies, the kernel ends every process in the bed.
+4. TCP runs reno: the kernel's default may be BBR, whose pacing hides what the links do.
+5. If the process that made the bed dies, the kernel ends every process in the bed.
 
-A bed needs root, iproute2 and util-linux.
+A bed needs root, iproute2 and util-linux; links of limited rate also need the kernel's tbf queue.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_NETWORK = "10.99.0"
-_LENGTH = 24
+# The networks of NIC k; the last number is the host's, 1 for the head.
+_IPV4 = "10.99.{nic}.{number}/24"
+_IPV6 = "fd99:0:0:{nic}::{number:x}/64"
+# How long a packet may wait for its turn on a link of limited rate; longer queues lose packets.
+_QUEUE_MS = 20
 _THAW_S = 5.0
 # A process dies with its parent: nsenter with the tests, and the host's process with nsenter.
 _MORTAL = ("setpriv", "--pdeathsig", "KILL", "--")
@@ -36,23 +40,34 @@ mount -t sysfs sysfs /sys
 mount -t tmpfs -o size=1g tmpfs /dev/shm
 mount --bind "$2" /etc/hosts
 ip link set lo up
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 echo ready
 [ "$$" = 1 ] || exec sleep infinity
 while :; do sleep 3600 & wait $!; done
 """
 
 
-def why_not() -> str:
-    """Return the reason why this machine cannot have a bed, or an empty string."""
+def why_not(rate: str = "") -> str:
+    """Return the reason why this machine cannot have a bed, or an empty string.
+
+    Parameters
+    ----------
+    rate : str
+        Also ask for links of this rate, such as ``1gbit``.
+    """
     if os.name != "posix" or not Path("/proc/self/ns/net").exists():
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "only root makes network namespaces"
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    missing = [tool for tool in (*_TOOLS, *(["tc"] if rate else [])) if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     try:
-        with bed(["probe"]):
+        with bed(["probe"]) as made:
+            try:
+                made.limit(rate)
+            except OSError as exc:
+                return f"no links of limited rate here: {exc}"
             return ""
     except (OSError, subprocess.SubprocessError) as exc:
         return f"no namespaces here: {exc}"
@@ -67,11 +82,14 @@ class Host:
     name : str
         Its host name.
     address : str
-        Its address on the bed's network.
+        Its address on the bed's first network: IPv4, or IPv6 in a bed without IPv4.
+    addresses : tuple of tuple of str
+        For each NIC, its addresses with their prefix lengths.
     """
 
     name: str
     address: str
+    addresses: tuple[tuple[str, ...], ...]
     _hosts: Path
     _options: tuple[str, ...]
     _unshare: subprocess.Popen[str] | None = None
@@ -176,7 +194,7 @@ def _signal_all(processes: set[int] | list[int], number: signal.Signals) -> None
 
 
 class Bed:
-    """The hosts, and the network between them.
+    """The hosts, and the networks between them.
 
     Parameters
     ----------
@@ -184,47 +202,80 @@ class Bed:
         Names of the hosts, without the head.
     hosts : Path
         The file to write as every host's /etc/hosts.
+    nics : int
+        The number of networks; NIC k of every host is on network k.
+    ipv4 : bool
+        Whether hosts have IPv4 addresses beside IPv6.
     """
 
-    def __init__(self, names: Sequence[str], hosts: Path) -> None:
-        self.head = Host("head", f"{_NETWORK}.1", hosts, ())
+    def __init__(self, names: Sequence[str], hosts: Path, nics: int = 1, ipv4: bool = True) -> None:
+        forms = (_IPV4, _IPV6) if ipv4 else (_IPV6,)
+
+        def host(name: str, number: int, options: tuple[str, ...]) -> Host:
+            found = tuple(tuple(form.format(nic=nic, number=number) for form in forms) for nic in range(nics))
+            return Host(name, found[0][0].split("/")[0], found, hosts, options)
+
+        self.head = host("head", 1, ())
         self.hosts = {
-            name: Host(name, f"{_NETWORK}.{number}", hosts, ("--pid", "--fork", "--kill-child"))
+            name: host(name, number, ("--pid", "--fork", "--kill-child"))
             for number, name in enumerate(names, 2)
         }
+        self.ipv4 = ipv4
+        self._nics = nics
         lines = [f"{host.address} {host.name}" for host in (self.head, *self.hosts.values())]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(self) -> None:
         """Start all hosts, and connect them."""
         self.head.start()
-        self.head.do("ip", "link", "add", "bed", "type", "bridge")
-        self.head.do("ip", "address", "add", f"{self.head.address}/{_LENGTH}", "dev", "bed")
-        self.head.do("ip", "link", "set", "bed", "up")
+        for nic in range(self._nics):
+            self.head.do("ip", "link", "add", _bridge(nic), "type", "bridge")
+            _bring_up(self.head, _bridge(nic), nic)
         for host in self.hosts.values():
             self.start_host(host)
 
     def start_host(self, host: Host) -> None:
-        """Start a host, or restart a crashed one with the same name and address."""
+        """Start a host, or restart a crashed one with the same name and addresses, its links unlimited."""
         host.start()
-        # The kernel removes a crashed host's link too, but later.
-        self.head.do("ip", "link", "delete", "dev", host.name, check=False)
-        self.head.do(
-            *("ip", "link", "add", "name", host.name, "type", "veth"),
-            *("peer", "name", "eth0", "netns", str(host.first)),
-        )
-        self.head.do("ip", "link", "set", "dev", host.name, "master", "bed", "up")
-        host.do("ip", "address", "add", f"{host.address}/{_LENGTH}", "dev", "eth0")
-        host.do("ip", "link", "set", "eth0", "up")
+        for nic in range(self._nics):
+            port = _port(host, nic)
+            # The kernel removes a crashed host's link too, but later.
+            self.head.do("ip", "link", "delete", "dev", port, check=False)
+            self.head.do(
+                *("ip", "link", "add", "name", port, "type", "veth"),
+                *("peer", "name", f"eth{nic}", "netns", str(host.first)),
+            )
+            self.head.do("ip", "link", "set", "dev", port, "master", _bridge(nic), "up")
+            _bring_up(host, f"eth{nic}", nic)
+
+    def limit(self, rate: str) -> None:
+        """Limit the links of all hosts, in each direction, to a rate such as ``1gbit``; "" ends all limits."""
+        for host in self.hosts.values():
+            self.limit_host(host, rate)
+
+    def limit_host(self, host: Host, rate: str) -> None:
+        """Limit one host's links, in each direction."""
+        for nic in range(self._nics):
+            for place, device in ((host, f"eth{nic}"), (self.head, _port(host, nic))):
+                if rate:
+                    # A burst holds several of the largest packets (64 KiB), and what 10 Gbit/s is in 0.4 ms.
+                    queue = ("tbf", "rate", rate, "burst", "512kb", "latency", f"{_QUEUE_MS}ms")
+                    place.do("tc", "qdisc", "replace", "dev", device, "root", *queue)
+                else:
+                    place.do("tc", "qdisc", "delete", "dev", device, "root", check=False)
 
     def cut_off(self, host: Host) -> None:
         """Drop all packets to and from a host, without notice to either side."""
         # The port stays a member of the bridge: otherwise its incoming packets would still reach the head.
-        self.head.do("bridge", "link", "set", "dev", host.name, "state", "0")
+        self._set_ports(host, "0")
 
     def rejoin(self, host: Host) -> None:
         """Undo :meth:`cut_off`."""
-        self.head.do("bridge", "link", "set", "dev", host.name, "state", "3")
+        self._set_ports(host, "3")
+
+    def _set_ports(self, host: Host, state: str) -> None:
+        for nic in range(self._nics):
+            self.head.do("bridge", "link", "set", "dev", _port(host, nic), "state", state)
 
     def power_off(self, host: Host) -> None:
         """End a host without notice to the others."""
@@ -237,12 +288,31 @@ class Bed:
             host.crash()
 
 
+def _bridge(nic: int) -> str:
+    return f"bed{nic}"
+
+
+def _port(host: Host, nic: int) -> str:
+    """Return the head's end of a host's link."""
+    return f"{host.name}.{nic}"
+
+
+def _bring_up(host: Host, device: str, nic: int) -> None:
+    for address in host.addresses[nic]:
+        # Without duplicate detection, an IPv6 address is usable at once.
+        options = ("nodad",) if ":" in address else ()
+        host.do("ip", "address", "add", address, "dev", device, *options)
+    host.do("ip", "link", "set", device, "up")
+
+
 @contextmanager
-def bed(names: Sequence[str], folder: Path | None = None) -> Iterator[Bed]:
+def bed(
+    names: Sequence[str], folder: Path | None = None, nics: int = 1, ipv4: bool = True
+) -> Iterator[Bed]:
     """Yield a bed with hosts of these names; afterwards, end the hosts and all their processes."""
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        made = Bed(names, place / "hosts")
+        made = Bed(names, place / "hosts", nics, ipv4)
         stack.callback(made.close)
         made.start()
         yield made

@@ -153,9 +153,21 @@ def run_function(
 
 
 class CaseJob:
-    """One mpiexec, whose ranks run cases one after the other."""
+    """One mpiexec, whose ranks run cases one after the other.
 
-    def __init__(self, n: int, env: Environment | None) -> None:
+    Parameters
+    ----------
+    n : int
+        Number of ranks.
+    env : mapping or None
+        Environment variables of the job.
+    command : callable
+        ``command(n, *argv)`` returns the command line that starts the ranks.
+    """
+
+    def __init__(
+        self, n: int, env: Environment | None, command: Callable[..., list[str]] = mpiexec_command
+    ) -> None:
         self._n = n
         self._cases = 0
         self._stack = contextlib.ExitStack()
@@ -167,7 +179,7 @@ class CaseJob:
             # For reading too: opening it for writing alone would wait for the rank.
             self._pipes.append(os.open(path, os.O_RDWR))
         argv = [sys.executable, "-m", "tests.mpi.rank", str(self._directory)]
-        self._job = MpiJob(n, argv, self._directory, env, ROOT)
+        self._job = MpiJob(command(n, *argv), self._directory, env, ROOT)
 
     def run(
         self,

@@ -102,13 +102,13 @@ class MpiJob:
     """One running mpiexec and everything it started."""
 
     def __init__(
-        self, n: int, argv: Sequence[str], directory: Path, env: Mapping[str, str | None] | None, cwd: Path
+        self, command: Sequence[str], directory: Path, env: Mapping[str, str | None] | None, cwd: Path
     ) -> None:
         self.directory = directory
         self.stdout, self.stderr = directory / "stdout", directory / "stderr"
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
-                mpiexec_command(n, *argv),
+                command,
                 env=mpi_environment(directory, env),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -217,7 +217,7 @@ def run_mpi(
     """
     start = time.time()
     with job_directory() as directory:
-        job = MpiJob(n, argv, directory, env, cwd)
+        job = MpiJob(mpiexec_command(n, *argv), directory, env, cwd)
         try:
             ended = job.wait(start + timeout)
             if not ended:

@@ -1,0 +1,58 @@
+"""Run cases on jobs whose ranks are on the hosts of a bed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.hosts.launch import Site
+from tests.mpi.harness import CaseJob, Environment
+
+Shape = tuple[int, ...]
+"""The number of ranks on each host."""
+
+SHAPES: tuple[Shape, ...] = ((4,), (1, 1), (2, 2), (1, 1, 1, 1), (3, 1), (1,) * 8, (1, 2, 4))
+
+
+def name_of(shape: Shape) -> str:
+    """Return a shape's name: hosts x ranks, or the ranks of each host if they differ."""
+    return f"{len(shape)}x{shape[0]}" if len(set(shape)) == 1 else "+".join(map(str, shape))
+
+
+class HostsJob:
+    """A job of one shape, which runs cases one after the other; after a failure, the next case has a new job."""
+
+    def __init__(self, site: Site, shape: Shape, env: Environment | None = None) -> None:
+        self.shape = shape
+        self.size = sum(shape)
+        self._site = site
+        self._env = env
+        self._job: CaseJob | None = None
+
+    def run(self, function: Callable[..., Any], timeout: float = 60.0, **arguments: Any) -> None:
+        """Call a module-level function on all ranks; its failure fails the test that pytest runs."""
+        start = time.time()
+        if self._job is None:
+            self._job = CaseJob(self.size, self._env, self._command)
+        report = self._job.run(function, arguments, start, timeout)
+        if report.outcome == "failed":
+            self._job.close()
+            self._job = None
+            pytest.fail(f"on {name_of(self.shape)} ranks: {report.text}", pytrace=False)
+        if report.outcome == "skipped":
+            pytest.skip(report.text)
+
+    def finish(self) -> None:
+        """Let the ranks end; a failure then is an error of the last test."""
+        if self._job is not None:
+            trouble = self._job.finish(30.0)
+            self._job.close()
+            self._job = None
+            assert not trouble, trouble
+
+    def _command(self, n: int, *argv: str) -> list[str]:
+        assert n == self.size
+        return self._site.command(self.shape, *argv)
