@@ -77,7 +77,7 @@ class _Watch:
         self._enter()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            self._loader = spec.loader
+            self._spec, self._loader = spec, spec.loader
             spec.loader = cast("Loader", self)
         return spec
 
@@ -85,11 +85,9 @@ class _Watch:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        spec = module.__spec__
-        if spec is not None:
-            spec.loader = self._loader  # the module must look as if this loader did not exist
-        module.__loader__ = self._loader
-        differs = spec is not None and _differs(self._rank_env, spec.origin or "")
+        # The module must look as if this loader did not exist.
+        self._spec.loader = module.__loader__ = self._loader
+        differs = _differs(self._rank_env, self._spec.origin or "")
         if differs:
             self._tell(self._describe(self._rank_env))
         self._loader.exec_module(module)

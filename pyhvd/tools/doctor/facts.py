@@ -190,9 +190,7 @@ def cgroup_limits(
     sizes = [_read(root / "memory/memory.limit_in_bytes")]
     mine = next((line[3:] for line in _read(own).splitlines() if line.startswith("0::")), "/")
     group = root / mine.lstrip("/")
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(root):
-            break
+    for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         times.append((quota, period))
         sizes.append(_read(folder / "memory.max"))

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from pyhvd.job.host_id import host_hash
 from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
+    Beat,
     Ended,
     Pmi,
     RankOutput,
@@ -225,6 +227,74 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one() -> None:
     registered = threading.Event()
     assert bench.run(old_attempt, new_attempt, other) == [0, 1]
     assert stopped == ["a newer attempt of this task has registered"]
+
+
+def test_an_older_attempt_that_comes_late_is_sent_away() -> None:
+    bench = Bench(rank, 2, drop)
+    stopped: list[str] = []
+
+    def old_attempt() -> None:
+        wait_until(lambda: bench.service._registry.missing == [1])
+        stopped.append(wait_for_stop(bench.register(0)).reason)
+
+    def other() -> tuple[int, bytes] | None:
+        wait_until(lambda: bool(stopped))
+        return bench.task(1)()
+
+    assert bench.run(old_attempt, bench.task(0, attempt=1), other) == [0, 1]
+    assert stopped == ["a newer attempt of this task has registered"]
+
+
+def test_a_task_that_comes_after_all_have_registered_is_sent_away(tmp_path: Path) -> None:
+    stopped: list[str] = []
+    file = tmp_path / "end"
+
+    def wait_for_file(path: str = str(file), patience: float = PATIENCE_S) -> None:
+        until = time.monotonic() + patience
+        while not os.path.exists(path) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    bench = Bench(wait_for_file, 1, drop)
+
+    def late() -> None:
+        wait_until(lambda: bool(bench.service.placements))
+        stopped.append(wait_for_stop(bench.register(0, attempt=1)).reason)
+        file.touch()
+
+    assert bench.run(bench.task(0), late) == [None]
+    assert stopped == ["all tasks of the job have registered already, and none can be replaced"]
+
+
+def test_a_task_that_comes_as_the_job_ends_is_told_why_it_ended() -> None:
+    bench = Bench(rank, 2, drop, start_timeout=0.5)
+    times_out_once_only_these_are_missing(bench, [1])
+    ending, told = threading.Event(), threading.Event()
+    stopped: list[Stop] = []
+
+    def lingers() -> None:
+        connection = bench.register(0)
+        until = time.monotonic() + PATIENCE_S
+        while not told.wait(0.05) and time.monotonic() < until:
+            connection.send(encode(Beat()))
+            if any(isinstance(decode_from_driver(each), Stop) for each in connection.pump_in()):
+                ending.set()
+        connection.close()
+
+    def late() -> None:
+        assert ending.wait(PATIENCE_S)
+        stopped.append(wait_for_stop(bench.register(1)))
+        told.set()
+
+    with pytest.raises(StartTimeoutError):
+        bench.run(lingers, late)
+    assert stopped == [Stop("the test is over", quietly=True)]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert holds()
 
 
 def wait_for_stop(connection: Connection) -> Stop:

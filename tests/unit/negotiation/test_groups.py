@@ -226,6 +226,66 @@ def test_refused_alone_here_and_grouped_there() -> None:
     network.check_all()
 
 
+def test_a_tensor_that_is_ready_waits_for_the_rest_of_its_group() -> None:
+    table = MessageTable(0, (0, 1), 8)
+    first, second = grouped("g", [(1,), (2,)])
+    for rank, request in ((0, first), (1, first), (0, second)):
+        table.submit(rank, request, 1, 0.0)
+        table.validate()
+        assert table.take_responses() == []
+    table.submit(1, second, 1, 0.0)
+    assert [r.request.name for r in table.take_responses()] == ["g_1of2", "g_2of2"]
+    table.validate()
+
+
+def test_a_failed_group_does_not_take_a_new_call_of_another_rank_with_it() -> None:
+    """Rank 1 has had its error, so its group is a new call; rank 0's first call of the group fails."""
+    network = Network(2)
+    group = grouped("g", [(1,), (1,)])
+    network.refuse(1, allreduce("g_2of2", (1,)))
+    network.settle()
+    waiting = network.submit(1, group)
+    network.settle()
+    failed = network.submit(0, group)
+    network.settle()
+    assert failed is not None
+    assert [e.response.error is not None for e in failed] == [True, True]
+    assert waiting == []
+    again = network.submit(0, group)
+    network.settle()
+    for ends in (waiting, again):
+        assert ends is not None
+        assert texts(ends) == {"g_1of2": "", "g_2of2": ""}
+    network.check_all()
+
+
+def test_a_duplicate_of_a_tensor_that_fails_with_a_group_counts_after_it() -> None:
+    network = Network(3)
+    group = grouped("g", [(1,), (1,)])
+    one, two = (allreduce(r.name, r.shape) for r in group)
+    network.refuse(1, two, text="ValueError: first")
+    network.settle()
+    single = network.submit(2, [one])
+    assert network.submit(2, [one]) is None
+    network.settle()
+    whole = network.submit(0, group)
+    network.settle()
+    behind = network.submit(0, [one])
+    network.settle()
+    rest = network.submit(1, [one])
+    network.settle()
+    last = network.submit(1, [one])
+    network.settle()
+    for ends, cause in (
+        *((ends, "rank 1 refused it: ValueError: first") for ends in (single, whole, rest)),
+        *((ends, "rank 2 refused it: DuplicateNameError: in flight") for ends in (behind, last)),
+    ):
+        assert ends
+        assert all(cause in text for text in texts(ends).values())
+    assert set(texts(network.everywhere(group)[0]).values()) == {""}
+    network.check_all()
+
+
 def test_a_duplicate_group_waits_for_the_first() -> None:
     network = Network(2)
     group = grouped("g", [(1,), (1,)])

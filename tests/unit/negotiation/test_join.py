@@ -267,6 +267,22 @@ def test_a_rank_that_joins_after_a_refusal_needs_no_telling() -> None:
     assert not network.coordinator._sets[0]._failed.by_key
 
 
+def test_a_join_that_fails_a_group_fails_each_of_its_tensors_once() -> None:
+    network = Network(3)
+    ends = [network.submit(rank, grouped("g", [(1 + rank,), (5,)])) for rank in (0, 1)]
+    network.settle()
+    assert network.answered == []
+    network.submit(2, [JOIN])
+    network.settle()
+    for each in ends:
+        assert each is not None
+        assert [end.response.request.name for end in each] == ["g_1of2", "g_2of2"]
+        for end in each:
+            assert end.response.error is not None
+            assert "Mismatched shapes of allreduce 'g_1of2'" in end.response.error.message
+    finish(network)
+
+
 def test_duplicates_of_ranks_that_join_cancel_each_other() -> None:
     """Regression, found by random programs: a refusal that two joining ranks deferred was counted twice."""
     network = Network(3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +70,36 @@ def test_the_merged_trace(tmp_path: Path) -> None:
     assert [event["ts"] for event in arrows[:2]] == pytest.approx([4000.0] * 2, abs=0.01)
     assert merged["metadata"]["pyhvd_uncertainty_us"] == 1.0
     assert merged["metadata"]["pyhvd_ranks"]["2"]["drift_ppm"] == pytest.approx(-80, abs=0.1)
+
+
+def test_a_turn_that_failed_shows_its_error_and_no_queue(tmp_path: Path) -> None:
+    recording = Recording(str(tmp_path / "t.json"), 0, 1, Skew())
+    recording.rows.queued(1 * MS, [(0, request("w"))])
+    recording.rows.listed(2 * MS, 0, [((0, request("w")), "Mismatched shapes")])
+    recording.close()
+    spans = [event for event in merge(load([str(tmp_path)]))["traceEvents"] if event["ph"] == "X"]
+    assert [(e["cat"], e["dur"], e["args"]["error"]) for e in spans] == [
+        ("NEGOTIATE_ALLREDUCE", 1000.0, "Mismatched shapes"),
+        ("ALLREDUCE", 0.0, "Mismatched shapes"),
+    ]
+
+
+def test_a_turn_submitted_before_the_recording_has_no_arrow(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        recording = Recording(str(tmp_path / "t.json"), rank, 2, Skew())
+        tensors = [(0, request("w"))]
+        recording.rows.listed(1 * MS, 0, [(tensors[0], "")])
+        recording.rows.started(2 * MS, tensors)
+        recording.rows.ended(3 * MS, tensors)
+        recording.close()
+    events = merge(load([str(tmp_path)]))["traceEvents"]
+    shown = [(e["pid"], e["cat"], e["ts"], e["dur"]) for e in events if e["ph"] != "M"]
+    assert shown == [
+        (0, "QUEUE", 0.0, 1000.0),
+        (0, "ALLREDUCE", 1000.0, 1000.0),
+        (1, "QUEUE", 0.0, 1000.0),
+        (1, "ALLREDUCE", 1000.0, 1000.0),
+    ]
 
 
 def test_the_sum_names_the_slowest_rank(tmp_path: Path) -> None:
@@ -190,6 +222,27 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == (
         "rank 2 was the last to submit in 20 of 20 turns; the ranks waited 53.333 ms for it (mean)"
     )
+
+
+def test_the_table_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names with brackets are no markup, and the sum stands below a rule."""
+    pytest.importorskip("rich")
+    recording = Recording(str(tmp_path / "t.json"), 0, 1, Skew())
+    recording.turn(0, "layer[bold]w[/bold]", (0, MS, 2 * MS, 3 * MS))
+    recording.close()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["summary", str(tmp_path)]) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert lines[0].strip() == "time by part: ms, summed over turns, mean of rank 0"
+    heading, tensor, rule, total = (line for line in lines if re.match("[┃│├]", line))
+    assert re.findall(r"\w+", heading)[:3] == ["tensor", "turns", "MiB"]
+    assert re.split("[ │]+", tensor)[1:5] == ["allreduce.layer[bold]w[/bold]", "1", "0.00", "3.000"]
+    assert set(rule) == {*"├─┼┤"}
+    assert re.split("[ │]+", total)[1:6] == ["all", "together", "1", "0.00", "3.000"]
 
 
 def test_where_one_rank_alone_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

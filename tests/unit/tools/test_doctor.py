@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -16,17 +17,19 @@ import msgspec
 import pytest
 
 from pyhvd import __main__ as dispatcher, __version__
-from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build
+from pyhvd.job.mpi.flavour import INSTALL
+from pyhvd.run import check_build
+from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build, probe_mpi, try_import
 from pyhvd.tools.doctor import facts as gathering, gpus
 from pyhvd.tools.doctor.advice import Finding, Level, examine, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.ranks import offset_of
-from pyhvd.tools.doctor.screen import Report, plain
+from pyhvd.tools.doctor.screen import Report, plain, show, trial_rows
 from pyhvd.tools.doctor.trial import read_stages
-from pyhvd.tools.doctor.trial_facts import ClockFacts, RingFacts, Trial
+from pyhvd.tools.doctor.trial_facts import ClockFacts, RankFacts, RingFacts, Trial
 from tests.unit.observe.recordings import MS, Recording, Skew
-from tests.unit.tools.doctor_cases import CUDA, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
+from tests.unit.tools.doctor_cases import CORES, CUDA, FOUND, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,6 +94,33 @@ def test_no_shared_memory_is_no_error(tmp_path: Path) -> None:
     assert here.total is not None
     assert here.free is not None
     assert 0 <= here.free <= here.total
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gathering.gpus() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho ' H200, 143771 MiB, 570.1'\necho\nexit $EXIT\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("EXIT", "0")
+    assert gathering.gpus() == ["H200, 143771 MiB, 570.1"]
+    monkeypatch.setenv("EXIT", "9")
+    assert gathering.gpus() == [], "nvidia-smi prints its errors to stdout"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: A fast one\n", "A fast one"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", "aarch64"),
+    ],
+)
+def test_the_processor_by_its_name_or_else_its_architecture(
+    cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "_read", lambda _: cpuinfo)
+    monkeypatch.setattr("platform.processor", lambda: "aarch64")
+    assert gathering._processor() == name
 
 
 def test_the_shortest_round_trip_tells_the_offset() -> None:
@@ -197,6 +227,44 @@ def test_each_of_several_hosts_has_its_table() -> None:
     text = plain(Report([GOOD, other], findings, GOOD_TRIAL))
     assert "NOTE (memory on node2): only 1 MiB are available" in text
     assert re.findall(r"^(?:  )?(\w+) +memory ", text, re.MULTILINE) == ["ok", "note"]
+
+
+def test_a_trial_of_one_rank_compares_no_clocks() -> None:
+    trial = trial_with(ranks=FOUND.ranks[:1], clocks=[])
+    shown = [about for about, _ in trial_rows(trial)]
+    assert shown == ["trial", "binding", "ring", *["latency", "bandwidth"] * 2, "copy"]
+
+
+def test_ranks_with_different_numbers_of_cores() -> None:
+    ranks = [RankFacts(0, "node1", 11, CORES), RankFacts(1, "node1", 12, CORES[:2])]
+    text = plain(Report([GOOD], {"node1": []}, trial_with(ranks=ranks)))
+    assert "binding    ranks may run on 2 to 8 cores of their hosts" in text
+
+
+def test_the_report_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The terminal shows the words of the plain report, and each verdict in its colour."""
+    pytest.importorskip("rich")
+    facts = replace(GOOD, shared=Shared("/dev/shm", 64 * MIB, 63 * MIB), packages={"rich": "[bold]15[/bold]"})
+    trial = trial_with(ring=RingFacts([1, 65536], [(1, 0, 1)]))
+    report = Report([facts], {"node1": examine(facts, 2, trial)}, trial)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "140"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(report)
+    shown = capsys.readouterr().out
+    for style, verdict in ((32, "ok"), (33, "note"), ("1;31", "problem")):
+        assert f"\x1b[{style}m{verdict}" in shown
+    assert re.sub(r"\x1b\[[\d;]*m|[\u2500-\u257f]", "", shown).split() == plain(report).split()
+
+
+def test_a_report_into_a_pipe_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report([GOOD], {"node1": []}, GOOD_TRIAL)
+    show(report)
+    assert capsys.readouterr().out == plain(report) + "\n"
 
 
 def test_a_report_is_json() -> None:
@@ -342,6 +410,70 @@ def test_check_build_without_mpi() -> None:
     assert "[X] MPI" not in text
     assert "mpi4py not found" in text
     assert "error: importing mpi4py failed (no module)" in text
+
+
+def test_check_build_says_what_torch_is_for() -> None:
+    text = describe_build(GOOD.mpi, [Importable("torch", True, "2.9")], NO_NCCL, True)
+    assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
+
+
+def _probe_that_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: str, *stages: dict[str, str]
+) -> None:
+    """Replace the process that asks MPI by one that prints these stages and runs a statement."""
+    lines = "".join(msgspec.json.encode(stage).decode() + "\n" for stage in stages)
+    program = tmp_path / "probe.py"
+    program.write_text(f"import os, sys\nprint({lines!r}, end='', flush=True)\n{ending}\n")
+    monkeypatch.setattr(check_build, "_PROBE", program)
+
+
+LOADED = {"mpi4py": "4.1.2", "library": "MPICH Version: 5.0.2\nMPICH ABI: 1", "path": "/usr/lib/libmpi.so.12"}
+INIT = {"stage": "init", **LOADED}
+DONE = {"stage": "done", "threads": "MPI_THREAD_MULTIPLE", **LOADED}
+
+
+def test_an_mpi_that_works_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _probe_that_says(monkeypatch, tmp_path, "", INIT, DONE)
+    assert probe_mpi() == replace(GOOD.mpi, path="/usr/lib/libmpi.so.12")
+
+
+def test_only_an_mpi_that_cannot_be_loaded_is_to_be_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _probe_that_says(monkeypatch, tmp_path, "sys.exit('no network')", INIT)
+    found_here = probe_mpi()
+    assert found_here.error == "MPI_Init_thread failed (no network)"
+    assert (found_here.library, found_here.threads) == ("MPICH 5.0.2", "")
+    _probe_that_says(monkeypatch, tmp_path, "sys.exit('no libmpi.so')", {"stage": "load", "mpi4py": "4.1.2"})
+    loading = "loading the MPI library (from mpi4py import MPI) failed (no libmpi.so)"
+    assert probe_mpi().error == f"{loading}; {INSTALL}"
+
+
+def test_a_library_of_this_python_that_no_wheel_brought(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    _probe_that_says(monkeypatch, tmp_path, "", DONE | {"path": f"{sys.prefix}/lib/libmpi.so.12"})
+    assert probe_mpi().origin == f"of {sys.prefix}"
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds", "reason"),
+    [
+        ("import time; time.sleep(60)", 0.5, "its import has not ended within 0.5 s"),
+        ("raise ImportError('no libfoo.so')", 60.0, "ImportError: no libfoo.so"),
+        ("import os; os._exit(3)", 60.0, "exited with code 3"),
+    ],
+)
+def test_a_package_whose_import_does_not_work(
+    source: str, seconds: float, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert try_import("broken", seconds) == Importable("broken", False, reason)
 
 
 # -- python -m pyhvd ---------------------------------------------------------------------------
