@@ -14,6 +14,7 @@ Owns the Unix sockets on which descriptors pass; the lowest local rank is the le
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 
 _NUMBER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+_FD = array.array("i").itemsize
 _MOST = 250
 
 
@@ -116,7 +118,13 @@ def _send(peer: socket.socket, number: int, fds: Sequence[int], until: float) ->
 
 def _receive(peer: socket.socket, until: float) -> tuple[int, list[int]]:
     _limit(peer, until)
-    data, fds, _, _ = socket.recv_fds(peer, _NUMBER.size, _MOST, socket.MSG_CMSG_CLOEXEC)
+    # Not socket.recv_fds: Python 3.11's ignores the flags, so a process started meanwhile would inherit.
+    room = socket.CMSG_LEN(_MOST * _FD)
+    data, ancillary, _, _ = peer.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += array.array("i", content)
     if len(data) != _NUMBER.size:
         for fd in fds:
             os.close(fd)
