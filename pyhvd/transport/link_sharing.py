@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -120,15 +121,17 @@ def _receive(peer: socket.socket, until: float) -> tuple[int, list[int]]:
     _limit(peer, until)
     # Not socket.recv_fds: Python 3.11's ignores the flags, so a process started meanwhile would inherit.
     room = socket.CMSG_LEN(_MOST * _FD)
-    data, ancillary, _, _ = peer.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = peer.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds += array.array("i", content)
-    if len(data) != _NUMBER.size:
+    cut = bool(flags & socket.MSG_CTRUNC)
+    if cut or len(data) != _NUMBER.size:
         for fd in fds:
             os.close(fd)
-        raise OSError("a local rank closed its connection")
+        cause = os.strerror(errno.EMFILE) if cut else "a local rank closed its connection"
+        raise OSError(cause)
     return _NUMBER.unpack(data)[0], fds
 
 

@@ -304,7 +304,7 @@ def test_a_local_rank_that_cannot_share_ends_all_links(monkeypatch: pytest.Monke
     begin = time.monotonic()
     cause = cause_on(LAYOUTS["3+1"], IMPATIENT)
     assert time.monotonic() - begin < LONG / 2
-    assert re.fullmatch(rf"{HOST}: sharing descriptors: (no room|timed out)", cause)
+    assert re.fullmatch(rf"{HOST}: sharing descriptors: no room", cause)
     assert len(folders) == 1
     assert not os.path.exists(folders[0])
 
