@@ -48,7 +48,7 @@ _IfAddrs._fields_ = [
     ("address", ctypes.c_void_p),
     ("netmask", ctypes.c_void_p),
 ]
-_IFF_UP = 1
+_WORKS = 0x41  # IFF_UP and IFF_RUNNING: a cable is plugged in
 # Offset and length of the address in a sockaddr_in and in a sockaddr_in6.
 _PLACES = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
@@ -85,7 +85,7 @@ def host_addresses(interfaces: Sequence[str] = ()) -> list[HostAddress]:
 
 
 def _read(entry: _IfAddrs) -> HostAddress | None:
-    if not entry.flags & _IFF_UP or not entry.address or not entry.netmask:
+    if entry.flags & _WORKS != _WORKS or not entry.address or not entry.netmask:
         return None
     family = int.from_bytes(ctypes.string_at(entry.address, 2), sys.byteorder)
     if family not in _PLACES:

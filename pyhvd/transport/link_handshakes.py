@@ -1,7 +1,7 @@
 """Opens and accepts one rank's TCP connections to other hosts, all at once, within a time limit.
 
-Owns listening sockets, connections in their handshake, and the choice among a peer's addresses. Each
-connection has a role, which says what it will be used for. The handshake is a
+Owns the connections until their handshake has ended, and the choice among a peer's addresses. Each connection
+has a role, which says what it will be used for. The handshake is a
 :class:`~pyhvd.transport.tcp.session.Session` with two records behind the proofs:
 
     client -> server   role
@@ -70,7 +70,7 @@ class _Dial:
     def report(self) -> str:
         """Return each address with the reason why it did not serve."""
         return "; ".join(
-            f"{shown(address)}: {self.failures.get(address, 'no answer')}" for address in self.addresses
+            f"{_shown(address)}: {self.failures.get(address, 'no answer')}" for address in self.addresses
         )
 
 
@@ -84,7 +84,7 @@ class _Attempt:
     connection: Connection | None = None
 
 
-def shown(address: Address) -> str:
+def _shown(address: Address) -> str:
     """Return an address as text."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,7 +14,9 @@ Owns the Unix sockets on which descriptors pass; the lowest local rank is the le
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 
 _NUMBER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+_FD = array.array("i").itemsize
 _MOST = 250
 
 
@@ -116,11 +119,19 @@ def _send(peer: socket.socket, number: int, fds: Sequence[int], until: float) ->
 
 def _receive(peer: socket.socket, until: float) -> tuple[int, list[int]]:
     _limit(peer, until)
-    data, fds, _, _ = socket.recv_fds(peer, _NUMBER.size, _MOST, socket.MSG_CMSG_CLOEXEC)
-    if len(data) != _NUMBER.size:
+    # Not socket.recv_fds: Python 3.11's ignores the flags, so a process started meanwhile would inherit.
+    room = socket.CMSG_LEN(_MOST * _FD)
+    data, ancillary, flags, _ = peer.recvmsg(_NUMBER.size, room, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += array.array("i", content)
+    cut = bool(flags & socket.MSG_CTRUNC)
+    if cut or len(data) != _NUMBER.size:
         for fd in fds:
             os.close(fd)
-        raise OSError("a local rank closed its connection")
+        cause = os.strerror(errno.EMFILE) if cut else "a local rank closed its connection"
+        raise OSError(cause)
     return _NUMBER.unpack(data)[0], fds
 
 

@@ -200,7 +200,8 @@ class _Opening:
                 self._share(links, known[self._layout.leader].meeting, agreement, until)
             except OSError as exc:
                 failure = f"{self._mine.name}: sharing descriptors: {exc}"
-            if cause := self._agree(failure):
+            # Local rank 0 fails when another one does, which knows more.
+            if cause := self._agree(*(("", failure) if self._meeting else (failure,))):
                 return NoLinks(cause)
             failed.pop_all()
             return links
