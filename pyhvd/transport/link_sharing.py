@@ -1,8 +1,8 @@
-"""Shares descriptors among the ranks of one host: each rank's eventfd, and the leader's sockets.
+"""Shares descriptors among the ranks of one host: each rank's eventfds, and the leader's sockets.
 
 Owns the Unix sockets on which descriptors pass; the lowest local rank is the leader. Each other rank
 
-    follower -> leader   local rank, with its eventfd
+    follower -> leader   local rank, with its eventfds
     leader -> follower   count, with that many descriptors; again until all are sent
     follower -> leader   one byte for each such message
 
@@ -45,17 +45,19 @@ def listen(backlog: int, stack: contextlib.ExitStack) -> tuple[socket.socket, st
     return listener, path
 
 
-def lead(listener: socket.socket, bell: int, size: int, sockets: Sequence[int], until: float) -> list[int]:
+def lead(
+    listener: socket.socket, own: Sequence[int], size: int, sockets: Sequence[int], until: float
+) -> list[int]:
     """Gather the eventfds of all local ranks, and give these and the sockets to each; return the eventfds.
 
-    The returned descriptors, by local rank, are the caller's; ``bell`` is the first.
+    The returned descriptors, in the order of local ranks, are the caller's; ``own`` are the first.
 
     Raises
     ------
     OSError
         A local rank is missing at ``until``, or broke the protocol.
     """
-    bells = {0: bell}
+    bells = {0: list(own)}
     peers = []
     with contextlib.ExitStack() as failed, contextlib.ExitStack() as stack:
         while len(bells) < size:
@@ -68,19 +70,19 @@ def lead(listener: socket.socket, bell: int, size: int, sockets: Sequence[int], 
             number, fds = _receive(peer, until)
             for fd in fds:
                 failed.callback(os.close, fd)
-            if len(fds) != 1 or number in bells or number >= size:
-                raise OSError(f"local rank {number} of {size} sent {len(fds)} descriptors; expected is one")
-            bells[number] = fds[0]
+            if len(fds) != len(own) or number in bells or number >= size:
+                raise OSError(f"local rank {number} of {size} sent {len(fds)} descriptors, not {len(own)}")
+            bells[number] = fds
             peers.append(peer)
-        ordered = [bells[number] for number in range(size)]
+        ordered = [bell for number in range(size) for bell in bells[number]]
         for peer in peers:
             _give(peer, [*ordered, *sockets], until)
         failed.pop_all()
     return ordered
 
 
-def follow(path: str, local_rank: int, bell: int, count: int, until: float) -> list[int]:
-    """Give the leader this rank's eventfd; return the ``count`` descriptors that the leader gives.
+def follow(path: str, local_rank: int, own: Sequence[int], count: int, until: float) -> list[int]:
+    """Give the leader this rank's eventfds; return the ``count`` descriptors that the leader gives.
 
     Raises
     ------
@@ -90,7 +92,7 @@ def follow(path: str, local_rank: int, bell: int, count: int, until: float) -> l
     with contextlib.ExitStack() as failed, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leader:
         _limit(leader, until)
         leader.connect(path)
-        _send(leader, local_rank, [bell], until)
+        _send(leader, local_rank, own, until)
         taken: list[int] = []
         while len(taken) < count:
             number, fds = _receive(leader, until)

@@ -86,8 +86,9 @@ class Links:
     agreement : list
         By host, the one connection between the two hosts: all local ranks have it. None for this rank's
         host, and everywhere if the set has no agreement connections.
-    bells : list of int
-        The eventfd of each local rank; all local ranks have all of them.
+    bells, background_bells : list of int
+        By local rank, two eventfds: for a thread that waits, and for the background thread. All local ranks
+        have all of them.
     """
 
     hosts: int
@@ -97,14 +98,16 @@ class Links:
     rails: list[list[socket.socket | None]]
     agreement: list[socket.socket | None]
     bells: list[int]
+    background_bells: list[int]
 
     def close(self) -> None:
         """Close this rank's descriptors."""
         for peer in [*self.agreement, *(peer for rail in self.rails for peer in rail)]:
             if peer is not None:
                 peer.close()
-        while self.bells:
-            os.close(self.bells.pop())
+        for bells in (self.bells, self.background_bells):
+            while bells:
+                os.close(bells.pop())
 
 
 class _Card(msgspec.Struct, array_like=True):
@@ -280,20 +283,24 @@ class _Opening:
         for role, peer in made.items():
             row = rails[role.slice] if role.kind == Kind.RAIL else agreement
             row[role.low + role.high - layout.host] = peer
-        return Links(layout.hosts, layout.host, layout.local_size, layout.local_rank, rails, agreement, [])
+        place = layout.hosts, layout.host, layout.local_size, layout.local_rank
+        return Links(*place, rails, agreement, [], [])
 
     def _share(self, links: Links, meeting: str, agreement: bool, until: float) -> None:
         """Share the eventfds of the local ranks, and the agreement connections of the host."""
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        links.bells.append(bell)
+        own = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
+        links.bells, links.background_bells = own[:1], own[1:]
+        bells = 2 * links.local_size
         if self._meeting is not None:
             sockets = [peer.fileno() for peer in links.agreement if peer is not None]
-            links.bells[:] = link_sharing.lead(self._meeting, bell, links.local_size, sockets, until)
+            fds = link_sharing.lead(self._meeting, own, links.local_size, sockets, until)
         elif meeting:
             others = [g for g in range(links.hosts) if g != links.host] if agreement else []
-            count = links.local_size + len(others)
-            fds = link_sharing.follow(meeting, links.local_rank, bell, count, until)
-            os.close(bell)
-            links.bells[:] = fds[: links.local_size]
-            for g, fd in zip(others, fds[links.local_size :], strict=True):
+            fds = link_sharing.follow(meeting, links.local_rank, own, bells + len(others), until)
+            for bell in own:
+                os.close(bell)
+            for g, fd in zip(others, fds[bells:], strict=True):
                 links.agreement[g] = socket.socket(fileno=fd)
+        else:
+            fds = own
+        links.bells, links.background_bells = fds[:bells:2], fds[1:bells:2]

@@ -44,12 +44,12 @@ def test_all_descriptors_arrive_in_their_order(stack: ExitStack, extra: int) -> 
     taken: dict[int, list[int]] = {}
 
     def follow(rank: int) -> None:
-        taken[rank] = link_sharing.follow(path, rank, bells[rank], size + extra, until)
+        taken[rank] = link_sharing.follow(path, rank, [bells[rank]], size + extra, until)
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in (2, 1)]
     for thread in threads:
         thread.start()
-    taken[0] = [*link_sharing.lead(listener, bells[0], size, shared, until), *shared]
+    taken[0] = [*link_sharing.lead(listener, [bells[0]], size, shared, until), *shared]
     for thread in threads:
         thread.join(LONG)
     for fd in [*taken[0][1:size], *taken[1], *taken[2]]:
@@ -74,14 +74,14 @@ def test_a_local_rank_that_does_not_come_ends_the_wait(stack: ExitStack) -> None
 
     def follow() -> None:
         try:
-            link_sharing.follow(path, 1, theirs, 3, until)
+            link_sharing.follow(path, 1, [theirs], 3, until)
         except OSError as exc:
             errors.append(exc)
 
     thread = threading.Thread(target=follow)
     thread.start()
     with pytest.raises(OSError, match="timed out"):
-        link_sharing.lead(listener, mine, 3, [], until)
+        link_sharing.lead(listener, [mine], 3, [], until)
     thread.join(LONG)
     assert len(errors) == 1
     assert open_descriptors() == before
@@ -95,8 +95,8 @@ def test_a_wrong_local_rank_is_refused(stack: ExitStack, number: int) -> None:
     peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     peer.connect(path)
     socket.send_fds(peer, [number.to_bytes(4, "big")], [theirs])
-    with pytest.raises(OSError, match=f"local rank {number} of 2 sent 1 descriptors; expected is one"):
-        link_sharing.lead(listener, mine, 2, [], time.monotonic() + LONG)
+    with pytest.raises(OSError, match=f"local rank {number} of 2 sent 1 descriptors, not 1"):
+        link_sharing.lead(listener, [mine], 2, [], time.monotonic() + LONG)
     peer.close()
     assert open_descriptors() == before
 
@@ -110,7 +110,7 @@ def test_other_users_are_not_served(stack: ExitStack, monkeypatch: pytest.Monkey
     socket.send_fds(peer, [(1).to_bytes(4, "big")], [theirs])
     monkeypatch.setattr(os, "getuid", lambda: 123456789)
     with pytest.raises(OSError, match="timed out"):
-        link_sharing.lead(listener, mine, 2, [], time.monotonic() + 0.3)
+        link_sharing.lead(listener, [mine], 2, [], time.monotonic() + 0.3)
 
 
 def test_the_folder_is_removed() -> None:
