@@ -306,9 +306,7 @@ def _bring_up(host: Host, device: str, nic: int) -> None:
 
 
 @contextmanager
-def bed(
-    names: Sequence[str], folder: Path | None = None, nics: int = 1, ipv4: bool = True
-) -> Iterator[Bed]:
+def bed(names: Sequence[str], folder: Path | None = None, nics: int = 1, ipv4: bool = True) -> Iterator[Bed]:
     """Yield a bed with hosts of these names; afterwards, end the hosts and all their processes."""
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -60,6 +60,7 @@ def make_backend(
     hosts: Sequence[int],
     open_window: OpenWindow | None,
     links: LinkOptions | None,
+    agreement: bool,
     pieces: Pieces,
     largest_chunk: int,
 ) -> HostBackend:
@@ -77,6 +78,8 @@ def make_backend(
         Makes shared memory; None: no windows.
     links : LinkOptions or None
         How to make links between hosts; None: none.
+    agreement : bool
+        Whether the hosts shall be able to agree over the links.
     pieces : Pieces
         The sizes of pieces.
     largest_chunk : int
@@ -86,7 +89,7 @@ def make_backend(
     opened: HostsFabric | NoLinks | Segment | NoWindow | None = None
     if open_window is not None and several and links is not None:
         chunk = pieces.chunk_size
-        opened = open_hosts_fabric(fabric, ranks, hosts, open_window, links, chunk, largest_chunk)
+        opened = open_hosts_fabric(fabric, ranks, hosts, open_window, links, agreement, chunk, largest_chunk)
     elif open_window is not None and not several:
         opened = open_window(fabric, area_bytes(largest_chunk))
     if isinstance(opened, HostsFabric):

@@ -43,6 +43,7 @@ from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.fabric import Fabric, allgather_bytes
+from pyhvd.transport.hosts import HostsFabric
 from pyhvd.transport.links import LinkOptions
 from pyhvd.transport.world import World
 
@@ -147,7 +148,8 @@ class Context:
 
         def make(fabric: Fabric, ranks: Ranks) -> HostBackend:
             hosts = [every[each] for each in ranks]
-            backend = make_backend(fabric, ranks, hosts, open_window, links, pieces, largest)
+            agreement = len(ranks) == self.topology.size
+            backend = make_backend(fabric, ranks, hosts, open_window, links, agreement, pieces, largest)
             recorder.watch(backend)
             return backend
 
@@ -158,19 +160,21 @@ class Context:
         # Tensors of the ready table bypass the checks, so with checks there is no ready table.
         checked = config.check != "off"
         self.fast_path = (
-            None
-            if checked or len(set(every)) > 1
-            else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
+            None if checked else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
         )
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
-        self.arena = NoArena(without) if self.fast_path is None else world.open_arena(world.fabric)
+        several = isinstance(backends[GLOBAL_SET].fabric, HostsFabric)
+        if several:
+            without = "the ranks are on several hosts"
+        no_arena = self.fast_path is None or several
+        self.arena = NoArena(without) if no_arena else world.open_arena(world.fabric)
         make_adapter = bell = None
         if self.fast_path is not None:
             self.fast_path.record_in(recorder.trace)
             arena = self.arena if isinstance(self.arena, Arena) else None
             make_adapter, bell = (
                 partial(FastPathAdapter, self.fast_path, arena),
-                FastPathBell(self.fast_path, rank),
+                FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric),
             )
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets
         recorder.begin(backends[GLOBAL_SET].fabric)

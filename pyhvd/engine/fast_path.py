@@ -34,8 +34,9 @@ from pyhvd.negotiation.messages import (
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry, TensorQueue
 from pyhvd.transport.arena import Arena
-from pyhvd.transport.fabric import Aborted, Fabric
-from pyhvd.transport.shm import OpenWindow, Segment
+from pyhvd.transport.fabric import Aborted, Fabric, allgather_bytes
+from pyhvd.transport.hosts import HostsFabric
+from pyhvd.transport.shm import NoWindow, OpenWindow, Segment
 
 _log = logging.getLogger("pyhvd")
 
@@ -59,26 +60,39 @@ def open_fast_path(
     slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
     if open_window is None or not slots or not isinstance(backend, ShmBackend):
         return None
-    opened = open_window(fabric, -(-ready_table_bytes(fabric.size) // fabric.size))
-    if not isinstance(opened, Segment):
+    on_hosts = backend.fabric if isinstance(backend.fabric, HostsFabric) else None
+    hosts = [list(range(fabric.size))] if on_hosts is None else on_hosts.hosts
+    here = next(ranks for ranks in hosts if fabric.rank in ranks)
+    local = fabric if on_hosts is None else fabric.subset(here, 1)
+    opened = open_window(local, -(-ready_table_bytes(len(here), len(hosts), slots) // len(here)))
+    failed = [text for text in allgather_bytes(fabric, _cause_of(opened)) if text]
+    if failed or not isinstance(opened, Segment):
         if fabric.rank == 0:
-            _log.warning("no shared memory to agree in, so messages do it: %s", opened.cause)
+            cause = failed[0].decode()
+            _log.warning("no shared memory to agree in, so messages do it: %s", cause)
         return None
     fast_path = FastPath(
         opened.areas[0],
         opened.memory,
-        fabric.rank,
-        fabric.size,
+        here.index(fabric.rank),
+        len(here),
         slots,
         config.fusion_threshold,
         config.disable_group_fusion,
         config.cycle_time_ms / 1000,
         _code_of,
+        None if on_hosts is None else on_hosts.make_agreement(),
     )
-    if fabric.rank == 0:
+    if fabric.rank == here[0]:
         fast_path.clear()
     fabric.barrier()
+    if on_hosts is not None:
+        on_hosts.fast_path = fast_path
     return fast_path
+
+
+def _cause_of(opened: Segment | NoWindow) -> bytes:
+    return b"" if isinstance(opened, Segment) else opened.cause.encode()
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:
@@ -125,10 +139,11 @@ class FastPathAdapter(NoFastPath):
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
 
     def open_set(self, set_id: int, backend: HostBackend) -> None:
-        """Let a process set's allreduces use the fast path, if its ranks share a window."""
-        if set_id < SETS and isinstance(backend, ShmBackend):
+        """Let a process set's allreduces use the fast path, if its ranks can agree there."""
+        ranks = self._worker.sets[set_id]
+        if isinstance(backend, ShmBackend) and self._fast_path.serves(set_id, ranks):
+            self._fast_path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts
-            ranks = self._worker.sets[set_id]
             self._fast_path.open_set(set_id, backend.window, [starts[rank] for rank in ranks if starts])
 
     def close_set(self, set_id: int) -> list[TensorEntry]:
@@ -142,6 +157,7 @@ class FastPathAdapter(NoFastPath):
     def close(self, stuck: bool = False) -> list[TensorEntry]:
         """Accept no further calls; return the tensors in flight. ``stuck``: the thread is blocked."""
         self._fast_path.shut(stuck or self._entered)
+        self._fast_path.leave_hosts()
         return [entry for call in self._fast_path.in_flight() for entry in self._entries(call)[1]]
 
     def look(self) -> tuple[list[str], bool, int]:
@@ -282,9 +298,10 @@ class FastPathBell:
 
     shortest = 0.0
 
-    def __init__(self, fast_path: FastPath, rank: int) -> None:
+    def __init__(self, fast_path: FastPath, rank: int, fabric: Fabric) -> None:
         self._fast_path = fast_path
         self._rank = rank
+        self._fabric = fabric
 
     def ring(self, address: int | None = None) -> None:
         """Ring a bell, by default this rank's own; from any thread; never blocks."""
@@ -296,11 +313,16 @@ class FastPathBell:
         Raises
         ------
         Aborted
-            Another rank has aborted a window while this one's engine was, or came, inside.
+            Another rank has aborted a window while this one's engine was, or came, inside; or it has told all
+            hosts that it fails.
+        LinkLost
+            The connection to another host has failed.
         """
         rung = bool(self._fast_path.doze(timeout))
         if (note := self._fast_path.note()) is not None:
             raise Aborted(note)
+        if (lost := self._fast_path.lost()) is not None and isinstance(self._fabric, HostsFabric):
+            raise self._fabric.error_of(*lost)
         return rung
 
     def close(self) -> None:

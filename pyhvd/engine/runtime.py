@@ -103,7 +103,10 @@ class NoFastPath:
         return fresh
 
     def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
-        """Give a response list its place in the ready log; return False if the log is full."""
+        """Give a response list its place in the ready log; return False if the log is full.
+
+        Number 0 is no list: only recalls and delegations become known to other hosts.
+        """
         return True
 
     def enter(self, number: int) -> bool:  # noqa: ARG002
@@ -417,6 +420,8 @@ class Runtime:
             if self._recorder.asked and (order := self._recorder.next_order()) is not None:
                 self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
+        if self._coordinator is not None and self._outgoing is None:
+            self._fast_path.announce(0, ())
         return self._publish() or active
 
     def _look_at_samples(self, tuner: Tuner, coordinator: Coordinator) -> None:

@@ -12,9 +12,13 @@ def _count_generation():
 os.register_at_fork(after_in_child=_count_generation)
 
 
-def ready_table_bytes(int size):
-    """Return the bytes of a ready table for ``size`` ranks."""
-    return pyhvd_ready_table_bytes(size)
+def ready_table_bytes(int size, int hosts=1, uint32_t slots=0):
+    """Return the bytes of a ready table for ``size`` ranks; with several hosts, for ``slots`` slots per set."""
+    return _table_bytes(size) + (pyhvd_agreement_bytes(<uint32_t>hosts, slots) if hosts > 1 else 0)
+
+
+cdef size_t _table_bytes(int size):
+    return (pyhvd_ready_table_bytes(size) + 127) // 128 * 128
 
 
 cdef class PathSet:
@@ -63,7 +67,7 @@ cdef class FastPath(ReadyTableEnd):
     memory : object
         Keeps the ready table alive.
     rank, size : int
-        This rank, and the number of ranks.
+        This rank, and the number of ranks, on this host.
     slots : int
         Cache slots per process set, a multiple of 64, at most MAX_SLOTS.
     threshold : int
@@ -74,6 +78,8 @@ cdef class FastPath(ReadyTableEnd):
         Longest time (s) for which calls are held while no thread waits.
     code_of : callable
         Returns the code of a numpy dtype, or -1.
+    agreement : Agreement, optional
+        With the other hosts, if there are any.
     """
 
     cdef list sets  # PathSet by id, None where the path does not serve the set
@@ -95,9 +101,16 @@ cdef class FastPath(ReadyTableEnd):
 
     def __cinit__(
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
-        double cycle, code_of
+        double cycle, code_of, Agreement agreement=None
     ):
         pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots)
+        self.ranks = list(range(size))
+        if agreement is not None:
+            pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size)))
+            self.agreement = agreement
+            self.c.setup.table.agreement = &agreement.c
+            self.ranks = agreement.hosts[agreement.c.host]
+        self.local = {each: number for number, each in enumerate(self.ranks)}
         self.tune(threshold, cycle)
         self.c.setup.groups_alone = groups_alone
         self.memory = memory
@@ -336,7 +349,7 @@ cdef class FastPath(ReadyTableEnd):
     def note(self):
         """Return the note of the rank that aborted a window, once this rank has found it aborted; or None."""
         cdef uint32_t found = pyhvd_fast_path_aborted(&self.c)
-        return (<PathSet>self.sets[found - 1]).window.note() if found else None
+        return (<PathSet>self.sets[found - 1]).window.note() if 0 < found <= SETS else None
 
     def forget(self, bint keep=False):
         """Run the last callbacks and release all handles: every call has ended.

@@ -88,7 +88,7 @@ cdef class Handle:
             if path.has_ended:
                 path._run_callbacks()
             else:
-                path.call(path.c.setup.table.rank, PYHVD_WAKE_DONE)
+                pyhvd_ready_table_wake(&path.c.setup.table, path.c.setup.table.rank, PYHVD_WAKE_DONE)
 
     def __await__(self):
         import asyncio

@@ -12,6 +12,9 @@ cdef class ReadyTableEnd:
     cdef Sampler sampler
     cdef object memory
     cdef Trace trace
+    cdef Agreement agreement  # None: all ranks are on one host
+    cdef list ranks  # the rank of each local one
+    cdef dict local  # {rank: its number on this host}
 
     def record_in(self, Trace trace):
         """Record what happens on the fast path in a trace; call it before any submission."""
@@ -23,9 +26,9 @@ cdef class ReadyTableEnd:
         """Cache slots per process set that the table has."""
         return self.c.setup.table.slots
 
-    def serves(self, int set_id):
-        """Return whether the table has room for a process set of this id."""
-        return set_id < SETS
+    def serves(self, int set_id, ranks):
+        """Return whether the ranks of a process set can agree in the table."""
+        return set_id < SETS and (self.agreement is None or self.agreement.serves(ranks))
 
     def seize(self):
         """Take the table's lock and keep it, like a rank that was stopped while it held it. For tests."""
@@ -35,23 +38,41 @@ cdef class ReadyTableEnd:
     def clear(self):
         """Zero the table; on one rank, before any rank uses it."""
         pyhvd_ready_table_clear(&self.c.setup.table)
+        if self.agreement is not None:
+            pyhvd_agreement_clear(&self.agreement.c, self.c.setup.table.slots)
 
     def open_ready_set(self, int set_id, ranks):
-        """Let the members of a process set agree in the table."""
+        """Let the members of a process set agree in the table; on each host, by any member."""
         cdef uint32_t members[256]
-        for k, rank in enumerate(ranks):
-            members[k] = rank
-        cdef uint32_t count = <uint32_t>len(ranks)
+        cdef uint32_t count = 0
+        cdef int spans = self.agreement is not None and self.agreement.spans(ranks)
+        for rank in ranks:
+            if rank in self.local:
+                members[count] = self.local[rank]
+                count += 1
         with nogil:
-            pyhvd_ready_table_open_set(&self.c.setup.table, <uint32_t>set_id, members, count)
+            pyhvd_ready_table_open_set(&self.c.setup.table, <uint32_t>set_id, members, count, spans)
 
     def delegate(self, int set_id, uint32_t slot, uint64_t version):
-        """Let ranks mark a slot that they have cached under this version."""
+        """Let ranks mark a slot that they have cached under this version.
+
+        With several hosts, that happens with the next announcement.
+        """
+        if self.agreement is not None:
+            self.agreement.note_delegation(set_id, slot, version)
+            return
         with nogil:
             pyhvd_ready_table_delegate(&self.c.setup.table, <uint32_t>set_id, slot, version)
 
     def recall(self, int set_id, bits):
-        """Take slots (a bit vector) back; return, by rank, which of them were marked."""
+        """Take slots (a bit vector) back; return, by rank, which of them were marked.
+
+        With several hosts, that happens with the next announcement; the ranks that had marked them submit their
+        tensors again, by message.
+        """
+        if self.agreement is not None:
+            self.agreement.note_recall(set_id, bits & ((1 << 64 * self.c.setup.table.words) - 1))
+            return {}
         cdef bytes wanted = bits.to_bytes(self.c.setup.table.words * 8, "little")
         cdef bytearray marked = bytearray(self.c.setup.table.words * 8 * self.c.setup.table.size)
         cdef const char* which = wanted
@@ -73,8 +94,15 @@ cdef class ReadyTableEnd:
         return self._by_rank(marked), int.from_bytes(used, "little")
 
     def announce(self, uint64_t number, ranks):
-        """Append a response list to the ready log; return False if that is not possible now."""
+        """Append a response list to the ready log; return False if that is not possible now.
+
+        With several hosts, ``number`` 0 announces only what was recalled and delegated.
+        """
         cdef pyhvd_ranks audience
+        if self.agreement is not None:
+            return self.agreement.announce(&self.c.setup.table, number, ranks)
+        if not number:
+            return True
         audience.ranks[:] = [0, 0, 0, 0]
         for rank in ranks:
             audience.ranks[<int>rank // 64] |= <uint64_t>1 << (<int>rank % 64)
@@ -116,7 +144,12 @@ cdef class ReadyTableEnd:
     def lateness(self):
         """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
         cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
-        return [(states[rank].late, states[rank].awaited) for rank in range(self.c.setup.table.size)]
+        cdef int number
+        every = range(self.c.setup.table.size) if self.agreement is None else range(len(self.agreement.places))
+        late = [(0, 0) for _ in every]
+        for number, rank in enumerate(self.ranks):
+            late[rank] = states[number].late, states[number].awaited
+        return late
 
     def _by_rank(self, bytearray marked):
         step = self.c.setup.table.words * 8
@@ -124,7 +157,7 @@ cdef class ReadyTableEnd:
         for rank in range(self.c.setup.table.size):
             bits = int.from_bytes(marked[rank * step : (rank + 1) * step], "little")
             if bits:
-                by_rank[rank] = bits
+                by_rank[self.ranks[rank]] = bits
         return by_rank
 
     def tune(self, size_t threshold, double cycle):
@@ -139,7 +172,41 @@ cdef class ReadyTableEnd:
 
     def call(self, int rank, uint32_t reasons=PYHVD_WAKE_WORK):
         """Wake a rank's background thread, for work in Python. From any thread."""
-        pyhvd_ready_table_wake(&self.c.setup.table, rank, reasons)
+        cdef int host, number
+        if rank in self.local:
+            number = self.local[rank]
+            pyhvd_ready_table_wake(&self.c.setup.table, number, reasons)
+            return
+        host, number = self.agreement.places[rank]
+        with nogil:
+            pyhvd_agreement_ring(&self.c.setup.table, <uint32_t>host, <uint32_t>number)
+
+    # -- other hosts -----------------------------------------------------------------------------------
+
+    def lost(self):
+        """Return (host, errno or 0, note) of a host that is lost or has sent a note; or None."""
+        return None if self.agreement is None else self.agreement.lost()
+
+    def await_lost(self, double seconds):
+        """Wait until a host is lost or has sent a note, for at most some seconds; return it as :meth:`lost`."""
+        if self.agreement is not None:
+            with nogil:
+                pyhvd_agreement_await_lost(&self.c.setup.table, <int64_t>(seconds * 1e9))
+        return self.lost()
+
+    def tell_hosts(self, bytes note):
+        """Send a note to all hosts: this rank fails."""
+        cdef const uint8_t* start = <const uint8_t*><const char*>note
+        cdef size_t length = <size_t>len(note)
+        if self.agreement is not None:
+            with nogil:
+                pyhvd_agreement_abort(&self.c.setup.table, start, length)
+
+    def leave_hosts(self):
+        """Tell all hosts, if this is the last local rank to do so, that this one closes its connections."""
+        if self.agreement is not None:
+            with nogil:
+                pyhvd_agreement_leave(&self.c.setup.table)
 
     def is_running(self):
         """Return whether a batch is being carried out. From any thread."""

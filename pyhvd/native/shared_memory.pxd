@@ -129,6 +129,29 @@ cdef extern from "common/sampler.h" nogil:
     bint pyhvd_sampler_has_ended(const pyhvd_sampler* m)
 
 
+cdef extern from "fast_path/agreement.h" nogil:
+    int PYHVD_CLOSED_BY_PEER
+
+    ctypedef struct pyhvd_shared_agreement:
+        uint32_t lost
+        int error
+        uint32_t note_bytes
+        uint8_t* note
+
+    ctypedef struct pyhvd_agreement:
+        uint32_t host
+        uint32_t hosts
+        int* fds
+        int* progress_bells
+        int* background_bells
+        uint32_t* ranks
+        pyhvd_shared_agreement* shared
+
+    size_t pyhvd_agreement_bytes(uint32_t hosts, uint32_t slots)
+    void pyhvd_agreement_attach(pyhvd_agreement* a, void* base)
+    void pyhvd_agreement_clear(pyhvd_agreement* a, uint32_t slots)
+
+
 cdef extern from "fast_path/ready_table.h" nogil:
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
@@ -150,6 +173,7 @@ cdef extern from "fast_path/ready_table.h" nogil:
         uint32_t slots
         uint32_t words
         pyhvd_shared_table* shared
+        pyhvd_agreement* agreement
 
     ctypedef struct pyhvd_slot_list:
         uint32_t n
@@ -160,7 +184,9 @@ cdef extern from "fast_path/ready_table.h" nogil:
     void pyhvd_slot_list_renew(pyhvd_slot_list* slots, uint32_t k, uint64_t version)
     void pyhvd_ready_table_attach(pyhvd_ready_table* t, void* base, int rank, int size, uint32_t slots)
     void pyhvd_ready_table_clear(pyhvd_ready_table* t)
-    void pyhvd_ready_table_open_set(pyhvd_ready_table* t, uint32_t set, const uint32_t* ranks, uint32_t count)
+    void pyhvd_ready_table_open_set(
+        pyhvd_ready_table* t, uint32_t set, const uint32_t* ranks, uint32_t count, int spans
+    )
     void pyhvd_ready_table_delegate(pyhvd_ready_table* t, uint32_t set, uint32_t slot, uint64_t version)
     void pyhvd_ready_table_freeze(pyhvd_ready_table* t, uint32_t set, uint32_t slot)
     int pyhvd_ready_table_lock(pyhvd_ready_table* t, int64_t ns)
@@ -168,6 +194,36 @@ cdef extern from "fast_path/ready_table.h" nogil:
     void pyhvd_ready_table_read(pyhvd_ready_table* t, uint32_t set, uint64_t* marked, uint64_t* used)
     void pyhvd_ready_table_wake(pyhvd_ready_table* t, int rank, uint32_t reasons)
     uint64_t pyhvd_ready_table_position(const pyhvd_ready_table* t)
+
+
+cdef extern from "fast_path/host_order.h" nogil:
+    enum:
+        PYHVD_RECALLED
+        PYHVD_DELEGATED
+
+    ctypedef struct pyhvd_slot_range:
+        uint32_t kind
+        uint32_t set
+        uint32_t first
+        uint32_t end
+        const uint64_t* words
+        const uint64_t* values
+        uint64_t n
+
+    ctypedef struct pyhvd_order_list:
+        uint64_t number
+        const uint8_t* audience
+        uint32_t audience_bytes
+        uint32_t n
+        const pyhvd_slot_range* ranges
+
+
+cdef extern from "fast_path/agreement.h" nogil:
+    int pyhvd_agreement_announce_list(pyhvd_ready_table* t, const pyhvd_order_list* announced)
+    void pyhvd_agreement_ring(pyhvd_ready_table* t, uint32_t host, uint32_t local_rank)
+    void pyhvd_agreement_abort(pyhvd_ready_table* t, const uint8_t* note, size_t n)
+    void pyhvd_agreement_leave(pyhvd_ready_table* t)
+    int pyhvd_agreement_await_lost(pyhvd_ready_table* t, int64_t ns)
 
 
 cdef extern from "fast_path/progress.h" nogil:

@@ -38,6 +38,7 @@ cdef extern from "Python.h":
 include "window.pxi"
 include "numpy_objects.pxi"
 include "sampler.pxi"
+include "agreement.pxi"
 include "ready_table.pxi"
 include "handle.pxi"
 include "cached_call.pxi"

@@ -21,14 +21,17 @@ class ReadyTable(Protocol):
     def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         """Let the members of a process set agree here."""
 
-    def serves(self, set_id: int) -> bool:
-        """Return whether there is room for a process set of this id."""
+    def serves(self, set_id: int, ranks: Iterable[int]) -> bool:
+        """Return whether these ranks of a process set can agree here."""
 
     def delegate(self, set_id: int, slot: int, version: int) -> None:
         """Let ranks mark a slot ready, if they know it from response list ``version``."""
 
     def recall(self, set_id: int, bits: int) -> dict[int, int]:
-        """Take slots back; return, by rank, which of them were marked."""
+        """Take slots back; return, by rank, which of them were marked.
+
+        A table of several hosts returns nothing: the ranks submit those tensors again, by message.
+        """
 
     def look(self, set_id: int) -> tuple[dict[int, int], int]:
         """Return the marked slots by rank, and the slots that were used since the last look."""

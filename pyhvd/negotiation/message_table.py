@@ -208,7 +208,7 @@ class MessageTable:
         self._group_ready: dict[Group, set[str]] = {}
         self._failed = FailedCalls()
         self._delegation: Delegation | None = None
-        if ready_table is not None and ready_table.serves(set_id):
+        if ready_table is not None and ready_table.serves(set_id, ranks):
             self._delegation = Delegation(set_id, ranks, self.cache, ready_table)
         self._stragglers = stragglers if len(ranks) > 1 else None
         self._responses: list[Response] = []

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pyhvd.arrays import Bytes
 from pyhvd.common.text import describe_ranks
 from pyhvd.native import shared_memory
-from pyhvd.transport.fabric import Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
+
+_NOTE_SECONDS = 0.5
 
 
 def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
@@ -41,9 +43,18 @@ class HostsFabric(ShmFabric):
         That exchange.
     links : Links
         This rank's connections; owned.
+    hosts : sequence of sequence of int
+        The set ranks of each host.
     ranks : sequence of int
         The global ranks of the set.
+
+    Attributes
+    ----------
+    fast_path : FastPath or None
+        The fast path that agrees over the links, which carries notes between hosts; only for all ranks.
     """
+
+    fast_path: shared_memory.FastPath | None = None
 
     def __init__(
         self,
@@ -55,6 +66,7 @@ class HostsFabric(ShmFabric):
         hosts: Sequence[Sequence[int]],
         ranks: Sequence[int],
     ) -> None:
+        self.hosts = [list(each) for each in hosts]
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
         self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
         self._exchange = exchange
@@ -93,8 +105,26 @@ class HostsFabric(ShmFabric):
         """Return when every rank has called it."""
         self.inner.barrier()
 
+    def make_agreement(self) -> shared_memory.Agreement:
+        """Return the agreement between the hosts over this rank's links."""
+        links = self._links
+        connections = [-1 if peer is None else peer.fileno() for peer in links.agreement]
+        return shared_memory.Agreement(
+            self.rank, self.hosts, connections, links.bells, links.background_bells
+        )
+
+    def make_agreement(self) -> shared_memory.Agreement:
+        """Return the agreement between the hosts over this rank's links."""
+        links = self._links
+        connections = [-1 if peer is None else peer.fileno() for peer in links.agreement]
+        return shared_memory.Agreement(
+            self.rank, self.hosts, connections, links.bells, links.background_bells
+        )
+
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks of this host, and end the connections to all others."""
+        if self.fast_path is not None:
+            self.fast_path.tell_hosts(note)
         for peer in (peer for rail in self._links.rails for peer in rail if peer is not None):
             with contextlib.suppress(OSError):  # it has failed already, or is closed
                 peer.shutdown(socket.SHUT_RDWR)
@@ -108,13 +138,19 @@ class HostsFabric(ShmFabric):
     def check(self, done: bool) -> None:
         """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
         if not done and self._exchange.lost is not None and self.window.note() is None:
-            host, number = self._exchange.lost
-            name, ranks = self._places[host]
-            why = os.strerror(number) if number else "a process there has ended"
-            raise LinkLost(
-                f"the connection to host {name} ({describe_ranks(ranks)}) has failed: {why}", ranks[0]
-            )
+            # The rank that ended the connection may have sent a note.
+            told = None if self.fast_path is None else self.fast_path.await_lost(_NOTE_SECONDS)
+            raise self.error_of(*(told or (*self._exchange.lost, b"")))
         super().check(done)
+
+    def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:
+        """Return the exception for a host that has sent a note, or whose connection failed (errno or 0)."""
+        if note:
+            return Aborted(note)
+        name, ranks = self._places[host]
+        why = os.strerror(number) if number else "a process there has ended"
+        text = f"the connection to host {name} ({describe_ranks(ranks)}) has failed: {why}"
+        return LinkLost(text, ranks[0])
 
 
 def open_hosts_fabric(
@@ -123,6 +159,7 @@ def open_hosts_fabric(
     hosts: Sequence[int],
     open_window: OpenWindow,
     options: LinkOptions,
+    agreement: bool,
     chunk_size: int,
     largest_chunk: int,
 ) -> HostsFabric | NoLinks:
@@ -140,6 +177,8 @@ def open_hosts_fabric(
         Makes shared memory for the ranks of a host.
     options : LinkOptions
         How to make links.
+    agreement : bool
+        Whether the hosts shall be able to agree over the links.
     chunk_size, largest_chunk : int
         Bytes of a chunk now, and at most.
     """
@@ -154,7 +193,7 @@ def open_hosts_fabric(
     if causes := [text.decode() for text in allgather_bytes(fabric, cause.encode()) if text]:
         return NoLinks(f"no shared memory on a host: {causes[0]}")
     assert isinstance(opened, Segment)
-    links = open_links(fabric, hosts, options, agreement=False)
+    links = open_links(fabric, hosts, options, agreement)
     if isinstance(links, NoLinks):
         return links
     slices = max(len(each) for each in by_host)

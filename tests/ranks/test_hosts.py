@@ -55,7 +55,11 @@ def test_sets_of_several_hosts_have_links() -> None:
         return names
 
     knobs = {"dynamic_process_sets": True}
-    assert run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])[1] == ["LINKS", "SHM", "LINKS"]
+    assert run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])[1] == [
+        "LINKS",
+        "SHM",
+        "LINKS",
+    ]
 
 
 def test_each_rank_needs_a_host() -> None:

@@ -55,7 +55,7 @@ class FakeReadyTable:
         self.used: dict[int, int] = {}
         self.log: list[Decision] = []
 
-    def serves(self, set_id: int) -> bool:
+    def serves(self, set_id: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
         return set_id < 3
 
     def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:

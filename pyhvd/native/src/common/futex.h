@@ -8,10 +8,11 @@
 #include <stdint.h>
 #include <time.h>
 
+#include <unistd.h>
+
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #define PYHVD_LINE 128 /* bytes: two cache lines, which the processor prefetches as a pair */
@@ -21,6 +22,9 @@
 #define PYHVD_SHORT_NAP 200000 /* ns: a sleep that was too short to be worth it */
 #define PYHVD_LONG_YIELD 20000 /* ns: a yield that shows that another thread needs the core */
 #define PYHVD_NAP 100000000    /* ns: the longest sleep between two looks at the state */
+
+/* How a thread sleeps: on a futex, or in poll(2), with a descriptor (eventfd or pipe) as its bell. */
+enum { PYHVD_SLEEPS = 1, PYHVD_POLLS = 2 };
 
 static inline void pyhvd_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -62,6 +66,18 @@ static inline void pyhvd_futex_wake(_Atomic uint32_t *word, int all) {
 #else
     (void)all;
 #endif
+}
+
+/* Ring a bell that is a descriptor. */
+static inline void pyhvd_ring_bell(int bell) {
+    uint64_t one = 1;
+    if (write(bell, &one, sizeof one) < 0) return; /* it is full, and wakes the sleeper as well */
+}
+
+/* Empty such a bell. */
+static inline void pyhvd_empty_bell(int bell) {
+    uint64_t rings;
+    if (read(bell, &rings, sizeof rings) < 0) return; /* another ring came to nothing */
 }
 
 /* Yield the core; return 0 when it is time to sleep: no yields are left, or another thread needed

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "common/cpu_affinity.h"
+#include "fast_path/agreement.h"
 #include "kernels/kernels.h"
 
 #define GATHER_NS 50000 /* between two checks whether calls still arrive */
@@ -15,6 +16,9 @@
 #define WATCH_LOOKS 3
 /* Looks after the last call, a cycle time apart. Then the thread sleeps until a call rings. */
 #define LAZY_LOOKS 20
+/* On one of several hosts: yields before a sleep, each with an attempt to receive. Spinning before
+ * each, or fewer of them, was slower where ranks share cores. */
+#define HOST_YIELDS 200
 
 /* ---- set-up ---- */
 
@@ -106,8 +110,7 @@ static void wake_waiters(pyhvd_fast_path *path) {
 /* Wake the holder of this rank's progress lock, so that it looks at the log again. */
 static void wake_progress(pyhvd_fast_path *path) {
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&rank_state_of(path)->progress_asleep, memory_order_relaxed))
-        pyhvd_futex_wake(&rank_state_of(path)->progress_bell, 0);
+    pyhvd_ready_table_wake_progress(&path->setup.table, path->setup.table.rank);
 }
 
 static void wake_background(pyhvd_fast_path *path, uint32_t reasons) {
@@ -157,6 +160,7 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
     pyhvd_ready_table_unlock(table, &audience);
     atomic_store_explicit(&s->held_count, 0, memory_order_release);
     pthread_mutex_unlock(&s->mutex);
+    if (table->agreement) pyhvd_agreement_send(table);
     wake_progress(path); /* `unlock` wakes the other ranks only */
     if (refusals) wake_background(path, PYHVD_WAKE_REFUSED);
     return 1;
@@ -331,9 +335,9 @@ void pyhvd_fast_path_settle(pyhvd_fast_path *path, pyhvd_call *call) {
     wake_progress(path);
 }
 
-/* A rank has aborted the window of the current set: close this rank's path. */
-static void give_up(pyhvd_fast_path *path) {
-    atomic_store_explicit(&path->aborted, path->progress.set + 1, memory_order_release);
+/* A rank has aborted the window of a set, or another host is lost: close this rank's path. */
+static void give_up(pyhvd_fast_path *path, uint32_t set) {
+    atomic_store_explicit(&path->aborted, set + 1, memory_order_release);
     pyhvd_fast_path_shut(path);
     wake_background(path, PYHVD_WAKE_ABORTED);
 }
@@ -348,7 +352,7 @@ static int run_batch(pyhvd_fast_path *path) {
     window->interruptible = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
-        give_up(path);
+        give_up(path, p->set);
         return PYHVD_CLOSED;
     }
     pyhvd_trace_add(path->setup.trace, PYHVD_CARRIED, p->trace_begin, p->set, p->batch_count,
@@ -386,14 +390,35 @@ static void leave_shared_core(pyhvd_fast_path *path) {
         pyhvd_publish_core(&rank_state_of(path)->core);
 }
 
+/* As await_entry, on one of several hosts: handle what arrives, and sleep on the connections. */
+static int await_hosts(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
+                       int64_t until) {
+    pyhvd_ready_table *table = &path->setup.table;
+    pyhvd_rank_state *mine = rank_state_of(path);
+    for (int yields = 0; yields < HOST_YIELDS; yields++) {
+        if (pyhvd_ready_table_behind(table) || is_finished(call, turn)) return PYHVD_DONE;
+        if (!pyhvd_agreement_receive(table)) sched_yield();
+    }
+    atomic_store_explicit(&mine->progress_asleep, PYHVD_POLLS, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst);
+    int64_t left = until - pyhvd_now();
+    if (!pyhvd_agreement_receive(table) && !pyhvd_ready_table_behind(table) &&
+        !is_finished(call, turn) && !is_closed(path) && !pyhvd_agreement_lost(table) && left > 0)
+        pyhvd_agreement_poll(table, table->agreement->progress_bells[table->rank],
+                             left < PYHVD_NAP ? left : PYHVD_NAP);
+    atomic_store_explicit(&mine->progress_asleep, 0, memory_order_relaxed);
+    return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
+}
+
 /* Wait until the log has another entry, or the call has ended, or for one sleep. Return PYHVD_LATE
  * if the time `until` has passed. */
 static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
                        int64_t until) {
-    const pyhvd_ready_table *table = &path->setup.table;
+    pyhvd_ready_table *table = &path->setup.table;
     pyhvd_progress *p = &path->progress;
     pyhvd_rank_state *mine = rank_state_of(path);
     int yields = p->spin_budget;
+    if (table->agreement) return await_hosts(path, call, turn, until);
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (pyhvd_ready_table_behind(table) || is_finished(call, turn)) return PYHVD_DONE;
@@ -402,7 +427,7 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
         leave_shared_core(path);
     } while (pyhvd_yield(&yields));
     uint32_t seen = atomic_load_explicit(&mine->progress_bell, memory_order_acquire);
-    atomic_store_explicit(&mine->progress_asleep, 1, memory_order_relaxed);
+    atomic_store_explicit(&mine->progress_asleep, PYHVD_SLEEPS, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int64_t before = pyhvd_now(), left = until - before;
     if (!pyhvd_ready_table_behind(table) && !is_finished(call, turn) && !is_closed(path) &&
@@ -411,6 +436,26 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
     p->spin_budget = pyhvd_next_spin_budget(p->spin_budget, pyhvd_now() - before);
     atomic_store_explicit(&mine->progress_asleep, 0, memory_order_relaxed);
     return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
+}
+
+/* Refuse the calls in flight that have marked a slot which the coordinator has recalled: they go by
+ * message. */
+static void refuse_recalled(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
+    pyhvd_submissions *s = &path->submissions;
+    const pyhvd_cached_tensor *tensors = path->setup.sets[entry->set].tensors;
+    pthread_mutex_lock(&s->mutex);
+    for (uint32_t w = entry->first; tensors && w < entry->end; w++)
+        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1) {
+            pyhvd_call *call = tensors[w * 64 + (uint32_t)__builtin_ctzll(bits)].call;
+            if (!call || call->state != PYHVD_MARKED || pyhvd_call_finished(call, call->started))
+                continue;
+            uint32_t held = atomic_load_explicit(&s->held_count, memory_order_relaxed);
+            if (held + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) abort();
+            call->state = PYHVD_REFUSED;
+            s->refused[s->refused_count++] = call;
+        }
+    pthread_mutex_unlock(&s->mutex);
+    wake_background(path, PYHVD_WAKE_REFUSED);
 }
 
 /* Carry out the log's entries until the call has ended; without a call, to the end of the log. */
@@ -428,9 +473,14 @@ static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
         if (is_finished(call, turn)) return PYHVD_DONE;
         const pyhvd_log_entry *entry = pyhvd_ready_table_next(&path->setup.table);
         if (entry && entry->kind == PYHVD_LIST) return PYHVD_AT_LIST;
-        if (entry) {
+        if (entry && entry->kind == PYHVD_RECALL) {
+            refuse_recalled(path, entry);
+            pyhvd_ready_table_advance(&path->setup.table);
+        } else if (entry) {
             begin_entry(path, entry);
             pyhvd_ready_table_advance(&path->setup.table);
+        } else if (pyhvd_agreement_lost(&path->setup.table)) {
+            give_up(path, PYHVD_MAX_SETS);
         } else if (!call) {
             return PYHVD_IDLING;
         } else if (await_entry(path, call, turn, until) == PYHVD_LATE) {
@@ -560,7 +610,9 @@ static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
     pyhvd_rank_state *mine = rank_state_of(path);
     uint32_t seen = atomic_load_explicit(&mine->background_bell, memory_order_acquire);
     atomic_store_explicit(&path->background_watches, (uint32_t)watches, memory_order_relaxed);
-    atomic_store_explicit(&mine->background_asleep, 1, memory_order_relaxed);
+    int polls = path->setup.table.agreement && (path->background.unattended || !watches);
+    atomic_store_explicit(&mine->background_asleep, polls ? PYHVD_POLLS : PYHVD_SLEEPS,
+                          memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int locked = atomic_load_explicit(&mine->progress_lock, memory_order_relaxed) != 0;
     int busy =
@@ -568,7 +620,12 @@ static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
         (!watches && atomic_load_explicit(&path->submissions.held_count, memory_order_relaxed)) ||
         (!locked && atomic_load_explicit(&path->left_over, memory_order_relaxed)) ||
         (!locked && pyhvd_ready_table_behind(&path->setup.table) && !path->background.known_list);
-    if (!busy) pyhvd_futex_wait(&mine->background_bell, seen, ns);
+    if (polls && !busy)
+        pyhvd_agreement_poll(&path->setup.table,
+                             path->setup.table.agreement->background_bells[path->setup.table.rank],
+                             ns);
+    else if (!busy)
+        pyhvd_futex_wait(&mine->background_bell, seen, ns);
     atomic_store_explicit(&mine->background_asleep, 0, memory_order_relaxed);
 }
 
@@ -577,6 +634,7 @@ static void rest(pyhvd_fast_path *path, int64_t ns, int watches) {
 static int progress_alone(pyhvd_fast_path *path) {
     /* If another thread holds the lock, it wakes this thread if it leaves work over. */
     int left_over = atomic_load_explicit(&path->left_over, memory_order_relaxed) != 0;
+    if (path->setup.table.agreement) pyhvd_agreement_receive(&path->setup.table);
     if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
         return 0;
     int status = make_progress(path, NULL, 0, 0);

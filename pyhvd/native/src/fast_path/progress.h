@@ -22,6 +22,7 @@
  *   HELD     flush, all its slots are delegated        MARKED   any          mutex and table
  *   HELD     flush, a slot is not delegated            REFUSED  any          mutex and table
  *   MARKED   its batch is carried out: finished + 1    IDLE     any          progress lock
+ *   MARKED   a recall is next in the log               REFUSED  any          progress lock, mutex
  *   HELD     take: Python will end the call            TAKEN    background   mutex
  *   MARKED   take, after its slots were recalled       TAKEN    background   mutex
  *   REFUSED  take                                      TAKEN    background   mutex
@@ -66,6 +67,7 @@ enum {
     PYHVD_WAKE_REFUSED = 4,  /* a call was refused */
     PYHVD_WAKE_DONE = 8,     /* a call has ended that has a callback */
     PYHVD_WAKE_ABORTED = 16, /* a window was aborted */
+    PYHVD_WAKE_LOST = 32,    /* another host is lost, or has sent a note */
 };
 
 /* Why a function that makes progress returned. */
@@ -179,7 +181,8 @@ typedef struct {
     /* futex word of threads without the progress lock; how many sleep on it */
     _Atomic uint32_t wakeups, waiters;
     _Atomic uint32_t closed;
-    /* 1 + the set whose window was aborted, or 0; stored before the wake-up */
+    /* 1 + the set whose window was aborted, 1 + PYHVD_MAX_SETS if another host is lost, or 0; stored
+     * before the wake-up */
     _Atomic uint32_t aborted;
     pyhvd_counters counters;
 } pyhvd_fast_path;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "common/counters.h"
+#include "fast_path/agreement.h"
 
 #define LOCK_SPINS 100
 #define LOCK_YIELDS 200
@@ -65,30 +66,46 @@ int pyhvd_ready_table_lock(pyhvd_ready_table *t, int64_t ns) {
     }
 }
 
-/* Wake the thread of a rank that makes progress there, or will. */
-static void wake_rank(pyhvd_rank_state *rank) {
-    if (atomic_load_explicit(&rank->progress_lock, memory_order_relaxed)) {
-        if (atomic_load_explicit(&rank->progress_asleep, memory_order_relaxed))
-            pyhvd_futex_wake(&rank->progress_bell, 0);
-    } else if (atomic_load_explicit(&rank->background_asleep, memory_order_relaxed)) {
-        pyhvd_futex_wake(&rank->background_bell, 0);
-    }
+/* Wake a sleeper; `bells` has the bells, by rank, for poll(2). */
+static void wake_sleeper(_Atomic uint32_t *asleep, _Atomic uint32_t *futex, const int *bells,
+                         int rank) {
+    uint32_t how = atomic_load_explicit(asleep, memory_order_relaxed);
+    if (how == PYHVD_POLLS)
+        pyhvd_ring_bell(bells[rank]);
+    else if (how)
+        pyhvd_futex_wake(futex, 0);
+}
+
+void pyhvd_ready_table_wake_progress(const pyhvd_ready_table *t, int rank) {
+    pyhvd_rank_state *state = &t->shared->rank_states[rank];
+    const int *bells = t->agreement ? t->agreement->progress_bells : NULL;
+    wake_sleeper(&state->progress_asleep, &state->progress_bell, bells, rank);
+}
+
+void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank) {
+    pyhvd_rank_state *state = &t->shared->rank_states[rank];
+    const int *bells = t->agreement ? t->agreement->background_bells : NULL;
+    wake_sleeper(&state->background_asleep, &state->background_bell, bells, rank);
 }
 
 void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
     atomic_store_explicit(&t->shared->lock, 0, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    for (int rank = 0; rank < t->size; rank++)
-        if (rank != t->rank && (audience->ranks[rank / 64] >> (rank % 64) & 1))
-            wake_rank(&t->shared->rank_states[rank]);
+    for (int rank = 0; rank < t->size; rank++) {
+        if (rank == t->rank || !(audience->ranks[rank / 64] >> (rank % 64) & 1)) continue;
+        /* Wake the thread that makes progress there, or will. */
+        if (atomic_load_explicit(&t->shared->rank_states[rank].progress_lock, memory_order_relaxed))
+            pyhvd_ready_table_wake_progress(t, rank);
+        else
+            pyhvd_ready_table_wake_background(t, rank);
+    }
 }
 
 void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {
-    pyhvd_rank_state *woken = &t->shared->rank_states[rank];
-    atomic_fetch_or_explicit(&woken->wake_reasons, reasons, memory_order_release);
+    atomic_fetch_or_explicit(&t->shared->rank_states[rank].wake_reasons, reasons,
+                             memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&woken->background_asleep, memory_order_relaxed))
-        pyhvd_futex_wake(&woken->background_bell, 0);
+    pyhvd_ready_table_wake_background(t, rank);
 }
 
 /* ---- the log ---- */
@@ -119,17 +136,17 @@ static int skip_for(pyhvd_ready_table *t, uint32_t rank, uint64_t *position) {
     return found;
 }
 
-/* Under the lock: return whether the log has room for one more entry. */
-static int has_room(pyhvd_ready_table *t) {
+/* Under the lock: return whether the log has room for n more entries. */
+static int has_room(pyhvd_ready_table *t, uint32_t n) {
     uint64_t tail = atomic_load_explicit(&t->shared->tail, memory_order_relaxed), lowest = tail,
              position;
-    if (tail - t->shared->lowest_cursor < PYHVD_LOG_ENTRIES) return 1;
+    if (tail - t->shared->lowest_cursor + n <= PYHVD_LOG_ENTRIES) return 1;
     for (int rank = 0; rank < t->size; rank++) {
         skip_for(t, (uint32_t)rank, &position);
         lowest = MIN(lowest, position);
     }
     t->shared->lowest_cursor = lowest;
-    return tail - lowest < PYHVD_LOG_ENTRIES;
+    return tail - lowest + n <= PYHVD_LOG_ENTRIES;
 }
 
 /* Return the entry at the tail, with its audience stored. */
@@ -150,7 +167,7 @@ int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
                                   const pyhvd_ranks *audience) {
     pyhvd_ranks woken = {{0}};
     if (!pyhvd_ready_table_lock(t, LIST_LOCK_NS)) return 0;
-    int room = has_room(t);
+    int room = has_room(t, 1);
     if (room) {
         pyhvd_log_entry *entry = reserve_entry(t, audience);
         woken = *audience;
@@ -187,14 +204,53 @@ static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *ba
     s->counted_until = now;
 }
 
-/* Under the lock: has_room, and if not, let the next rank that advances call match again. */
-static int has_room_or_backlog(pyhvd_ready_table *t) {
-    if (has_room(t)) return 1;
+void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t) {
+    atomic_store_explicit(&t->shared->backlog, 1, memory_order_relaxed);
+}
+
+int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n) {
+    if (has_room(t, n)) return 1;
     /* `advance` moves the cursor, then reads `backlog`; here it is the other way round. One sees
      * the other. */
-    atomic_store_explicit(&t->shared->backlog, 1, memory_order_relaxed);
+    pyhvd_ready_table_note_backlog(t);
     atomic_thread_fence(memory_order_seq_cst);
-    return has_room(t);
+    return has_room(t, n);
+}
+
+uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, uint32_t word) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t complete = s->count ? s->delegated[word] : 0;
+    for (uint32_t k = 0; k < s->count && complete; k++)
+        complete &= ready_of(t, set, s->ranks[k])[word].bits;
+    return complete;
+}
+
+int pyhvd_ready_table_clear_marks(const pyhvd_ready_table *t, uint32_t set, uint32_t first,
+                                  uint32_t end, const uint64_t *words) {
+    const pyhvd_table_set *s = &t->shared->sets[set];
+    uint64_t any = 0;
+    for (uint32_t w = first; w < end; w++)
+        for (uint32_t k = 0; k < s->count; k++) {
+            uint64_t *bits = &ready_of(t, set, s->ranks[k])[w].bits;
+            any |= *bits & words[w];
+            *bits &= ~words[w];
+        }
+    return any != 0;
+}
+
+void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
+                              uint32_t end, const uint64_t *words, uint64_t number,
+                              const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
+    pyhvd_log_entry *entry = reserve_entry(t, concerned);
+    entry->kind = kind;
+    entry->number = number;
+    entry->set = set;
+    entry->last_rank = (uint32_t)t->rank;
+    entry->first = first;
+    entry->end = end;
+    for (uint32_t w = first; w < end; w++) entry->words[w] = words[w];
+    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
+    publish(t);
 }
 
 void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
@@ -202,29 +258,21 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t batch[PYHVD_MAX_WORDS];
     uint32_t first = to, end = from;
+    if (s->spans) {
+        pyhvd_agreement_match(t, set, from, to, audience);
+        return;
+    }
     for (uint32_t w = from; w < to; w++) {
-        batch[w] = s->count ? s->delegated[w] : 0;
-        for (uint32_t k = 0; k < s->count && batch[w]; k++)
-            batch[w] &= ready_of(t, set, s->ranks[k])[w].bits;
+        batch[w] = pyhvd_ready_table_complete(t, set, w);
         if (!batch[w]) continue;
         first = MIN(first, w);
         end = w + 1;
     }
-    if (first >= end || !has_room_or_backlog(t)) return;
-    pyhvd_log_entry *entry = reserve_entry(t, &s->members);
-    entry->kind = PYHVD_BATCH;
-    entry->set = set;
-    entry->last_rank = (uint32_t)t->rank;
-    entry->first = first;
-    entry->end = end;
-    for (uint32_t w = first; w < end; w++) {
-        entry->words[w] = batch[w];
-        s->used[w] |= batch[w];
-        for (uint32_t k = 0; k < s->count; k++) ready_of(t, set, s->ranks[k])[w].bits &= ~batch[w];
-    }
+    if (first >= end || !pyhvd_ready_table_make_room(t, 1)) return;
+    for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
+    pyhvd_ready_table_clear_marks(t, set, first, end, batch);
     if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
-    for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= s->members.ranks[k];
-    publish(t);
+    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, &s->members, audience);
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
@@ -235,13 +283,19 @@ const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
 void pyhvd_ready_table_advance(pyhvd_ready_table *t) {
     atomic_fetch_add_explicit(&t->shared->rank_states[t->rank].cursor, 1, memory_order_acq_rel);
     atomic_thread_fence(memory_order_seq_cst);
+    pyhvd_ready_table_retry(t);
+}
+
+void pyhvd_ready_table_retry(pyhvd_ready_table *t) {
     if (!atomic_load_explicit(&t->shared->backlog, memory_order_acquire)) return;
     pyhvd_ranks audience = {{0}};
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     atomic_store_explicit(&t->shared->backlog, 0, memory_order_relaxed);
     for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
         pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
+    if (t->agreement) pyhvd_agreement_carry_on(t, &audience);
     pyhvd_ready_table_unlock(t, &audience);
+    if (t->agreement) pyhvd_agreement_send(t);
 }
 
 /* ---- slots ---- */
@@ -276,13 +330,19 @@ int pyhvd_ready_table_mark_ready(const pyhvd_ready_table *t, uint32_t set, pyhvd
 }
 
 void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
-                                uint32_t count) {
+                                uint32_t count, int spans) {
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t version = s->version;
+    if (version && s->count == count && s->spans == spans &&
+        !memcmp(s->ranks, ranks, count * sizeof *ranks)) {
+        pyhvd_ready_table_unlock(t, &NOBODY);
+        return;
+    }
     memset(s, 0, sizeof *s);
     s->version = version + 1;
     s->count = count;
+    s->spans = spans;
     for (uint32_t rank = 0; rank < (uint32_t)t->size; rank++)
         memset(ready_of(t, set, rank), 0, t->words * sizeof(pyhvd_ready_word));
     for (uint32_t k = 0; k < count; k++) {

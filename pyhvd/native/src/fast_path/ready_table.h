@@ -41,6 +41,7 @@
  * Wake-ups
  *   1. The holder of a rank's progress lock sleeps on `progress_bell`, with `progress_asleep` set.
  *   2. The background thread sleeps on `background_bell`, with `background_asleep` set.
+ *      A thread that sleeps in poll(2) instead sets its flag to PYHVD_POLLS.
  *   3. A sleeper sets its flag, then looks again; a waker writes first, then looks at the flag.
  *      Sequentially consistent fences between the two steps of each make one of them see the other.
  */
@@ -56,7 +57,14 @@
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 
-enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
+enum {
+    PYHVD_BATCH = 1,
+    PYHVD_LIST = 2,
+    PYHVD_RECALL = 3, /* on one of several hosts: who marked these slots submits them by message */
+};
+
+/* The other hosts, if there are any; see agreement.h. */
+typedef struct pyhvd_agreement pyhvd_agreement;
 
 /* A set of ranks. */
 typedef struct {
@@ -70,8 +78,8 @@ typedef struct {
     uint32_t kind, set;
     uint64_t number;                 /* list: the response list's */
     uint32_t last_rank;              /* batch: the rank whose marks completed it */
-    uint32_t first, end;             /* batch: words [first, end) are used */
-    uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
+    uint32_t first, end;             /* batch, recall: words [first, end) are used */
+    uint64_t words[PYHVD_MAX_WORDS]; /* batch, recall: its slots */
 } pyhvd_log_entry;
 
 /* A rank's marks of 64 slots, and when (ns) it made the last one. */
@@ -103,7 +111,8 @@ typedef struct {
     uint64_t delegated[PYHVD_MAX_WORDS];
     uint64_t used[PYHVD_MAX_WORDS]; /* slots of batches since the coordinator last looked */
     int64_t counted_until;          /* until when (ns) its waiting was counted; see count_waiting */
-    pyhvd_ranks members;
+    int spans; /* whether the set's ranks on all hosts agree together, not those here alone */
+    pyhvd_ranks members; /* on this host */
     uint32_t count;
     uint32_t ranks[PYHVD_MAX_LOCAL];
     uint64_t versions[PYHVD_MAX_SLOTS];
@@ -126,6 +135,7 @@ typedef struct {
     int rank, size;
     uint32_t slots, words;
     pyhvd_shared_table *shared;
+    pyhvd_agreement *agreement; /* NULL: all ranks are on one host */
     /* of the fast path: once it is set, no thread waits for the lock */
     const _Atomic uint32_t *closed;
 } pyhvd_ready_table;
@@ -157,8 +167,9 @@ void pyhvd_ready_table_clear(pyhvd_ready_table *t);
 
 /* ---- for the coordinator: each takes the lock, and does nothing after the path was closed ---- */
 
+/* Open a set with these local ranks, unless it is open with them. */
 void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
-                                uint32_t count);
+                                uint32_t count, int spans);
 void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
                                 uint64_t version);
 
@@ -203,6 +214,31 @@ const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t);
 
 /* Move the cursor past the entry; append batches for which the log had no room. */
 void pyhvd_ready_table_advance(pyhvd_ready_table *t);
+
+/* Wake a rank's thread that makes progress or waits for work, if it sleeps. */
+void pyhvd_ready_table_wake_progress(const pyhvd_ready_table *t, int rank);
+void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank);
+
+/* Append what found no room in the log, or in the connections to other hosts. */
+void pyhvd_ready_table_retry(pyhvd_ready_table *t);
+
+/* ---- for agreement.c, under the lock ---- */
+
+/* Whether the log has room for n entries; if not, the next call of `retry` tries again. */
+int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n);
+void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
+
+/* The slots of a word that all local members have marked. */
+uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, uint32_t word);
+
+/* Clear all marks of the slots `words[first]` to `words[end - 1]`; return whether there were any. */
+int pyhvd_ready_table_clear_marks(const pyhvd_ready_table *t, uint32_t set, uint32_t first,
+                                  uint32_t end, const uint64_t *words);
+
+/* Append an entry, for which there is room; add its ranks to `audience`. */
+void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
+                              uint32_t end, const uint64_t *words, uint64_t number,
+                              const pyhvd_ranks *concerned, pyhvd_ranks *audience);
 
 /* Whether the log has entries behind this rank's cursor. */
 static inline int pyhvd_ready_table_behind(const pyhvd_ready_table *t) {

@@ -15,7 +15,6 @@
 #include "window/ranges.h"
 
 #include <poll.h>
-#include <unistd.h>
 
 #include "window/exchange.h"
 
@@ -239,14 +238,13 @@ static nfds_t list_polls(const pyhvd_exchange *e, int bell, struct pollfd *polls
 static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     control *mine = control_of(w, w->rank);
     pyhvd_exchange *e = w->exchange;
-    uint64_t rings;
     atomic_store_explicit(&mine->asleep, PYHVD_POLLS, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int status = advance(w, c);
     if (status == NOTHING && !pyhvd_window_is_aborted(w)) {
         nfds_t n = list_polls(e, e->bells[w->rank], e->polls);
         poll(e->polls, n, PYHVD_NAP / 1000000);
-        if (e->polls[0].revents && read(e->bells[w->rank], &rings, sizeof rings) < 0) rings = 0;
+        if (e->polls[0].revents) pyhvd_empty_bell(e->bells[w->rank]);
         status = advance(w, c);
     }
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);

@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "kernels/kernels.h"
 
@@ -37,12 +36,6 @@ void pyhvd_exchange_free(pyhvd_exchange *e) {
     free(e->boxes);
     free(e->flat_partial);
     free(e->polls);
-}
-
-void pyhvd_exchange_ring(const pyhvd_exchange *e, int rank) {
-    uint64_t one = 1;
-    /* A full eventfd or pipe wakes the rank as well. */
-    if (write(e->bells[rank], &one, sizeof one) < 0) return;
 }
 
 static pyhvd_link *link_of(const pyhvd_exchange *e, int own, int host) {

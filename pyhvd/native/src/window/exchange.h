@@ -34,7 +34,6 @@
 #include "links/link.h"
 #include "window/window.h"
 
-#define PYHVD_MAX_HOSTS 64
 #define PYHVD_DEPTH PYHVD_ACROSS_SLOTS /* chunks under way between hosts, at most */
 /* bytes, over all other hosts, up to which a slice is sent whole (measured: docs/performance.md) */
 #define PYHVD_WHOLE 262144
@@ -76,9 +75,6 @@ static inline int pyhvd_slice_owner(const pyhvd_exchange *e, int slice, int rank
 static inline int pyhvd_first_slice(const pyhvd_exchange *e, int rank, int ranks) {
     return (int)(((int64_t)rank * e->slices + ranks - 1) / ranks);
 }
-
-/* Wake a local rank that polls. */
-void pyhvd_exchange_ring(const pyhvd_exchange *e, int rank);
 
 /* Allocate the memory for slots of `capacity` bytes; return 0 without memory. */
 int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity);

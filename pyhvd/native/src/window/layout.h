@@ -11,9 +11,6 @@
 /* The counters that window.h describes. */
 enum { PACKED, REDUCED, FLATS, TAKEN, COUNTERS };
 
-/* How a rank sleeps: on its futex `bell`, or in poll(2), with a descriptor as its bell. */
-enum { PYHVD_SLEEPS = 1, PYHVD_POLLS = 2 };
-
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t core; /* where the owner last ran; see pyhvd_current_core */
     struct {

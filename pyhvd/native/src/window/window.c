@@ -93,7 +93,7 @@ static void wake(const pyhvd_window *w, int rank, int all) {
     control *peer = control_of(w, rank);
     uint32_t asleep = atomic_load_explicit(&peer->asleep, memory_order_relaxed);
     if (asleep == PYHVD_POLLS)
-        pyhvd_exchange_ring(w->exchange, rank);
+        pyhvd_ring_bell(w->exchange->bells[rank]);
     else if (asleep || all)
         pyhvd_futex_wake(&peer->bell, all);
 }
@@ -124,6 +124,7 @@ void pyhvd_window_abort(const pyhvd_window *w, const uint8_t *note, size_t bytes
         uint32_t nobody = 0;
         atomic_compare_exchange_strong_explicit(&theirs->aborted, &nobody, (uint32_t)w->rank + 1,
                                                 memory_order_release, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst);
         wake(w, q, 1);
     }
 }

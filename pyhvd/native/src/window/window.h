@@ -58,7 +58,8 @@
 
 #include "common/trace_ring.h"
 
-#define PYHVD_MAX_LOCAL 256  /* ranks on one node */
+#define PYHVD_MAX_LOCAL 256 /* ranks on one host */
+#define PYHVD_MAX_HOSTS 64
 #define PYHVD_SLOTS 3        /* of a rank, if all ranks of the set are on one host */
 #define PYHVD_ACROSS_SLOTS 4 /* otherwise */
 #define PYHVD_FLAT 16384     /* bytes of a flat operation, at most */

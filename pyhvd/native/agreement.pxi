@@ -1,0 +1,134 @@
+# Agreement: the other hosts, for a rank's end of the ready table; a part of shared_memory.pyx.
+
+cdef int MOST_DELEGATED = 1024  # slots in one list, so that its encoding is not too long
+
+
+cdef class Agreement:
+    """A rank's view of the agreement between its host and the others.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    hosts : sequence of sequence of int
+        The ranks of each host, ascending.
+    connections : sequence of int
+        By host, the descriptor of the connected, non-blocking socket that the ranks of both hosts share; -1 for
+        the own host.
+    bells, background_bells : sequence of int
+        By local rank, descriptors of eventfds: for a thread that waits, and for the background thread.
+    """
+
+    cdef pyhvd_agreement c
+    cdef list hosts
+    cdef dict places  # {rank: (its host, its number there)}
+    cdef dict recalled  # {set: bits}, to be announced
+    cdef dict delegated  # {set: {slot: version}}, to be announced
+
+    def __cinit__(self, int rank, hosts, connections, bells, background_bells):
+        self.hosts = [list(each) for each in hosts]
+        if not 2 <= len(self.hosts) <= MAX_HOSTS:
+            raise ValueError(f"{len(self.hosts)} hosts cannot agree: 2 to {MAX_HOSTS} can")
+        self.places = {r: (h, q) for h, ranks in enumerate(self.hosts) for q, r in enumerate(ranks)}
+        self.recalled, self.delegated = {}, {}
+        self.c.host = self.places[rank][0]
+        self.c.hosts = <uint32_t>len(self.hosts)
+        for host, fd in enumerate(connections):
+            self.c.fds[<int>host] = fd
+        for q, each in enumerate(self.hosts[self.c.host]):
+            self.c.ranks[<int>q] = each
+            self.c.progress_bells[<int>q] = bells[q]
+            self.c.background_bells[<int>q] = background_bells[q]
+
+    cdef bint spans(self, ranks) except -1:
+        """Return whether a set has ranks on every host."""
+        return len({self.places[rank][0] for rank in ranks}) == len(self.hosts)
+
+    cdef bint serves(self, ranks) except -1:
+        """Return whether a set can agree here: it has ranks on one host, or on all."""
+        return self.spans(ranks) or len({self.places[rank][0] for rank in ranks}) == 1
+
+    cdef int note_recall(self, int set_id, bits) except -1:
+        cdef dict fresh = self.delegated.get(set_id, {})
+        for slot in [slot for slot in fresh if bits >> slot & 1]:
+            del fresh[slot]
+        self.recalled[set_id] = self.recalled.get(set_id, 0) | bits
+        return 0
+
+    cdef int note_delegation(self, int set_id, uint32_t slot, uint64_t version) except -1:
+        self.delegated.setdefault(set_id, {})[slot] = version
+        return 0
+
+    cdef bint announce(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
+        """Announce what was noted, and a response list (0: none); return False if there is no room now."""
+        while sum(map(len, self.delegated.values())) > MOST_DELEGATED:
+            if not self.announce_some(table, 0, ()):
+                return False
+        if not (number or any(self.recalled.values()) or any(self.delegated.values())):
+            return True
+        return self.announce_some(table, number, ranks)
+
+    cdef bint announce_some(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
+        """Announce all recalls, and at most MOST_DELEGATED delegations."""
+        cdef pyhvd_slot_range[32] ranges
+        cdef pyhvd_order_list announced
+        cdef int written
+        cdef list kept = []  # what the ranges point to
+        cdef uint32_t n = 0
+        cdef dict chosen = {}
+        cdef int left = MOST_DELEGATED
+        for set_id, bits in self.recalled.items():
+            if bits:
+                self.fill(&ranges[n], PYHVD_RECALLED, set_id, bits, b"", kept)
+                n += 1
+        for set_id, fresh in self.delegated.items():
+            slots = chosen[set_id] = sorted(fresh)[:left]
+            left -= len(slots)
+            if slots:
+                versions = b"".join(int(fresh[slot]).to_bytes(8, "little") for slot in slots)
+                if len({fresh[slot] for slot in slots}) == 1:
+                    versions = versions[:8]
+                bits = 0
+                for slot in slots:
+                    bits |= 1 << slot
+                self.fill(&ranges[n], PYHVD_DELEGATED, set_id, bits, versions, kept)
+                n += 1
+        whom = 0
+        for rank in ranks:
+            whom |= 1 << rank
+        audience = whom.to_bytes((whom.bit_length() + 7) // 8, "little")
+        announced.number = number
+        announced.audience = <const uint8_t*><const char*>audience
+        announced.audience_bytes = <uint32_t>len(audience)
+        announced.n = n
+        announced.ranges = ranges
+        with nogil:
+            written = pyhvd_agreement_announce_list(table, &announced)
+        if written:
+            self.recalled.clear()
+            for set_id, slots in chosen.items():
+                for slot in slots:
+                    del self.delegated[set_id][slot]
+        return written != 0
+
+    cdef int fill(
+        self, pyhvd_slot_range* slots, uint32_t kind, uint32_t set_id, bits, bytes values, list kept
+    ) except -1:
+        cdef uint32_t first = ((bits & -bits).bit_length() - 1) // 64
+        cdef uint32_t end = (bits.bit_length() + 63) // 64
+        cdef bytes words = (bits >> 64 * first).to_bytes((end - first) * 8, "little")
+        kept += [words, values]
+        slots.kind, slots.set, slots.first, slots.end = kind, set_id, first, end
+        slots.words = <const uint64_t*><const char*>words
+        slots.values = <const uint64_t*><const char*>values
+        slots.n = <uint64_t>(len(values) // 8)
+        return 0
+
+    cdef tuple lost(self):
+        """Return (host, errno or 0, note) of a host that is lost, or has sent a note; or None."""
+        cdef pyhvd_shared_agreement* shared = self.c.shared
+        cdef uint32_t found = shared.lost
+        if not found:
+            return None
+        error = 0 if shared.error == PYHVD_CLOSED_BY_PEER else shared.error
+        return int(found) - 1, error, (<const char*>shared.note)[:shared.note_bytes]

@@ -1,0 +1,399 @@
+/* Agreement between hosts; agreement.h states the invariants. */
+#include "fast_path/agreement.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include "fast_path/progress.h"
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define READS 16 /* from one connection before the next one's turn */
+#define LOCK_NS 1000000000
+#define LOOK_NS 10000000 /* between two looks, as another rank may receive */
+
+/* The kinds of frames. */
+enum { ORDER = 1, RING, NOTE, GOODBYE };
+
+typedef struct {
+    uint32_t bytes; /* with this header; a multiple of 8 */
+    uint32_t kind;
+} frame_header;
+
+static size_t padded(size_t bytes) { return (bytes + 7) & ~(size_t)7; }
+
+/* ---- set-up ---- */
+
+static size_t shared_bytes(uint32_t hosts) {
+    return sizeof(pyhvd_shared_agreement) + hosts * sizeof(pyhvd_peer_host);
+}
+
+size_t pyhvd_agreement_bytes(uint32_t hosts, uint32_t slots) {
+    return shared_bytes(hosts) + pyhvd_host_order_bytes(PYHVD_MAX_SETS, slots);
+}
+
+void pyhvd_agreement_attach(pyhvd_agreement *a, void *base) {
+    a->shared = base;
+    a->order = (pyhvd_host_order *)((uint8_t *)base + shared_bytes(a->hosts));
+}
+
+void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots) {
+    memset(a->shared, 0, pyhvd_agreement_bytes(a->hosts, slots));
+    pyhvd_host_order_init(a->order, a->host, a->hosts, PYHVD_MAX_SETS, slots);
+}
+
+/* ---- writing frames, under the table's lock ---- */
+
+static size_t free_bytes(const pyhvd_peer_host *peer) {
+    return PYHVD_OUT_RING - (size_t)(atomic_load_explicit(&peer->written, memory_order_relaxed) -
+                                     atomic_load_explicit(&peer->sent, memory_order_acquire));
+}
+
+/* Whether any frame can be written for each other host. */
+static int has_room(const pyhvd_agreement *a) {
+    for (uint32_t g = 0; g < a->hosts; g++)
+        if (g != a->host && free_bytes(&a->shared->peers[g]) < PYHVD_FRAME_MAX) return 0;
+    return 1;
+}
+
+static uint64_t put(pyhvd_peer_host *peer, uint64_t at, const void *bytes, size_t n) {
+    size_t from = at % PYHVD_OUT_RING, first = MIN(n, PYHVD_OUT_RING - from);
+    memcpy(peer->out + from, bytes, first);
+    memcpy(peer->out, (const uint8_t *)bytes + first, n - first);
+    return at + n;
+}
+
+/* Write a frame for a host, which has room for it. `bytes` is readable up to a multiple of 8. */
+static void write_to(const pyhvd_agreement *a, uint32_t host, uint32_t kind, const void *bytes,
+                     size_t n) {
+    pyhvd_peer_host *peer = &a->shared->peers[host];
+    frame_header header = {(uint32_t)(sizeof header + padded(n)), kind};
+    uint64_t at = atomic_load_explicit(&peer->written, memory_order_relaxed);
+    at = put(peer, at, &header, sizeof header);
+    at = put(peer, at, bytes, padded(n));
+    atomic_store_explicit(&peer->written, at, memory_order_release);
+}
+
+static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *bytes, size_t n) {
+    for (uint32_t g = 0; g < a->hosts; g++)
+        if (g != a->host) write_to(a, g, kind, bytes, n);
+}
+
+/* ---- the order, under the table's lock ---- */
+
+/* Append to the ready log the batch that the order has decided. */
+static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
+                         pyhvd_ranks *audience) {
+    pyhvd_table_set *s = &t->shared->sets[decided->set];
+    uint64_t words[PYHVD_MAX_WORDS];
+    for (uint32_t w = decided->first; w < decided->end; w++)
+        words[w] = decided->words[w - decided->first];
+    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, words);
+    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= words[w];
+    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, decided->first, decided->end, words, 0,
+                             &s->members, audience);
+}
+
+/* Take slots back from the table; the ranks that had marked them submit their tensors again. */
+static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range, pyhvd_ranks *audience) {
+    pyhvd_table_set *s = &t->shared->sets[range->set];
+    uint64_t words[PYHVD_MAX_WORDS];
+    for (uint32_t w = range->first; w < range->end; w++) {
+        words[w] = range->words[w - range->first];
+        s->delegated[w] &= ~words[w];
+    }
+    s->version++;
+    if (pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, words))
+        pyhvd_ready_table_append(t, PYHVD_RECALL, range->set, range->first, range->end, words, 0,
+                                 &s->members, audience);
+}
+
+static void delegate(const pyhvd_ready_table *t, const pyhvd_slot_range *range) {
+    pyhvd_table_set *s = &t->shared->sets[range->set];
+    uint64_t k = 0;
+    for (uint32_t w = range->first; w < range->end; w++)
+        for (uint64_t bits = range->words[w - range->first]; bits; bits &= bits - 1, k++) {
+            uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
+            s->versions[slot] = range->values[range->n > 1 ? k : 0];
+            s->delegated[w] |= bits & -bits;
+        }
+    s->version++;
+}
+
+/* Carry out what a list says of the slots, and append the list itself for the local ranks that it
+ * concerns. */
+static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ranks *audience) {
+    pyhvd_slot_range range;
+    pyhvd_ranks concerned = {{0}};
+    int any = 0;
+    for (uint32_t q = 0; q < (uint32_t)t->size; q++) {
+        uint32_t rank = t->agreement->ranks[q];
+        if (rank / 8 < list->audience_bytes && (list->audience[rank / 8] >> (rank % 8) & 1)) {
+            concerned.ranks[q / 64] |= (uint64_t)1 << (q % 64);
+            any = 1;
+        }
+    }
+    uint64_t number = list->number;
+    while (pyhvd_host_order_next_range(t->agreement->order, list, &range)) {
+        if (range.set >= PYHVD_MAX_SETS || range.end > t->words) continue;
+        if (range.kind == PYHVD_RECALLED)
+            recall(t, &range, audience);
+        else
+            delegate(t, &range);
+    }
+    if (number && any)
+        pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, &concerned, audience);
+}
+
+void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
+    pyhvd_agreement *a = t->agreement;
+    pyhvd_order_entry entry;
+    /* A list appends an entry for itself, and one for each set of which it recalls slots. */
+    while (pyhvd_ready_table_make_room(t, PYHVD_MAX_SETS + 1) &&
+           pyhvd_host_order_take(a->order, &entry)) {
+        if (entry.kind == PYHVD_BATCH)
+            append_batch(t, &entry, audience);
+        else
+            append_list(t, &entry, audience);
+    }
+    if (!has_room(a)) {
+        pyhvd_ready_table_note_backlog(t);
+        return;
+    }
+    int64_t bytes = pyhvd_host_order_owed(a->order, a->frame, sizeof a->frame);
+    if (bytes > 0) write_to_all(a, ORDER, a->frame, (size_t)bytes);
+}
+
+void pyhvd_agreement_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
+                           pyhvd_ranks *audience) {
+    pyhvd_agreement *a = t->agreement;
+    uint64_t words[PYHVD_MAX_WORDS];
+    uint32_t first = to, end = from;
+    for (uint32_t w = from; w < to; w++) {
+        words[w] = pyhvd_ready_table_complete(t, set, w);
+        if (!words[w]) continue;
+        first = MIN(first, w);
+        end = w + 1;
+    }
+    if (first >= end) return;
+    pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
+    int64_t bytes = PYHVD_LATER;
+    if (has_room(a))
+        bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
+                                          sizeof a->frame - sizeof(frame_header));
+    if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
+    if (bytes <= 0) return;
+    write_to_all(a, ORDER, a->frame, (size_t)bytes);
+    pyhvd_agreement_carry_on(t, audience);
+}
+
+int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *list) {
+    pyhvd_agreement *a = t->agreement;
+    pyhvd_ranks audience = {{0}};
+    if (!pyhvd_ready_table_lock(t, LOCK_NS)) return 0;
+    int64_t bytes = 0;
+    if (has_room(a))
+        bytes = pyhvd_host_order_announce(a->order, NULL, 0, list, a->frame,
+                                          sizeof a->frame - sizeof(frame_header));
+    if (bytes > 0) {
+        write_to_all(a, ORDER, a->frame, (size_t)bytes);
+        pyhvd_agreement_carry_on(t, &audience);
+    }
+    pyhvd_ready_table_unlock(t, &audience);
+    pyhvd_agreement_send(t);
+    return bytes > 0;
+}
+
+/* ---- single frames ---- */
+
+void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
+    uint64_t rank = local_rank;
+    if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
+    /* A full connection has much to say anyway, and the sleeper looks now and then. */
+    if (free_bytes(&t->agreement->shared->peers[host]) >= PYHVD_FRAME_MAX)
+        write_to(t->agreement, host, RING, &rank, sizeof rank);
+    pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
+    pyhvd_agreement_send(t);
+}
+
+static void tell_all(pyhvd_ready_table *t, uint32_t kind, const void *bytes, size_t n) {
+    if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
+    if (has_room(t->agreement)) write_to_all(t->agreement, kind, bytes, n);
+    pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
+    pyhvd_agreement_send(t);
+}
+
+void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t bytes) {
+    uint64_t copy[PYHVD_NOTE / 8 + 1] = {bytes = MIN(bytes, PYHVD_NOTE)};
+    memcpy(copy + 1, note, bytes);
+    tell_all(t, NOTE, copy, 8 + bytes);
+}
+
+void pyhvd_agreement_leave(pyhvd_ready_table *t) {
+    uint32_t before = atomic_fetch_add_explicit(&t->agreement->shared->leavers, 1,
+                                                memory_order_relaxed);
+    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, NULL, 0);
+}
+
+/* ---- sending ---- */
+
+/* Send what waits for a host; return whether the connection took all. */
+static int drain(pyhvd_peer_host *peer, int fd) {
+    uint64_t sent = atomic_load_explicit(&peer->sent, memory_order_relaxed), written;
+    while (sent < (written = atomic_load_explicit(&peer->written, memory_order_acquire))) {
+        size_t from = sent % PYHVD_OUT_RING;
+        size_t n = MIN((size_t)(written - sent), PYHVD_OUT_RING - from);
+        ssize_t gone = send(fd, peer->out + from, n, MSG_NOSIGNAL);
+        if (gone <= 0) return 0; /* full; or broken, which the receiver finds */
+        sent += (uint64_t)gone;
+        atomic_store_explicit(&peer->sent, sent, memory_order_release);
+    }
+    return 1;
+}
+
+static int waits(const pyhvd_peer_host *peer) {
+    return atomic_load_explicit(&peer->written, memory_order_acquire) !=
+           atomic_load_explicit(&peer->sent, memory_order_acquire);
+}
+
+void pyhvd_agreement_send(pyhvd_ready_table *t) {
+    const pyhvd_agreement *a = t->agreement;
+    for (uint32_t k = 1; k < a->hosts; k++) {
+        uint32_t g = (a->host + k) % a->hosts;
+        pyhvd_peer_host *peer = &a->shared->peers[g];
+        int took = 1;
+        while (took && waits(peer) &&
+               !atomic_exchange_explicit(&peer->sending, 1, memory_order_acquire)) {
+            took = drain(peer, a->fds[g]);
+            atomic_store_explicit(&peer->sending, 0, memory_order_release);
+            atomic_thread_fence(memory_order_seq_cst);
+        }
+    }
+}
+
+/* ---- receiving ---- */
+
+/* Let every local rank find out that a host is lost. */
+static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return;
+    shared->error = error;
+    atomic_store_explicit(&shared->lost, host + 1, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int q = 0; q < t->size; q++) {
+        pyhvd_ready_table_wake_progress(t, q);
+        pyhvd_ready_table_wake(t, q, PYHVD_WAKE_LOST);
+    }
+}
+
+static void take_note(pyhvd_ready_table *t, uint32_t host, const uint8_t *bytes, size_t n) {
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    uint64_t length;
+    if (n < sizeof length || atomic_load_explicit(&shared->lost, memory_order_relaxed)) return;
+    memcpy(&length, bytes, sizeof length);
+    shared->note_bytes = (uint32_t)MIN(MIN(length, n - sizeof length), PYHVD_NOTE);
+    memcpy(shared->note, bytes + sizeof length, shared->note_bytes);
+    lose(t, host, 0);
+}
+
+static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uint8_t *bytes,
+                   size_t n) {
+    pyhvd_ranks audience = {{0}};
+    uint64_t rank;
+    if (kind == ORDER) {
+        if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
+        int status = pyhvd_host_order_receive(t->agreement->order, host, (const uint64_t *)bytes,
+                                              n);
+        if (!status) pyhvd_agreement_carry_on(t, &audience);
+        pyhvd_ready_table_unlock(t, &audience);
+        /* Of this rank another thread may sleep, as `unlock` wakes the other ranks only. */
+        pyhvd_ready_table_wake_progress(t, t->rank);
+        pyhvd_ready_table_wake_background(t, t->rank);
+        if (status) lose(t, host, EPROTO);
+    } else if (kind == RING && n >= sizeof rank) {
+        memcpy(&rank, bytes, sizeof rank);
+        if (rank < (uint64_t)t->size) pyhvd_ready_table_wake(t, (int)rank, PYHVD_WAKE_WORK);
+    } else if (kind == NOTE) {
+        take_note(t, host, bytes, n);
+    } else if (kind == GOODBYE) {
+        atomic_store_explicit(&t->agreement->shared->peers[host].left, 1, memory_order_relaxed);
+    } else {
+        lose(t, host, EPROTO);
+    }
+}
+
+/* Handle the complete frames of a host; keep the rest. */
+static void handle_frames(pyhvd_ready_table *t, uint32_t host) {
+    pyhvd_peer_host *peer = &t->agreement->shared->peers[host];
+    uint32_t at = 0;
+    while (peer->received - at >= sizeof(frame_header)) {
+        frame_header header;
+        memcpy(&header, peer->in + at, sizeof header);
+        if (header.bytes < sizeof header || header.bytes > PYHVD_FRAME_MAX || header.bytes % 8) {
+            lose(t, host, EPROTO);
+            break;
+        }
+        if (peer->received - at < header.bytes) break;
+        handle(t, host, header.kind, peer->in + at + sizeof header, header.bytes - sizeof header);
+        at += header.bytes;
+    }
+    peer->received -= at;
+    if (at) memmove(peer->in, peer->in + at, peer->received);
+}
+
+/* Read from a host; return whether anything came. */
+static int read_from(pyhvd_ready_table *t, uint32_t host) {
+    pyhvd_peer_host *peer = &t->agreement->shared->peers[host];
+    int any = 0;
+    for (int k = 0; k < READS && !pyhvd_agreement_lost(t); k++) {
+        ssize_t got = recv(t->agreement->fds[host], peer->in + peer->received,
+                           PYHVD_FRAME_MAX - peer->received, 0);
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) break;
+        if (got <= 0) {
+            if (atomic_load_explicit(&peer->left, memory_order_relaxed)) break;
+            lose(t, host, got ? errno : PYHVD_CLOSED_BY_PEER);
+            return 1;
+        }
+        any = 1;
+        peer->received += (uint32_t)got;
+        handle_frames(t, host);
+    }
+    return any;
+}
+
+int pyhvd_agreement_receive(pyhvd_ready_table *t) {
+    const pyhvd_agreement *a = t->agreement;
+    int any = 0;
+    if (atomic_load_explicit(&a->shared->receiving, memory_order_relaxed) ||
+        atomic_exchange_explicit(&a->shared->receiving, 1, memory_order_acquire))
+        return 0;
+    for (uint32_t k = 1; k < a->hosts; k++) any |= read_from(t, (a->host + k) % a->hosts);
+    atomic_store_explicit(&a->shared->receiving, 0, memory_order_release);
+    pyhvd_agreement_send(t); /* a frame may have made this host owe one */
+    pyhvd_ready_table_retry(t);
+    return any;
+}
+
+void pyhvd_agreement_poll(pyhvd_ready_table *t, int bell, int64_t ns) {
+    const pyhvd_agreement *a = t->agreement;
+    struct pollfd polls[PYHVD_MAX_HOSTS + 1] = {{.fd = bell, .events = POLLIN}};
+    nfds_t n = 1;
+    for (uint32_t g = 0; g < a->hosts; g++) {
+        const pyhvd_peer_host *peer = &a->shared->peers[g];
+        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        short events = waits(peer) ? POLLIN | POLLOUT : POLLIN;
+        polls[n++] = (struct pollfd){.fd = a->fds[g], .events = events};
+    }
+    struct timespec limit = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    ppoll(polls, n, &limit, NULL);
+    if (polls[0].revents) pyhvd_empty_bell(bell);
+}
+
+int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
+    int64_t until = pyhvd_after(ns), left;
+    while (!pyhvd_agreement_lost(t) && (left = until - pyhvd_now()) > 0)
+        if (!pyhvd_agreement_receive(t))
+            pyhvd_agreement_poll(t, t->agreement->progress_bells[t->rank], MIN(left, LOOK_NS));
+    return pyhvd_agreement_lost(t) != 0;
+}
