@@ -2,28 +2,34 @@
 
 Each host has a :class:`HostOrder`. A host announces a slot when all its ranks have marked the slot ready. It
 numbers its messages by a *count*. A message goes to every other host, and the messages of one host arrive in
-the order of sending. The slots and lists of a message get the stamp ``first``; afterwards the host's count is
+the order of sending. The slots and the list of a message get its stamp; afterwards the host's count is
 ``upto``. Host 0 also announces response lists, which recall and delegate slots.
 
-An *entry* of the log is a response list, with its stamp as its time, or a slot that every host has announced,
-with the highest of its stamps as its time. The log is in the order of (time, lists before slots, number).
-An entry is *final* on a host when the counts of all hosts, as known there, have reached its time.
+An *entry* of the log is a response list, with its stamp as its time, or a batch. A *batch* has all slots of
+one process set that every host has announced and whose highest stamp is the batch's time. The log is in the
+order of (time, lists before batches, set). An entry is *final* on a host when the counts of all hosts, as
+known there, have reached its time.
 
-Invariants:
+The invariants are those of ``host_order.h``, which implements this model. In short:
 
 1. The order of the log depends on stamps alone. Stamps travel in messages that keep their order, so all
    hosts compute one log.
 2. A host carries out an entry only when it is final, and in the order of the log. All later announcements of
    a host get stamps above its count, so no entry can still come before a final one.
 3. A count never goes back. An announced slot stays announced until the log decides it or recalls it.
-4. An announcement carries the *round* of its slot on the sender: the number of its recalls in the sender's
-   log, and the parity of its decisions. An announcement of an earlier round is void: the recall comes before
-   it in every log. One of a later round waits until the receiver's log has come there. A host may be ahead of
-   another by any number of recalls of a slot, but by one decision at most, as a decision needs every host.
-5. The batches of sets that lie within one host are put into that host's log between the entries, wherever
-   the host likes. No other host sees them, so hosts cannot wait for each other in a circle.
-6. Sets over several, but not all, hosts use response lists only. Every host has every list in its log,
-   whether it takes part or not.
+4. A host announces a slot once in a *round*: the number of its recalls in the host's log, and the parity of
+   its decisions. So a slot needs, per round, the hosts that have announced it and their highest stamp.
+5. Two rounds per slot are enough: the current one and the latest later one. An announcement of an earlier
+   round is void, since the recall comes before it in every log. A decision needs every host, so a host is
+   ahead by one decision at most; and a host that has passed a recall proves that no round before this recall
+   is decided, except the current one.
+6. Every host keeps the lists that it has not taken in a ring of the same size, at the same positions. A
+   message tells up to which position its sender has taken them. Host 0 announces a list only if no ring
+   overflows, as far as host 0 knows.
+7. A host owes a message once it has taken more than half of the ring since its last message. A list takes at
+   most half of the ring, with the gap before it. So host 0 always gets room again.
+8. A stamp is at least the known stamps of the message's slots. So the message that completes several slots
+   makes one batch of them.
 
 One delay is enough for a slot: a host that announces one raises its count above all counts that it knows. So
 its count has reached the stamps that the others will give, and the last announcement makes the slot final
@@ -36,10 +42,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Round:
+class Slot(NamedTuple):
+    """A cache slot of a process set."""
+
+    set: int
+    number: int
+
+
+class Round(NamedTuple):
     """How often a slot was recalled, and the parity of its decisions."""
 
     recalls: int = 0
@@ -48,32 +61,48 @@ class Round:
 
 @dataclass(frozen=True)
 class ResponseList:
-    """A response list of the coordinator: the slots that it recalls, those that it then delegates."""
+    """A response list of the coordinator: the slots that it recalls, those that it then delegates.
+
+    ``size`` is its room in the ring: at most a quarter of the ring.
+    """
 
     number: int
-    recalled: frozenset[int] = frozenset()
-    delegated: frozenset[int] = frozenset()
+    recalled: frozenset[Slot] = frozenset()
+    delegated: frozenset[Slot] = frozenset()
     audience: frozenset[int] = frozenset()
+    size: int = 1
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one host tells all others; without slots and lists it is an empty one."""
+    """What one host tells all others; without slots and list it is an empty one."""
 
-    first: int
+    before: int
+    stamp: int
     upto: int
-    slots: tuple[tuple[int, Round], ...] = ()
-    lists: tuple[ResponseList, ...] = ()
+    taken: int
+    slots: tuple[tuple[Slot, Round], ...] = ()
+    carried: ResponseList | None = None
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """An entry of the log; ``slot`` is -1 for a list, ``number`` is -1 for a slot."""
+    """An entry of the log; ``set`` is -1 for a list, ``number`` is -1 for a batch."""
 
     time: int
-    is_slot: bool
-    slot: int = -1
+    is_batch: bool
+    set: int = -1
+    slots: tuple[Slot, ...] = ()
     number: int = -1
+
+
+@dataclass
+class Cell:
+    """What is known of one round of a slot: the hosts that have announced it, and their highest stamp."""
+
+    round: Round = field(default_factory=Round)
+    hosts: set[int] = field(default_factory=set)
+    time: int = 0
 
 
 @dataclass
@@ -86,93 +115,145 @@ class HostOrder:
         This host; host 0 has the coordinator.
     hosts : int
         Number of hosts.
+    ring : int
+        Room for lists that are not taken.
 
     Attributes
     ----------
-    counts : list of int
-        The count of each host, as known here.
+    counts, taken : list of int
+        The count of each host, and the position in the ring up to which it has taken lists, as known here.
     """
 
     host: int
     hosts: int
+    ring: int = 16
     counts: list[int] = field(init=False)
-    _stamps: dict[int, dict[int, int]] = field(default_factory=dict)
-    _rounds: dict[int, Round] = field(default_factory=dict)
-    _early: dict[int, list[tuple[int, int, Round]]] = field(default_factory=dict)
-    _lists: deque[tuple[int, ResponseList]] = field(default_factory=deque)
+    taken: list[int] = field(init=False)
+    _told: int = 0
+    _tail: int = 0
+    _latest: int = 0
+    _current: dict[Slot, Cell] = field(default_factory=dict)
+    _next: dict[Slot, Cell] = field(default_factory=dict)
+    _lists: deque[tuple[int, int, ResponseList]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.counts = [0] * self.hosts
+        self.taken = [0] * self.hosts
 
-    def announce(self, slots: Iterable[int], lists: Iterable[ResponseList] = ()) -> Message:
-        """Announce slots that are complete on this host, and on host 0 response lists; return the message."""
-        first = self.counts[self.host] + 1
-        message = tuple((slot, self.round_of(slot)) for slot in sorted(slots))
-        ordered = tuple(lists)
-        for slot, turn in message:
-            assert self.host not in self._stamps.get(slot, {}), f"slot {slot} is announced already"
-            self._record(slot, self.host, first, turn)
-        self._lists.extend((first, each) for each in ordered)
-        self.counts[self.host] = upto = max(first, self._latest(), max(self.counts) + 1)
-        return Message(first, upto, message, ordered)
+    def announce(self, slots: Iterable[Slot], carried: ResponseList | None = None) -> Message | None:
+        """Announce slots that are complete on this host, and on host 0 a list; None: the ring has no room."""
+        if carried is not None and self._place(self._tail) + carried.size - min(self.taken) > self.ring:
+            return None
+        before = self.counts[self.host]
+        turns = tuple((slot, self.round_of(slot)) for slot in sorted(slots))
+        stamp = max([before + 1, *(self._cell(slot).time for slot, _ in turns)])
+        others = [count for host, count in enumerate(self.counts) if host != self.host]
+        self._carry_out(self.host, Message(before, stamp, stamp, self.taken[self.host], turns, carried))
+        return self._finish(before, stamp, max(other + 1 for other in others), turns, carried)
 
     def owed(self) -> Message | None:
-        """Return the empty message that this host owes, or None: an entry's time is above its own count."""
-        own, latest = self.counts[self.host], self._latest()
-        if latest <= own:
+        """Return the message that this host owes, or None.
+
+        It owes one if an entry's time is above its own count, or if it has taken half of the ring.
+        """
+        before = self.counts[self.host]
+        acknowledges = self.host != 0 and self.taken[self.host] - self._told > self.ring // 2
+        if self._latest <= before and not acknowledges:
             return None
-        self.counts[self.host] = latest
-        return Message(own + 1, latest)
+        return self._finish(before, before + 1, before + 1)
 
     def receive(self, source: int, message: Message) -> None:
         """Take the next message of another host."""
-        assert message.first == self.counts[source] + 1, "a message is missing"
-        assert message.upto >= message.first
-        for slot, turn in message.slots:
-            self._record(slot, source, message.first, turn)
-        self._lists.extend((message.first, each) for each in message.lists)
+        assert message.before == self.counts[source], "a message is missing"
+        assert message.before < message.stamp <= message.upto
+        self._carry_out(source, message)
         self.counts[source] = message.upto
+        self.taken[source] = message.taken
 
     def take(self) -> tuple[Entry, ResponseList | None] | None:
         """Return the next entry of the log if it is final, and its list."""
-        entries = [Entry(time, True, slot) for slot, time in self._complete()]
-        if self._lists:
-            entries.append(Entry(self._lists[0][0], False, number=self._lists[0][1].number))
-        entry = min(entries, default=None)
-        if entry is None or min(self.counts) < entry.time:
+        complete = [
+            (cell.time, slot) for slot, cell in self._current.items() if len(cell.hosts) == self.hosts
+        ]
+        time, first = min(complete, default=(None, None))
+        if self._lists and (time is None or self._lists[0][0] <= time):
+            return self._take_list() if self._lists[0][0] <= min(self.counts) else None
+        if time is None or first is None or time > min(self.counts):
             return None
-        if entry.is_slot:
-            recalls, parity = self.round_of(entry.slot).recalls, self.round_of(entry.slot).parity
-            self._begin_round(entry.slot, Round(recalls, 1 - parity))
-            return entry, None
-        _, carried = self._lists.popleft()
-        for slot in carried.recalled:
-            turn = self.round_of(slot)
-            self._begin_round(slot, Round(turn.recalls + 1, turn.parity))
-        return entry, carried
+        batch = tuple(sorted(slot for at, slot in complete if at == time and slot.set == first.set))
+        for slot in batch:
+            recalls, parity = self.round_of(slot)
+            self._begin_round(slot, Round(recalls, 1 - parity))
+        return Entry(time, True, first.set, batch), None
 
-    def round_of(self, slot: int) -> Round:
+    def round_of(self, slot: Slot) -> Round:
         """Return the current round of a slot."""
-        return self._rounds.get(slot, Round())
+        return self._cell(slot).round
 
-    def _latest(self) -> int:
-        """Return the highest time of the entries that are known here."""
-        times = [time for _, time in self._complete()] + [stamp for stamp, _ in self._lists]
-        return max(times, default=0)
+    def _cell(self, slot: Slot) -> Cell:
+        return self._current.setdefault(slot, Cell())
 
-    def _complete(self) -> list[tuple[int, int]]:
-        """Return the slots that every host has announced, with their times."""
-        return [(slot, max(by.values())) for slot, by in self._stamps.items() if len(by) == self.hosts]
+    def _place(self, position: int) -> int:
+        """Return where the list behind this position begins: no list is cut at the ring's end."""
+        left = self.ring - position % self.ring
+        return position + (left if left < self.ring // 4 else 0)
 
-    def _record(self, slot: int, host: int, stamp: int, turn: Round) -> None:
-        mine = self.round_of(slot)
-        if turn == mine:
-            self._stamps.setdefault(slot, {})[host] = stamp
-        elif turn.recalls >= mine.recalls:
-            self._early.setdefault(slot, []).append((host, stamp, turn))
+    def _carry_out(self, source: int, message: Message) -> None:
+        for slot, turn in message.slots:
+            self._record(slot, source, message.stamp, turn)
+        if message.carried is not None:
+            assert source == 0
+            self._tail = self._place(self._tail) + message.carried.size
+            assert self._tail - self.taken[self.host] <= self.ring, "the ring overflows"
+            self._lists.append((message.stamp, self._tail, message.carried))
+            self._latest = max(self._latest, message.stamp)
 
-    def _begin_round(self, slot: int, turn: Round) -> None:
-        self._rounds[slot] = turn
-        self._stamps.pop(slot, None)
-        for host, stamp, of in self._early.pop(slot, []):
-            self._record(slot, host, stamp, of)
+    def _finish(
+        self,
+        before: int,
+        stamp: int,
+        above: int,
+        turns: tuple[tuple[Slot, Round], ...] = (),
+        carried: ResponseList | None = None,
+    ) -> Message:
+        """Raise the own count, and return the message that tells it."""
+        self.counts[self.host] = upto = max(stamp, above, self._latest)
+        self._told = self.taken[self.host]
+        return Message(before, stamp, upto, self._told, turns, carried)
+
+    def _take_list(self) -> tuple[Entry, ResponseList]:
+        time, self.taken[self.host], carried = self._lists.popleft()
+        for slot in carried.recalled:
+            recalls, parity = self.round_of(slot)
+            self._begin_round(slot, Round(recalls + 1, parity))
+        return Entry(time, False, number=carried.number), carried
+
+    def _record(self, slot: Slot, host: int, stamp: int, turn: Round) -> None:
+        cell = self._cell(slot)
+        if turn != cell.round:
+            later = self._next.get(slot)
+            if turn.recalls < cell.round.recalls or (later and turn.recalls < later.round.recalls):
+                return
+            if later is None or turn.recalls > later.round.recalls:
+                later = self._next[slot] = Cell(turn)
+            cell = later
+        assert turn == cell.round, "later rounds with as many recalls have one parity"
+        assert host not in cell.hosts, f"{slot} is announced already"
+        cell.hosts.add(host)
+        cell.time = max(cell.time, stamp)
+        self._note_complete(slot)
+
+    def _begin_round(self, slot: Slot, turn: Round) -> None:
+        later = self._next.get(slot)
+        if later is not None and later.round.recalls <= turn.recalls:
+            assert later.round == turn, "a later round is passed"
+            del self._next[slot]
+            self._current[slot] = later
+        else:
+            self._current[slot] = Cell(turn)
+        self._note_complete(slot)
+
+    def _note_complete(self, slot: Slot) -> None:
+        cell = self._cell(slot)
+        if len(cell.hosts) == self.hosts:
+            self._latest = max(self._latest, cell.time)

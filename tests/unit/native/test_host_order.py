@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.thinning import examples
-from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Round
+from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Round, Slot
 
-SLOTS = 5
+SLOTS = [Slot(0, 0), Slot(0, 1), Slot(0, 64), Slot(1, 0), Slot(1, 127)]
+ZERO = SLOTS[0]
 
 
 @dataclass
@@ -21,8 +23,9 @@ class Host:
 
     order: HostOrder
     log: list[Entry | str] = field(default_factory=list)
-    delegated: set[int] = field(default_factory=set)
-    marked: set[int] = field(default_factory=set)
+    delegated: set[Slot] = field(default_factory=set)
+    marked: set[Slot] = field(default_factory=set)
+    decided: Counter[Slot] = field(default_factory=Counter)
     returned: int = 0
 
     @property
@@ -34,39 +37,61 @@ class Host:
 class Cluster:
     """Hosts, and the messages between them that have not arrived; host 0 makes the lists."""
 
-    def __init__(self, hosts: int) -> None:
-        self.hosts = [Host(HostOrder(host, hosts)) for host in range(hosts)]
+    def __init__(self, hosts: int, make: Callable[[int, int], HostOrder] = HostOrder) -> None:
+        self.hosts = [Host(make(host, hosts)) for host in range(hosts)]
         self.streams: dict[tuple[int, int], deque[Message]] = {
             (a, b): deque() for a in range(hosts) for b in range(hosts) if a != b
         }
         self.lists: list[ResponseList] = []
-        self.empty = self.sent = 0
-        self.open: set[int] = set()  # delegated, by the lists that host 0 has sent
+        self.sent = 0
+        self.open: set[Slot] = set()  # delegated, by the lists that host 0 has sent
+        # all stamps: by slot, recalls and decisions of it on the sender, and host
+        self.stamps: dict[tuple[Slot, int, int], dict[int, int]] = defaultdict(dict)
 
     def send(self, source: int, message: Message) -> None:
         self.sent += 1
-        self.empty += not (message.slots or message.lists)
+        for slot, turn in message.slots:
+            decided = self.hosts[source].decided[slot]
+            assert turn.parity == decided % 2
+            self.stamps[slot, turn.recalls, decided][source] = message.stamp
         for (a, _), stream in self.streams.items():
             if a == source:
                 stream.append(message)
         self.carry_out(source)
 
-    def mark(self, host: int, wanted: set[int]) -> None:
+    def mark(self, host: int, wanted: set[Slot]) -> None:
         """All ranks of a host mark slots ready."""
         here = self.hosts[host]
         slots = wanted & here.delegated - here.marked
         if slots:
             here.marked |= slots
-            self.send(host, here.order.announce(slots))
+            message = here.order.announce(slots)
+            assert message is not None
+            self.send(host, message)
 
-    def order(self, recalled: set[int], delegated: set[int], audience: set[int]) -> None:
-        """Host 0 sends a response list; a join is a list that recalls all slots."""
+    def order(
+        self,
+        recalled: set[Slot],
+        delegated: set[Slot],
+        audience: set[int],
+        size: int = 1,
+        slots: set[Slot] | None = None,
+    ) -> bool:
+        """Host 0 sends a list, and slots, if it has room; a join is a list that recalls all slots."""
+        here = self.hosts[0]
         recalled &= self.open
         delegated -= self.open - recalled
-        self.open = self.open - recalled | delegated
-        made = ResponseList(len(self.lists), frozenset(recalled), frozenset(delegated), frozenset(audience))
-        self.lists.append(made)
-        self.send(0, self.hosts[0].order.announce((), [made]))
+        made = ResponseList(
+            len(self.lists), frozenset(recalled), frozenset(delegated), frozenset(audience), size
+        )
+        marked = (slots or set()) & here.delegated - here.marked
+        message = here.order.announce(marked, made)
+        if message is not None:
+            self.open = self.open - recalled | delegated
+            here.marked |= marked
+            self.lists.append(made)
+            self.send(0, message)
+        return message is not None
 
     def batch(self, host: int) -> None:
         """A host decides on a batch of a set that lies within it."""
@@ -99,13 +124,22 @@ class Cluster:
             entry, made = taken
             here.log.append(entry)
             if made is None:
-                assert entry.slot in here.marked, "decided, but not marked here"
-                here.marked.discard(entry.slot)
+                self.decide(here, entry)
             else:
                 here.returned += len(here.marked & made.recalled)
                 here.marked -= made.recalled
                 here.delegated = here.delegated - made.recalled | made.delegated
         self.compare(host)
+
+    def decide(self, here: Host, entry: Entry) -> None:
+        """Check a batch: every host has announced its slots, and their highest stamps are its time."""
+        assert here.marked >= set(entry.slots), "decided, but not marked here"
+        here.marked -= set(entry.slots)
+        for slot in entry.slots:
+            stamps = self.stamps[slot, here.order.round_of(slot).recalls, here.decided[slot]]
+            assert len(stamps) == len(self.hosts)
+            assert max(stamps.values()) == entry.time
+            here.decided[slot] += 1
 
     def compare(self, host: int) -> None:
         mine = self.hosts[host].shared
@@ -128,9 +162,9 @@ class Cluster:
         """Nothing travels: all logs are equal, and what is undecided was not marked on some host."""
         logs = [host.shared for host in self.hosts]
         assert all(log == logs[0] for log in logs)
-        assert [entry.number for entry in logs[0] if not entry.is_slot] == list(range(len(self.lists)))
+        assert [entry.number for entry in logs[0] if not entry.is_batch] == list(range(len(self.lists)))
         assert len({frozenset(host.delegated) for host in self.hosts}) == 1
-        for slot in range(SLOTS):
+        for slot in SLOTS:
             assert any(slot not in host.marked for host in self.hosts), f"slot {slot} is stuck"
 
     def run_collectives(self) -> None:
@@ -155,7 +189,7 @@ class Cluster:
 
     def _members(self, entry: Entry | str) -> set[int]:
         assert isinstance(entry, Entry)
-        return set(range(len(self.hosts))) if entry.is_slot else set(self.lists[entry.number].audience)
+        return set(range(len(self.hosts))) if entry.is_batch else set(self.lists[entry.number].audience)
 
 
 def play(cluster: Cluster, chance: random.Random, steps: int) -> None:
@@ -166,13 +200,15 @@ def play(cluster: Cluster, chance: random.Random, steps: int) -> None:
     for _ in range(steps):
         host, what = chance.randrange(hosts), chance.random()
         if what < marks:
-            cluster.mark(host, {slot for slot in range(SLOTS) if chance.random() < 0.5})
+            cluster.mark(host, {slot for slot in SLOTS if chance.random() < 0.5})
         elif what < marks + 0.05:
             cluster.answer(host)
         elif what < marks + 0.07:
-            recalled = {slot for slot in range(SLOTS) if chance.random() < 0.3}
-            delegated = {slot for slot in range(SLOTS) if chance.random() < 0.8}
-            cluster.order(recalled, delegated, {host for host in range(hosts) if chance.random() < 0.5})
+            recalled = {slot for slot in SLOTS if chance.random() < 0.3}
+            delegated = {slot for slot in SLOTS if chance.random() < 0.8}
+            marked = {slot for slot in SLOTS if chance.random() < 0.3}
+            audience = {host for host in range(hosts) if chance.random() < 0.5}
+            cluster.order(recalled, delegated, audience, chance.choice((1, 1, 3, 4)), marked)
         elif what < marks + 0.09:
             cluster.batch(host)
         elif ready := [pair for pair, stream in cluster.streams.items() if stream]:
@@ -184,14 +220,20 @@ def play(cluster: Cluster, chance: random.Random, steps: int) -> None:
 @settings(max_examples=examples(2000))
 @given(hosts=st.integers(2, 8), seed=st.integers(0, 2**32))
 def test_all_hosts_compute_one_log_and_nothing_is_stuck(hosts: int, seed: int) -> None:
-    cluster = Cluster(hosts)
-    cluster.order(set(), set(range(SLOTS)), set())
+    check_one_log(Cluster(hosts), seed)
+
+
+def check_one_log(cluster: Cluster, seed: int) -> None:
+    hosts = len(cluster.hosts)
+    cluster.order(set(), set(SLOTS), set())
     play(cluster, random.Random(seed), 60 * hosts)
     cluster.drain()
     cluster.check_quiet()
+    assert cluster.order(set(), set(), set(), size=4), "no room for a list, though all are taken"
+    cluster.drain()
     # Once every host marks everything, every delegated slot is decided, also after recalls.
     for host in range(hosts):
-        cluster.mark(host, set(range(SLOTS)))
+        cluster.mark(host, set(SLOTS))
     cluster.drain()
     cluster.check_quiet()
     assert not any(host.marked for host in cluster.hosts)
@@ -202,43 +244,43 @@ def test_all_hosts_compute_one_log_and_nothing_is_stuck(hosts: int, seed: int) -
 def test_one_message_of_each_host_decides_a_slot(hosts: int) -> None:
     """The last host needs one message, and no host answers, though the counts differ."""
     cluster = Cluster(hosts)
-    cluster.order(set(), set(range(SLOTS)), set())
+    cluster.order(set(), set(SLOTS), set())
     cluster.drain()
-    for slot in range(1, SLOTS):
+    for slot in SLOTS[1:]:
         cluster.mark(1, {slot})
     cluster.drain()
     for turn in range(10):
         sent = cluster.sent
         for host in (*range(turn % hosts, hosts), *range(turn % hosts)):
-            cluster.mark(host, {0})
+            cluster.mark(host, {ZERO})
             for pair in cluster.streams:
                 cluster.deliver(*pair)
         assert cluster.sent == sent + hosts
-        assert all(host.shared[-1].slot == 0 for host in cluster.hosts)
+        assert all(host.shared[-1].slots == (ZERO,) for host in cluster.hosts)
         assert not any(cluster.answer(host) for host in range(hosts))
 
 
 def test_messages_that_cross_may_need_an_empty_one() -> None:
     cluster = Cluster(2)
-    cluster.order(set(), {0, 1, 2}, set())
+    cluster.order(set(), set(SLOTS[:3]), set())
     cluster.drain()
-    cluster.mark(0, {1})
-    cluster.mark(0, {2})
-    cluster.mark(0, {0})
-    cluster.mark(1, {0})
+    cluster.mark(0, {SLOTS[1]})
+    cluster.mark(0, {SLOTS[2]})
+    cluster.mark(0, {ZERO})
+    cluster.mark(1, {ZERO})
     cluster.deliver(1, 0)
     for _ in range(3):
         cluster.deliver(0, 1)
     assert [len(host.shared) for host in cluster.hosts] == [1, 1]  # host 1's count is below slot 0's time
     assert [cluster.answer(host) for host in (0, 1)] == [False, True]
     cluster.deliver(1, 0)
-    assert [host.shared[-1].slot for host in cluster.hosts] == [0, 0]
+    assert [host.shared[-1].slots for host in cluster.hosts] == [(ZERO,), (ZERO,)]
 
 
 def cluster_of(hosts: int) -> Cluster:
     """Return hosts that know that slot 0 is delegated."""
     cluster = Cluster(hosts)
-    cluster.order(set(), {0}, set())
+    cluster.order(set(), {ZERO}, set())
     cluster.drain()
     return cluster
 
@@ -248,19 +290,19 @@ def check_next_round(cluster: Cluster, expected: Round) -> None:
     cluster.drain()
     cluster.check_quiet()
     for host in range(len(cluster.hosts)):
-        cluster.mark(host, {0})
+        cluster.mark(host, {ZERO})
     cluster.drain()
     cluster.check_quiet()
-    assert {host.order.round_of(0) for host in cluster.hosts} == {expected}
+    assert {host.order.round_of(ZERO) for host in cluster.hosts} == {expected}
 
 
 def test_an_announcement_waits_for_the_decision_before_it() -> None:
     """Host 0 announces the slot again before host 2 has heard host 1's first announcement."""
     cluster = cluster_of(3)
     for host in range(3):
-        cluster.mark(host, {0})
+        cluster.mark(host, {ZERO})
     cluster.hear(0, deaf_to=0)
-    cluster.mark(0, {0})
+    cluster.mark(0, {ZERO})
     cluster.hear(2, deaf_to=1)
     assert [len(host.shared) for host in cluster.hosts] == [2, 1, 1]
     cluster.hear(2, deaf_to=0)
@@ -271,12 +313,12 @@ def test_an_announcement_waits_for_the_decision_before_it() -> None:
 def test_an_announcement_waits_for_the_recall_before_it() -> None:
     """Host 1 announces the slot again before host 2 has heard that host 3 has answered the list."""
     cluster = cluster_of(4)
-    cluster.order({0}, {0}, set())
+    cluster.order({ZERO}, {ZERO}, set())
     for host in (1, 2, 3):
         cluster.deliver(0, host)
         cluster.answer(host)
     cluster.hear(1, deaf_to=1)
-    cluster.mark(1, {0})
+    cluster.mark(1, {ZERO})
     cluster.hear(2, deaf_to=3)
     assert [len(host.shared) for host in cluster.hosts] == [1, 2, 1, 1]
     check_next_round(cluster, Round(1, 1))
@@ -285,18 +327,55 @@ def test_an_announcement_waits_for_the_recall_before_it() -> None:
 def test_an_announcement_behind_a_recall_is_void() -> None:
     """Host 2, whose count is high, announces the slot before it has heard of the recall; host 1 has heard."""
     cluster = Cluster(3)
-    cluster.order(set(), {0, 1, 2}, set())
+    cluster.order(set(), set(SLOTS[:3]), set())
     cluster.drain()
-    for slot in (1, 2):
+    for slot in SLOTS[1:3]:
         cluster.mark(2, {slot})
         cluster.deliver(2, 1)
-    cluster.order({0}, {0}, set())
+    cluster.order({ZERO}, {ZERO}, set())
     cluster.deliver(0, 1)
     cluster.answer(1)
-    assert cluster.hosts[1].order.round_of(0) == Round(recalls=1)
-    cluster.mark(2, {0})
+    assert cluster.hosts[1].order.round_of(ZERO) == Round(recalls=1)
+    cluster.mark(2, {ZERO})
     cluster.deliver(2, 1)
-    cluster.mark(1, {0})
+    cluster.mark(1, {ZERO})
     cluster.drain()
     assert cluster.hosts[2].returned == 1
     check_next_round(cluster, Round(1, 1))
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_the_message_that_completes_slots_makes_one_batch_of_them(hosts: int) -> None:
+    """Though the other hosts announced them one by one."""
+    cluster = Cluster(hosts)
+    cluster.order(set(), set(SLOTS), set())
+    cluster.drain()
+    for slot in SLOTS:
+        for host in range(1, hosts):
+            cluster.mark(host, {slot})
+            cluster.drain()
+    cluster.mark(0, set(SLOTS))
+    cluster.drain()
+    assert [entry.slots for entry in cluster.hosts[0].shared[1:]] == [tuple(SLOTS[:3]), tuple(SLOTS[3:])]
+
+
+def test_lists_wait_until_all_hosts_have_taken_the_earlier_ones() -> None:
+    """Host 1 hears nothing: the ring of 16 has room for five lists of size 3, and none behind them."""
+    cluster = Cluster(2)
+    assert [cluster.order(set(), set(), set(), size=3) for _ in range(7)] == [True] * 5 + [False] * 2
+    cluster.drain()
+    assert cluster.order(set(), set(), set(), size=3)
+
+
+def test_a_host_tells_when_it_has_taken_more_than_half_of_the_ring() -> None:
+    cluster = Cluster(2)
+    assert all(cluster.order(set(), set(), set(), size=3) for _ in range(5))
+    cluster.hear(1, deaf_to=1)
+    assert cluster.answer(1)  # and then takes all lists
+    cluster.hear(0, deaf_to=0)
+    assert len(cluster.hosts[1].log) == 5
+    assert not cluster.order(set(), set(), set(), size=3)
+    assert cluster.answer(1)
+    assert not cluster.answer(1)
+    cluster.hear(0, deaf_to=0)
+    assert cluster.order(set(), set(), set(), size=3)
