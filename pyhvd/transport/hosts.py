@@ -113,14 +113,6 @@ class HostsFabric(ShmFabric):
             self.rank, self.hosts, connections, links.bells, links.background_bells
         )
 
-    def make_agreement(self) -> shared_memory.Agreement:
-        """Return the agreement between the hosts over this rank's links."""
-        links = self._links
-        connections = [-1 if peer is None else peer.fileno() for peer in links.agreement]
-        return shared_memory.Agreement(
-            self.rank, self.hosts, connections, links.bells, links.background_bells
-        )
-
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks of this host, and end the connections to all others."""
         if self.fast_path is not None:

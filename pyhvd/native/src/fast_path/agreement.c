@@ -146,23 +146,30 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, &concerned, audience);
 }
 
-void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
-    pyhvd_agreement *a = t->agreement;
+/* Append what the order has decided, as far as the ready log has room. */
+static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     pyhvd_order_entry entry;
     /* A list appends an entry for itself, and one for each set of which it recalls slots. */
     while (pyhvd_ready_table_make_room(t, PYHVD_MAX_SETS + 1) &&
-           pyhvd_host_order_take(a->order, &entry)) {
+           pyhvd_host_order_take(t->agreement->order, &entry)) {
         if (entry.kind == PYHVD_BATCH)
             append_batch(t, &entry, audience);
         else
             append_list(t, &entry, audience);
     }
+}
+
+void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
+    pyhvd_agreement *a = t->agreement;
+    append_decided(t, audience);
     if (!has_room(a)) {
         pyhvd_ready_table_note_backlog(t);
         return;
     }
     int64_t bytes = pyhvd_host_order_owed(a->order, a->frame, sizeof a->frame);
-    if (bytes > 0) write_to_all(a, ORDER, a->frame, (size_t)bytes);
+    if (bytes <= 0) return;
+    write_to_all(a, ORDER, a->frame, (size_t)bytes);
+    append_decided(t, audience); /* the own count was what was missing */
 }
 
 void pyhvd_agreement_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
