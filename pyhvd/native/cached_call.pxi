@@ -163,16 +163,6 @@ cdef class CachedCall:
         return 0
 
     def __dealloc__(self):
-        cdef pyhvd_cached_tensor* tensors
-        cdef uint32_t k
-        if self.path is not None and self.c.slots.ids != NULL:
-            # A recall looks up the calls of its slots, under the mutex.
-            pthread_mutex_lock(&self.path.c.submissions.mutex)
-            tensors = self.path.c.setup.sets[self.c.set].tensors
-            for k in range(self.c.slots.n):
-                if tensors != NULL and tensors[self.c.slots.ids[k]].call == &self.c:
-                    tensors[self.c.slots.ids[k]].call = NULL
-            pthread_mutex_unlock(&self.path.c.submissions.mutex)
         PyMem_Free(self.c.slots.ids)
         PyMem_Free(self.c.slots.versions)
         PyMem_Free(self.layouts)

@@ -71,7 +71,8 @@ cdef class ReadyTableEnd:
         tensors again, by message.
         """
         if self.agreement is not None:
-            self.agreement.note_recall(set_id, bits & ((1 << 64 * self.c.setup.table.words) - 1))
+            every = int.from_bytes(b"\xff" * (8 * self.c.setup.table.words), "little")
+            self.agreement.note_recall(set_id, bits & every)
             return {}
         cdef bytes wanted = bits.to_bytes(self.c.setup.table.words * 8, "little")
         cdef bytearray marked = bytearray(self.c.setup.table.words * 8 * self.c.setup.table.size)

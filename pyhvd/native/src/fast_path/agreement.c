@@ -86,17 +86,15 @@ static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *by
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint64_t words[PYHVD_MAX_WORDS];
-    for (uint32_t w = decided->first; w < decided->end; w++)
-        words[w] = decided->words[w - decided->first];
-    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, words);
-    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, decided->first, decided->end, words, 0,
+    uint32_t first = decided->first, end = decided->end;
+    pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
+    for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
+    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
                              &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
-static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range, pyhvd_ranks *audience) {
+static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range) {
     pyhvd_table_set *s = &t->shared->sets[range->set];
     uint64_t words[PYHVD_MAX_WORDS];
     for (uint32_t w = range->first; w < range->end; w++) {
@@ -104,9 +102,7 @@ static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range, pyhvd_ra
         s->delegated[w] &= ~words[w];
     }
     s->version++;
-    if (pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, words))
-        pyhvd_ready_table_append(t, PYHVD_RECALL, range->set, range->first, range->end, words, 0,
-                                 &s->members, audience);
+    pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, words, 1);
 }
 
 static void delegate(const pyhvd_ready_table *t, const pyhvd_slot_range *range) {
@@ -138,7 +134,7 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
     while (pyhvd_host_order_next_range(t->agreement->order, list, &range)) {
         if (range.set >= PYHVD_MAX_SETS || range.end > t->words) continue;
         if (range.kind == PYHVD_RECALLED)
-            recall(t, &range, audience);
+            recall(t, &range);
         else
             delegate(t, &range);
     }
@@ -149,8 +145,7 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
 /* Append what the order has decided, as far as the ready log has room. */
 static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     pyhvd_order_entry entry;
-    /* A list appends an entry for itself, and one for each set of which it recalls slots. */
-    while (pyhvd_ready_table_make_room(t, PYHVD_MAX_SETS + 1) &&
+    while (pyhvd_ready_table_make_room(t, 1) &&
            pyhvd_host_order_take(t->agreement->order, &entry)) {
         if (entry.kind == PYHVD_BATCH)
             append_batch(t, &entry, audience);

@@ -12,9 +12,8 @@
  * entries of the same order, and carry which slots they recall and delegate. Sets within one host
  * agree in its table alone.
  *
- * A recalled slot's marks are cleared on each host. There is no coordinator in shared memory to read
- * them; so the log gets a *recall* entry, and each rank that had marked the slot submits its tensor
- * again, by message.
+ * A recalled slot's marks are cleared on each host. The coordinator does not see them there; so each
+ * rank that had marked the slot submits its tensor again, by message.
  *
  * Shared words
  *   1. `order`, `written` and `out` of a peer, and `note` are written under the ready table's lock.

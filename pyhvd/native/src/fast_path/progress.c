@@ -438,26 +438,6 @@ static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
     return pyhvd_now() < until ? PYHVD_DONE : PYHVD_LATE;
 }
 
-/* Refuse the calls in flight that have marked a slot which the coordinator has recalled: they go by
- * message. */
-static void refuse_recalled(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
-    pyhvd_submissions *s = &path->submissions;
-    const pyhvd_cached_tensor *tensors = path->setup.sets[entry->set].tensors;
-    pthread_mutex_lock(&s->mutex);
-    for (uint32_t w = entry->first; tensors && w < entry->end; w++)
-        for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1) {
-            pyhvd_call *call = tensors[w * 64 + (uint32_t)__builtin_ctzll(bits)].call;
-            if (!call || call->state != PYHVD_MARKED || pyhvd_call_finished(call, call->started))
-                continue;
-            uint32_t held = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-            if (held + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) abort();
-            call->state = PYHVD_REFUSED;
-            s->refused[s->refused_count++] = call;
-        }
-    pthread_mutex_unlock(&s->mutex);
-    wake_background(path, PYHVD_WAKE_REFUSED);
-}
-
 /* Carry out the log's entries until the call has ended; without a call, to the end of the log. */
 static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
                          int64_t until) {
@@ -473,10 +453,7 @@ static int make_progress(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
         if (is_finished(call, turn)) return PYHVD_DONE;
         const pyhvd_log_entry *entry = pyhvd_ready_table_next(&path->setup.table);
         if (entry && entry->kind == PYHVD_LIST) return PYHVD_AT_LIST;
-        if (entry && entry->kind == PYHVD_RECALL) {
-            refuse_recalled(path, entry);
-            pyhvd_ready_table_advance(&path->setup.table);
-        } else if (entry) {
+        if (entry) {
             begin_entry(path, entry);
             pyhvd_ready_table_advance(&path->setup.table);
         } else if (pyhvd_agreement_lost(&path->setup.table)) {
@@ -645,6 +622,28 @@ static int progress_alone(pyhvd_fast_path *path) {
     return status == PYHVD_AT_LIST && number != known;
 }
 
+/* Refuse the calls whose marks were recalled. Each is in flight, in the turn of its mark: it ends
+ * only when Python has taken it. */
+static void refuse_recalled(pyhvd_fast_path *path) {
+    pyhvd_submissions *s = &path->submissions;
+    pthread_mutex_lock(&s->mutex);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
+        for (uint32_t w = 0; w < path->setup.table.words; w++) {
+            uint64_t bits = atomic_exchange_explicit(&rank_state_of(path)->recalled[set][w], 0,
+                                                     memory_order_relaxed);
+            for (; bits; bits &= bits - 1) {
+                uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
+                pyhvd_call *call = path->setup.sets[set].tensors[slot].call;
+                if (call->state != PYHVD_MARKED) continue; /* another slot of a grouped call */
+                uint32_t held = atomic_load_explicit(&s->held_count, memory_order_relaxed);
+                if (held + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) abort();
+                call->state = PYHVD_REFUSED;
+                s->refused[s->refused_count++] = call;
+            }
+        }
+    pthread_mutex_unlock(&s->mutex);
+}
+
 uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
     int64_t until = pyhvd_after(ns);
     if (!path->background.short_turns) pyhvd_take_short_turns();
@@ -652,6 +651,7 @@ uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
     for (;;) {
         uint32_t reasons = atomic_exchange_explicit(&rank_state_of(path)->wake_reasons, 0,
                                                     memory_order_acquire);
+        if (reasons & PYHVD_WAKE_RECALLED) refuse_recalled(path);
         if (reasons) return reasons;
         if (!is_closed(path) && progress_alone(path)) return PYHVD_WAKE_LIST;
         int64_t nap = gather(path), left = until - pyhvd_now();

@@ -22,7 +22,7 @@
  *   HELD     flush, all its slots are delegated        MARKED   any          mutex and table
  *   HELD     flush, a slot is not delegated            REFUSED  any          mutex and table
  *   MARKED   its batch is carried out: finished + 1    IDLE     any          progress lock
- *   MARKED   a recall is next in the log               REFUSED  any          progress lock, mutex
+ *   MARKED   its marks were recalled (several hosts)   REFUSED  background   mutex
  *   HELD     take: Python will end the call            TAKEN    background   mutex
  *   MARKED   take, after its slots were recalled       TAKEN    background   mutex
  *   REFUSED  take                                      TAKEN    background   mutex
@@ -62,12 +62,13 @@ enum { PYHVD_UNKNOWN, PYHVD_ALIKE, PYHVD_UNLIKE };
 
 /* Reasons to wake the background thread. */
 enum {
-    PYHVD_WAKE_WORK = 1,     /* Python has work of its own */
-    PYHVD_WAKE_LIST = 2,     /* a response list is next in the log */
-    PYHVD_WAKE_REFUSED = 4,  /* a call was refused */
-    PYHVD_WAKE_DONE = 8,     /* a call has ended that has a callback */
-    PYHVD_WAKE_ABORTED = 16, /* a window was aborted */
-    PYHVD_WAKE_LOST = 32,    /* another host is lost, or has sent a note */
+    PYHVD_WAKE_WORK = 1,      /* Python has work of its own */
+    PYHVD_WAKE_LIST = 2,      /* a response list is next in the log */
+    PYHVD_WAKE_REFUSED = 4,   /* a call was refused */
+    PYHVD_WAKE_DONE = 8,      /* a call has ended that has a callback */
+    PYHVD_WAKE_ABORTED = 16,  /* a window was aborted */
+    PYHVD_WAKE_LOST = 32,     /* another host is lost, or has sent a note */
+    PYHVD_WAKE_RECALLED = 64, /* marks were recalled: their calls are refused now */
 };
 
 /* Why a function that makes progress returned. */

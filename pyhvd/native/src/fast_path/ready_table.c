@@ -5,6 +5,7 @@
 
 #include "common/counters.h"
 #include "fast_path/agreement.h"
+#include "fast_path/progress.h"
 
 #define LOCK_SPINS 100
 #define LOCK_YIELDS 200
@@ -225,17 +226,21 @@ uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, ui
     return complete;
 }
 
-int pyhvd_ready_table_clear_marks(const pyhvd_ready_table *t, uint32_t set, uint32_t first,
-                                  uint32_t end, const uint64_t *words) {
+void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                                   const uint64_t *words, int recall) {
     const pyhvd_table_set *s = &t->shared->sets[set];
-    uint64_t any = 0;
-    for (uint32_t w = first; w < end; w++)
-        for (uint32_t k = 0; k < s->count; k++) {
-            uint64_t *bits = &ready_of(t, set, s->ranks[k])[w].bits;
-            any |= *bits & words[w];
-            *bits &= ~words[w];
+    for (uint32_t k = 0; k < s->count; k++) {
+        pyhvd_rank_state *rank = &t->shared->rank_states[s->ranks[k]];
+        int any = 0;
+        for (uint32_t w = first; w < end; w++) {
+            uint64_t marked = rank->ready[set][w].bits & words[w];
+            rank->ready[set][w].bits ^= marked;
+            if (!recall || !marked) continue;
+            atomic_fetch_or_explicit(&rank->recalled[set][w], marked, memory_order_relaxed);
+            any = 1;
         }
-    return any != 0;
+        if (any) pyhvd_ready_table_wake(t, (int)s->ranks[k], PYHVD_WAKE_RECALLED);
+    }
 }
 
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
@@ -270,7 +275,7 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     }
     if (first >= end || !pyhvd_ready_table_make_room(t, 1)) return;
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
-    pyhvd_ready_table_clear_marks(t, set, first, end, batch);
+    pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
     if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
     pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, &s->members, audience);
 }

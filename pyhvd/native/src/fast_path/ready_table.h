@@ -57,11 +57,7 @@
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 
-enum {
-    PYHVD_BATCH = 1,
-    PYHVD_LIST = 2,
-    PYHVD_RECALL = 3, /* on one of several hosts: who marked these slots submits them by message */
-};
+enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
 
 /* The other hosts, if there are any; see agreement.h. */
 typedef struct pyhvd_agreement pyhvd_agreement;
@@ -78,8 +74,8 @@ typedef struct {
     uint32_t kind, set;
     uint64_t number;                 /* list: the response list's */
     uint32_t last_rank;              /* batch: the rank whose marks completed it */
-    uint32_t first, end;             /* batch, recall: words [first, end) are used */
-    uint64_t words[PYHVD_MAX_WORDS]; /* batch, recall: its slots */
+    uint32_t first, end;             /* batch: words [first, end) are used */
+    uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
 
 /* A rank's marks of 64 slots, and when (ns) it made the last one. */
@@ -103,6 +99,9 @@ typedef struct {
     /* ... and for how long (ns) others had waited for them */
     _Atomic uint64_t awaited;
     _Alignas(PYHVD_LINE) pyhvd_ready_word ready[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
+    /* Slots whose marks were recalled: the rank submits them by message. Set under the lock, taken by
+     * the rank. A recalled mark's call stays in flight until then. */
+    _Atomic uint64_t recalled[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
 } pyhvd_rank_state;
 
 /* A process set; its words and slots are those of the table. */
@@ -231,9 +230,10 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 /* The slots of a word that all local members have marked. */
 uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, uint32_t word);
 
-/* Clear all marks of the slots `words[first]` to `words[end - 1]`; return whether there were any. */
-int pyhvd_ready_table_clear_marks(const pyhvd_ready_table *t, uint32_t set, uint32_t first,
-                                  uint32_t end, const uint64_t *words);
+/* Clear all marks of the slots `words[first]` to `words[end - 1]`. With `recall`, let the ranks that
+ * had made them submit their tensors by message. */
+void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                                   const uint64_t *words, int recall);
 
 /* Append an entry, for which there is room; add its ranks to `audience`. */
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
