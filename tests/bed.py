@@ -249,7 +249,7 @@ class Bed:
             _bring_up(host, f"eth{nic}", nic)
 
     def limit(self, rate: str) -> None:
-        """Limit the links of all hosts, in each direction, to a rate such as ``1gbit``; "" ends all limits."""
+        """Limit all links, in each direction, to a rate such as ``1gbit``; "" ends the limits."""
         for host in self.hosts.values():
             self.limit_host(host, rate)
 
@@ -306,9 +306,7 @@ def _bring_up(host: Host, device: str, nic: int) -> None:
 
 
 @contextmanager
-def bed(
-    names: Sequence[str], folder: Path | None = None, nics: int = 1, ipv4: bool = True
-) -> Iterator[Bed]:
+def bed(names: Sequence[str], folder: Path | None = None, nics: int = 1, ipv4: bool = True) -> Iterator[Bed]:
     """Yield a bed with hosts of these names; afterwards, end the hosts and all their processes."""
     with ExitStack() as stack:
         place = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
