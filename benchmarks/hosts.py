@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks import peers, probe
 from benchmarks.harness import OURS, PEER, Figures, Outcome
-from benchmarks.hosts_ranks import CHUNKS, NEW_TENSORS, PIPELINED
+from benchmarks.hosts_ranks import CHUNKS, NEW_TENSORS
 from benchmarks.machine import Machine, mpi_short
 from benchmarks.plot import plot_grid
 from benchmarks.questions import busy
@@ -55,7 +55,8 @@ PYTHONS = {"mpich": ".venv", "openmpi": ".venv-openmpi"}
 
 def targets() -> list[Target]:
     """Return the targets: for each question and shape the bound to meet, and the goal."""
-    chunks, mib = (CHUNKS, PIPELINED), ("16 MiB", "64 MiB")
+    # The peer of the targets is MPI_Allreduce; the tables also have MPI_Iallreduce.
+    chunks, mib = (CHUNKS,), ("16 MiB", "64 MiB")
     fewer = functools.partial(_target, fewer=True)
     found = []
     for shape, large, resnet in (
@@ -66,8 +67,8 @@ def targets() -> list[Target]:
         found += [
             fewer(shape, "4 B", "times mpi4py's Allreduce", (peers.RAW,), (1.5, 1.0)),
             fewer(shape, "1000 x 256 floats", "times one flat Allreduce", (peers.FLAT,), (2.0, 1.2)),
-            *(_target(shape, size, "over chunked MPI", chunks, large) for size in mib),
-            _target(shape, "ResNet-50", "over chunked MPI", chunks, resnet),
+            *(_target(shape, size, "over MPI in 4 MiB chunks", chunks, large) for size in mib),
+            _target(shape, "ResNet-50", "over MPI in 4 MiB chunks", chunks, resnet),
             fewer(shape, "ResNet-50, 1 Gbit/s", "times the link's limit", (LINK,), (1.05, 1.01)),
             fewer(shape, f"{IDLE_S} s idle", "% of a core", (), (0.05, 0.005), ours=probe.OURS),
         ]
@@ -76,7 +77,7 @@ def targets() -> list[Target]:
         *found,
         fewer("2x1", ten, "times the link's limit", (LINK,), (1.15, 1.02)),
         fewer("2x2", ten, "times the link's limit", (LINK,), (1.4, 1.25)),
-        _target("4x1", ten, "over chunked MPI", chunks, (1.2, 1.2)),
+        _target("4x1", ten, "over MPI in 4 MiB chunks", chunks, (1.2, 1.2)),
         fewer("2x1", thread, "all done", (), (1.5e-3, 0.5e-3), ours=busy.ASKED),
         fewer("2x2", thread, "all done", (), (2e-3, 0.5e-3), ours=busy.ASKED),
         fewer("2x2", "first step of 161 tensors", "all done", (), (30e-3, 30e-3), ours=NEW_TENSORS),

@@ -71,8 +71,10 @@ def _pyplot(path: Path) -> Any:
 
 def _save(pyplot: Any, figure: Any, path: Path, report: Report) -> None:
     machine = report.runs[0].machine
-    figure.suptitle(f"{report.title}\n{machine.mpi}, {machine.cores} cores", fontsize=10)
-    figure.tight_layout()
+    inch = 1 / figure.get_figheight()
+    title = f"{report.title}\n{machine.mpi}, {machine.cores} cores"
+    figure.suptitle(title, fontsize=10, y=1 - 0.1 * inch, va="top")
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 * inch))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
