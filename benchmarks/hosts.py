@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -118,26 +117,6 @@ def ranks_of(shape: str) -> tuple[int, ...]:
     return (int(each),) * int(hosts)
 
 
-class Others:
-    """Measures the CPU that processes outside of this benchmark use, from its creation to its note."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    def note(self) -> str:
-        """Return the line for the report."""
-        wall, theirs = (now - before for now, before in zip(self._now(), self._before, strict=True))
-        share = 100 * theirs / (wall * (os.cpu_count() or 1))
-        return f"other programs used {max(share, 0.0):.0f} % of the cores meanwhile (user time)"
-
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        """Return the time, and the user seconds of all processes but this one's children that have ended."""
-        user, nice = map(int, Path("/proc/stat").read_text().split()[1:3])
-        ours = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        return time.monotonic(), (user + nice) / os.sysconf("SC_CLK_TCK") - ours
-
-
 class Table:
     """Runs the jobs of the chosen shapes and questions on one bed."""
 
@@ -174,16 +153,13 @@ class Table:
                 "tiny" if given.tiny else "full",
             ]
             self._bed.limit(rate)
-            others = Others()
             try:
                 # The rates of ResNet-50 are questions of their own here only.
                 names = [name.partition("-")[0] for name in chosen]
                 self._start(shape, ["benchmarks.hosts_ranks", *flags, *names], folder)
             finally:
                 self._bed.limit("")
-            run = load_run(path)
-        run.notes.append(others.note())
-        return run
+            return load_run(path)
 
     def _sleep(self, shape: str) -> Run:
         """Measure the CPU of sleeping ranks, each contender in its own job."""

@@ -7,7 +7,9 @@ rank 0 writes.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -85,6 +87,26 @@ def _begin(comm: MPI.Intracomm, buffer: np.ndarray, pieces: list[np.ndarray]) ->
             first += piece.size
 
     return end
+
+
+class Others:
+    """Measures the CPU that other programs use, from its creation to its note; collective."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._before = self._now()
+
+    def note(self) -> str:
+        """Return the line for the report."""
+        wall, theirs = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        share = 100 * theirs / (wall * (os.cpu_count() or 1))
+        return f"other programs used {max(share, 0.0):.0f} % of the cores meanwhile (user time)"
+
+    def _now(self) -> tuple[float, float]:
+        """Return the time, and the user seconds of all processes on the machine but the ranks."""
+        user, nice = map(int, Path("/proc/stat").read_text().split()[1:3])
+        ours = self._world.comm.allreduce(os.times().user)
+        return time.monotonic(), (user + nice) / os.sysconf("SC_CLK_TCK") - ours
 
 
 # -- the questions -------------------------------------------------------------------------------------
@@ -194,7 +216,7 @@ def main(arguments: list[str]) -> None:
     comm = MPI.COMM_WORLD.Dup()
     world = World(comm, CorePair(comm))
     bench = Bench(world, Rails(world), tiny == "tiny")
-    outcomes = []
+    outcomes, others = [], Others(world)
     for name, cases in CASES.items():
         for case in cases(bench) if name in questions else ():
             # More steps would fill the response cache.
@@ -202,6 +224,7 @@ def main(arguments: list[str]) -> None:
             plan = Plan(limit, float(seconds), least=min(limit, 5))
             outcomes.append(interleave(world, replace(case, label=label.format(case.label)), plan))
             del case  # free the case's arrays before the next case allocates its own
+    world.note(others.note())
     if world.rank == 0:
         save(Path(path), Run(world.size, machine, mpi_short(machine.mpi), outcomes, world.notes))
 
