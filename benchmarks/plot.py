@@ -71,10 +71,9 @@ def _pyplot(path: Path) -> Any:
 
 def _save(pyplot: Any, figure: Any, path: Path, report: Report) -> None:
     machine = report.runs[0].machine
-    inch = 1 / figure.get_figheight()
     title = f"{report.title}\n{machine.mpi}, {machine.cores} cores"
-    figure.suptitle(title, fontsize=10, y=1 - 0.1 * inch, va="top")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 * inch))
+    figure.suptitle(title, fontsize=10, y=1 - 0.1 / figure.get_figheight(), va="top")
+    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
