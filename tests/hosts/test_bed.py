@@ -12,6 +12,8 @@ import pytest
 
 from tests.bed import Bed, Host, bed, why_not
 
+pytestmark = pytest.mark.any_mpi
+
 MBIT = 1e6 / 8
 _LISTEN = """
 import socket, sys

@@ -19,6 +19,7 @@ from tests.mpi.launch import mpiexec_path
 from tests.mpi.test_benchmarks import run
 
 
+@pytest.mark.any_mpi
 def test_every_question_at_tiny_sizes(tmp_path: Path) -> None:
     if reason := "no mpiexec" if mpiexec_path() is None else why_not("1gbit"):
         pytest.skip(reason)

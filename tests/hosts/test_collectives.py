@@ -28,6 +28,7 @@ def test_case(job: HostsJob, case: Case) -> None:
     job.run(run, case=case)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("job", "case"),
     [((EVEN, UNEVEN)[index % 2], case) for index, case in enumerate(OTHERS)],

@@ -13,6 +13,8 @@ from tests.hosts.faults import KINDS, ReducingJob, heal, strike
 from tests.hosts.jobs import HostsJob
 from tests.hosts.launch import Site
 
+pytestmark = pytest.mark.any_mpi
+
 SHAPE = (1, 2)
 LAST = sum(SHAPE) - 1
 
