@@ -68,6 +68,10 @@ test-mpi-mpich: dev ## ranks under mpiexec, MPICH
 test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
+.PHONY: test-hosts
+test-hosts: dev openmpi ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
+	@$(SUITE) hosts-mpich hosts-openmpi
+
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark
@@ -105,6 +109,10 @@ test-py314t: py314t ## the unit part under free-threaded Python 3.14, where ther
 .PHONY: bench
 bench: .venv/.bench .venv-openmpi/.bench ## all questions under both MPIs, into benchmarks/results (ARGS="latency": that one)
 	.venv/bin/python -m benchmarks --python .venv/bin/python --python .venv-openmpi/bin/python $(ARGS)
+
+.PHONY: bench-hosts
+bench-hosts: .venv/.bench ## across simulated hosts, against MPI and the links' limit, into benchmarks/results; as root
+	.venv/bin/python -m benchmarks hosts $(ARGS)
 
 .PHONY: bench-spark
 bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import hosts
 from benchmarks.question import ROOT, add_flags, sizes
 from benchmarks.report import Report, load_report, markdown, print_verdicts
 
@@ -26,10 +27,14 @@ QUESTIONS = (
 )
 # Questions that run only by name: they need pyspark, and a minute to start a cluster.
 ON_DEMAND = ("spark",)
+# It has its own flags, and starts its jobs on simulated hosts.
+ACROSS_HOSTS = "hosts"
 
 
 def main() -> int:
     """Answer the questions; return 1 if one fails. A missed target is no failure."""
+    if sys.argv[1:2] == [ACROSS_HOSTS]:
+        return hosts.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -41,7 +46,8 @@ def main() -> int:
         nargs="*",
         choices=[*QUESTIONS, *ON_DEMAND, []],
         metavar="question",
-        help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)}",
+        help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)};"
+        f" {ACROSS_HOSTS}, which has other flags (--help)",
     )
     parser.add_argument("--sizes", type=sizes, help="for all questions (each has its own default)")
     add_flags(parser, *["each question's own"] * 3)
@@ -84,7 +90,7 @@ def _sum_up(folder: Path, begun: float) -> None:
 
 
 def _reports(paths: list[Path]) -> list[Report]:
-    order = (*QUESTIONS, *ON_DEMAND)
+    order = (*QUESTIONS, *ON_DEMAND, ACROSS_HOSTS)
     reports = [load_report(path) for path in paths]
     return sorted(reports, key=lambda report: (order.index(report.question), report.mpi))
 

@@ -142,7 +142,8 @@ def _commit() -> str:
 class CorePair:
     """Probe of the latency between ranks 0 and 1; collective over the communicator.
 
-    With more ranks than cores it measures nothing, since the figure would be the scheduler's.
+    With more ranks than cores it measures nothing, since the figure would be the scheduler's. Nor does it
+    with ranks on several hosts.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -150,7 +151,10 @@ class CorePair:
         self._me = comm.Get_rank()
         self._count = 0
         self._window: MPI.Win | None = None
-        if 2 <= comm.Get_size() <= (os.cpu_count() or 1):
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=self._me)
+        one_host = node.Get_size() == comm.Get_size()
+        node.Free()
+        if one_host and 2 <= comm.Get_size() <= (os.cpu_count() or 1):
             self._window = MPI.Win.Allocate_shared(4096 if self._me == 0 else 0, 1, comm=comm)
             address = self._window.Shared_query(0)[0].address
             self._words = memoryview((ctypes.c_int64 * 512).from_address(address)).cast("B").cast("q")

@@ -19,12 +19,8 @@ _OURS, _PEERS, _FLOOR = (
 
 def plot(path: Path, report: Report, by_size: bool) -> None:
     """Draw a report as a PNG; print a note if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no {path}: matplotlib is not installed (pip install --group bench)")
+    if (pyplot := _pyplot(path)) is None:
         return
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
     panels = [(run, outcome) for run in report.runs for outcome in run.outcomes]
     if by_size and len(report.runs[0].outcomes) > 1:
         figure, axes = pyplot.subplots(figsize=(8, 5))
@@ -38,8 +34,45 @@ def plot(path: Path, report: Report, by_size: bool) -> None:
         for axes, (run, outcome) in zip(grid[:, 0], panels, strict=True):
             _bars(axes, outcome)
             axes.set_title(f"{outcome.label}, {run.ranks} ranks", fontsize=9, loc="left")
+    _save(pyplot, figure, path, report)
+
+
+def plot_grid(path: Path, report: Report) -> None:
+    """Draw a report whose labels are "column, row", a panel for each; print a note without matplotlib."""
+    if (pyplot := _pyplot(path)) is None:
+        return
+    panels = {outcome.label.partition(", ")[::2]: outcome for run in report.runs for outcome in run.outcomes}
+    columns, rows = (list(dict.fromkeys(key[axis] for key in panels)) for axis in (0, 1))
+    heights = [2 + max(len(o.figures) for key, o in panels.items() if key[1] == row) for row in rows]
+    figure, grid = pyplot.subplots(
+        len(rows),
+        len(columns),
+        figsize=(6 * len(columns), 0.27 * sum(heights) + 1),
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )
+    for (column, row), axes in zip(((c, r) for r in rows for c in columns), grid.flat, strict=True):
+        if outcome := panels.get((column, row)):
+            _bars(axes, outcome)
+            axes.set_title(f"{column}: {row}", fontsize=9, loc="left")
+        else:
+            axes.set_axis_off()
+    _save(pyplot, figure, path, report)
+
+
+def _pyplot(path: Path) -> Any:
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no {path}: matplotlib is not installed (pip install --group bench)")
+        return None
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def _save(pyplot: Any, figure: Any, path: Path, report: Report) -> None:
     machine = report.runs[0].machine
-    figure.suptitle(f"{report.title}\n{machine.mpi}, {machine.cores} cores", fontsize=10)
+    title = f"{report.title}\n{machine.mpi}, {machine.cores} cores"
+    figure.suptitle(title, fontsize=10, y=1 - 0.1 / figure.get_figheight(), va="top")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -57,7 +57,10 @@ class Target:
 
 
 class Verdict(msgspec.Struct):
-    """A target's outcome; ``paired`` is the median of the ratios of each repetition."""
+    """A target's outcome; ``paired`` is the median of the ratios of each repetition.
+
+    After several runs, ``values`` has the value of each, and ``value`` is their median.
+    """
 
     text: str
     ranks: int
@@ -69,6 +72,7 @@ class Verdict(msgspec.Struct):
     unit: str
     met: bool
     moon: bool
+    values: list[float] = []
 
 
 class Run(msgspec.Struct):

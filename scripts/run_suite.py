@@ -54,6 +54,8 @@ PARTS = {
     "mpi-openmpi": Part(
         ".venv-openmpi", ("tests/mpi",), other=".venv", arguments=("--second-mpi",), workers=2
     ),
+    "hosts-mpich": Part(".venv", ("tests/hosts",)),
+    "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi")),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),

@@ -25,6 +25,8 @@ from pathlib import Path
 # The networks of NIC k; the last number is the host's, 1 for the head.
 _IPV4 = "10.99.{nic}.{number}/24"
 _IPV6 = "fd99:0:0:{nic}::{number:x}/64"
+# The same after a restart: other hosts remember it.
+_MAC = "02:99:00:00:{nic:02x}:{number:02x}"
 # How long a packet may wait for its turn on a link of limited rate; longer queues lose packets.
 _QUEUE_MS = 20
 _THAW_S = 5.0
@@ -229,7 +231,9 @@ class Bed:
         """Start all hosts, and connect them."""
         self.head.start()
         for nic in range(self._nics):
-            self.head.do("ip", "link", "add", _bridge(nic), "type", "bridge")
+            # Without an address of its own, a bridge has one of its ports', and another when ports change.
+            address = _MAC.format(nic=nic, number=1)
+            self.head.do("ip", "link", "add", _bridge(nic), "address", address, "type", "bridge")
             _bring_up(self.head, _bridge(nic), nic)
         for host in self.hosts.values():
             self.start_host(host)
@@ -237,19 +241,21 @@ class Bed:
     def start_host(self, host: Host) -> None:
         """Start a host, or restart a crashed one with the same name and addresses, its links unlimited."""
         host.start()
+        number = list(self.hosts).index(host.name) + 2
         for nic in range(self._nics):
             port = _port(host, nic)
             # The kernel removes a crashed host's link too, but later.
             self.head.do("ip", "link", "delete", "dev", port, check=False)
             self.head.do(
                 *("ip", "link", "add", "name", port, "type", "veth"),
-                *("peer", "name", f"eth{nic}", "netns", str(host.first)),
+                *("peer", "name", f"eth{nic}", "address", _MAC.format(nic=nic, number=number)),
+                *("netns", str(host.first)),
             )
             self.head.do("ip", "link", "set", "dev", port, "master", _bridge(nic), "up")
             _bring_up(host, f"eth{nic}", nic)
 
     def limit(self, rate: str) -> None:
-        """Limit the links of all hosts, in each direction, to a rate such as ``1gbit``; "" ends all limits."""
+        """Limit all links, in each direction, to a rate such as ``1gbit``; "" ends the limits."""
         for host in self.hosts.values():
             self.limit_host(host, rate)
 

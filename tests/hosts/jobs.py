@@ -23,7 +23,7 @@ def name_of(shape: Shape) -> str:
 
 
 class HostsJob:
-    """A job of one shape, which runs cases one after the other; after a failure, the next case has a new job."""
+    """A job of one shape, which runs cases in turn; after a failure, the next case has a new job."""
 
     def __init__(self, site: Site, shape: Shape, env: Environment | None = None) -> None:
         self.shape = shape
@@ -32,12 +32,21 @@ class HostsJob:
         self._env = env
         self._job: CaseJob | None = None
 
-    def run(self, function: Callable[..., Any], timeout: float = 60.0, **arguments: Any) -> None:
-        """Call a module-level function on all ranks; its failure fails the test that pytest runs."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        timeout: float = 60.0,
+        env: Environment | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Call a module-level function on all ranks; its failure fails the test that pytest runs.
+
+        ``env`` has variables that ``init()`` reads.
+        """
         start = time.time()
         if self._job is None:
             self._job = CaseJob(self.size, self._env, self._command)
-        report = self._job.run(function, arguments, start, timeout)
+        report = self._job.run(function, arguments, start, timeout, env=env)
         if report.outcome == "failed":
             self._job.close()
             self._job = None

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance import determinism, kinds_of_arrays, movements, reductions
+from tests.conformance import adasum, determinism, joining, kinds_of_arrays, movements, reductions, sets
 from tests.conformance.cases import Case, run
-from tests.hosts.jobs import HostsJob
+from tests.hosts.jobs import HostsJob, name_of
 
-CASES = [*reductions.CASES, *movements.CASES, *kinds_of_arrays.CASES, *determinism.CASES]
+CASES = [
+    *reductions.CASES,
+    *movements.CASES,
+    *kinds_of_arrays.CASES,
+    *determinism.CASES,
+    *joining.CASES,
+    *adasum.CASES,
+    *sets.DYNAMIC,
+]
 # What depends on how ranks are spread over hosts.
 SPREAD = [*(case for case in CASES if case.name.startswith("every_dtype")), *determinism.CASES]
+EVEN, UNEVEN = (2, 2), (3, 1)
+OTHERS = [case for case in CASES if case not in SPREAD and sum(EVEN) in case.sizes]
 
 
 @pytest.mark.parametrize("case", SPREAD, ids=lambda case: case.name)
@@ -18,7 +28,12 @@ def test_case(job: HostsJob, case: Case) -> None:
     job.run(run, case=case)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in SPREAD], ids=lambda case: case.name)
-@pytest.mark.parametrize("job", [(2, 2), (3, 1)], indirect=True, ids=["2x2", "3+1"])
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(
+    ("job", "case"),
+    [((EVEN, UNEVEN)[index % 2], case) for index, case in enumerate(OTHERS)],
+    indirect=["job"],
+    ids=lambda value: value.name if isinstance(value, Case) else name_of(value),
+)
 def test_other_case(job: HostsJob, case: Case) -> None:
-    job.run(run, case=case)
+    job.run(run, env={"PYHVD_DYNAMIC_PROCESS_SETS": "1"}, case=case)
