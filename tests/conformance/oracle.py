@@ -2,13 +2,14 @@
 
 Every rank can compute every rank's input, so the ranks exchange nothing for the comparison.
 
-1. The order of reduction is the ranks' order.
-2. float16 and bfloat16 are reduced in float32, and rounded once.
+1. The ranks of each host are reduced in their order, then the hosts' results in the order of the hosts.
+2. float16 and bfloat16 are reduced in float32, and rounded at the end; with several hosts, also on each host.
 3. Integers wrap; a product with a factor truncates them toward zero.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from pyhvd.dtypes import BY_CODE, Code, DtypeInfo, ReduceOp
+from pyhvd.engine.context import current
+from pyhvd.errors import NotInitializedError
 
 Array = np.ndarray[Any, Any]
 Dtype = np.dtype[Any]
@@ -86,18 +89,42 @@ def _combined(op: ReduceOp, x: Array, y: Array) -> Array:
     return np.asarray(x * y)
 
 
+def by_host(ranks: Sequence[int]) -> list[list[int]]:
+    """Return the positions in ``ranks`` of each host's ranks; all of one host if there is no topology."""
+    try:
+        hosts = current().topology.hosts
+    except NotInitializedError:
+        return [list(range(len(ranks)))]
+    groups: dict[int, list[int]] = {}
+    for position, rank in enumerate(ranks):
+        groups.setdefault(hosts[rank] if rank < len(hosts) else 0, []).append(position)
+    return list(groups.values())
+
+
 def reduced(
-    op: ReduceOp, parts: Sequence[Array], prescale: float = 1.0, postscale: float = 1.0, size: int = 0
+    op: ReduceOp,
+    parts: Sequence[Array],
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    size: int = 0,
+    ranks: Sequence[int] | None = None,
 ) -> Array:
-    """Return the result of an allreduce; ``size`` is the divisor if some ranks have joined."""
+    """Return the result of an allreduce.
+
+    ``size`` is the divisor if some ranks have joined. ``ranks`` are those of the parts; default: 0, 1, ...
+    """
     dtype, shape = parts[0].dtype, parts[0].shape
     half = INFO[dtype.name].code in _HALVES
     wide = np.dtype(np.float32) if half else dtype
     with np.errstate(all="ignore"):
         flat = [scaled(part.reshape(-1), prescale).astype(wide) for part in parts]
-        total = flat[0]
-        for part in flat[1:]:
-            total = _combined(op, total, part)
+        hosts = by_host(range(len(parts)) if ranks is None else ranks)
+        partial = [
+            functools.reduce(functools.partial(_combined, op), [flat[k] for k in each]) for each in hosts
+        ]
+        if len(hosts) > 1:
+            partial = [each.astype(dtype).astype(wide) for each in partial]
+        total = functools.reduce(functools.partial(_combined, op), partial)
         divisor = (size or len(parts)) if op is ReduceOp.AVERAGE else 1
         factor = postscale / divisor
         if dtype.kind in "iu" and abs(Fraction(factor) * divisor) < abs(Fraction(postscale)):

@@ -339,7 +339,7 @@ void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32
     if (!pyhvd_ready_table_lock(t, NO_LIMIT)) return;
     pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t version = s->version;
-    if (version && s->count == count && s->spans == spans &&
+    if (t->agreement && version && s->count == count && s->spans == spans &&
         !memcmp(s->ranks, ranks, count * sizeof *ranks)) {
         pyhvd_ready_table_unlock(t, &NOBODY);
         return;

@@ -166,7 +166,8 @@ void pyhvd_ready_table_clear(pyhvd_ready_table *t);
 
 /* ---- for the coordinator: each takes the lock, and does nothing after the path was closed ---- */
 
-/* Open a set with these local ranks, unless it is open with them. */
+/* Open a set with these local ranks. On one of several hosts each of them calls it, and only the
+ * first call has an effect: the coordinator has recalled all slots of an earlier set before. */
 void pyhvd_ready_table_open_set(pyhvd_ready_table *t, uint32_t set, const uint32_t *ranks,
                                 uint32_t count, int spans);
 void pyhvd_ready_table_delegate(pyhvd_ready_table *t, uint32_t set, uint32_t slot,
