@@ -23,6 +23,7 @@ from pyhvd.negotiation.messages import (
     Response,
     ResponseList,
     encode,
+    iter_bits,
 )
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
@@ -315,7 +316,7 @@ class FastPathNetwork(Network):
         self.validate()
         if message is not None:
             self.answered.append(message)
-            audience = tuple(self.coordinator.audience(message))
+            audience = tuple(iter_bits(self.coordinator.audience(message)))
             self.ready_table.log.append(Decision(audience, number=message.seq))
             for rank in audience:
                 self.down[rank].append(encode(message))

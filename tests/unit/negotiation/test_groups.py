@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.negotiation.message_table import MessageTable
+from pyhvd.negotiation.message_table import MessageTable, Senders
 from pyhvd.negotiation.messages import ErrorKind, Request
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
@@ -200,13 +200,13 @@ def test_bits_of_half_a_group_are_not_ready() -> None:
     table = MessageTable(0, (0, 1), 8)
     for request in grouped("g", [(1,), (2,)]):
         for rank in (0, 1):
-            table.submit(rank, request, 1, 0.0)
+            table.submit(Senders.of(rank), request, 1, 0.0)
     assert [r.slot for r in table.take_responses()] == [0, 1]
     for rank in (0, 1):
-        table.submit_hits(rank, 0b01, 1, 2, 0.0)
+        table.submit_hits(Senders.of(rank), 0b01, 1, 2, 0.0)
     assert table.take_hits() == 0
     for rank in (0, 1):
-        table.submit_hits(rank, 0b10, 1, 2, 0.0)
+        table.submit_hits(Senders.of(rank), 0b10, 1, 2, 0.0)
     assert table.take_hits() == 0b11
 
 
