@@ -98,7 +98,8 @@ def messages(size: int) -> list[RequestList]:
     assert answer is not None
     worker.process(answer)
     cached = worker.compose(requests)
-    assert cached.bits and not cached.requests
+    assert cached.bits
+    assert not cached.requests
     return [first, cached]
 
 

@@ -31,6 +31,7 @@ from pyhvd.negotiation.messages import (
     Part,
     Request,
     RequestList,
+    RequestType,
     bits_of,
     bits_to_bytes,
     bytes_to_bits,
@@ -40,8 +41,8 @@ from pyhvd.negotiation.messages import (
 )
 from pyhvd.negotiation.response_cache import SlotHolders
 
-PATIENCE = 1e-3
-"""Longest time (s) for which a leader waits for the other ranks below it."""
+PATIENCE = 3e-3
+"""Longest time (s) for which a leader waits for the other ranks below it: poll(2) counts milliseconds."""
 
 _MAX_OPEN = 4096
 """Most tensors for which the leader knows who has submitted them; beyond it, it forgets all."""
@@ -117,6 +118,7 @@ class Leader:
         self._came: dict[tuple[int, str], int] = {}
         self._open: set[tuple[int, str]] = set()
         self._open_slots: dict[int, int] = {}
+        self._joined = 0
 
     def take(self, sender: int, parts: Iterable[Part], now: float) -> None:
         """Take a message of a rank directly below, or of this rank, that arrived at ``now`` (s)."""
@@ -151,15 +153,15 @@ class Leader:
         return MergedList(PROTOCOL_VERSION, parts)
 
     def _take_bits(self, place: int, ranks: int, last: int, set_id: int, slots: int, seen: int) -> int:
-        everyone, came = self._expect(set_id)
-        came.hold(ranks & everyone, slots)
-        came.drop(came.everyone())
+        everyone, came = self._expect(set_id, ranks)
+        came.hold(ranks, slots)
+        came.drop(came.held_by(everyone))
         self._open_slots[set_id] = (self._open_slots.get(set_id, 0) | slots) & came.anyone()
         key = (set_id, seen)
         # The bits of one item have no order, so the sender's own last item will do.
         at = self._find(key, place)
         if at < 0:
-            at = self._append(_Item(seen, ranks, last, set_id, hits=SlotHolders(everyone)), key)
+            at = self._append(_Item(seen, ranks, last, set_id, hits=SlotHolders()), key)
         item = self._items[at]
         assert item.hits is not None
         item.hits.hold(ranks, slots)
@@ -179,9 +181,11 @@ class Leader:
 
     def _count(self, set_id: int, request: Request, ranks: int) -> None:
         """Note who has submitted a tensor, and whether to wait for others; for a refusal nobody does."""
-        everyone, _ = self._expect(set_id)
+        everyone, _ = self._expect(set_id, ranks)
         if request.error:
             return
+        if request.type == RequestType.JOIN:
+            self._joined |= ranks
         key = set_id, request.name
         before = self._came.pop(key, 0)
         came = ranks if before & ranks else before | ranks  # again: it is the tensor's next turn
@@ -192,13 +196,18 @@ class Leader:
             self._came[key] = came
             self._open.add(key)
 
-    def _expect(self, set_id: int) -> tuple[int, SlotHolders]:
-        """Return a process set's members in this branch, and who has submitted its open slots."""
+    def _expect(self, set_id: int, ranks: int) -> tuple[int, SlotHolders]:
+        """Return whom a tensor of a set waits for, and who has submitted the set's open slots.
+
+        Joined ranks are not waited for, until they submit anything: ``ranks`` do so now.
+        """
         members = self._sets.get(set_id, ())
         known = self._expected.get(set_id)
         if known is None or known[0] is not members:
-            everyone = bits_of(members) & self._ranks
-            known = self._expected[set_id] = members, everyone, SlotHolders(everyone)
+            known = self._expected[set_id] = members, bits_of(members) & self._ranks, SlotHolders()
+        if set_id == GLOBAL_SET:
+            self._joined &= ~ranks
+            return known[1] & ~self._joined, known[2]
         return known[1:]
 
     def _find(self, key: object, place: int) -> int:

@@ -248,7 +248,7 @@ class MessageTable:
         self.sites = CallSites()
         self.joined: list[int] = []
         self.last_submission = 0.0
-        self._hits = PendingHits(self.members)
+        self._hits = PendingHits()
         self._entries: dict[str, Entry] = {}
         self._groups: dict[Group, set[str]] = {}
         self._group_ready: dict[Group, set[str]] = {}
@@ -296,7 +296,7 @@ class MessageTable:
 
     def take_hits(self) -> int:
         """Remove and return the slots that every rank has submitted; a group only as a whole."""
-        ready = self._hits.everyone()
+        ready = self._hits.held_by(self.members)
         if not ready:
             return 0
         for slot in iter_bits(ready):
@@ -353,7 +353,7 @@ class MessageTable:
             name, since = self.cache[slot].name, self._hits.since(slot, 0.0)
             waiting.append((name, since, holders, self.members & ~holders))
         if self._delegation is not None:
-            marks = SlotHolders(self.members)
+            marks = SlotHolders()
             for rank, slots in self._delegation.look(now).items():
                 marks.hold(1 << rank, slots)
             for slot in iter_bits(marks.anyone()):
@@ -410,7 +410,7 @@ class MessageTable:
 
     def _hold_hits(self, senders: Senders, bits: int, now: float) -> None:
         self._hits.hold_since(senders.ranks, bits, now)
-        if self._stragglers is not None and (complete := self._hits.everyone() & bits):
+        if self._stragglers is not None and (complete := self._hits.held_by(self.members) & bits):
             since = min(self._hits.since(slot, now) for slot in iter_bits(complete))
             self._stragglers.count(self.set_id, senders.last, since, now, complete.bit_count())
 

@@ -224,20 +224,14 @@ class SlotHolders:
 
     Slots with the same ranks are one bit vector, so most calls cost the same for any number of slots.
 
-    Parameters
-    ----------
-    everyone : int
-        Bit vector of the ranks that are to submit each slot.
-
     Attributes
     ----------
     by_ranks : dict of int to int
         By bit vector of ranks, the slots that exactly these ranks have submitted. No slot is in two of them.
     """
 
-    def __init__(self, everyone: int) -> None:
+    def __init__(self) -> None:
         self.by_ranks: dict[int, int] = {}
-        self._everyone = everyone
 
     def anyone(self) -> int:
         """Return the slots that some rank has submitted, as a bit vector."""
@@ -246,9 +240,12 @@ class SlotHolders:
             slots |= held
         return slots
 
-    def everyone(self) -> int:
-        """Return the slots that every rank has submitted."""
-        return self.by_ranks.get(self._everyone, 0)
+    def held_by(self, ranks: int) -> int:
+        """Return the slots that each of these ranks has submitted."""
+        slots = 0
+        for holders, held in self.by_ranks.items():
+            slots |= 0 if ranks & ~holders else held
+        return slots
 
     def hold(self, ranks: int, slots: int) -> None:
         """Add slots that each of these ranks submits."""
@@ -275,8 +272,8 @@ class SlotHolders:
 class PendingHits(SlotHolders):
     """The cache bits that ranks of one process set have sent, and that are not answered."""
 
-    def __init__(self, everyone: int) -> None:
-        super().__init__(everyone)
+    def __init__(self) -> None:
+        super().__init__()
         self._since: dict[int, float] = {}
 
     def hold_since(self, ranks: int, slots: int, now: float) -> None:
