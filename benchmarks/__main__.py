@@ -24,8 +24,9 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
-# Questions that run only by name: they need pyspark, and a minute to start a cluster.
-ON_DEMAND = ("spark",)
+# Questions that run only by name: spark needs pyspark, and a minute to start a cluster; coordinator has no
+# MPI in it, and takes minutes.
+ON_DEMAND = ("coordinator", "spark")
 
 
 def main() -> int:

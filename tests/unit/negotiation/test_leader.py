@@ -215,6 +215,54 @@ def test_ranks_on_the_wire_have_no_leading_zeros() -> None:
     assert pack_ranks(1 << 8000) == (1000, b"\x01")
 
 
+messages = st.builds(
+    lambda requests, bits, seen, set_id, line: structs.replace(
+        message(*requests, bits=bits, seen=seen, set_id=set_id), sites=[line] * len(requests)
+    ),
+    requests=st.lists(st.sampled_from([A, B, C]), max_size=3),
+    bits=st.sampled_from([0, 0, 1, 2, 3]),
+    seen=st.integers(0, 1),
+    set_id=st.sampled_from([0, 0, 1]),
+    line=st.sampled_from(["x", "x", "y"]),
+)
+Spoken = tuple[int, Request, str, int]
+
+
+def _speech(heard: Sequence[RequestList]) -> tuple[list[Spoken], list[set[tuple[int, int, int]]]]:
+    """Return the requests of one rank's messages, and the bits before, between and after them."""
+    requests: list[Spoken] = []
+    bits: list[set[tuple[int, int, int]]] = [set()]
+    for each in heard:
+        for set_id, data in each.bits.items():
+            bits[-1] |= {(set_id, each.seen, slot) for slot in iter_bits(bytes_to_bits(data))}
+        for (set_id, request), line in zip(each.requests, each.sites, strict=True):
+            # In the global set the number of a request's list has no meaning.
+            requests.append((set_id, request, line, each.seen if set_id else 0))
+            bits.append(set())
+    return requests, bits
+
+
+@given(
+    spoken=st.lists(st.tuples(st.integers(1, 3), messages), max_size=12),
+    cuts=st.sets(st.integers(0, 11), max_size=3),
+)
+def test_each_rank_is_heard_as_it_spoke(spoken: list[tuple[int, RequestList]], cuts: set[int]) -> None:
+    """Rank 1 leads, rank 2 leads below it, and rank 3 is below rank 2; the leaders send now and then."""
+    sets = {GLOBAL_SET: ALL, 1: ALL}
+    upper, lower = Leader(0b1110, sets), Leader(0b1100, sets)
+    sent: list[Part] = []
+    for index, (rank, each) in enumerate(spoken):
+        (upper if rank == 1 else lower).take(rank, MergedList.of(rank, each).parts, 0.0)
+        if index in cuts or index == len(spoken) - 1:
+            upper.take(2, decode_merged(encode(lower.flush())).parts, 0.0)
+        if index not in cuts or index == len(spoken) - 1:
+            sent += decode_merged(encode(upper.flush())).parts
+    for rank in (1, 2, 3):
+        heard = [part.message for part in sent if unpack_ranks(part.ranks) >> rank & 1]
+        assert _speech(heard) == _speech([each for sender, each in spoken if sender == rank])
+    assert all(unpack_ranks(part.ranks) >> part.last & 1 for part in sent)
+
+
 calls = st.sampled_from(
     [A, B, allreduce("a", (3,)), *grouped("g", [(1,), (2,)]), allreduce("g_1of2"), refusal(B)]
 )
