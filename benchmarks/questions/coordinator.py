@@ -113,7 +113,7 @@ def make(size: int, merged: bool) -> Made:
     ranks = range(PER_HOST, size, PER_HOST)
     trees = {rank: Tree.of(rank, hosts) for rank in ranks}
     sets = {0: tuple(range(size))}
-    leaders = {r: Leader(sum(t.children.values(), 1 << r), sets) for r, t in trees.items()}
+    leaders = {r: Leader(t.branch, sets) for r, t in trees.items()}
     made = Made([])
     for message in composed:
         plain = encode(message)
@@ -172,7 +172,9 @@ def take(coordinator: Coordinator, tree: Tree, step: Step) -> ResponseList:
 
 def read(tree: Tree, source: int, payload: bytes) -> MergedList:
     """Read a message as the runtime does."""
-    return decode_merged(payload) if tree.relays(source) else MergedList.of(source, decode_requests(payload))
+    return (
+        decode_merged(payload) if source in tree.leaders else MergedList.of(source, decode_requests(payload))
+    )
 
 
 def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:  # noqa: ARG001

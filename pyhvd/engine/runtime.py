@@ -13,10 +13,8 @@ possible, and does not free communicators.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
-import operator
 import os
 import threading
 import time
@@ -177,9 +175,12 @@ class ResponseQueue:
         tree, send = self._control.tree, self._control.send
         self._under_way = [sending for sending in self._under_way if not sending.gone()]
         for child, below in tree.children.items():
-            if ranks := below & audience:
+            ranks = below & audience
+            if ranks and child in tree.leaders:
                 relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
-                self._under_way.append(send(child, encode(relayed) if tree.relays(child) else payload))
+                self._under_way.append(send(child, encode(relayed)))
+            elif ranks:
+                self._under_way.append(send(child, payload))
 
     def _append(self, responses: ResponseList) -> None:
         self._lists.append((responses, list(self._under_way), time.monotonic() + _LAST_LIST_SECONDS))
@@ -276,10 +277,7 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
-        self._leader: Leader | None = None
-        if control.tree.merges:
-            below = functools.reduce(operator.or_, control.tree.children.values(), 1 << control.rank)
-            self._leader = Leader(below, self._worker.sets)
+        self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
         lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, lateness)
         self._fast_path = NoFastPath()
@@ -464,7 +462,7 @@ class Runtime:
 
     def _decode(self, source: int, payload: bytes | bytearray) -> MergedList:
         """Read a message from below."""
-        if self._control.tree.relays(source):
+        if source in self._control.tree.leaders:
             return decode_merged(payload)
         return MergedList.of(source, decode_requests(payload))
 

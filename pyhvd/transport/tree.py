@@ -30,11 +30,14 @@ class Tree:
         The rank above it; -1 on rank 0.
     children : dict of int to int
         By rank directly below it, that rank and all ranks below that, as a bit vector.
+    leaders : frozenset of int
+        The children with ranks below them: they merge requests, and pass lists on.
     """
 
     rank: int
     parent: int
     children: dict[int, int]
+    leaders: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[int], fan_out: int = FAN_OUT) -> Tree:
@@ -54,7 +57,13 @@ class Tree:
                     below |= here[each]
                 first, last = fan_out * first + 1, fan_out * (last + 1)
             children[leaders[child]] = below
-        return cls(rank, leaders[(number - 1) // fan_out] if number else -1, children)
+        merging = frozenset(child for child, ranks in children.items() if ranks != 1 << child)
+        return cls(rank, leaders[(number - 1) // fan_out] if number else -1, children, merging)
+
+    @property
+    def branch(self) -> int:
+        """This rank and all ranks below it, as a bit vector."""
+        return sum(self.children.values(), 1 << self.rank)
 
     @property
     def neighbours(self) -> list[int]:
@@ -65,7 +74,3 @@ class Tree:
     def merges(self) -> bool:
         """Whether this rank merges the requests of several ranks for the rank above it."""
         return self.parent >= 0 and bool(self.children)
-
-    def relays(self, child: int) -> bool:
-        """Return whether a child merges requests, and passes lists on."""
-        return self.children[child] != 1 << child

@@ -331,7 +331,7 @@ class TreeNetwork(Network):
         super().__init__(size, capacity, sets)
         self.trees = [Tree.of(rank, hosts, fan_out) for rank in range(size)]
         self.leaders = {
-            tree.rank: Leader(sum(tree.children.values(), 1 << tree.rank), self.ranks[tree.rank].worker.sets)
+            tree.rank: Leader(tree.branch, self.ranks[tree.rank].worker.sets)
             for tree in self.trees
             if tree.merges
         }
@@ -352,7 +352,7 @@ class TreeNetwork(Network):
             super().deliver_up(rank, now)
             return
         payload = self.up[rank].popleft()
-        merged = self.trees[parent].relays(rank)
+        merged = rank in self.trees[parent].leaders
         message = decode_merged(payload) if merged else MergedList.of(rank, decode_requests(payload))
         if parent in self.leaders:
             self.leaders[parent].take(rank, message.parts, now)
