@@ -223,7 +223,7 @@ class Coordinator:
         if not everyone.joined:
             return []
         since = max(each.last_submission for each in self._sets.values())
-        missing = tuple(rank for rank in everyone.ranks if rank not in everyone.joined)
+        missing = tuple(iter_bits(everyone.live))
         return [Stalled(GLOBAL_SET, JOIN_NAME, since, tuple(sorted(everyone.joined)), missing)]
 
     def _table(self, set_id: int, seen: int) -> MessageTable | None:

@@ -35,7 +35,7 @@ Invariants between two events (:meth:`MessageTable.validate` checks them):
 5. ``_groups`` lists, by group, the tensors of the table with a request of that group; no list is empty.
 6. ``_group_ready`` is the part of ``_groups`` that every live rank has submitted; it is never a whole group.
 7. Each other tensor in the table lacks the request of a live rank.
-8. ``joined`` holds no rank twice, and never all ranks; ``_live`` holds the others.
+8. ``joined`` holds no rank twice, and never all ranks; ``live`` holds the others.
 9. Each failed call waits for some rank, and is found by each of its tensors and by its group.
 """
 
@@ -225,6 +225,8 @@ class MessageTable:
     ----------
     cache : SlotTable
         What each cache slot means.
+    members, live : int
+        Its members, and those that have not joined, as bit vectors.
     joined : list of int
         Ranks that have joined, in order.
     last_submission : float
@@ -242,7 +244,7 @@ class MessageTable:
     ) -> None:
         self.set_id = set_id
         self.ranks = ranks
-        self.members = self._live = bits_of(ranks)  # all members; those that have not joined
+        self.members = self.live = bits_of(ranks)
         self.version = version
         self.cache = SlotTable(capacity)
         self.sites = CallSites()
@@ -347,7 +349,7 @@ class MessageTable:
         A joined rank is in neither list, unless it submitted before. A delegated tensor counts from when its
         mark was first seen here.
         """
-        waiting = [(n, e.since, e.ranks, self._live & ~e.ranks) for n, e in self._entries.items()]
+        waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
         for slot in iter_bits(self._hits.anyone()):
             holders = self._hits.holders(slot)
             name, since = self.cache[slot].name, self._hits.since(slot, 0.0)
@@ -474,7 +476,7 @@ class MessageTable:
         entry.requests[request] = entry.requests.get(request, 0) | new
         if group := group_of(request):
             self._groups.setdefault(group, set()).add(request.name)
-        if not self._live & ~entry.ranks:
+        if not self.live & ~entry.ranks:
             if self._stragglers is not None:
                 self._stragglers.count(self.set_id, senders.last, entry.since, now)
             self._settle(request.name, entry)
@@ -483,7 +485,7 @@ class MessageTable:
 
     def _settle(self, name: str, entry: Entry) -> None:
         """Answer or fail a tensor if every rank that has not joined has submitted it."""
-        if self._live & ~entry.ranks:
+        if self.live & ~entry.ranks:
             return
         missing = self.members & ~entry.ranks
         if missing or len(entry.requests) > 1:
@@ -678,7 +680,11 @@ class MessageTable:
 
     def _respond_to(self, rank: int, request: Request, failed: FailedCall) -> None:
         error = failed.error_for(request.name)
-        self._responses.append(Response(request, self.set_id, error=error, only=(rank,)))
+        only: tuple[int, ...] = (rank,)
+        last = self._responses[-1] if self._responses else None
+        if last is not None and last.request is request and last.error is error and last.only[-1] < rank:
+            only = (*self._responses.pop().only, rank)  # one response for the ranks of one message
+        self._responses.append(Response(request, self.set_id, error=error, only=only))
 
     # -- join ----------------------------------------------------------------------------------------
 
@@ -687,14 +693,14 @@ class MessageTable:
         for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, now)
         self.joined += iter_bits(ranks)
-        self._live &= ~ranks
+        self.live &= ~ranks
         for name, entry in list(self._entries.items()):
             if self._entries.get(name) is entry:
                 self._settle(name, entry)
         if self._failed.by_key:
             self._failed.excuse(self.joined)
-        if not self._live:
-            last, self.joined, self._live = self.joined[-1], [], self.members
+        if not self.live:
+            last, self.joined, self.live = self.joined[-1], [], self.members
             self._responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))
 
     # -- for tests -----------------------------------------------------------------------------------
@@ -716,13 +722,13 @@ class MessageTable:
                 if group := group_of(request):
                     listed.setdefault(group, set()).add(name)
             is_ready = any(name in names for names in self._group_ready.values())
-            assert is_ready == (not self._live & ~entry.ranks), f"6, 7: {name}"
+            assert is_ready == (not self.live & ~entry.ranks), f"6, 7: {name}"
         assert self._groups == listed, "5"
         for group, ready in self._group_ready.items():
             assert 0 < len(ready) < group[1], f"6: {group}"
             assert ready <= listed[group], f"6: {group}"
         assert len({*self.joined}) == len(self.joined) < len(self.ranks), "8"
-        assert self._live == self.members & ~bits_of(self.joined), "8"
+        assert self.live == self.members & ~bits_of(self.joined), "8"
         for calls in self._failed.by_key.values():
             for failed in calls.values():
                 assert failed.is_open(), "9"

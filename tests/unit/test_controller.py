@@ -12,14 +12,16 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     MergedList,
+    Part,
     Request,
     RequestList,
     RequestType,
     ResponseList,
     TimelineOrder,
     bits_to_bytes,
+    pack_ranks,
 )
-from tests.unit.negotiation.simulation import Network, allreduce, grouped, tensor
+from tests.unit.negotiation.simulation import Network, allreduce, grouped, refusal, tensor
 
 EVERY_KIND = [
     allreduce("a"),
@@ -295,3 +297,22 @@ def test_what_a_message_submits_can_be_watched() -> None:
     again = worker.compose([(GLOBAL_SET, fresh)])
     assert again.bits
     assert coordinator.requests_of(again) == [(GLOBAL_SET, fresh)]
+
+
+def test_late_ranks_get_a_refusals_error_in_one_response() -> None:
+    coordinator = Coordinator(4, 8)
+    refused = RequestList(PROTOCOL_VERSION, 0, requests=[(0, refusal(allreduce("a")))])
+    coordinator.receive(MergedList.of(1, refused))
+    late = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b1101), 3, late)]))
+    answer = coordinator.respond()
+    assert answer is not None
+    assert [response.only for response in answer.responses] == [(0, 2, 3)]
+
+
+def test_a_merged_message_counts_its_last_rank_as_late() -> None:
+    coordinator = Coordinator(3, 8)
+    message = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
+    coordinator.receive(MergedList.of(0, message), 1.0)
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b110), 2, message)]), 3.0)
+    assert coordinator.stragglers.totals() == [(0, 0.0), (0, 0.0), (1, 2.0)]
