@@ -118,7 +118,7 @@ def make(size: int, merged: bool) -> Made:
     for message in composed:
         plain = encode(message)
         up: dict[int, bytes] = {}
-        times = [0.0]
+        times = []
         for rank in reversed(ranks):  # a leader's children have higher ranks
             tree, leader = trees[rank], leaders[rank]
             begun = time.process_time()
@@ -128,7 +128,7 @@ def make(size: int, merged: bool) -> Made:
             assert leader.due == 0.0, "all ranks below have submitted everything"
             up[rank] = encode(leader.flush())
             times.append(time.process_time() - begun)
-        made.leader.append(max(times))
+        made.leader += [max(times)] if times else []
         made.steps.append(Step(message, [(r, up.get(r, plain)) for r in root.children]))
     return made
 
@@ -188,7 +188,7 @@ def measure(ranks: int, options: Options) -> tuple[list[Outcome], list[str]]:  #
                 seconds, grown = _apart(play, size, merged, made.steps)
                 for step, each in zip(STEPS, seconds, strict=True):
                     samples.setdefault(step + suffix, []).append(each)
-                for step, each in zip(STEPS, made.leader, strict=merged):
+                for step, each in zip(STEPS, made.leader, strict=False):
                     samples.setdefault(step + AT_LEADER, []).append(each)
                 samples.setdefault("memory" + suffix, []).append(grown)
         figures = [
