@@ -118,7 +118,7 @@ def make(size: int, merged: bool) -> Made:
     for message in composed:
         plain = encode(message)
         up: dict[int, bytes] = {}
-        times = []
+        times: list[float] = []
         for rank in reversed(ranks):  # a leader's children have higher ranks
             tree, leader = trees[rank], leaders[rank]
             begun = time.process_time()
