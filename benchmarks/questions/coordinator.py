@@ -128,7 +128,7 @@ def make(size: int, merged: bool) -> Made:
             assert leader.due == 0.0, "all ranks below have submitted everything"
             up[rank] = encode(leader.flush())
             times.append(time.process_time() - begun)
-        made.leader += [max(times)] if times else []
+        made.leader.extend([max(times)] if times else [])
         made.steps.append(Step(message, [(r, up.get(r, plain)) for r in root.children]))
     return made
 
