@@ -443,7 +443,7 @@ class MessageTable:
         if request.type == RequestType.JOIN:
             # A refused join does not count; the rank can call it again.
             if not request.error:
-                self._join(senders.ranks, now)
+                self._join(senders, now)
             return
         self._spill(request, now)
         if not (request.error or self._failed.by_key or self._has_rivals(request)):
@@ -511,8 +511,8 @@ class MessageTable:
     def _answer(self, name: str) -> None:
         entry = self._entries[name]
         first = entry.first
-        missing = self.members & ~entry.ranks
-        joined = tuple(i for i, r in enumerate(self.ranks) if missing >> r & 1) if missing else ()
+        missing = set(iter_bits(self.members & ~entry.ranks))
+        joined = tuple(i for i, rank in enumerate(self.ranks) if rank in missing) if missing else ()
         dims: tuple[int, ...] = ()
         if first.type in (RequestType.ALLGATHER, RequestType.ALLTOALL):
             rows = {rank: request.shape[0] for rank, request in entry.by_rank()}
@@ -688,12 +688,12 @@ class MessageTable:
 
     # -- join ----------------------------------------------------------------------------------------
 
-    def _join(self, ranks: int, now: float) -> None:
+    def _join(self, senders: Senders, now: float) -> None:
         # Before the ranks count as joined: some of the hits may be their own.
         for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, now)
-        self.joined += iter_bits(ranks)
-        self.live &= ~ranks
+        self.joined += sorted(iter_bits(senders.ranks), key=lambda rank: rank == senders.last)
+        self.live &= ~senders.ranks
         for name, entry in list(self._entries.items()):
             if self._entries.get(name) is entry:
                 self._settle(name, entry)

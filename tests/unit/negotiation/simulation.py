@@ -163,7 +163,8 @@ class Network:
         """Let the coordinator take a message."""
         for part in message.parts:
             joins = [r for _, r in part.message.requests if r.type == RequestType.JOIN and not r.error]
-            self.join_order += iter_bits(unpack_ranks(part.ranks)) * len(joins)
+            ranks = sorted(iter_bits(unpack_ranks(part.ranks)), key=lambda rank: rank == part.last)
+            self.join_order += ranks * len(joins)
         self.received += 1
         self.coordinator.receive(message, now)
         self.validate()
