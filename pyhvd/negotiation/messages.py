@@ -443,10 +443,18 @@ def bytes_to_bits(data: bytes | bytearray) -> int:
     return int.from_bytes(data, "little")
 
 
+_FEW = 4
+
+
 def iter_bits(bits: int) -> list[int]:
     """Return the positions of the set bits, lowest first, in a time linear in their highest."""
-    text = f"{bits:b}"[::-1]
     positions = []
+    if bits.bit_count() < _FEW:
+        while bits:
+            positions.append(lowest_bit(bits))
+            bits &= bits - 1
+        return positions
+    text = f"{bits:b}"[::-1]
     at = text.find("1")
     while at >= 0:
         positions.append(at)

@@ -249,16 +249,16 @@ class SlotHolders:
 
     def hold(self, ranks: int, slots: int) -> None:
         """Add slots that each of these ranks submits."""
-        before, self.by_ranks = self.by_ranks, {}
+        before, after = self.by_ranks, dict[int, int]()
+        self.by_ranks = after
         for holders, held in before.items():
-            self._put(holders, held & ~slots)
-            self._put(holders | ranks, held & slots)
-            slots &= ~held
-        self._put(ranks, slots)
-
-    def _put(self, ranks: int, slots: int) -> None:
+            if kept := held & ~slots:
+                after[holders] = after.get(holders, 0) | kept
+            if joint := held & slots:
+                after[holders | ranks] = after.get(holders | ranks, 0) | joint
+                slots ^= joint
         if slots:
-            self.by_ranks[ranks] = self.by_ranks.get(ranks, 0) | slots
+            after[ranks] = after.get(ranks, 0) | slots
 
     def holders(self, slot: int) -> int:
         """Return the ranks that have submitted a slot."""
