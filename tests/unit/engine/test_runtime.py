@@ -10,9 +10,13 @@ from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
+    RelayedList,
     ResponseList,
+    decode_relayed,
     decode_responses,
     encode,
+    pack_ranks,
+    unpack_ranks,
 )
 from pyhvd.transport.inprocess import InProcessTransport, ThreadBell
 from pyhvd.transport.tree import Tree
@@ -30,10 +34,10 @@ class Parcel:
 
 
 class Carrier(InProcessTransport):
-    """The transport of rank 0 of three; records the messages."""
+    """The transport of a rank, by default rank 0 of three; records the messages."""
 
-    def __init__(self) -> None:
-        super().__init__(Tree.of(0, [0, 0, 0]), [deque() for _ in range(3)], ThreadBell(0, []))
+    def __init__(self, tree: Tree | None = None) -> None:
+        super().__init__(tree or Tree.of(0, [0, 0, 0]), [deque() for _ in range(3)], ThreadBell(0, []))
         self.sent: list[tuple[int, bytes, Parcel]] = []
 
     def send(self, destination: int, payload: bytes) -> Parcel:
@@ -104,3 +108,30 @@ def test_what_has_arrived_need_not_wait() -> None:
     queue.hear(bytearray(encode(a_list(2))))
     assert [queue.pop().seq, queue.pop().seq] == [1, 2]
     assert not carrier.sent
+
+
+HOSTS = [0, 0, 2, 2, 4, 4]
+
+
+def test_rank_0_sends_a_list_to_leaders_for_their_ranks() -> None:
+    carrier = Carrier(Tree.of(0, HOSTS))
+    ResponseQueue(carrier).publish(a_list(1), 0b101010)
+    sent = {rank: payload for rank, payload, _ in carrier.sent}
+    assert sent.pop(1) == encode(a_list(1))
+    relayed = {rank: decode_relayed(payload) for rank, payload in sent.items()}
+    assert {rank: unpack_ranks(each.ranks) for rank, each in relayed.items()} == {2: 0b001000, 4: 0b100000}
+    assert {decode_responses(each.payload).seq for each in relayed.values()} == {1}
+
+
+def test_a_leader_passes_a_list_on_before_it_runs_the_list() -> None:
+    carrier = Carrier(Tree.of(2, HOSTS))
+    queue = ResponseQueue(carrier)
+    for seq, ranks in ((1, 0b1000), (2, 0b1100), (3, 0b0100)):
+        queue.hear(encode(RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), encode(a_list(seq)))))
+    assert [(rank, decode_responses(payload).seq) for rank, payload, _ in carrier.sent] == [(3, 1), (3, 2)]
+    assert queue.first() is None
+    carrier.sent[1][2].out = True
+    assert queue.first() is None, "list 1 has not left"
+    carrier.sent[0][2].out = True
+    assert queue.first() == a_list(2)
+    assert not queue.has_ended()
