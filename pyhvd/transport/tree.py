@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAN_OUT = 16
-"""Most leaders below a leader."""
+"""Most leaders below a leader.
+
+With 8 the leaders on the longest path of 500 hosts would work 29 instead of 43 ms in the first step of 161
+tensors, and 0.5 instead of 0.8 ms in a cached one. But with 10 to 17 hosts a message would pass one leader
+more.
+"""
 
 
 @dataclass(frozen=True, slots=True)
