@@ -25,8 +25,9 @@ QUESTIONS = (
     "halves",
     "oversubscribed",
 )
-# Questions that run only by name: they need pyspark, and a minute to start a cluster.
-ON_DEMAND = ("spark",)
+# Questions that run only by name: spark needs pyspark, and a minute to start a cluster; coordinator has no
+# MPI in it, and takes minutes.
+ON_DEMAND = ("coordinator", "spark")
 # It has its own flags, and starts its jobs on simulated hosts.
 ACROSS_HOSTS = "hosts"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import FLOOR, OURS, Outcome
-from benchmarks.report import Report, show, show_bytes
+from benchmarks.report import Report, show
 
 _OURS, _PEERS, _FLOOR = (
     "#c2410c",
@@ -24,7 +24,8 @@ def plot(path: Path, report: Report, by_size: bool) -> None:
     panels = [(run, outcome) for run in report.runs for outcome in run.outcomes]
     if by_size and len(report.runs[0].outcomes) > 1:
         figure, axes = pyplot.subplots(figsize=(8, 5))
-        _lines(axes, report.runs[0].outcomes)
+        first = report.runs[0].outcomes[0]
+        _lines(axes, [each for each in report.runs[0].outcomes if each.unit == first.unit])
     else:
         tall = sum(0.32 * len(outcome.figures) + 0.9 for _, outcome in panels)
         heights = [len(outcome.figures) + 2 for _, outcome in panels]
@@ -111,7 +112,7 @@ def _lines(axes: Any, outcomes: list[Outcome]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     every = [outcome.nbytes for outcome in outcomes]
-    axes.set_xticks(every, [show_bytes(nbytes) for nbytes in every], rotation=45, fontsize=8)
+    axes.set_xticks(every, [outcome.label for outcome in outcomes], rotation=45, fontsize=8)
     axes.set_ylabel("seconds: median, and from the minimum to p99")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 from pyhvd.errors import InternalError
 from pyhvd.negotiation.delegation import ReadyTable
-from pyhvd.negotiation.message_table import MessageTable, StragglerStats
+from pyhvd.negotiation.message_table import MessageTable, Senders, StragglerStats
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
     JOIN_NAME,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
+    MergedList,
     Request,
     RequestList,
     RequestType,
@@ -33,6 +34,7 @@ from pyhvd.negotiation.messages import (
     bits_to_bytes,
     bytes_to_bits,
     iter_bits,
+    unpack_ranks,
 )
 from pyhvd.negotiation.response_cache import WorkerCache
 
@@ -46,6 +48,28 @@ class Stalled:
     since: float
     submitted: tuple[int, ...]
     missing: tuple[int, ...]
+
+
+class SeenLists:
+    """Which response lists the ranks have processed: at least up to a number, by rank.
+
+    Ranks with the same number are one bit vector.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._ranks = {0: (1 << size) - 1}
+
+    def note(self, ranks: int, seen: int) -> None:
+        """Note that each of these ranks has processed list ``seen``."""
+        for before in [number for number, there in self._ranks.items() if number < seen and there & ranks]:
+            there = self._ranks.pop(before)
+            self._ranks[seen] = self._ranks.get(seen, 0) | there & ranks
+            if left := there & ~ranks:
+                self._ranks[before] = left
+
+    def by_all(self, ranks: int) -> int:
+        """Return the number of the last list that each of these ranks has processed."""
+        return min(number for number, there in self._ranks.items() if there & ranks)
 
 
 class Coordinator:
@@ -74,7 +98,7 @@ class Coordinator:
         self._capacity = capacity
         self._ready_table = ready_table
         self._sequence = 0
-        self._seen = [0] * size
+        self._seen = SeenLists(size)
         self._changed = False  # something was received or ordered since respond() last had nothing to say
         self._ended = False
         self._stop: ErrorInfo | None = None
@@ -90,20 +114,24 @@ class Coordinator:
             set_id, ranks, self._capacity, version, self._ready_table, self.stragglers
         )
 
-    def receive(self, rank: int, message: RequestList, now: float = 0.0) -> None:
-        """Take one worker's message; ``now`` (s, of any clock) is for the time that tensors wait."""
+    def receive(self, message: MergedList, now: float = 0.0) -> None:
+        """Take a message of one or several ranks; ``now`` (s, of any clock) is for the time tensors wait."""
+        for part in message.parts:
+            self._receive(Senders(unpack_ranks(part.ranks), part.last), part.message, now)
+
+    def _receive(self, senders: Senders, message: RequestList, now: float) -> None:
         following = self._sequence + 1
-        self._seen[rank] = message.seen
+        self._seen.note(senders.ranks, message.seen)
         self._changed = True
         # Bits come first: within a message, a rank's full request for a tensor is newer than its bit.
         for set_id, data in message.bits.items():
             if table := self._table(set_id, message.seen):
-                table.submit_hits(rank, bytes_to_bits(data), message.seen, following, now)
+                table.submit_hits(senders, bytes_to_bits(data), message.seen, following, now)
         for index, (set_id, request) in enumerate(message.requests):
             if table := self._table(set_id, message.seen):
                 if message.sites:
-                    table.sites.note(request.name, rank, message.sites[index])
-                table.submit(rank, request, following, now)
+                    table.sites.note(request.name, senders.ranks, message.sites[index])
+                table.submit(senders, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
 
@@ -124,7 +152,7 @@ class Coordinator:
             if table := self._table(set_id, message.seen):
                 slots = iter_bits(bytes_to_bits(data))
                 meanings = [table.cache.meaning(slot, message.seen) for slot in slots]
-                submitted += [(set_id, meant.requests[0]) for meant in meanings if meant is not None]
+                submitted += [(set_id, meant.first) for meant in meanings if meant is not None]
         return submitted
 
     def respond(self) -> ResponseList | None:
@@ -142,7 +170,7 @@ class Coordinator:
             if table is None:
                 continue
             # Only members count: other ranks never send bits of this set, and may stay silent for ever.
-            table.cache.forget(min(self._seen[rank] for rank in table.ranks))
+            table.cache.forget(self._seen.by_all(table.members))
             if bits := table.take_hits():
                 cached[set_id] = bits_to_bytes(bits)
             for response in table.take_responses():
@@ -159,8 +187,8 @@ class Coordinator:
         order, self._timeline = self._timeline, None
         return ResponseList(PROTOCOL_VERSION, self._sequence, cached, responses, stop, tuning, order)
 
-    def audience(self, message: ResponseList) -> list[int]:
-        """Return the ranks that need a response list.
+    def audience(self, message: ResponseList) -> int:
+        """Return the ranks that need a response list, as a bit vector.
 
         Messages for a busy rank pile up in MPI, so it must not get the lists of sets that it is no member of.
         The meaning of a slot goes to all members of its set, so a rank that misses other sets' lists still
@@ -170,7 +198,10 @@ class Coordinator:
         for_all = message.stop is not None or message.tuning is not None or message.timeline is not None
         if for_all or not sets <= self._sets.keys():
             sets.add(GLOBAL_SET)
-        return sorted({rank for set_id in sets if set_id in self._sets for rank in self._sets[set_id].ranks})
+        ranks = 0
+        for set_id in sets & self._sets.keys():
+            ranks |= self._sets[set_id].members
+        return ranks
 
     def stalled(self, now: float = 0.0) -> list[Stalled]:
         """Return the tensors that wait for some rank, by set, oldest first; nothing after a stop.
@@ -192,7 +223,7 @@ class Coordinator:
         if not everyone.joined:
             return []
         since = max(each.last_submission for each in self._sets.values())
-        missing = tuple(rank for rank in everyone.ranks if rank not in everyone.joined)
+        missing = tuple(iter_bits(everyone.live))
         return [Stalled(GLOBAL_SET, JOIN_NAME, since, tuple(sorted(everyone.joined)), missing)]
 
     def _table(self, set_id: int, seen: int) -> MessageTable | None:

@@ -21,7 +21,7 @@ from pyhvd.controller import Worker
 from pyhvd.dtypes import lookup
 from pyhvd.engine.runtime import NoFastPath
 from pyhvd.errors import UnsupportedDtypeError
-from pyhvd.native.shared_memory import MAX_SLOTS, SETS, CachedCall, FastPath, ready_table_bytes
+from pyhvd.native.shared_memory import MAX_SLOTS, CachedCall, FastPath, ready_table_bytes
 from pyhvd.negotiation.messages import (
     HOST,
     Request,
@@ -193,9 +193,9 @@ class FastPathAdapter(NoFastPath):
         """Mark held calls as ready: a thread waits."""
         self._fast_path.flush()
 
-    def announce(self, number: int, ranks: Iterable[int]) -> bool:
+    def announce(self, number: int, ranks: int) -> bool:
         """Give a response list its place in the ready log; return False if the log is full."""
-        return self._fast_path.announce(number, ranks)
+        return self._fast_path.announce(number, iter_bits(ranks))
 
     def enter(self, number: int) -> bool:
         """Return whether it is a response list's turn; True holds the progress lock until :meth:`leave`."""

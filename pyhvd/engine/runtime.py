@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,21 +38,29 @@ from pyhvd.engine.watchdog import ProgressProbe, give_up_time, make_watch
 from pyhvd.errors import HorovodInternalError, ShutDownError
 from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
+from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
+    MergedList,
+    RelayedList,
     Request,
     RequestList,
     Response,
     ResponseList,
     TimelineOrder,
     Tuning,
+    decode_merged,
     decode_out_of_band,
+    decode_relayed,
     decode_requests,
     decode_responses,
     encode,
     is_out_of_band,
+    iter_bits,
+    pack_ranks,
+    unpack_ranks,
 )
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
@@ -102,8 +110,8 @@ class NoFastPath:
         """Return the requests to send."""
         return fresh
 
-    def announce(self, number: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
-        """Give a response list its place in the ready log; return False if the log is full.
+    def announce(self, number: int, ranks: int) -> bool:  # noqa: ARG002
+        """Give a list for these ranks its place in the ready log; return False if the log is full.
 
         Number 0 is no list: only recalls and delegations become known to other hosts.
         """
@@ -130,18 +138,18 @@ class NoFastPath:
 
 
 class ResponseQueue:
-    """The response lists that this rank has yet to run, in order, and on rank 0 their delivery.
+    """The response lists that this rank has yet to run, in order, and their delivery to the ranks below.
 
-    Only the runtime's thread uses it. Rank 0 runs a list only after this list and all earlier lists have left
-    for every rank. The reason: MPI does not progress a queued send while its sender waits outside MPI, as in
-    shared memory. Rank 0 would wait for its peers in shared memory, and they for their list, or for ranks
-    that wait for an earlier list. The wait is finite because rank 0 does not wait for later lists: the others
-    can run all earlier lists, and then receive this one.
+    Only the runtime's thread uses it. A rank runs a list only after this list and all earlier lists have left
+    for all ranks below it. The reason: MPI does not progress a queued send while its sender waits outside
+    MPI, as in shared memory. The rank would wait for its peers in shared memory, and they for their list, or
+    for ranks that wait for an earlier list. The wait is finite because no rank waits for later lists: the
+    others can run all earlier lists, and then receive this one and pass it on.
 
     Parameters
     ----------
     control : ControlTransport
-        Carries the lists from rank 0 to the others.
+        Carries the lists down the tree.
     """
 
     def __init__(self, control: ControlTransport) -> None:
@@ -150,17 +158,39 @@ class ResponseQueue:
         self._under_way: list[Sending] = []  # known sends, including those of lists for other ranks only
 
     def hear(self, payload: bytes | bytearray) -> None:
-        """Append an arrived list."""
-        self._lists.append((decode_responses(payload), [], 0.0))
+        """Append a list that has arrived from above, and pass it on."""
+        if not self._control.tree.children:
+            self._append(decode_responses(payload))
+            return
+        relayed = decode_relayed(payload)
+        audience = unpack_ranks(relayed.ranks)
+        self._pass_on(relayed.payload, audience)
+        if audience >> self._control.rank & 1:
+            self._append(decode_responses(relayed.payload))
 
-    def publish(self, responses: ResponseList, audience: Collection[int]) -> None:
-        """Send a list to the ranks that it concerns; on rank 0, which may be one of them."""
-        payload = encode(responses)
-        here = self._control.rank
-        earlier = [sending for sending in self._under_way if not sending.gone()]
-        self._under_way = earlier + [self._control.send(rank, payload) for rank in audience if rank != here]
-        if here in audience:
-            self._lists.append((responses, self._under_way, time.monotonic() + _LAST_LIST_SECONDS))
+    def publish(self, responses: ResponseList, audience: int) -> None:
+        """Send a list to the ranks that it concerns, a bit vector; on rank 0, which may be one of them."""
+        self._pass_on(encode(responses), audience)
+        if audience >> self._control.rank & 1:
+            self._append(responses)
+
+    def _pass_on(self, payload: bytes, audience: int) -> None:
+        tree, send = self._control.tree, self._control.send
+        self._under_way = [sending for sending in self._under_way if not sending.gone()]
+        for child, below in tree.children.items():
+            ranks = below & audience
+            if ranks and child in tree.leaders:
+                relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(ranks), payload)
+                self._under_way.append(send(child, encode(relayed)))
+            elif ranks:
+                self._under_way.append(send(child, payload))
+
+    def _append(self, responses: ResponseList) -> None:
+        self._lists.append((responses, list(self._under_way), time.monotonic() + _LAST_LIST_SECONDS))
+
+    def has_ended(self) -> bool:
+        """Return whether the last list has arrived."""
+        return bool(self._lists) and self._lists[-1][0].stop is not None
 
     def first(self) -> ResponseList | None:
         """Return the next list if this rank may run it now."""
@@ -250,6 +280,7 @@ class Runtime:
         self._coordinator = (
             Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
+        self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
         lateness = self._coordinator.stragglers if self._coordinator is not None else None
         self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, lateness)
         self._fast_path = NoFastPath()
@@ -410,10 +441,13 @@ class Runtime:
                 self._shutdown_barrier.hear(source)
             elif is_out_of_band(payload):
                 take_aside(decode_out_of_band(payload), source, self._where, self._hangs, self._control.send)
-            elif self._coordinator is not None:
-                self._receive(self._coordinator, source, decode_requests(payload))
-            else:
+            elif source == self._control.tree.parent:
                 self._lists.hear(payload)
+            else:
+                self._receive(source, self._decode(source, payload))
+        if self._leader is not None and self._leader.due is not None and time.monotonic() >= self._leader.due:
+            active = True
+            self._control.send(self._control.tree.parent, encode(self._leader.flush()))
         if self._coordinator is not None and self._outgoing is None:
             if self._tuner is not None:
                 self._look_at_samples(self._tuner, self._coordinator)
@@ -421,7 +455,7 @@ class Runtime:
                 self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
         if self._coordinator is not None and self._outgoing is None:
-            self._fast_path.announce(0, ())
+            self._fast_path.announce(0, 0)
         return self._publish() or active
 
     def _look_at_samples(self, tuner: Tuner, coordinator: Coordinator) -> None:
@@ -431,10 +465,30 @@ class Runtime:
             tuner.close()
             self._tuner = None
 
-    def _receive(self, coordinator: Coordinator, source: int, message: RequestList) -> None:
-        if self._hooks.active:
-            self._hooks.requested(source, coordinator.requests_of(message))
-        coordinator.receive(source, message, time.monotonic())
+    def _decode(self, source: int, payload: bytes | bytearray) -> MergedList:
+        """Read a message from below."""
+        if source in self._control.tree.leaders:
+            return decode_merged(payload)
+        return MergedList.of(source, decode_requests(payload))
+
+    def _receive(self, source: int, message: MergedList) -> None:
+        """Take a message from below, or this rank's own: merge it, or give it to the coordinator."""
+        if self._leader is not None:
+            self._leader.take(source, message.parts, time.monotonic())
+        elif self._coordinator is not None:
+            if self._hooks.active:
+                for part in message.parts:
+                    requests = self._coordinator.requests_of(part.message)
+                    for rank in iter_bits(unpack_ranks(part.ranks)):
+                        self._hooks.requested(rank, requests)
+            self._coordinator.receive(message, time.monotonic())
+
+    def _send_up(self, message: RequestList) -> None:
+        """Send this rank's own message towards the coordinator."""
+        if self._leader is None and self._coordinator is None:
+            self._control.send(self._control.tree.parent, encode(message))
+        else:
+            self._receive(self._control.rank, MergedList.of(self._control.rank, message))
 
     def _publish(self) -> bool:
         """Send the coordinator's response list, at its place in the ready log."""
@@ -503,10 +557,7 @@ class Runtime:
         message = self._worker.compose(fresh, stop, self._queue.site_of)
         if now := self.meter.sent(message):
             self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
-        if self._coordinator is not None:
-            self._receive(self._coordinator, 0, message)
-        else:
-            self._control.send(0, encode(message))
+        self._send_up(message)
         return True
 
     def _is_known(self, process_set: int, request: Request) -> bool:
@@ -524,7 +575,8 @@ class Runtime:
         look = self._inspect(now)
         retry = now + 1e-3 if self._outgoing is not None else None
         drain = self._executor.look(now)
-        times = [t for t in (due, look, retry, drain, self._lists.look_at()) if t is not None]
+        merged = self._leader.due if self._leader is not None else None
+        times = [t for t in (due, look, retry, drain, merged, self._lists.look_at()) if t is not None]
         until = min(times, default=math.inf)
         if until > now:
             self._control.wait(until - now if until < math.inf else None)
@@ -541,7 +593,7 @@ class Runtime:
             return self._hangs.due
         look, error = self._hangs.inspect(now)
         if error is not None:
-            self._coordinator.receive(0, self._worker.compose([], error), now)
+            self._coordinator.receive(MergedList.of(0, self._worker.compose([], error)), now)
         return look
 
     # -- for the watchdog -------------------------------------------------------------------------------
@@ -591,15 +643,26 @@ class Runtime:
         if first:
             _log.error("rank %d: %s", rank, error, exc_info=None if self._verdict is not None else exc)
         with contextlib.suppress(Exception):
+            self._send_up(RequestList(PROTOCOL_VERSION, 0, stop=info))
             if self._coordinator is not None:
-                self._coordinator.receive(0, RequestList(PROTOCOL_VERSION, 0, stop=info))
                 self._publish_end(self._coordinator)
             else:
-                self._control.send(0, encode(RequestList(PROTOCOL_VERSION, 0, stop=info)))
-                self._control.send(0, GOODBYE)
+                self._pass_on_end()
+                self._control.send(self._control.tree.parent, GOODBYE)
             self._control.drain(1.0)
         self._end(error)
         self._recorder.finish(None)
+
+    def _pass_on_end(self) -> None:
+        """Pass lists on to the ranks below until the last one, for a short time only."""
+        if self._leader is not None:
+            self._control.send(self._control.tree.parent, encode(self._leader.flush()))
+        until = time.monotonic() + 1.0
+        while self._leader is not None and not self._lists.has_ended() and time.monotonic() < until:
+            for source, payload in self._control.receive():
+                if payload and source == self._control.tree.parent and not is_out_of_band(payload):
+                    self._lists.hear(payload)
+            self._control.wait(0.01)
 
     def _publish_end(self, coordinator: Coordinator) -> None:
         """Send the lists that were held back, then the last one; each at its place in the ready log."""

@@ -1,6 +1,7 @@
 """The shutdown barrier: rank 0 hears from every rank before the ranks free their communicators.
 
-Owns the set of ranks that have said goodbye. A rank may do so before rank 0 itself ends.
+A rank says goodbye to the rank above it in the tree after all ranks below it have. Owns the set of ranks that
+have said goodbye. A rank may do so before the rank above it ends.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class ShutdownBarrier:
 
     def __init__(self, control: ControlTransport) -> None:
         self._control = control
-        self._left = set(range(1, control.size))
+        self._left = set(control.tree.children)
 
     def hear(self, rank: int) -> None:
-        """Note on rank 0 that a rank has said goodbye."""
+        """Note that a rank below this one has said goodbye."""
         self._left.discard(rank)
 
     def say(self) -> None:
@@ -38,10 +39,8 @@ class ShutdownBarrier:
         rank ends the whole job.
         """
         control = self._control
-        if control.rank:
-            control.send(0, GOODBYE)
         warn_at = time.monotonic() + _SECONDS
-        while not control.rank and self._left:
+        while self._left:
             self._left -= {source for source, payload in control.receive() if payload == GOODBYE}
             if time.monotonic() > warn_at:
                 busy = describe_ranks(sorted(self._left))
@@ -49,5 +48,7 @@ class ShutdownBarrier:
                 warn_at += _SECONDS
             if self._left:
                 control.wait(0.1)
+        if control.rank:
+            control.send(control.tree.parent, GOODBYE)
         while not control.drain(_SECONDS):
             _log.warning("shutting down: the last messages have not been taken yet")

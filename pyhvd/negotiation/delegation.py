@@ -70,7 +70,7 @@ class Delegation:
     def delegate(self, slot: int) -> None:
         """Delegate a slot if it holds an allreduce in host memory."""
         meant = self._cache[slot]
-        first = meant.requests[0]
+        first = meant.first
         on_host = first.type == RequestType.ALLREDUCE and first.device == HOST
         if on_host and slot < self._ready_table.slots:
             self._ready_table.delegate(self._set_id, slot, meant.version)

@@ -55,6 +55,7 @@ class FailedCall:
     names: set[str] = field(default_factory=set)
     singles: dict[int, set[str]] = field(default_factory=dict)
     number: int = 0
+    _errors: dict[str, ErrorInfo] = field(default_factory=dict, init=False)
 
     @classmethod
     def by(cls, rank: int, request: Request, error: ErrorInfo, others: Iterable[int]) -> FailedCall:
@@ -66,10 +67,16 @@ class FailedCall:
         return cls(error, waiting, name, names={name}, singles={rank: {name}})
 
     def error_for(self, name: str) -> ErrorInfo:
-        """Return the error for one tensor of the call; its text names the tensor that caused the failure."""
+        """Return the error for one tensor of the call; its text names the tensor that caused the failure.
+
+        Each name has one error object.
+        """
         if name == self.origin or not self.origin:
             return self.error
-        return replace(self.error, message=f"Its group failed with {self.origin!r}: {self.error.message}")
+        if name not in self._errors:
+            text = f"Its group failed with {self.origin!r}: {self.error.message}"
+            self._errors[name] = replace(self.error, message=text)
+        return self._errors[name]
 
     def count(self, rank: int, request: Request) -> None:
         """Count a request that was in the message table when the call failed; its rank gets the error."""

@@ -3,6 +3,9 @@
 Owns: the message table, pending cache hits, groups, joined ranks, who was last (:class:`StragglerStats`) and
 which line submitted what (:class:`CallSites`). Pure: no I/O, no clock, no threads. Ranks are global.
 
+Ranks that submit the same are one bit vector, named ``ranks``, and one step for all of them. Only failures,
+refusals and groups of several sizes are handled rank by rank.
+
 A tensor is in one of these states; the label of an arrow is the function that makes the transition:
 
       _hold_hits                _spill_slot                   _settle
@@ -28,18 +31,18 @@ Invariants between two events (:meth:`MessageTable.validate` checks them):
 1. A tensor with a pending hit is not in the table, and no call of its group's name is.
 2. No slot is both delegated and a pending hit, and no delegated tensor is in the table.
 3. While a rank has joined, there are no pending hits and nothing is delegated.
-4. Each entry has a request. A rank with a deferred request has a request in the same entry.
+4. Each entry has a request, and one request per rank. A rank with a deferred request has one of them.
 5. ``_groups`` lists, by group, the tensors of the table with a request of that group; no list is empty.
 6. ``_group_ready`` is the part of ``_groups`` that every live rank has submitted; it is never a whole group.
 7. Each other tensor in the table lacks the request of a live rank.
-8. ``joined`` holds no rank twice, and never all ranks.
+8. ``joined`` holds no rank twice, and never all ranks; ``live`` holds the others.
 9. Each failed call waits for some rank, and is found by each of its tensors and by its group.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -55,10 +58,12 @@ from pyhvd.negotiation.messages import (
     Request,
     RequestType,
     Response,
+    bits_of,
     iter_bits,
+    lowest_bit,
     verb,
 )
-from pyhvd.negotiation.response_cache import Group, PendingHits, SlotTable, group_of
+from pyhvd.negotiation.response_cache import Group, PendingHits, SlotHolders, SlotTable, group_of
 from pyhvd.negotiation.validation import check, sizes_differ
 
 _NEVER_CACHED = (
@@ -72,6 +77,29 @@ MAX_SITES = 4096
 """Tensors of a process set whose lines are kept; the oldest are dropped first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Senders:
+    """The ranks that submit the same, as a bit vector, and the one whose message came last."""
+
+    ranks: int
+    last: int
+
+    @classmethod
+    def of(cls, rank: int) -> Senders:
+        """Return one rank as the sender."""
+        return cls(1 << rank, rank)
+
+    @classmethod
+    def of_ranks(cls, ranks: int) -> Senders:
+        """Return ranks of which none is known to be last."""
+        return cls(ranks, lowest_bit(ranks))
+
+    def only(self, ranks: int) -> Senders:
+        """Return those of the senders that are in ``ranks``."""
+        ranks &= self.ranks
+        return Senders(ranks, self.last if ranks >> self.last & 1 else lowest_bit(ranks))
+
+
 @dataclass(slots=True)
 class Entry:
     """One tensor of the message table.
@@ -80,20 +108,33 @@ class Entry:
     ----------
     since : float
         When (s) a rank first submitted the tensor.
-    requests : dict of int to Request
-        By rank.
+    ranks : int
+        The ranks that have submitted the tensor.
+    requests : dict of Request to int
+        The ranks of each distinct request.
     deferred : list of (int, Request)
-        Further requests of ranks that are in ``requests``, oldest first.
+        Further requests of ranks in ``ranks``, oldest first.
     """
 
     since: float
-    requests: dict[int, Request] = field(default_factory=dict)
+    ranks: int = 0
+    requests: dict[Request, int] = field(default_factory=dict)
     deferred: list[tuple[int, Request]] = field(default_factory=list)
 
     @property
     def first(self) -> Request:
         """The request of the lowest rank."""
-        return self.requests[min(self.requests)]
+        return min(self.requests, key=lambda request: lowest_bit(self.requests[request]))
+
+    def request_of(self, rank: int) -> Request:
+        """Return the request of a rank that has one."""
+        return next(request for request, ranks in self.requests.items() if ranks >> rank & 1)
+
+    def by_rank(self) -> Iterator[tuple[int, Request]]:
+        """Yield each rank's request."""
+        for request, ranks in self.requests.items():
+            for rank in iter_bits(ranks):
+                yield rank, request
 
 
 class StragglerStats:
@@ -133,15 +174,18 @@ class CallSites:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[int, str]] = {}
+        self._lines: dict[str, dict[str, int]] = {}  # the ranks of each line, by tensor
 
-    def note(self, name: str, rank: int, site: str) -> None:
-        """Remember a line; an empty ``site`` is unknown."""
+    def note(self, name: str, ranks: int, site: str) -> None:
+        """Remember the line of some ranks; an empty ``site`` is unknown."""
         if not site:
             return
         if name not in self._lines and len(self._lines) >= MAX_SITES:
             del self._lines[next(iter(self._lines))]
-        self._lines.setdefault(name, {})[rank] = sys.intern(site)
+        before = self._lines.get(name, {})
+        lines = {line: others for line, known in before.items() if (others := known & ~ranks)}
+        lines[site] = lines.get(site, 0) | ranks
+        self._lines[name] = lines
 
     def forget(self, name: str) -> None:
         """Drop the lines of an answered tensor that is not cached."""
@@ -151,7 +195,8 @@ class CallSites:
         """Return a mismatch with the lines that submitted these tensors."""
         known: dict[int, str] = {}
         for name in names:
-            known.update(self._lines.get(name, {}))
+            for line, ranks in self._lines.get(name, {}).items():
+                known.update(dict.fromkeys(iter_bits(ranks), line))
         sites = {rank: known[rank] for rank in sorted(error.per_rank) if rank in known}
         if not sites:
             return error
@@ -180,6 +225,8 @@ class MessageTable:
     ----------
     cache : SlotTable
         What each cache slot means.
+    members, live : int
+        Its members, and those that have not joined, as bit vectors.
     joined : list of int
         Ranks that have joined, in order.
     last_submission : float
@@ -197,12 +244,13 @@ class MessageTable:
     ) -> None:
         self.set_id = set_id
         self.ranks = ranks
+        self.members = self.live = bits_of(ranks)
         self.version = version
         self.cache = SlotTable(capacity)
         self.sites = CallSites()
         self.joined: list[int] = []
         self.last_submission = 0.0
-        self._hits = PendingHits(ranks)
+        self._hits = PendingHits()
         self._entries: dict[str, Entry] = {}
         self._groups: dict[Group, set[str]] = {}
         self._group_ready: dict[Group, set[str]] = {}
@@ -215,17 +263,17 @@ class MessageTable:
         self._answered_slots = 0
         self._list_number = 0
 
-    # -- events: what a rank sends -------------------------------------------------------------------
+    # -- events: what ranks send ---------------------------------------------------------------------
 
-    def submit(self, rank: int, request: Request, list_number: int, now: float) -> None:
-        """Take one full request of a rank while the response list ``list_number`` is built."""
+    def submit(self, senders: Senders, request: Request, list_number: int, now: float) -> None:
+        """Take one full request of some ranks while the response list ``list_number`` is built."""
         self._list_number, self.last_submission = list_number, now
-        self._take(rank, request, now)
+        self._take(senders, request, now)
         if self._failed.by_key:
             self._failed.excuse(self.joined)
 
-    def submit_hits(self, rank: int, bits: int, seen: int, list_number: int, now: float) -> None:
-        """Take the cached tensors that a rank submits again; it has processed response list ``seen``."""
+    def submit_hits(self, senders: Senders, bits: int, seen: int, list_number: int, now: float) -> None:
+        """Take the cached tensors that ranks submit again; they have processed response list ``seen``."""
         self._list_number, self.last_submission = list_number, now
         rivals = self.cache.rivals(bits)
         self._recall(bits | rivals)
@@ -233,23 +281,24 @@ class MessageTable:
         clash = bool(rivals & self._hits.anyone())
         only_hits = not (clash or self._entries or self._failed.by_key or self.joined)
         if only_hits and seen >= self.cache.last_change:
-            self._hold_hits(rank, bits, now)
+            self._hold_hits(senders, bits, now)
             return
         for slot in iter_bits(bits):
             meant = self.cache.meaning(slot, seen)
-            assert meant is not None, f"rank {rank} sent slot {slot}, which was empty in list {seen}"
-            request = meant.requests[self.ranks.index(rank)]
-            current = self.cache.slot_of(request.name) == slot and self.cache[slot] is meant
-            if current and not clash and self._is_untouched(request):
-                self._hold_hits(rank, 1 << slot, now)
-            else:
-                self.submit(rank, request, list_number, now)
+            assert meant is not None, f"{senders} sent slot {slot}, which was empty in list {seen}"
+            current = self.cache.slot_of(meant.name) == slot and self.cache[slot] is meant
+            if current and not clash and self._is_untouched(meant.first):
+                self._hold_hits(senders, 1 << slot, now)
+                continue
+            for request, ranks in meant.requests.items():
+                if ranks & senders.ranks:
+                    self.submit(senders.only(ranks), request, list_number, now)
 
     # -- events: answers to the ranks -------------------------------------------------------------
 
     def take_hits(self) -> int:
         """Remove and return the slots that every rank has submitted; a group only as a whole."""
-        ready = self._hits.everyone()
+        ready = self._hits.held_by(self.members)
         if not ready:
             return 0
         for slot in iter_bits(ready):
@@ -279,7 +328,7 @@ class MessageTable:
             return
         self._recall(self.cache.rivals(answered & ~self._delegation.delegated))
         for slot in iter_bits(answered & ~self._delegation.delegated & ~self._hits.anyone()):
-            if self._is_untouched(self.cache[slot].requests[0]):
+            if self._is_untouched(self.cache[slot].first):
                 self._delegation.delegate(slot)
 
     def abort(self, error: ErrorInfo) -> list[Response]:
@@ -300,26 +349,25 @@ class MessageTable:
         A joined rank is in neither list, unless it submitted before. A delegated tensor counts from when its
         mark was first seen here.
         """
-        waiting = [
-            (name, entry.since, {r: r in entry.requests for r in self.ranks if self._counts(r, entry)})
-            for name, entry in self._entries.items()
-        ]
+        waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
         for slot in iter_bits(self._hits.anyone()):
-            has = {r: bool(self._hits.by_rank[r] >> slot & 1) for r in self.ranks}
-            waiting.append((self.cache[slot].name, self._hits.since(slot, 0.0), has))
+            holders = self._hits.holders(slot)
+            name, since = self.cache[slot].name, self._hits.since(slot, 0.0)
+            waiting.append((name, since, holders, self.members & ~holders))
         if self._delegation is not None:
-            marked = self._delegation.look(now)
-            for slot in {slot for bits in marked.values() for slot in iter_bits(bits)}:
-                has = {r: bool(marked.get(r, 0) >> slot & 1) for r in self.ranks}
-                waiting.append((self.cache[slot].name, self._delegation.since(slot, now), has))
-        listed = [
-            (name, since, tuple(r for r in has if has[r]), tuple(r for r in has if not has[r]))
-            for name, since, has in waiting
-        ]
-        return sorted((each for each in listed if each[3]), key=lambda each: each[1])
-
-    def _counts(self, rank: int, entry: Entry) -> bool:
-        return rank in entry.requests or rank not in self.joined
+            marks = SlotHolders()
+            for rank, slots in self._delegation.look(now).items():
+                marks.hold(1 << rank, slots)
+            for slot in iter_bits(marks.anyone()):
+                name, since, holders = (
+                    self.cache[slot].name,
+                    self._delegation.since(slot, now),
+                    marks.holders(slot),
+                )
+                waiting.append((name, since, holders, self.members & ~holders))
+        lists = functools.cache(lambda ranks: tuple(iter_bits(ranks)))  # many tensors wait for the same ranks
+        listed = [(name, since, lists(has), lists(lacks)) for name, since, has, lacks in waiting if lacks]
+        return sorted(listed, key=lambda each: each[1])
 
     def _is_untouched(self, request: Request) -> bool:
         """Return whether no join, no failure and no full request concerns a tensor."""
@@ -337,7 +385,8 @@ class MessageTable:
             return
         for rank, marked in self._delegation.recall(slots).items():
             for slot in iter_bits(marked):
-                self._hold_hits(rank, 1 << slot, self._delegation.since(slot, self.last_submission))
+                since = self._delegation.since(slot, self.last_submission)
+                self._hold_hits(Senders.of(rank), 1 << slot, since)
 
     def _recall_for(self, request: Request) -> None:
         if request.type == RequestType.JOIN:
@@ -361,11 +410,11 @@ class MessageTable:
 
     # -- IDLE -> PENDING HIT -> IN TABLE -------------------------------------------------------------
 
-    def _hold_hits(self, rank: int, bits: int, now: float) -> None:
-        self._hits.hold(rank, bits, now)
-        if self._stragglers is not None and (complete := self._hits.everyone(bits)):
+    def _hold_hits(self, senders: Senders, bits: int, now: float) -> None:
+        self._hits.hold_since(senders.ranks, bits, now)
+        if self._stragglers is not None and (complete := self._hits.held_by(self.members) & bits):
             since = min(self._hits.since(slot, now) for slot in iter_bits(complete))
-            self._stragglers.count(self.set_id, rank, since, now, complete.bit_count())
+            self._stragglers.count(self.set_id, senders.last, since, now, complete.bit_count())
 
     def _spill(self, request: Request, now: float) -> None:
         """Turn the hits of a tensor, and of its group, into requests: one rank submits it in full."""
@@ -383,19 +432,28 @@ class MessageTable:
         meant = self.cache[slot]
         since, holders = self._hits.since(slot, now), self._hits.holders(slot)
         self._hits.drop(1 << slot)
-        for rank in holders:
-            self._add(rank, meant.requests[self.ranks.index(rank)], since)
+        for request, ranks in meant.requests.items():
+            if ranks & holders:
+                self._add(Senders.of_ranks(ranks & holders), request, since)
 
     # -- IDLE -> IN TABLE ----------------------------------------------------------------------------
 
-    def _take(self, rank: int, request: Request, now: float) -> None:
+    def _take(self, senders: Senders, request: Request, now: float) -> None:
         self._recall_for(request)
         if request.type == RequestType.JOIN:
             # A refused join does not count; the rank can call it again.
             if not request.error:
-                self._join(rank, now)
+                self._join(senders, now)
             return
         self._spill(request, now)
+        if not (request.error or self._failed.by_key or self._has_rivals(request)):
+            self._add(senders, request, now)
+            return
+        for rank in iter_bits(senders.ranks):
+            self._take_alone(rank, request, now)
+
+    def _take_alone(self, rank: int, request: Request, now: float) -> None:
+        """Take one rank's request, which may fail, or belong to a failed call."""
         if self._answer_failed(rank, request):
             return
         if request.group and not request.error and self._check_group_size(rank, request, now):
@@ -404,37 +462,38 @@ class MessageTable:
         if request.error:
             self._take_refusal(rank, request)
         else:
-            self._add(rank, request, now)
+            self._add(Senders.of(rank), request, now)
 
-    def _add(self, rank: int, request: Request, now: float) -> None:
+    def _add(self, senders: Senders, request: Request, now: float) -> None:
         entry = self._entries.get(request.name)
         if entry is None:
             entry = self._entries[request.name] = Entry(now)
-        if rank in entry.requests:
-            entry.deferred.append((rank, request))
+        if again := senders.ranks & entry.ranks:
+            entry.deferred.append((again, request))
+        if not (new := senders.ranks & ~again):
             return
-        entry.requests[rank] = request
+        entry.ranks |= new
+        entry.requests[request] = entry.requests.get(request, 0) | new
         if group := group_of(request):
             self._groups.setdefault(group, set()).add(request.name)
-        if len(entry.requests) + len(self.joined) >= len(self.ranks):
+        if not self.live & ~entry.ranks:
             if self._stragglers is not None:
-                self._stragglers.count(self.set_id, rank, entry.since, now)
+                self._stragglers.count(self.set_id, senders.last, entry.since, now)
             self._settle(request.name, entry)
 
     # -- IN TABLE -> READY IN ITS GROUP -> IDLE ------------------------------------------------------
 
     def _settle(self, name: str, entry: Entry) -> None:
         """Answer or fail a tensor if every rank that has not joined has submitted it."""
-        missing = [rank for rank in self.ranks if rank not in entry.requests]
-        if not all(rank in self.joined for rank in missing):
+        if self.live & ~entry.ranks:
             return
-        first = entry.first
-        if missing or any(request != first for request in entry.requests.values()):
+        missing = self.members & ~entry.ranks
+        if missing or len(entry.requests) > 1:
             error = check(entry.requests, missing)
             if error is not None:
                 self._fail_with_group(name, FailedCall(self.sites.add_to(error, name), origin=name))
                 return
-        group = group_of(first)
+        group = group_of(entry.first)
         if group is None:
             self._answer(name)
             self._drop((name,))
@@ -452,23 +511,24 @@ class MessageTable:
     def _answer(self, name: str) -> None:
         entry = self._entries[name]
         first = entry.first
-        joined = tuple(i for i, r in enumerate(self.ranks) if r not in entry.requests)
+        missing = set(iter_bits(self.members & ~entry.ranks))
+        joined = tuple(i for i, rank in enumerate(self.ranks) if rank in missing) if missing else ()
         dims: tuple[int, ...] = ()
         if first.type in (RequestType.ALLGATHER, RequestType.ALLTOALL):
-            dims = tuple(entry.requests[r].shape[0] if r in entry.requests else 0 for r in self.ranks)
+            rows = {rank: request.shape[0] for rank, request in entry.by_rank()}
+            dims = tuple(rows.get(rank, 0) for rank in self.ranks)
         slot, version = -1, 0
         # An unnamed tensor's name never comes again.
         again = first.type not in _NEVER_CACHED and not name.startswith(f"{UNNAMED}.")
         if again and not joined and self.cache.capacity:
             self._make_room(name)
-            requests = tuple(entry.requests[r] for r in self.ranks)
-            slot = self.cache.assign(requests, self._hits.anyone(), self._list_number)
+            slot = self.cache.assign(entry.requests, self._hits.anyone(), self._list_number)
         if slot >= 0:
             self._answered_slots |= 1 << slot
             version = self.cache[slot].version
         else:
             self.sites.forget(name)
-        direct = slot >= 0 and all(request.window for request in entry.requests.values())
+        direct = slot >= 0 and all(request.window for request in entry.requests)
         self._responses.append(
             Response(first, self.set_id, slot, dims, joined, direct=direct, version=version)
         )
@@ -477,16 +537,16 @@ class MessageTable:
         """Take settled tensors out of the table, then take the requests that were deferred behind them."""
         gone = [self._entries.pop(name) for name in names]
         for entry in gone:
-            for request in entry.requests.values():
+            for request in entry.requests:
                 _discard(self._groups, group_of(request), request.name)
         for entry in gone:
-            for rank, request in entry.deferred:
-                self._take(rank, request, entry.since)
+            for ranks, request in entry.deferred:
+                self._take(Senders.of_ranks(ranks), request, entry.since)
 
     # -- IN TABLE, READY IN ITS GROUP -> FAILED ------------------------------------------------------
 
     def _fail(self, entry: Entry, error: ErrorInfo) -> None:
-        ranks = tuple(sorted(entry.requests))
+        ranks = tuple(iter_bits(entry.ranks))
         self._responses.append(Response(entry.first, self.set_id, error=error, only=ranks))
 
     def _fail_with_group(self, name: str, failed: FailedCall) -> None:
@@ -494,18 +554,28 @@ class MessageTable:
 
         The tensors that ranks have not submitted yet fail when they come.
         """
-        groups = {group for r in self._entries[name].requests.values() if (group := group_of(r))}
+        groups = {group for r in self._entries[name].requests if (group := group_of(r))}
         names = {name}.union(*(self._groups.get(group, ()) for group in groups))
         members = [n for n in self._entries if n in names]
         for member in members:
             entry = self._entries[member]
             self._fail(entry, failed.error_for(member))
-            for rank, request in entry.requests.items():
+            for rank, request in entry.by_rank():
                 failed.count(rank, request)
         for group in groups:
             self._group_ready.pop(group, None)
         self._failed.add(failed)
         self._drop(members)
+
+    def _has_rivals(self, request: Request) -> bool:
+        """Return whether a grouped call of the same name and another size is pending."""
+        group = group_of(request)
+        if group is None:
+            return False
+        rivals = self.cache.group_bits((group[0], 0)) & ~self.cache.group_bits(group)
+        return bool(rivals & self._hits.anyone()) or any(
+            name == group[0] and size != group[1] for name, size in self._groups
+        )
 
     def _check_group_size(self, rank: int, request: Request, now: float) -> bool:
         """Fail calls of one group name if ranks submit them with different sizes; return whether any failed.
@@ -518,7 +588,7 @@ class MessageTable:
                 self._spill_slot(slot, now)
         for group in [g for g in self._groups if g[0] == request.group and g[1] != request.group_size]:
             names = self._groups[group]
-            requests = [item for name in names for item in self._entries[name].requests.items()]
+            requests = [item for name in names for item in self._entries[name].by_rank()]
             sizes = {r: group[1] for r, each in requests if group_of(each) == group}
             if rank in sizes:
                 continue
@@ -534,9 +604,9 @@ class MessageTable:
         """Fail, on every rank, a tensor or a group that one rank has refused."""
         names = self._refused_names(request)
         entries = [entry for name, entry in self._entries.items() if name in names]
-        mine = [entry for entry in entries if rank in entry.requests]
+        mine = [entry for entry in entries if entry.ranks >> rank & 1]
         if mine:
-            mine[-1].deferred.append((rank, request))
+            mine[-1].deferred.append((1 << rank, request))
             return
         error = ErrorInfo(
             ErrorKind.RANK_FAILED,
@@ -574,77 +644,91 @@ class MessageTable:
 
     def _withdraw_group(self, rank: int, group: Group, failed: FailedCall) -> None:
         """Fail a rank's requests of a failed group, and other ranks' ungrouped requests for its tensors."""
-        pending = [(r, q) for entry in self._entries.values() for r, q in entry.requests.items()]
-        gone = [(r, q) for r, q in pending if r == rank and group_of(q) == group]
+        own = [entry.request_of(rank) for entry in self._entries.values() if entry.ranks >> rank & 1]
+        gone = [(rank, request) for request in own if group_of(request) == group]
         for _, request in gone:
             failed.answer(rank, request)
         # The names of the group's tensors are complete only now.
+        named = [entry for name, entry in self._entries.items() if name in failed.names]
+        pending = [each for entry in named for each in entry.by_rank()]
         gone += [(r, q) for r, q in pending if not q.group and failed.expects(r, q.name)]
         for other, request in gone:
             if not request.group:
                 failed.answer(other, request)
         self._failed.update(failed)
-        behind = [each for r, request in gone for each in self._withdraw(r, request, failed)]
+        behind = [(r, *each) for r, request in gone for each in self._withdraw(r, request, failed)]
         for other, request, since in behind:
-            self._take(other, request, since)
+            self._take(Senders.of(other), request, since)
 
-    def _withdraw(self, rank: int, request: Request, failed: FailedCall) -> list[tuple[int, Request, float]]:
+    def _withdraw(self, rank: int, request: Request, failed: FailedCall) -> list[tuple[Request, float]]:
         """Fail one rank's request in the table; return its deferred requests, each with the entry's time."""
         self._respond_to(rank, request, failed)
-        entry = self._entries[request.name]
-        del entry.requests[rank]
+        entry, bit = self._entries[request.name], 1 << rank
+        entry.ranks &= ~bit
+        entry.requests[request] &= ~bit
+        if not entry.requests[request]:
+            del entry.requests[request]
         if group := group_of(request):
             _discard(self._group_ready, group, request.name)
-            if all(group_of(each) != group for each in entry.requests.values()):
+            if all(group_of(each) != group for each in entry.requests):
                 _discard(self._groups, group, request.name)
         if not entry.requests:
             del self._entries[request.name]
-        behind = [each for each in entry.deferred if each[0] == rank]
-        entry.deferred = [each for each in entry.deferred if each[0] != rank]
-        return [(*each, entry.since) for each in behind]
+        behind = [(each, entry.since) for ranks, each in entry.deferred if ranks & bit]
+        entry.deferred = [(left, each) for ranks, each in entry.deferred if (left := ranks & ~bit)]
+        return behind
 
     def _respond_to(self, rank: int, request: Request, failed: FailedCall) -> None:
         error = failed.error_for(request.name)
-        self._responses.append(Response(request, self.set_id, error=error, only=(rank,)))
+        only: tuple[int, ...] = (rank,)
+        last = self._responses[-1] if self._responses else None
+        if last is not None and last.request is request and last.error is error and last.only[-1] < rank:
+            only = (*self._responses.pop().only, rank)  # one response for the ranks of one message
+        self._responses.append(Response(request, self.set_id, error=error, only=only))
 
     # -- join ----------------------------------------------------------------------------------------
 
-    def _join(self, rank: int, now: float) -> None:
-        # Before the rank counts as joined: some of the hits may be its own.
+    def _join(self, senders: Senders, now: float) -> None:
+        # Before the ranks count as joined: some of the hits may be their own.
         for slot in iter_bits(self._hits.anyone()):
             self._spill_slot(slot, now)
-        self.joined.append(rank)
+        self.joined += sorted(iter_bits(senders.ranks), key=lambda rank: rank == senders.last)
+        self.live &= ~senders.ranks
         for name, entry in list(self._entries.items()):
             if self._entries.get(name) is entry:
                 self._settle(name, entry)
-        self._failed.excuse(self.joined)
-        if len(self.joined) == len(self.ranks):
-            last, self.joined = self.joined[-1], []
+        if self._failed.by_key:
+            self._failed.excuse(self.joined)
+        if not self.live:
+            last, self.joined, self.live = self.joined[-1], [], self.members
             self._responses.append(Response(Request(RequestType.JOIN, JOIN_NAME), self.set_id, value=last))
 
     # -- for tests -----------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Raise AssertionError if an invariant of the module's docstring does not hold."""
-        hits, live = self._hits.anyone(), [rank for rank in self.ranks if rank not in self.joined]
+        hits = self._hits.anyone()
         delegated = self._delegation.delegated if self._delegation is not None else 0
         for slot in iter_bits(hits | delegated):
-            assert self._is_untouched(self.cache[slot].requests[0]), f"1, 2, 3: {self.cache[slot].name}"
+            assert self._is_untouched(self.cache[slot].first), f"1, 2, 3: {self.cache[slot].name}"
         assert not hits & delegated, "2"
         listed: dict[Group, set[str]] = {}
         for name, entry in self._entries.items():
-            assert entry.requests, f"4: {name} has no request"
-            assert {rank for rank, _ in entry.deferred} <= entry.requests.keys(), f"4: {name}"
-            for request in entry.requests.values():
+            assert entry.ranks, f"4: {name} has no request"
+            assert sorted(rank for rank, _ in entry.by_rank()) == iter_bits(entry.ranks), f"4: {name}"
+            assert all(ranks and not ranks & ~entry.ranks for ranks, _ in entry.deferred), f"4: {name}"
+            assert all(entry.requests.values()), f"4: {name}"
+            for request in entry.requests:
                 if group := group_of(request):
                     listed.setdefault(group, set()).add(name)
             is_ready = any(name in names for names in self._group_ready.values())
-            assert is_ready == all(rank in entry.requests for rank in live), f"6, 7: {name}"
+            assert is_ready == (not self.live & ~entry.ranks), f"6, 7: {name}"
         assert self._groups == listed, "5"
         for group, ready in self._group_ready.items():
             assert 0 < len(ready) < group[1], f"6: {group}"
             assert ready <= listed[group], f"6: {group}"
         assert len({*self.joined}) == len(self.joined) < len(self.ranks), "8"
+        assert self.live == self.members & ~bits_of(self.joined), "8"
         for calls in self._failed.by_key.values():
             for failed in calls.values():
                 assert failed.is_open(), "9"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import TypeVar
 
@@ -256,6 +257,43 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
     sites: list[str] = []
 
 
+PackedRanks = tuple[int, bytes]
+"""A bit vector of ranks: the number of zero bytes that come first, and the other bytes."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Part of a merged message: the same requests of several ranks.
+
+    Attributes
+    ----------
+    ranks : (int, bytes)
+        The ranks; see :func:`pack_ranks`.
+    last : int
+        The rank whose message came last.
+    message : RequestList
+        The requests of each of these ranks. A rank may have processed later lists than ``seen`` says.
+    """
+
+    ranks: PackedRanks
+    last: int
+    message: RequestList
+
+
+class MergedList(msgspec.Struct, frozen=True, array_like=True):
+    """A leader to the rank above it: everything new on the ranks below.
+
+    The parts of one rank are in the order in which the rank sent them.
+    """
+
+    version: int
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, rank: int, message: RequestList) -> MergedList:
+        """Return the message of one rank as a merged one."""
+        return cls(PROTOCOL_VERSION, [Part(pack_ranks(1 << rank), rank, message)])
+
+
 class Tuning(msgspec.Struct, frozen=True, array_like=True):
     """The knobs that may change while a job runs; a point in autotuning's search.
 
@@ -295,6 +333,22 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     timeline: TimelineOrder | None = None
 
 
+class RelayedList(msgspec.Struct, frozen=True, array_like=True):
+    """A response list for a leader, and for some of the ranks below it.
+
+    Attributes
+    ----------
+    ranks : (int, bytes)
+        Who gets the list; see :func:`pack_ranks`.
+    payload : bytes
+        The encoded :class:`ResponseList`.
+    """
+
+    version: int
+    ranks: PackedRanks
+    payload: bytes
+
+
 class StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Rank 0 to a rank that others wait for: send the stacks of your threads, under this number."""
 
@@ -316,15 +370,17 @@ OutOfBand = StackRequest | StackReport
 # MessagePack never uses this byte, so the lists need no mark of their own.
 _OUT_OF_BAND = 0xC1
 
-M = TypeVar("M", StackRequest | StackReport, RequestList, ResponseList)
+M = TypeVar("M", StackRequest | StackReport, RequestList, MergedList, ResponseList, RelayedList)
 
 _encoder = msgspec.msgpack.Encoder()
 _out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)
 _request_decoder = msgspec.msgpack.Decoder(RequestList)
+_merged_decoder = msgspec.msgpack.Decoder(MergedList)
+_relayed_decoder = msgspec.msgpack.Decoder(RelayedList)
 _response_decoder = msgspec.msgpack.Decoder(ResponseList)
 
 
-def encode(message: RequestList | ResponseList) -> bytes:
+def encode(message: RequestList | MergedList | ResponseList | RelayedList) -> bytes:
     """Return the wire form of a list of requests or responses."""
     return _encoder.encode(message)
 
@@ -347,6 +403,16 @@ def decode_out_of_band(data: bytes | bytearray) -> OutOfBand:
 def decode_requests(data: bytes | bytearray | memoryview) -> RequestList:
     """Read a worker's message; raise InternalError if it is none of this protocol version."""
     return _decode(_request_decoder, data, "request list")
+
+
+def decode_merged(data: bytes | bytearray | memoryview) -> MergedList:
+    """Read a leader's message; raise InternalError if it is none of this protocol version."""
+    return _decode(_merged_decoder, data, "merged request list")
+
+
+def decode_relayed(data: bytes | bytearray | memoryview) -> RelayedList:
+    """Read a list for a leader; raise InternalError if it is none of this protocol version."""
+    return _decode(_relayed_decoder, data, "relayed response list")
 
 
 def decode_responses(data: bytes | bytearray | memoryview) -> ResponseList:
@@ -372,16 +438,53 @@ def bits_to_bytes(bits: int) -> bytes:
     return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
 
 
-def bytes_to_bits(data: bytes) -> int:
+def bytes_to_bits(data: bytes | bytearray) -> int:
     """Return little-endian bytes as a bit vector."""
     return int.from_bytes(data, "little")
 
 
+_FEW = 4
+
+
 def iter_bits(bits: int) -> list[int]:
-    """Return the positions of the set bits, lowest first."""
+    """Return the positions of the set bits, lowest first, in a time linear in their highest."""
     positions = []
-    while bits:
-        low = bits & -bits
-        positions.append(low.bit_length() - 1)
-        bits ^= low
+    if bits.bit_count() < _FEW:
+        while bits:
+            positions.append(lowest_bit(bits))
+            bits &= bits - 1
+        return positions
+    text = f"{bits:b}"[::-1]
+    at = text.find("1")
+    while at >= 0:
+        positions.append(at)
+        at = text.find("1", at + 1)
     return positions
+
+
+def bits_of(positions: Iterable[int]) -> int:
+    """Return the bit vector with these bits set, in a time linear in their number and in their highest."""
+    data = bytearray()
+    for position in positions:
+        place = position >> 3
+        if place >= len(data):
+            data.extend(bytes(place + 1 - len(data)))
+        data[place] |= 1 << (position & 7)
+    return bytes_to_bits(data)
+
+
+def lowest_bit(bits: int) -> int:
+    """Return the position of the lowest set bit."""
+    return (bits & -bits).bit_length() - 1
+
+
+def pack_ranks(ranks: int) -> PackedRanks:
+    """Return the wire form of a bit vector of ranks, which must not be empty."""
+    zeros = lowest_bit(ranks) // 8
+    return zeros, bits_to_bytes(ranks >> 8 * zeros)
+
+
+def unpack_ranks(packed: PackedRanks) -> int:
+    """Return a bit vector of ranks from its wire form."""
+    zeros, data = packed
+    return bytes_to_bits(data) << 8 * zeros

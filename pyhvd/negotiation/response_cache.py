@@ -13,7 +13,7 @@ has processed the list that changed it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pyhvd.negotiation.messages import Request, Response, iter_bits
@@ -29,7 +29,7 @@ def group_of(request: Request) -> Group | None:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The meaning of a slot: each set rank's request, and the response list that assigned it.
+    """The meaning of a slot: the ranks of each distinct request, and the response list that assigned it.
 
     Invariant: ``version`` stands for the whole meaning. It changes whenever any rank's request does, and the
     response carries it, because ranks cannot see each other's requests. A rank that has processed the last
@@ -38,8 +38,13 @@ class Slot:
 
     name: str
     group: Group | None
-    requests: tuple[Request, ...]
+    requests: Mapping[Request, int]
     version: int
+
+    @property
+    def first(self) -> Request:
+        """One of the requests; their shapes may differ."""
+        return next(iter(self.requests))
 
 
 class SlotTable:
@@ -100,13 +105,13 @@ class SlotTable:
         for slot in slots:
             self._recency.move_to_end(slot)
 
-    def assign(self, requests: tuple[Request, ...], busy: int, list_number: int) -> int:
+    def assign(self, requests: Mapping[Request, int], busy: int, list_number: int) -> int:
         """Choose the slot in which every rank will remember a tensor.
 
         Parameters
         ----------
-        requests : tuple of Request
-            Each set rank's request.
+        requests : mapping of Request to int
+            The ranks of each distinct request, as a bit vector; every set rank has one request.
         busy : int
             Bit vector of slots that must keep their meaning: some rank has submitted them.
         list_number : int
@@ -117,7 +122,8 @@ class SlotTable:
         int
             The slot; -1 if all slots are busy.
         """
-        name = requests[0].name
+        first = next(iter(requests))
+        name = first.name
         slot = self._by_name.get(name, -1)
         if slot < 0:
             slot = self._free_slot(busy)
@@ -127,7 +133,7 @@ class SlotTable:
         if old is None or old.requests != requests:
             if old is not None:
                 self._retire(slot, old, list_number)
-            self._slots[slot] = new = Slot(name, group_of(requests[0]), requests, list_number)
+            self._slots[slot] = new = Slot(name, group_of(first), requests, list_number)
             self._by_name[name] = slot
             if new.group is not None:
                 self._by_group[new.group] = self._by_group.get(new.group, 0) | 1 << slot
@@ -213,51 +219,75 @@ class WorkerCache:
         return [self._slots[slot][0] for slot in iter_bits(bits)]
 
 
-class PendingHits:
-    """The cache bits that ranks of one process set have sent, and that are not answered.
+class SlotHolders:
+    """Which ranks have submitted which slots.
 
-    Parameters
+    Slots with the same ranks are one bit vector, so most calls cost the same for any number of slots.
+
+    Attributes
     ----------
-    ranks : iterable of int
-        The set's members.
+    by_ranks : dict of int to int
+        By bit vector of ranks, the slots that exactly these ranks have submitted. No slot is in two of them.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.by_rank = dict.fromkeys(ranks, 0)
-        self._since: dict[int, float] = {}
+    def __init__(self) -> None:
+        self.by_ranks: dict[int, int] = {}
 
     def anyone(self) -> int:
         """Return the slots that some rank has submitted, as a bit vector."""
         slots = 0
-        for bits in self.by_rank.values():
-            slots |= bits
+        for held in self.by_ranks.values():
+            slots |= held
         return slots
 
-    def everyone(self, slots: int = -1) -> int:
-        """Return the slots among these that every rank has submitted."""
-        for bits in self.by_rank.values():
-            slots &= bits
-            if not slots:
-                return 0
+    def held_by(self, ranks: int) -> int:
+        """Return the slots that each of these ranks has submitted."""
+        slots = 0
+        for holders, held in self.by_ranks.items():
+            slots |= 0 if ranks & ~holders else held
         return slots
 
-    def hold(self, rank: int, bits: int, now: float) -> None:
-        """Add slots that a rank submits."""
-        for slot in iter_bits(bits & ~self.anyone()):
+    def hold(self, ranks: int, slots: int) -> None:
+        """Add slots that each of these ranks submits."""
+        before, after = self.by_ranks, dict[int, int]()
+        self.by_ranks = after
+        for holders, held in before.items():
+            if kept := held & ~slots:
+                after[holders] = after.get(holders, 0) | kept
+            if joint := held & slots:
+                after[holders | ranks] = after.get(holders | ranks, 0) | joint
+                slots ^= joint
+        if slots:
+            after[ranks] = after.get(ranks, 0) | slots
+
+    def holders(self, slot: int) -> int:
+        """Return the ranks that have submitted a slot."""
+        return next((ranks for ranks, slots in self.by_ranks.items() if slots >> slot & 1), 0)
+
+    def drop(self, slots: int) -> None:
+        """Forget slots."""
+        self.by_ranks = {ranks: left for ranks, held in self.by_ranks.items() if (left := held & ~slots)}
+
+
+class PendingHits(SlotHolders):
+    """The cache bits that ranks of one process set have sent, and that are not answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: dict[int, float] = {}
+
+    def hold_since(self, ranks: int, slots: int, now: float) -> None:
+        """Add slots that each of these ranks submits now."""
+        for slot in iter_bits(slots & ~self.anyone()):
             self._since[slot] = now
-        self.by_rank[rank] |= bits
+        self.hold(ranks, slots)
 
     def since(self, slot: int, otherwise: float) -> float:
         """Return when (s) a rank first submitted a slot."""
         return self._since.get(slot, otherwise)
 
-    def holders(self, slot: int) -> list[int]:
-        """Return the ranks that have submitted a slot."""
-        return [rank for rank, bits in self.by_rank.items() if bits >> slot & 1]
-
-    def drop(self, bits: int) -> None:
+    def drop(self, slots: int) -> None:
         """Forget slots."""
-        for rank in self.by_rank:
-            self.by_rank[rank] &= ~bits
-        for slot in iter_bits(bits):
+        super().drop(slots)
+        for slot in iter_bits(slots):
             self._since.pop(slot, None)

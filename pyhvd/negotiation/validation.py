@@ -7,12 +7,12 @@ Horovod does not send them. Only the first difference is reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyhvd.common.text import describe_ranks, describe_values
 from pyhvd.dtypes import BY_CODE, ReduceOp
-from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, verb
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, iter_bits, verb
 
 _SAME_SHAPE = frozenset(
     (RequestType.ALLREDUCE, RequestType.ADASUM, RequestType.BROADCAST, RequestType.REDUCESCATTER)
@@ -57,22 +57,22 @@ _LAST: tuple[Check, ...] = (
 )
 
 
-def check(requests: Mapping[int, Request], joined: Sequence[int]) -> ErrorInfo | None:
+def check(requests: Mapping[Request, int], joined: int) -> ErrorInfo | None:
     """Compare the ranks' requests under one name.
 
     Parameters
     ----------
-    requests : mapping of int to Request
-        By global rank; not empty.
-    joined : sequence of int
-        Global ranks that have joined and submit nothing.
+    requests : mapping of Request to int
+        The global ranks of each distinct request, as a bit vector; not empty.
+    joined : int
+        Bit vector of the global ranks that have joined and submit nothing.
 
     Returns
     -------
     ErrorInfo or None
         The first difference, with every rank's value, or None.
     """
-    first = next(iter(requests.values()))
+    first = next(iter(requests))
     kind = RequestType(first.type)
     shapes = (_SHAPES,) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING) if kind in _ROWS_DIFFER else ()
     for what in (*_FIRST, *shapes, *_SCALES):
@@ -94,14 +94,13 @@ def sizes_differ(request: Request, sizes: Mapping[int, int]) -> ErrorInfo:
     )
 
 
-def _differs(requests: Mapping[int, Request], what: Check) -> ErrorInfo | None:
+def _differs(requests: Mapping[Request, int], what: Check) -> ErrorInfo | None:
     label, key, show = what
-    values = {rank: key(request) for rank, request in requests.items()}
-    first = next(iter(values.values()))
-    if all(value == first for value in values.values()):
+    request = next(iter(requests))
+    first = key(request)
+    if all(key(each) == first for each in requests):
         return None
-    request = next(iter(requests.values()))
-    per_rank = {rank: show(r) for rank, r in requests.items()}
+    per_rank = {rank: show(each) for each, ranks in requests.items() for rank in iter_bits(ranks)}
     subject = "tensor" if label == "operations" else verb(request.type)
     return ErrorInfo(
         ErrorKind.MISMATCH,
@@ -111,16 +110,17 @@ def _differs(requests: Mapping[int, Request], what: Check) -> ErrorInfo | None:
     )
 
 
-def _check_joined(first: Request, kind: RequestType, joined: Sequence[int]) -> ErrorInfo | None:
+def _check_joined(first: Request, kind: RequestType, joined: int) -> ErrorInfo | None:
     if kind in _NEEDS_ALL:
         reason = "needs every rank"
-    elif kind is RequestType.BROADCAST and first.root in joined:
+    elif kind is RequestType.BROADCAST and joined >> first.root & 1:
         reason = f"has its root on rank {first.root}"
     else:
         return None
+    gone = iter_bits(joined)
     return ErrorInfo(
         ErrorKind.MISMATCH,
-        f"{verb(first.type)} {first.name!r} {reason}, but {describe_ranks(joined)} already called join()."
+        f"{verb(first.type)} {first.name!r} {reason}, but {describe_ranks(gone)} already called join()."
         " Call it before the first rank joins or after join() has returned.",
-        per_rank=dict.fromkeys(joined, "joined"),
+        per_rank=dict.fromkeys(gone, "joined"),
     )

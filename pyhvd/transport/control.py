@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from pyhvd.transport.tree import Tree
+
 Message = tuple[int, bytes | bytearray]
 
 
@@ -28,6 +30,7 @@ class ControlTransport(Protocol):
 
     rank: int
     size: int
+    tree: Tree
 
     def send(self, destination: int, payload: bytes) -> Sending:
         """Start sending a message to another rank; do not block."""

@@ -26,6 +26,7 @@ from pyhvd.transport.arena import Arena
 from pyhvd.transport.control import Bell, Message, Sending
 from pyhvd.transport.fabric import Aborted, Fabric
 from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
+from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
 
 
@@ -257,8 +258,9 @@ class InProcessTransport:
     numbered by rank.
     """
 
-    def __init__(self, rank: int, boxes: Sequence[deque[Message]], bell: Bell) -> None:
-        self.rank = rank
+    def __init__(self, tree: Tree, boxes: Sequence[deque[Message]], bell: Bell) -> None:
+        self.tree = tree
+        self.rank = tree.rank
         self.size = len(boxes)
         self._boxes = boxes
         self._bell = bell
@@ -324,10 +326,12 @@ class ThreadWorlds:
                 group = ThreadGroup(self.size, self.timeout, self._hosts)
                 self._worlds.append((group, [deque() for _ in ranks], [threading.Event() for _ in ranks]))
             group, boxes, rung = self._worlds[number]
+        topology = Topology.of(rank, self._hosts)
+        tree = Tree.of(rank, topology.hosts)
         return World(
-            topology=Topology.of(rank, self._hosts),
+            topology=topology,
             fabric=ThreadFabric(group, rank),
-            connect=lambda bell: InProcessTransport(rank, boxes, bell or ThreadBell(rank, rung)),
+            connect=lambda bell: InProcessTransport(tree, boxes, bell or ThreadBell(rank, rung)),
             members=_no_communicators,
             abort=group.interrupt,
             threads=True,

@@ -7,7 +7,7 @@ Each case runs over every fabric: on ranks that are threads (:func:`on_threads`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,11 @@ def each(cases: Iterable[Case], *sizes: int, count: str = "size") -> pytest.Mark
     return pytest.mark.parametrize(("case", count), chosen, ids=ids)
 
 
-def on_threads(case: Callable[[], Any], size: int, **knobs: Any) -> list[Any]:
-    """Run a case on ranks that are threads; return the ranks' results."""
-    return run_ranks(size, case, timeout=SECONDS, knobs=knobs or None)
+def on_threads(
+    case: Callable[[], Any], size: int, hosts: Sequence[int] | None = None, **knobs: Any
+) -> list[Any]:
+    """Run a case on ranks that are threads, of several hosts if given; return the ranks' results."""
+    return run_ranks(size, case, timeout=SECONDS, knobs=knobs or None, hosts=hosts)
 
 
 def run(case: Case) -> None:

@@ -9,6 +9,7 @@ import time
 from mpi4py import MPI
 
 from pyhvd.transport.mpi.control import MpiTransport
+from pyhvd.transport.tree import Tree
 from tests.mpi.harness import on_ranks
 
 
@@ -35,7 +36,7 @@ def test_who_receives_does_not_wait_for_who_is_elsewhere() -> None:
     world = MPI.COMM_WORLD
     rank = world.Get_rank()
     flag = world.bcast(os.path.join(tempfile.mkdtemp(), "flag") if rank == 0 else None)
-    transport = MpiTransport(world.Dup(), Silent(), [None, None])
+    transport = MpiTransport(world.Dup(), Silent(), [None, None], Tree.of(rank, [0, 0]))
     payloads = [bytes([k]) * size for k, size in enumerate([10, 30_000, 100_000, 3_000_000, 20] * 20)]
     world.Barrier()
     if rank == 1:
@@ -74,7 +75,7 @@ def test_who_finds_that_a_message_has_gone_rings() -> None:
     """gone() rings again when a long message has gone: at the first ring it was not readable yet."""
     world = MPI.COMM_WORLD
     bell = Counted()
-    transport = MpiTransport(world.Dup(), bell, [0, 1])
+    transport = MpiTransport(world.Dup(), bell, [0, 1], Tree.of(world.Get_rank(), [0, 0]))
     world.Barrier()
     if world.Get_rank() == 0:
         sending = transport.send(1, bytes(3_000_000))

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from dataclasses import astuple
+from functools import partial
+from threading import Event
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
 from pyhvd.engine.context import current
+from pyhvd.engine.runtime import NoFastPath
+from pyhvd.negotiation.messages import Request
 from pyhvd.testing import run_ranks
+from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology
-from tests.conformance.cases import SECONDS
+from tests.conformance import disagreements, joining, refusals, sets
+from tests.conformance.cases import SECONDS, Case, Cases, each, on_threads, outcome
+from tests.conformance.endings import ENDINGS
+from tests.ranks.test_aborts import check_error
 
 
 @pytest.mark.parametrize(
@@ -65,3 +75,72 @@ def test_sets_of_several_hosts_have_links() -> None:
 def test_each_rank_needs_a_host() -> None:
     with pytest.raises(ValueError, match="hosts has 2 numbers, but needs one for each of 3 ranks"):
         run_ranks(3, lambda: None, hosts=[0, 1])
+
+
+LAYOUTS = ([0, 0, 1, 1], [0, 1, 1, 2])
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return each rank's host; each leader has one leader below it, so the tree is deep."""
+    monkeypatch.setattr(Tree, "of", partial(Tree.of, fan_out=1))
+    layout: list[int] = request.param
+    return layout
+
+
+@each(Cases([*disagreements.CASES, *refusals.CASES, *joining.CASES, *sets.DYNAMIC]), 4)
+def test_messages_through_leaders(case: Case, size: int, hosts: list[int]) -> None:
+    on_threads(case, size, hosts, dynamic_process_sets=True)
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ending(name: str, hosts: list[int]) -> None:
+    def rank() -> None:
+        ENDINGS[name](int(threading.current_thread().name.removeprefix("rank-")), 4)
+
+    run_ranks(4, rank, timeout=SECONDS, init=False, hosts=hosts)
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_a_ranks_failure_is_heard_on_every_host(
+    bad: int, hosts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine of a rank breaks, which may be a leader: the ranks that wait below it get the last list."""
+
+    def breaks(_: NoFastPath, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        if any(request.name == "break" for _, request in fresh):
+            raise MemoryError("no room")
+        return fresh
+
+    monkeypatch.setattr(NoFastPath, "before_sending", breaks)
+
+    def rank() -> None:
+        hvd.barrier()
+        check_error(
+            outcome(lambda: hvd.allreduce(np.ones(1), name="break" if hvd.rank() == bad else "x")), victim=bad
+        )
+
+    run_ranks(4, rank, timeout=SECONDS, hosts=hosts)
+
+
+def test_a_late_rank_of_another_host_is_reported(hosts: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    over = Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "not submitted by rank 3, submitted by ranks 0-2" in record.getMessage():
+                over.set()
+
+    def rank() -> None:
+        hvd.barrier()
+        if hvd.rank() == 3:
+            assert over.wait(20)
+        assert hvd.allreduce(np.ones(4), name="x", op=hvd.Sum).tolist() == [4] * 4
+
+    handler = Heard()
+    logging.getLogger("pyhvd").addHandler(handler)
+    try:
+        run_ranks(4, rank, timeout=SECONDS, knobs={"stall_check_time_seconds": 0.3}, hosts=hosts)
+    finally:
+        logging.getLogger("pyhvd").removeHandler(handler)
+    assert any("has not submitted 'x': it is at" in record.getMessage() for record in caplog.records)

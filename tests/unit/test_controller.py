@@ -11,14 +11,17 @@ from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
+    MergedList,
+    Part,
     Request,
     RequestList,
     RequestType,
     ResponseList,
     TimelineOrder,
     bits_to_bytes,
+    pack_ranks,
 )
-from tests.unit.negotiation.simulation import Network, allreduce, grouped, tensor
+from tests.unit.negotiation.simulation import Network, allreduce, grouped, refusal, tensor
 
 EVERY_KIND = [
     allreduce("a"),
@@ -183,9 +186,11 @@ def test_shutdown_travels_to_everybody_once() -> None:
     coordinator = Coordinator(2, 8)
     workers = [Worker(0, 2), Worker(1, 2)]
     why = ErrorInfo(ErrorKind.SHUT_DOWN, "rank 1 called shutdown()", 1)
-    coordinator.receive(0, workers[0].compose([(0, allreduce("a"))]))
-    coordinator.receive(1, workers[1].compose([], why))
-    coordinator.receive(0, workers[0].compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "rank 0 did too", 0)))
+    coordinator.receive(MergedList.of(0, workers[0].compose([(0, allreduce("a"))])))
+    coordinator.receive(MergedList.of(1, workers[1].compose([], why)))
+    coordinator.receive(
+        MergedList.of(0, workers[0].compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "rank 0 did too", 0)))
+    )
     answer = coordinator.respond()
     assert answer is not None
     assert answer.stop == why, "the first reason counts"
@@ -199,7 +204,9 @@ def test_work_that_is_ready_runs_before_a_shutdown() -> None:
     for rank in (0, 1):
         network.send(rank)
         network.deliver_up(rank)
-    network.coordinator.receive(0, network.ranks[0].worker.compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "x")))
+    network.coordinator.receive(
+        MergedList.of(0, network.ranks[0].worker.compose([], ErrorInfo(ErrorKind.SHUT_DOWN, "x")))
+    )
     answer = network.coordinator.respond()
     assert answer is not None
     assert [r.request.name for r in answer.responses] == ["a"]
@@ -219,21 +226,23 @@ def test_lists_go_to_the_ranks_that_they_concern() -> None:
     coordinator = Coordinator(4, 8, [(1, 2), (2, 3)])
     ask = Request(RequestType.ALLREDUCE, "x", 7, (1,), 1)
     for rank in (1, 2):
-        coordinator.receive(rank, RequestList(PROTOCOL_VERSION, 0, requests=[(1, ask)]))
+        coordinator.receive(MergedList.of(rank, RequestList(PROTOCOL_VERSION, 0, requests=[(1, ask)])))
     first = coordinator.respond()
     assert first is not None
-    assert coordinator.audience(first) == [1, 2]
-    coordinator.receive(3, RequestList(PROTOCOL_VERSION, 0, stop=ErrorInfo(ErrorKind.SHUT_DOWN, "enough", 3)))
+    assert coordinator.audience(first) == 0b0110
+    coordinator.receive(
+        MergedList.of(3, RequestList(PROTOCOL_VERSION, 0, stop=ErrorInfo(ErrorKind.SHUT_DOWN, "enough", 3)))
+    )
     last = coordinator.respond()
     assert last is not None
-    assert coordinator.audience(last) == [0, 1, 2, 3]
+    assert coordinator.audience(last) == 0b1111
 
 
 def test_bits_behind_a_refusal_in_one_message_travel_in_full() -> None:
     worker = Worker(0, 1)
     coordinator = Coordinator(1, 8)
     for requests in ([allreduce("a")], [allreduce("a"), allreduce("b")]):
-        coordinator.receive(0, worker.compose([(0, r) for r in requests]))
+        coordinator.receive(MergedList.of(0, worker.compose([(0, r) for r in requests])))
         answer = coordinator.respond()
         assert answer is not None
         worker.process(answer)
@@ -254,7 +263,9 @@ def test_nothing_follows_a_stop() -> None:
     network = Network(2)
     for rank in range(2):
         stop = ErrorInfo(ErrorKind.SHUT_DOWN, f"rank {rank} called shutdown()", rank)
-        network.coordinator.receive(rank, network.ranks[rank].worker.compose([(0, allreduce("x"))], stop))
+        network.coordinator.receive(
+            MergedList.of(rank, network.ranks[rank].worker.compose([(0, allreduce("x"))], stop))
+        )
         answer = network.coordinator.respond()
         if rank == 0:
             assert answer is not None
@@ -270,7 +281,7 @@ def test_an_order_for_the_timeline_goes_to_every_rank() -> None:
     answer = coordinator.respond()
     assert answer is not None
     assert answer.timeline == order
-    assert coordinator.audience(answer) == [0, 1, 2]
+    assert coordinator.audience(answer) == 0b111
     assert coordinator.respond() is None
 
 
@@ -279,10 +290,29 @@ def test_what_a_message_submits_can_be_watched() -> None:
     fresh = allreduce("w")
     message = worker.compose([(GLOBAL_SET, fresh), (GLOBAL_SET, Request(0, "refused", error="no"))])
     assert coordinator.requests_of(message) == [(GLOBAL_SET, fresh)]
-    coordinator.receive(0, worker.compose([(GLOBAL_SET, fresh)]))
+    coordinator.receive(MergedList.of(0, worker.compose([(GLOBAL_SET, fresh)])))
     answer = coordinator.respond()
     assert answer is not None
     worker.process(answer)
     again = worker.compose([(GLOBAL_SET, fresh)])
     assert again.bits
     assert coordinator.requests_of(again) == [(GLOBAL_SET, fresh)]
+
+
+def test_late_ranks_get_a_refusals_error_in_one_response() -> None:
+    coordinator = Coordinator(4, 8)
+    refused = RequestList(PROTOCOL_VERSION, 0, requests=[(0, refusal(allreduce("a")))])
+    coordinator.receive(MergedList.of(1, refused))
+    late = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b1101), 3, late)]))
+    answer = coordinator.respond()
+    assert answer is not None
+    assert [response.only for response in answer.responses] == [(0, 2, 3)]
+
+
+def test_a_merged_message_counts_its_last_rank_as_late() -> None:
+    coordinator = Coordinator(3, 8)
+    message = RequestList(PROTOCOL_VERSION, 0, requests=[(0, allreduce("a"))])
+    coordinator.receive(MergedList.of(0, message), 1.0)
+    coordinator.receive(MergedList(PROTOCOL_VERSION, [Part(pack_ranks(0b110), 2, message)]), 3.0)
+    assert coordinator.stragglers.totals() == [(0, 0.0), (0, 0.0), (1, 2.0)]

@@ -15,6 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 from pyhvd.transport.control import Bell, Message
+from pyhvd.transport.tree import Tree
 
 
 class _Sending:
@@ -50,6 +51,8 @@ class MpiTransport:
         This rank's bell; owned.
     bells : sequence
         By rank, the address of each bell; None if this rank cannot reach it.
+    tree : Tree
+        This rank's place in the tree of messages.
     """
 
     _YIELDS = 10
@@ -58,15 +61,15 @@ class MpiTransport:
     _LONGEST_SLEEP = 0.25
     _RUNG_FOR = 20e-3
 
-    def __init__(self, comm: MPI.Intracomm, bell: Bell, bells: Sequence[Any]) -> None:
+    def __init__(self, comm: MPI.Intracomm, bell: Bell, bells: Sequence[Any], tree: Tree) -> None:
+        self.tree = tree
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._comm = comm
         self._bell = bell
         self._bells = bells
-        # Rank 0 receives from all ranks, the others from rank 0 only.
-        senders = range(self.size) if self.rank == 0 else (0,)
-        self._rung_by_all = all(bells[r] is not None for r in senders)
+        # An out-of-band message of another rank may come without a ring, so it may come late.
+        self._rung_by_all = all(bells[r] is not None for r in tree.neighbours)
         self._sending: list[_Sending] = []
         # By source, in the order of sending.
         self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}

@@ -15,6 +15,7 @@ from pyhvd.transport.control import Bell, ControlTransport
 from pyhvd.transport.doorbell import Doorbell, host_id
 from pyhvd.transport.mpi.control import MpiTransport
 from pyhvd.transport.mpi.fabric import MpiFabric, open_mpi_arena, open_mpi_window
+from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology, World
 
 
@@ -34,15 +35,17 @@ def mpi_world(comm: object, owned: bool = False) -> World:
             " thread calls MPI: initialise it as mpi4py does, with mpi4py.rc.thread_level = 'multiple'"
         )
     base = comm if owned else comm.Dup()
+    topology = _mpi_topology(base)
+    tree = Tree.of(topology.rank, topology.hosts)
 
     def connect(given: Bell | None) -> ControlTransport:
         if given is not None:
-            return MpiTransport(base.Dup(), given, range(base.Get_size()))
+            return MpiTransport(base.Dup(), given, range(base.Get_size()), tree)
         bell = Doorbell()
         mine = host_id()
         peers = base.allgather((mine, bell.address))
         bells = [address if host == mine else None for host, address in peers]
-        return MpiTransport(base.Dup(), bell, bells)
+        return MpiTransport(base.Dup(), bell, bells, tree)
 
     def members(other: object) -> tuple[int, ...]:
         assert isinstance(other, MPI.Comm)
@@ -51,7 +54,7 @@ def mpi_world(comm: object, owned: bool = False) -> World:
         return tuple(sorted(ranks))
 
     return World(
-        topology=_mpi_topology(base),
+        topology=topology,
         fabric=MpiFabric(base),
         connect=connect,
         members=members,

@@ -23,6 +23,7 @@ from pyhvd.negotiation.messages import (
     Response,
     ResponseList,
     encode,
+    iter_bits,
 )
 from pyhvd.observe.metrics import Meter
 from pyhvd.queue import TensorEntry
@@ -55,7 +56,7 @@ class FakeReadyTable:
         self.used: dict[int, int] = {}
         self.log: list[Decision] = []
 
-    def serves(self, set_id: int, ranks: Iterable[int]) -> bool:  # noqa: ARG002
+    def serves(self, set_id: int, ranks: Iterable[int]) -> bool:
         return set_id < 3
 
     def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
@@ -315,7 +316,7 @@ class FastPathNetwork(Network):
         self.validate()
         if message is not None:
             self.answered.append(message)
-            audience = tuple(self.coordinator.audience(message))
+            audience = tuple(iter_bits(self.coordinator.audience(message)))
             self.ready_table.log.append(Decision(audience, number=message.seq))
             for rank in audience:
                 self.down[rank].append(encode(message))

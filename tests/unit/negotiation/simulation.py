@@ -8,7 +8,7 @@ rank gets a response that it cannot carry out, or if the caches of two ranks dif
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,17 +16,23 @@ from typing import Any
 from pyhvd.controller import Coordinator, Worker
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.negotiation.fusion import plan
+from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.messages import (
     GLOBAL_SET,
+    MergedList,
     Request,
     RequestList,
     RequestType,
     Response,
     ResponseList,
+    decode_merged,
     decode_requests,
     decode_responses,
     encode,
+    iter_bits,
+    unpack_ranks,
 )
+from pyhvd.transport.tree import Tree
 
 Key = tuple[int, str]
 Ranks = tuple[int, ...]
@@ -66,6 +72,14 @@ def refusal(request: Request, text: str = "ValueError: no") -> Request:
         group_size=request.group_size,
         error=text,
     )
+
+
+def by_request(requests: Sequence[Request] | Mapping[int, Request]) -> dict[Request, int]:
+    """Return the ranks of each distinct request, as bit vectors; ``requests`` has each rank's."""
+    found: dict[Request, int] = {}
+    for rank, request in requests.items() if isinstance(requests, Mapping) else enumerate(requests):
+        found[request] = found.get(request, 0) | 1 << rank
+    return found
 
 
 @dataclass
@@ -143,11 +157,16 @@ class Network:
 
     def deliver_up(self, rank: int, now: float = 0.0) -> None:
         """Deliver a rank's oldest message to the coordinator."""
-        message = decode_requests(self.up[rank].popleft())
-        joins = [r for _, r in message.requests if r.type == RequestType.JOIN and not r.error]
-        self.join_order += [rank] * len(joins)
+        self.arrive(MergedList.of(rank, decode_requests(self.up[rank].popleft())), now)
+
+    def arrive(self, message: MergedList, now: float = 0.0) -> None:
+        """Let the coordinator take a message."""
+        for part in message.parts:
+            joins = [r for _, r in part.message.requests if r.type == RequestType.JOIN and not r.error]
+            ranks = sorted(iter_bits(unpack_ranks(part.ranks)), key=lambda rank: rank == part.last)
+            self.join_order += ranks * len(joins)
         self.received += 1
-        self.coordinator.receive(rank, message, now)
+        self.coordinator.receive(message, now)
         self.validate()
 
     def respond(self) -> ResponseList | None:
@@ -156,7 +175,7 @@ class Network:
         self.validate()
         if message is not None:
             self.answered.append(message)
-            for rank in self.coordinator.audience(message):
+            for rank in iter_bits(self.coordinator.audience(message)):
                 self.down[rank].append(encode(message))
         return message
 
@@ -257,10 +276,13 @@ class Network:
     def check_slots(self) -> None:
         """Check that the coordinator's slots equal the ranks' slots when no message is under way."""
         for set_id, table in self.coordinator._sets.items():
-            for place, rank in enumerate(table.ranks):
+            for rank in table.ranks:
                 own = {s: q for s, (_, q) in self.ranks[rank].worker._caches[set_id]._slots.items()}
                 slots = table.cache._slots.items()
-                assert own == {number: slot.requests[place] for number, slot in slots}
+                meant = {
+                    number: [q for q, ranks in s.requests.items() if ranks >> rank & 1] for number, s in slots
+                }
+                assert {number: [request] for number, request in own.items()} == meant
 
     def check_same_order(self) -> None:
         """Check that any two ranks carried out the same responses, in the same batches and the same order."""
@@ -279,16 +301,16 @@ class Network:
         for each in self.coordinator._sets.values():
             left = (each._entries, each._failed.by_key, each._groups, each._group_ready, each._hits._since)
             assert not any((*left, each.joined, each._responses, each._hits.anyone())), f"set {each.set_id}"
-            each.cache.forget(min(self.coordinator._seen[rank] for rank in each.ranks))
+            each.cache.forget(self.coordinator._seen.by_all(each.members))
 
     def check_nothing_retired(self) -> None:
         """Check that no slot's history is kept once every rank has sent a message after the last change."""
         self.everywhere([Request(RequestType.BARRIER, "last words")])
         self.everywhere([Request(RequestType.BARRIER, "last words")])
-        for set_id, ranks in self.ranks[0].worker.sets.items():
-            cache = self.coordinator._sets[set_id].cache
-            cache.forget(min(self.coordinator._seen[rank] for rank in ranks))
-            assert not cache._retired
+        for set_id in self.ranks[0].worker.sets:
+            table = self.coordinator._sets[set_id]
+            table.cache.forget(self.coordinator._seen.by_all(table.members))
+            assert not table.cache._retired
 
     def check_all(self) -> None:
         """Check everything that must hold at the end of a program."""
@@ -296,3 +318,53 @@ class Network:
         self.check_slots()
         self.check_same_order()
         self.check_nothing_retired()
+
+
+class TreeNetwork(Network):
+    """A network of several hosts, whose leaders merge messages; ``hosts`` has each rank's leader.
+
+    A leader may send at any time, as if its patience were over.
+    """
+
+    def __init__(
+        self, size: int, capacity: int, sets: Sequence[Ranks], hosts: Sequence[int], fan_out: int
+    ) -> None:
+        super().__init__(size, capacity, sets)
+        self.trees = [Tree.of(rank, hosts, fan_out) for rank in range(size)]
+        self.leaders = {
+            tree.rank: Leader(tree.branch, self.ranks[tree.rank].worker.sets)
+            for tree in self.trees
+            if tree.merges
+        }
+
+    def send(self, rank: int) -> RequestList:
+        """Send a rank's new requests as one message; a leader merges its own."""
+        message = super().send(rank)
+        if rank in self.leaders:
+            self.leaders[rank].take(
+                rank, MergedList.of(rank, decode_requests(self.up[rank].pop())).parts, 0.0
+            )
+        return message
+
+    def deliver_up(self, rank: int, now: float = 0.0) -> None:
+        """Deliver a rank's oldest message to the rank above it."""
+        parent = self.trees[rank].parent
+        if parent < 0:
+            super().deliver_up(rank, now)
+            return
+        payload = self.up[rank].popleft()
+        merged = rank in self.trees[parent].leaders
+        message = decode_merged(payload) if merged else MergedList.of(rank, decode_requests(payload))
+        if parent in self.leaders:
+            self.leaders[parent].take(rank, message.parts, now)
+        else:
+            self.arrive(message, now)
+
+    def flush(self, leader: int) -> None:
+        """Let a leader send what it has merged."""
+        self.up[leader].append(encode(self.leaders[leader].flush()))
+
+    def moves(self) -> list[Callable[[], object]]:
+        """Return the steps that are possible next, the simplest first."""
+        due = [rank for rank, leader in self.leaders.items() if leader.due is not None]
+        return [*super().moves(), *(partial(self.flush, rank) for rank in due)]

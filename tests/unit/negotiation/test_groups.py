@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyhvd.negotiation.message_table import MessageTable
+from pyhvd.negotiation.message_table import MessageTable, Senders
 from pyhvd.negotiation.messages import ErrorKind, Request
 from tests.unit.negotiation.simulation import Done, Network, allreduce, grouped
 
@@ -200,13 +200,13 @@ def test_bits_of_half_a_group_are_not_ready() -> None:
     table = MessageTable(0, (0, 1), 8)
     for request in grouped("g", [(1,), (2,)]):
         for rank in (0, 1):
-            table.submit(rank, request, 1, 0.0)
+            table.submit(Senders.of(rank), request, 1, 0.0)
     assert [r.slot for r in table.take_responses()] == [0, 1]
     for rank in (0, 1):
-        table.submit_hits(rank, 0b01, 1, 2, 0.0)
+        table.submit_hits(Senders.of(rank), 0b01, 1, 2, 0.0)
     assert table.take_hits() == 0
     for rank in (0, 1):
-        table.submit_hits(rank, 0b10, 1, 2, 0.0)
+        table.submit_hits(Senders.of(rank), 0b10, 1, 2, 0.0)
     assert table.take_hits() == 0b11
 
 
@@ -230,10 +230,10 @@ def test_a_tensor_that_is_ready_waits_for_the_rest_of_its_group() -> None:
     table = MessageTable(0, (0, 1), 8)
     first, second = grouped("g", [(1,), (2,)])
     for rank, request in ((0, first), (1, first), (0, second)):
-        table.submit(rank, request, 1, 0.0)
+        table.submit(Senders.of(rank), request, 1, 0.0)
         table.validate()
         assert table.take_responses() == []
-    table.submit(1, second, 1, 0.0)
+    table.submit(Senders.of(1), second, 1, 0.0)
     assert [r.request.name for r in table.take_responses()] == ["g_1of2", "g_2of2"]
     table.validate()
 

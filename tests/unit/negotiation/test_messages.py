@@ -13,6 +13,9 @@ from pyhvd.errors import InternalError
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
+    MergedList,
+    Part,
+    RelayedList,
     Request,
     RequestList,
     Response,
@@ -20,14 +23,20 @@ from pyhvd.negotiation.messages import (
     StackReport,
     StackRequest,
     Tuning,
+    bits_of,
     bits_to_bytes,
     bytes_to_bits,
+    decode_merged,
     decode_out_of_band,
+    decode_relayed,
     decode_requests,
     decode_responses,
     encode,
     encode_out_of_band,
     is_out_of_band,
+    iter_bits,
+    pack_ranks,
+    unpack_ranks,
 )
 
 small = st.integers(-1, 2**40)
@@ -117,6 +126,25 @@ def test_response_lists_come_back(message: ResponseList) -> None:
     assert decode_responses(encode(message)) == message
 
 
+some_ranks = st.sets(st.integers(0, 9999), min_size=1, max_size=20)
+
+
+@given(said=st.lists(st.tuples(some_ranks, small, request_lists), max_size=3))
+def test_merged_lists_come_back(said: list[tuple[set[int], int, RequestList]]) -> None:
+    parts = [Part(pack_ranks(bits_of(ranks)), last, message) for ranks, last, message in said]
+    merged = MergedList(PROTOCOL_VERSION, parts)
+    assert decode_merged(bytearray(encode(merged))) == merged
+    assert [set(iter_bits(unpack_ranks(part.ranks))) for part in parts] == [ranks for ranks, _, _ in said]
+
+
+@given(ranks=some_ranks, message=response_lists)
+def test_relayed_lists_come_back(ranks: set[int], message: ResponseList) -> None:
+    relayed = RelayedList(PROTOCOL_VERSION, pack_ranks(bits_of(ranks)), encode(message))
+    found = decode_relayed(bytearray(encode(relayed)))
+    assert found == relayed
+    assert decode_responses(found.payload) == message
+
+
 stack_reports = st.builds(
     StackReport,
     version=st.just(PROTOCOL_VERSION),
@@ -162,7 +190,7 @@ def test_a_step_out_of_the_cache_is_small() -> None:
 
 @given(data=st.binary(max_size=40))
 def test_noise_is_no_message(data: bytes) -> None:
-    for decode in (decode_requests, decode_responses):
+    for decode in (decode_requests, decode_merged, decode_responses, decode_relayed):
         with pytest.raises(InternalError):
             decode(data)
     with pytest.raises(InternalError):
@@ -170,7 +198,13 @@ def test_noise_is_no_message(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode", "what"), [(decode_requests, "request list"), (decode_responses, "response list")]
+    ("decode", "what"),
+    [
+        (decode_requests, "request list"),
+        (decode_merged, "merged request list"),
+        (decode_responses, "response list"),
+        (decode_relayed, "relayed response list"),
+    ],
 )
 def test_a_message_that_was_cut_says_its_length(decode: Callable[[bytes], object], what: str) -> None:
     data = encode(RequestList(PROTOCOL_VERSION, 0, {}, [(0, Request(0, "x"))]))[:-1]
@@ -178,9 +212,17 @@ def test_a_message_that_was_cut_says_its_length(decode: Callable[[bytes], object
         decode(data)
 
 
-@pytest.mark.parametrize("decode", [decode_requests, decode_responses])
-def test_another_protocol_version_is_named(decode: Callable[[bytes], object]) -> None:
-    data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, 0])
+@pytest.mark.parametrize(
+    ("decode", "rest"),
+    [
+        (decode_requests, [0]),
+        (decode_merged, [[]]),
+        (decode_responses, [0]),
+        (decode_relayed, [(0, b""), b""]),
+    ],
+)
+def test_another_protocol_version_is_named(decode: Callable[[bytes], object], rest: list[object]) -> None:
+    data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, *rest])
     text = f"another rank uses protocol version {PROTOCOL_VERSION + 1}, this rank {PROTOCOL_VERSION}: install"
     with pytest.raises(InternalError, match=text):
         decode(data)

@@ -19,7 +19,7 @@ from pyhvd.dtypes import Code
 from pyhvd.negotiation.messages import ErrorKind, Request, RequestType
 from tests.thinning import examples
 from tests.unit.native.fast_path_simulation import FastPathNetwork
-from tests.unit.negotiation.simulation import Done, Network, Ranks, allreduce, tensor
+from tests.unit.negotiation.simulation import Done, Network, Ranks, TreeNetwork, allreduce, tensor
 
 pytestmark = pytest.mark.timeout(600)  # long searches: 3,000 programs each
 
@@ -173,7 +173,7 @@ class Program:
         capacity: int,
         sets: Sequence[frozenset[int]],
         steps: list[Step],
-        network: type[Network] = Network,
+        network: Callable[[int, int, list[Ranks]], Network] = Network,
     ) -> None:
         world = tuple(range(size))
         static = [ranks for s in sets if (ranks := _within(s, size)) != world]
@@ -439,6 +439,41 @@ def test_program_ends_the_same_with_a_fast_path(
     size: int, capacity: int, sets: list[frozenset[int]], steps: list[Step], choices: list[int]
 ) -> None:
     program = Program(size, capacity, sets, steps, FastPathNetwork)
+    program.run(choices)
+    program.check()
+    program.network.check_all()
+
+
+HOSTS = ([0, 0, 2, 2], [0, 1, 1, 1], [0, 0, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1])
+"""Layouts: by rank, the lowest rank of its host."""
+
+
+@settings(max_examples=examples(3000))
+@given(
+    size=st.integers(2, 4),
+    capacity=st.sampled_from([8, 3, 2, 1, 0]),
+    sets=subsets,
+    steps=st.lists(
+        st.builds(Window, st.lists(repetitive, min_size=2, max_size=8), st.booleans()) | steps.map(_one),
+        max_size=8,
+    ),
+    choices=st.lists(st.integers(0, 12), max_size=200),
+    hosts=st.sampled_from(HOSTS),
+    fan_out=st.integers(1, 2),
+)
+def test_program_ends_the_same_if_leaders_merge_messages(
+    size: int,
+    capacity: int,
+    sets: list[frozenset[int]],
+    steps: list[Step],
+    choices: list[int],
+    hosts: list[int],
+    fan_out: int,
+) -> None:
+    def network(size: int, capacity: int, sets: list[Ranks]) -> Network:
+        return TreeNetwork(size, capacity, sets, hosts[:size], fan_out)
+
+    program = Program(size, capacity, sets, steps, network)
     program.run(choices)
     program.check()
     program.network.check_all()

@@ -7,12 +7,12 @@ from hypothesis import given, strategies as st
 
 from pyhvd.negotiation.messages import Request, Response, iter_bits
 from pyhvd.negotiation.response_cache import SlotTable, WorkerCache, group_of
-from tests.unit.negotiation.simulation import Network, allreduce, grouped
+from tests.unit.negotiation.simulation import Network, allreduce, by_request, grouped
 
 
-def row(name: str, *widths: int) -> tuple[Request, ...]:
-    """Return each rank's request for a tensor, by default of length 1."""
-    return tuple(allreduce(name, (width,)) for width in widths or (1, 1))
+def row(name: str, *widths: int) -> dict[Request, int]:
+    """Return the ranks of each distinct request for a tensor, by default of length 1 on two ranks."""
+    return by_request([allreduce(name, (width,)) for width in widths or (1, 1)])
 
 
 def test_slots_are_numbered_from_zero_and_found_by_name() -> None:
@@ -82,7 +82,7 @@ def test_meanings_are_dropped_once_every_rank_has_a_newer_one() -> None:
 def test_groups_are_told_apart_by_size() -> None:
     table = SlotTable(8)
     for request in (*grouped("g", [(1,)] * 2), *grouped("g", [(1,)] * 3), allreduce("x")):
-        table.assign((request, request), 0, 1)
+        table.assign({request: 3}, 0, 1)
     assert table.group_bits(("g", 2)) == 0b00011
     assert table.group_bits(("g", 3)) == 0b11100
     assert table.group_bits(("g", 0)) == 0b11111
@@ -93,10 +93,10 @@ def test_groups_are_told_apart_by_size() -> None:
 def test_a_name_that_leaves_its_group() -> None:
     table = SlotTable(8)
     for request in grouped("g", [(1,)] * 2):
-        table.assign((request,), 0, 1)
-    table.assign((allreduce("g_1of2"),), 0, 2)
+        table.assign({request: 1}, 0, 1)
+    table.assign({allreduce("g_1of2"): 1}, 0, 2)
     assert table.group_bits(("g", 2)) == 0b10
-    table.assign((allreduce("g_2of2"),), 0, 3)
+    table.assign({allreduce("g_2of2"): 1}, 0, 3)
     assert table.group_bits(("g", 2)) == 0
 
 
@@ -149,7 +149,7 @@ def test_meanings_agree_with_a_log_of_all_assignments(
         state = dict(log[-1])
         if what == "assign":
             before = table.slot_of(name)
-            slot = table.assign((allreduce(name, (number,)),), busy, len(log))
+            slot = table.assign(row(name, number), busy, len(log))
             assert slot < capacity
             assert slot < 0 or before == slot or slot not in state or not busy >> slot & 1
             if slot >= 0:
@@ -163,7 +163,7 @@ def test_meanings_agree_with_a_log_of_all_assignments(
         for seen in range(max(forgotten, 0), len(log)):
             for slot in range(capacity):
                 meant = table.meaning(slot, seen)
-                told = None if meant is None else f"{meant.name}{meant.requests[0].shape[0]}"
+                told = None if meant is None else f"{meant.name}{meant.first.shape[0]}"
                 assert told == log[seen].get(slot)
 
 

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pyhvd.common.text import describe_ranks, describe_values
-from pyhvd.negotiation.messages import ErrorKind, Request, RequestType, verb
-from pyhvd.negotiation.validation import check
-from tests.unit.negotiation.simulation import allreduce, tensor
+from pyhvd.negotiation import validation
+from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, bits_of, verb
+from tests.unit.negotiation.simulation import allreduce, by_request, tensor
+
+
+def check(requests: dict[int, Request], joined: list[int]) -> ErrorInfo | None:
+    """Compare requests that are given by rank."""
+    return validation.check(by_request(requests), bits_of(joined))
 
 
 @pytest.mark.parametrize(
