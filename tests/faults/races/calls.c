@@ -54,7 +54,7 @@ static void use(int rank, void *what) {
     e->version = 1;
     if (!pyhvd_fast_path_init(&e->path) || !pyhvd_fast_path_open(&e->path, 0, &e->window))
         fail("no memory");
-    pyhvd_ready_table_open_set(&e->path.setup.table, 0, &alone, 1);
+    pyhvd_ready_table_open_set(&e->path.setup.table, 0, &alone, 1, 0);
     pyhvd_ready_table_delegate(&e->path.setup.table, 0, e->slot, e->version);
     e->call = (pyhvd_call){.slots = {.n = 1, .ids = &e->slot, .versions = &e->version}, .owner = e};
     e->call.srcs = e->call.single_addresses, e->call.dsts = e->call.single_addresses + 1;

@@ -374,7 +374,7 @@ static void set_up(stage *s, int rank) {
     for (uint32_t set = 0; set < SETS; set++) {
         if (!rank)
             pyhvd_ready_table_open_set(&e->path.setup.table, set, members,
-                                       (uint32_t)s->members[set]);
+                                       (uint32_t)s->members[set], 0);
         if (rank >= s->members[set]) continue;
         look_at(&e->windows[set], s->areas[set], rank, s->members[set], CAPACITY, CAPACITY);
         memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);

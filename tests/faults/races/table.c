@@ -157,7 +157,7 @@ static void use(int rank, void *what) {
     if (!rank) {
         pyhvd_ready_table_clear(&p->b);
         for (uint32_t set = 0; set < SETS; set++) {
-            pyhvd_ready_table_open_set(&p->b, set, s->ranks[set], s->count[set]);
+            pyhvd_ready_table_open_set(&p->b, set, s->ranks[set], s->count[set], 0);
             for (uint32_t slot = 0; slot < SLOTS; slot++)
                 pyhvd_ready_table_delegate(&p->b, set, slot, 1);
         }
