@@ -137,23 +137,9 @@ class Context:
     def _make_runtime(self, sets: Sequence[Ranks], places: Sequence[Place], log: SampleLog | None) -> Runtime:
         world, config, rank = self._world, self.config, self.topology.rank
         open_window = world.open_window if config.fast_lane else None
-        pieces = Pieces(config.chunk_size, config.staging_size)
-        largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
-
         recorder = self._make_recorder(world)
-
-        every = world.topology.hosts
-        interfaces = tuple(each.strip() for each in config.link_interfaces.split(",") if each.strip())
-        links = LinkOptions(interfaces) if config.links else None
-
-        def make(fabric: Fabric, ranks: Ranks) -> HostBackend:
-            hosts = [every[each] for each in ranks]
-            agreement = len(ranks) == self.topology.size
-            backend = make_backend(fabric, ranks, hosts, open_window, links, agreement, pieces, largest)
-            recorder.watch(backend)
-            return backend
-
-        backends: dict[int, HostBackend] = {GLOBAL_SET: make(world.fabric, self.process_sets[GLOBAL_SET])}
+        make = self._backend_maker(recorder)
+        backends = {GLOBAL_SET: make(world.fabric, self.process_sets[GLOBAL_SET])}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id), ranks)
@@ -200,6 +186,24 @@ class Context:
                 tuner=tuner,
             ),
         )
+
+    def _backend_maker(self, recorder: Recorder) -> Callable[[Fabric, Ranks], HostBackend]:
+        """Return the function that makes the backend of a process set, from its fabric and ranks."""
+        config, topology = self.config, self.topology
+        open_window = self._world.open_window if config.fast_lane else None
+        interfaces = tuple(each.strip() for each in config.link_interfaces.split(",") if each.strip())
+        links = LinkOptions(interfaces) if config.links else None
+        pieces = Pieces(config.chunk_size, config.staging_size)
+        largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
+
+        def make(fabric: Fabric, ranks: Ranks) -> HostBackend:
+            hosts = [topology.hosts[each] for each in ranks]
+            agreement = len(ranks) == topology.size
+            backend = make_backend(fabric, ranks, hosts, open_window, links, agreement, pieces, largest)
+            recorder.watch(backend)
+            return backend
+
+        return make
 
     def _make_recorder(self, world: World) -> Recorder:
         """Open this rank's timeline, if recording starts with init()."""

@@ -592,6 +592,7 @@ class Runtime:
         if now < self._hangs.due:
             return self._hangs.due
         look, error = self._hangs.inspect(now)
+        self._fast_path.announce(0, 0)
         if error is not None:
             self._coordinator.receive(MergedList.of(0, self._worker.compose([], error)), now)
         return look

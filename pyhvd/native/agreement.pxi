@@ -13,8 +13,8 @@ cdef class Agreement:
     hosts : sequence of sequence of int
         The ranks of each host, ascending.
     connections : sequence of int
-        By host, the descriptor of the connected, non-blocking socket that the ranks of both hosts share; -1 for
-        the own host.
+        By host, the descriptor of the connected, non-blocking socket that the ranks of both hosts share;
+        -1 for the own host.
     bells, background_bells : sequence of int
         By local rank, descriptors of eventfds: for a thread that waits, and for the background thread.
     """
@@ -123,6 +123,20 @@ cdef class Agreement:
         slots.values = <const uint64_t*><const char*>values
         slots.n = <uint64_t>(len(values) // 8)
         return 0
+
+    cdef dict look(self, pyhvd_ready_table* table, int set_id):
+        """Return, by rank of another host, the slots that all ranks of its host have marked."""
+        step = table.words * 8
+        cdef bytearray announced = bytearray(step * len(self.hosts))
+        cdef char* raw = announced
+        with nogil:
+            pyhvd_agreement_read(table, <uint32_t>set_id, <uint64_t*>raw)
+        found = {}
+        for host, ranks in enumerate(self.hosts):
+            bits = int.from_bytes(announced[host * step : (host + 1) * step], "little")
+            if bits and host != <int>self.c.host:
+                found.update(dict.fromkeys(ranks, bits))
+        return found
 
     cdef tuple lost(self):
         """Return (host, errno or 0, note) of a host that is lost, or has sent a note; or None."""

@@ -13,7 +13,7 @@ os.register_at_fork(after_in_child=_count_generation)
 
 
 def ready_table_bytes(int size, int hosts=1, uint32_t slots=0):
-    """Return the bytes of a ready table for ``size`` ranks; with several hosts, for ``slots`` slots per set."""
+    """Return the bytes of a ready table for ``size`` ranks; for several hosts, with ``slots`` per set."""
     return _table_bytes(size) + (pyhvd_agreement_bytes(<uint32_t>hosts, slots) if hosts > 1 else 0)
 
 

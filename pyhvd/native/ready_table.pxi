@@ -67,8 +67,8 @@ cdef class ReadyTableEnd:
     def recall(self, int set_id, bits):
         """Take slots (a bit vector) back; return, by rank, which of them were marked.
 
-        With several hosts, that happens with the next announcement; the ranks that had marked them submit their
-        tensors again, by message.
+        With several hosts, that happens with the next announcement; the ranks that had marked them submit
+        their tensors again, by message.
         """
         if self.agreement is not None:
             every = int.from_bytes(b"\xff" * (8 * self.c.setup.table.words), "little")
@@ -92,7 +92,15 @@ cdef class ReadyTableEnd:
         cdef char* raw_used = used
         with nogil:
             pyhvd_ready_table_read(&self.c.setup.table, <uint32_t>set_id, <uint64_t*>raw, <uint64_t*>raw_used)
-        return self._by_rank(marked), int.from_bytes(used, "little")
+        by_rank = self._by_rank(marked)
+        if self.agreement is not None:
+            by_rank.update(self.agreement.look(&self.c.setup.table, set_id))
+        return by_rank, int.from_bytes(used, "little")
+
+    @property
+    def partial(self):
+        """Whether ``look`` knows the marks of other hosts only where all their ranks have marked a slot."""
+        return self.agreement is not None
 
     def announce(self, uint64_t number, ranks):
         """Append a response list to the ready log; return False if that is not possible now.
@@ -146,8 +154,7 @@ cdef class ReadyTableEnd:
         """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
         cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
         cdef int number
-        every = range(self.c.setup.table.size) if self.agreement is None else range(len(self.agreement.places))
-        late = [(0, 0) for _ in every]
+        late = [(0, 0)] * (self.c.setup.table.size if self.agreement is None else len(self.agreement.places))
         for number, rank in enumerate(self.ranks):
             late[rank] = states[number].late, states[number].awaited
         return late
@@ -189,7 +196,7 @@ cdef class ReadyTableEnd:
         return None if self.agreement is None else self.agreement.lost()
 
     def await_lost(self, double seconds):
-        """Wait until a host is lost or has sent a note, for at most some seconds; return it as :meth:`lost`."""
+        """Wait, at most some seconds, until a host is lost or has sent a note; return it as :meth:`lost`."""
         if self.agreement is not None:
             with nogil:
                 pyhvd_agreement_await_lost(&self.c.setup.table, <int64_t>(seconds * 1e9))

@@ -219,6 +219,7 @@ cdef extern from "fast_path/host_order.h" nogil:
 
 
 cdef extern from "fast_path/agreement.h" nogil:
+    void pyhvd_agreement_read(pyhvd_ready_table* t, uint32_t set, uint64_t* announced)
     int pyhvd_agreement_announce_list(pyhvd_ready_table* t, const pyhvd_order_list* announced)
     void pyhvd_agreement_ring(pyhvd_ready_table* t, uint32_t host, uint32_t local_rank)
     void pyhvd_agreement_abort(pyhvd_ready_table* t, const uint8_t* note, size_t n)

@@ -159,6 +159,7 @@ class Sampler:
 class FastPath:
     paused: bool
     slots: int
+    partial: bool
     def __init__(
         self,
         base: int,

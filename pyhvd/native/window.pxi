@@ -133,7 +133,7 @@ cdef class Exchange:
         How many ranks the host with the most ranks has.
     rails : sequence of sequence of int
         For each slice that this rank owns, by host, the descriptor of a connected, non-blocking socket to the
-        slice's owner there; -1 for the own host. The caller closes them, after the exchange is no longer used.
+        slice's owner there; -1 for the own host. The caller closes them after the last use.
     bells : sequence of int
         By local rank, a descriptor of an eventfd or a pipe: a write wakes the rank.
 
@@ -152,7 +152,8 @@ cdef class Exchange:
         self.c.first = pyhvd_first_slice(&self.c, rank, ranks)
         self.c.owned = pyhvd_first_slice(&self.c, rank + 1, ranks) - self.c.first
         if len(rails) != self.c.owned or len(bells) != ranks:
-            raise ValueError(f"rank {rank} of {ranks} owns {self.c.owned} of {slices} slices, not {len(rails)}")
+            owns = f"owns {self.c.owned} of {slices} slices"
+            raise ValueError(f"rank {rank} of {ranks} {owns}, not {len(rails)}")
         self.rails = [list(each) for each in rails]
         for k, bell in enumerate(bells):
             self.c.bells[<int>k] = bell

@@ -17,6 +17,8 @@ class ReadyTable(Protocol):
     """Where ranks mark cached tensors ready; see :mod:`pyhvd.native`. Bit vectors of slots are ints."""
 
     slots: int
+    partial: bool
+    """Whether ``look`` knows the marks of other hosts only where all their ranks have marked a slot."""
 
     def open_ready_set(self, set_id: int, ranks: Iterable[int]) -> None:
         """Let the members of a process set agree here."""
@@ -83,6 +85,12 @@ class Delegation:
             bits |= self._cache.group_bits(self._cache[slot].group) & self.delegated
         self.delegated &= ~bits
         return self._ready_table.recall(self._set_id, bits)
+
+    def overdue(self, now: float) -> int:
+        """Return the slots, found marked by an earlier look, whose marks are not all known."""
+        if not self._ready_table.partial:
+            return 0
+        return sum(1 << slot for slot, since in self._first_seen.items() if since < now)
 
     def since(self, slot: int, now: float) -> float:
         """Return when (s) a look first found the slot marked; ``now`` if none did."""

@@ -347,7 +347,7 @@ class MessageTable:
         """Return (name, first submission, ranks that have submitted, ranks that have not), oldest first.
 
         A joined rank is in neither list, unless it submitted before. A delegated tensor counts from when its
-        mark was first seen here.
+        mark was first seen here. With several hosts, one that a second look still finds marked is recalled.
         """
         waiting = [(n, e.since, e.ranks, self.live & ~e.ranks) for n, e in self._entries.items()]
         for slot in iter_bits(self._hits.anyone()):
@@ -365,6 +365,8 @@ class MessageTable:
                     marks.holders(slot),
                 )
                 waiting.append((name, since, holders, self.members & ~holders))
+            # The ranks then submit by message, and the next look finds all of them.
+            self._recall(self._delegation.overdue(now))
         lists = functools.cache(lambda ranks: tuple(iter_bits(ranks)))  # many tensors wait for the same ranks
         listed = [(name, since, lists(has), lists(lacks)) for name, since, has, lacks in waiting if lacks]
         return sorted(listed, key=lambda each: each[1])

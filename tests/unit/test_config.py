@@ -31,6 +31,8 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "autotune_steps_per_sample": ("AUTOTUNE_STEPS_PER_SAMPLE", "25", 25),
     "mpi_threads_disable": ("MPI_THREADS_DISABLE", "on", True),
     "fast_lane": ("FAST_LANE", "off", False),
+    "links": ("LINKS", "0", False),
+    "link_interfaces": ("LINK_INTERFACES", "eth0, 10.0.0.0/8", "eth0, 10.0.0.0/8"),
     "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
     "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "check": ("CHECK", "Finite, results", "results,finite"),

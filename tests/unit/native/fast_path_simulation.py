@@ -56,6 +56,8 @@ class FakeReadyTable:
         self.used: dict[int, int] = {}
         self.log: list[Decision] = []
 
+    partial = False
+
     def serves(self, set_id: int, ranks: Iterable[int]) -> bool:
         return set_id < 3
 

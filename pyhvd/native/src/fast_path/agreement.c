@@ -102,6 +102,7 @@ static void recall(pyhvd_ready_table *t, const pyhvd_slot_range *range) {
         s->delegated[w] &= ~words[w];
     }
     s->version++;
+    // cppcheck-suppress uninitvar - words [first, end) are set
     pyhvd_ready_table_clear_marks(t, range->set, range->first, range->end, words, 1);
 }
 
@@ -207,6 +208,19 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
     return bytes > 0;
 }
 
+void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announced) {
+    const pyhvd_host_order *o = t->agreement->order;
+    memset(announced, 0, t->agreement->hosts * t->words * sizeof *announced);
+    if (!pyhvd_ready_table_lock(t, -1)) return;
+    for (uint32_t w = 0; w < t->words; w++)
+        for (uint32_t k = 0; k < 64; k++) {
+            uint64_t hosts = o->groups[set * o->words + w].current[k].hosts;
+            for (; hosts; hosts &= hosts - 1)
+                announced[(uint32_t)__builtin_ctzll(hosts) * t->words + w] |= (uint64_t)1 << k;
+        }
+    pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
+}
+
 /* ---- single frames ---- */
 
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
@@ -259,7 +273,7 @@ static int waits(const pyhvd_peer_host *peer) {
            atomic_load_explicit(&peer->sent, memory_order_acquire);
 }
 
-void pyhvd_agreement_send(pyhvd_ready_table *t) {
+void pyhvd_agreement_send(const pyhvd_ready_table *t) {
     const pyhvd_agreement *a = t->agreement;
     for (uint32_t k = 1; k < a->hosts; k++) {
         uint32_t g = (a->host + k) % a->hosts;
@@ -377,7 +391,7 @@ int pyhvd_agreement_receive(pyhvd_ready_table *t) {
     return any;
 }
 
-void pyhvd_agreement_poll(pyhvd_ready_table *t, int bell, int64_t ns) {
+void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
     const pyhvd_agreement *a = t->agreement;
     struct pollfd polls[PYHVD_MAX_HOSTS + 1] = {{.fd = bell, .events = POLLIN}};
     nfds_t n = 1;

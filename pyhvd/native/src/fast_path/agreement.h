@@ -96,6 +96,9 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience);
 
 /* ---- with no lock; each takes what it needs ---- */
 
+/* Read which slots of a set each host has announced: [hosts][words]. */
+void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announced);
+
 /* On host 0: announce a response list, or with number 0 only its recalls and delegations. Return 0
  * if there is no room now. */
 int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *list);
@@ -109,7 +112,7 @@ void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t byt
 void pyhvd_agreement_leave(pyhvd_ready_table *t);
 
 /* Send what waits; whoever has changed the table calls it after it has released the lock. */
-void pyhvd_agreement_send(pyhvd_ready_table *t);
+void pyhvd_agreement_send(const pyhvd_ready_table *t);
 
 /* Handle what has arrived, unless another thread is doing so; return whether there was anything. */
 int pyhvd_agreement_receive(pyhvd_ready_table *t);
@@ -118,7 +121,7 @@ int pyhvd_agreement_receive(pyhvd_ready_table *t);
 int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns);
 
 /* Sleep until a frame arrives, `bell` rings, or `ns` have passed. */
-void pyhvd_agreement_poll(pyhvd_ready_table *t, int bell, int64_t ns);
+void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns);
 
 /* 1 + the host that is lost or has sent a note; or 0. */
 static inline uint32_t pyhvd_agreement_lost(const pyhvd_ready_table *t) {

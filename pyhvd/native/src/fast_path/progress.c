@@ -414,7 +414,7 @@ static int await_hosts(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t t
  * if the time `until` has passed. */
 static int await_entry(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t turn,
                        int64_t until) {
-    pyhvd_ready_table *table = &path->setup.table;
+    const pyhvd_ready_table *table = &path->setup.table;
     pyhvd_progress *p = &path->progress;
     pyhvd_rank_state *mine = rank_state_of(path);
     int yields = p->spin_budget;

@@ -1,5 +1,5 @@
 /* Reductions over several hosts: the window's ranks among themselves, and the exchange between
- * hosts; window.h and exchange.h state the invariants.
+ * hosts; exchange.h states the invariants, window.h those of the counters.
  *
  * A chunk goes through four stages. A stage takes the chunks in order, and a rank advances whichever
  * stage can go on:
@@ -109,7 +109,7 @@ static void reduce_partial(const pyhvd_window *w, pyhvd_job_cursor *c, span s, u
 }
 
 static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
-    pyhvd_exchange *e = w->exchange;
+    const pyhvd_exchange *e = w->exchange;
     int64_t k = c->next[REDUCE];
     uint64_t chunk = w->chunks + (uint64_t)k;
     if (k == c->next[PACK] || !all_reached(w, PACKED, chunk + 1)) return NOTHING;

@@ -81,7 +81,7 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity);
 void pyhvd_exchange_free(pyhvd_exchange *e);
 
 /* Begin an owned slice (0 .. owned-1) of a chunk with the job's type and op. */
-void pyhvd_exchange_begin(pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
+void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
                           uint8_t *in, uint8_t *out, int64_t count);
 
 /* Begin a flat operation: `flat_partial` has `bytes` bytes of this host. */
