@@ -159,7 +159,7 @@ class Context:
             self.fast_path.record_in(recorder.trace)
             arena = self.arena if isinstance(self.arena, Arena) else None
             make_adapter, bell = (
-                partial(FastPathAdapter, self.fast_path, arena),
+                partial(FastPathAdapter, self.fast_path, arena, backends[GLOBAL_SET].fabric),
                 FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric),
             )
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets

@@ -87,7 +87,8 @@ def open_fast_path(
         fast_path.clear()
     fabric.barrier()
     if on_hosts is not None:
-        on_hosts.fast_path = fast_path
+        on_hosts.follow(on_hosts, fast_path)
+        fast_path.start_beats()
     return fast_path
 
 
@@ -111,6 +112,8 @@ class FastPathAdapter(NoFastPath):
         The fast path's Cython object.
     arena : Arena or None
         Shared memory of arrays that need not be copied.
+    fabric : Fabric
+        The fabric of all ranks.
     worker : Worker
         This rank's side of the negotiation.
     queue : TensorQueue
@@ -123,6 +126,7 @@ class FastPathAdapter(NoFastPath):
         self,
         fast_path: FastPath,
         arena: Arena | None,
+        fabric: Fabric,
         worker: Worker,
         queue: TensorQueue,
         meter: Meter,
@@ -130,6 +134,7 @@ class FastPathAdapter(NoFastPath):
         self._fast_path = fast_path
         self._entered = False
         self._arena = arena
+        self._fabric = fabric
         self._worker = worker
         self._queue = queue
         self._meter = meter
@@ -141,6 +146,8 @@ class FastPathAdapter(NoFastPath):
     def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks can agree there."""
         ranks = self._worker.sets[set_id]
+        if isinstance(backend.fabric, HostsFabric) and isinstance(self._fabric, HostsFabric):
+            backend.fabric.follow(self._fabric, self._fast_path)
         if isinstance(backend, ShmBackend) and self._fast_path.serves(set_id, ranks):
             self._fast_path.open_ready_set(set_id, ranks)
             starts = [] if self._arena is None else self._arena.starts

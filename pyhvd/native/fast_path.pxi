@@ -57,6 +57,7 @@ cdef class PathSet:
         return 0
 
 
+@cython.no_gc_clear  # __dealloc__ needs the agreement
 cdef class FastPath(ReadyTableEnd):
     """One rank's end of the fast lane.
 
@@ -126,6 +127,8 @@ cdef class FastPath(ReadyTableEnd):
             raise MemoryError
 
     def __dealloc__(self):
+        if self.c.setup.table.agreement != NULL:
+            pyhvd_agreement_stop_beats(&self.c.setup.table)
         pyhvd_fast_path_free(&self.c)
 
     # -- submissions and waits -------------------------------------------------------------------------

@@ -5,6 +5,7 @@ cdef tuple read_histogram(const pyhvd_histogram* histogram):
     return [histogram.buckets[k] for k in range(PYHVD_BUCKETS)], histogram.sum
 
 
+@cython.no_gc_clear  # __dealloc__ needs the agreement
 cdef class ReadyTableEnd:
     """One rank's end of the ready table, and what its fast path does without tensors."""
 
@@ -202,6 +203,27 @@ cdef class ReadyTableEnd:
                 pyhvd_agreement_await_lost(&self.c.setup.table, <int64_t>(seconds * 1e9))
         return self.lost()
 
+    def watch(self, Exchange exchange):
+        """Let an exchange end when a host is lost."""
+        exchange.c.lost_host = <const void*>&self.agreement.c.shared.lost
+
+    def start_beats(self):
+        """Send beats to the other hosts, and look for silent ones; all ranks use the table already.
+
+        Raises
+        ------
+        RuntimeError
+            There can be no further thread.
+        """
+        if self.agreement is not None and not pyhvd_agreement_start_beats(&self.c.setup.table):
+            raise RuntimeError("cannot start a thread")
+
+    cdef int stop_beats(self) except -1:
+        if self.agreement is not None:
+            with nogil:
+                pyhvd_agreement_stop_beats(&self.c.setup.table)
+        return 0
+
     def tell_hosts(self, bytes note):
         """Send a note to all hosts: this rank fails."""
         cdef const uint8_t* start = <const uint8_t*><const char*>note
@@ -212,6 +234,7 @@ cdef class ReadyTableEnd:
 
     def leave_hosts(self):
         """Tell all hosts, if this is the last local rank to do so, that this one closes its connections."""
+        self.stop_beats()
         if self.agreement is not None:
             with nogil:
                 pyhvd_agreement_leave(&self.c.setup.table)

@@ -59,6 +59,7 @@ cdef extern from "window/window.h" nogil:
         int owned
         int lost
         int error
+        const void* lost_host
         pyhvd_link* links
         int* bells
 
@@ -224,6 +225,8 @@ cdef extern from "fast_path/agreement.h" nogil:
     void pyhvd_agreement_ring(pyhvd_ready_table* t, uint32_t host, uint32_t local_rank)
     void pyhvd_agreement_abort(pyhvd_ready_table* t, const uint8_t* note, size_t n)
     void pyhvd_agreement_leave(pyhvd_ready_table* t)
+    int pyhvd_agreement_start_beats(pyhvd_ready_table* t)
+    void pyhvd_agreement_stop_beats(pyhvd_ready_table* t)
     int pyhvd_agreement_await_lost(pyhvd_ready_table* t, int64_t ns)
 
 

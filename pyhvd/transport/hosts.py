@@ -47,14 +47,10 @@ class HostsFabric(ShmFabric):
         The set ranks of each host.
     ranks : sequence of int
         The global ranks of the set.
-
-    Attributes
-    ----------
-    fast_path : FastPath or None
-        The fast path that agrees over the links, which carries notes between hosts; only for all ranks.
     """
 
-    fast_path: shared_memory.FastPath | None = None
+    _all: HostsFabric | None = None
+    _fast_path: shared_memory.FastPath | None = None
 
     def __init__(
         self,
@@ -113,10 +109,15 @@ class HostsFabric(ShmFabric):
             self.rank, self.hosts, connections, links.bells, links.background_bells
         )
 
+    def follow(self, fabric: HostsFabric, fast_path: shared_memory.FastPath) -> None:
+        """Learn from the fast path, and from the fabric of all ranks, when a host is lost, and why."""
+        self._all, self._fast_path = fabric, fast_path
+        fast_path.watch(self._exchange)
+
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks of this host, and end the connections to all others."""
-        if self.fast_path is not None:
-            self.fast_path.tell_hosts(note)
+        if self._fast_path is not None:
+            self._fast_path.tell_hosts(note)
         for peer in (peer for rail in self._links.rails for peer in rail if peer is not None):
             with contextlib.suppress(OSError):  # it has failed already, or is closed
                 peer.shutdown(socket.SHUT_RDWR)
@@ -129,10 +130,13 @@ class HostsFabric(ShmFabric):
 
     def check(self, done: bool) -> None:
         """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
-        if not done and self._exchange.lost is not None and self.window.note() is None:
-            # The rank that ended the connection may have sent a note.
-            told = None if self.fast_path is None else self.fast_path.await_lost(_NOTE_SECONDS)
-            raise self.error_of(*(told or (*self._exchange.lost, b"")))
+        if not done and self.window.note() is None:
+            # The rank that ended a connection may have sent a note.
+            if self._fast_path is not None and (told := self._fast_path.await_lost(_NOTE_SECONDS)):
+                assert self._all is not None
+                raise self._all.error_of(*told)
+            if self._exchange.lost is not None:
+                raise self.error_of(*self._exchange.lost, b"")
         super().check(done)
 
     def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:

@@ -145,3 +145,54 @@ def test_a_late_rank_of_another_host_is_reported(hosts: list[int], caplog: pytes
     finally:
         logging.getLogger("pyhvd").removeHandler(handler)
     assert any("has not submitted 'x': it is at" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]], ids=str)
+def test_every_way_across_hosts_gives_the_same_bits(layout: list[int]) -> None:
+    """By links or by MPI's algorithms, by message or from the cache, alone or fused."""
+
+    def rank() -> list[bytes]:
+        found = []
+        for dtype in (np.float16, np.float32, np.float64, np.int32):
+            for n in (1, 1000, 70_000):
+                rng = np.random.default_rng([n, hvd.rank()])
+                part = (rng.normal(size=n) * 100).astype(dtype)
+                name = f"{np.dtype(dtype).name}.{n}"
+                results = [hvd.allreduce(part, name=name, op=hvd.Sum) for _ in range(3)]
+                twice = hvd.grouped_allreduce([part, part[: n // 2]], name=name + "g", op=hvd.Sum)
+                assert len({each.tobytes() for each in [*results, twice[0]]}) == 1
+                assert twice[1].tobytes() == results[0][: n // 2].tobytes()
+                scattered = hvd.reducescatter(part, name=name + "s", op=hvd.Sum)
+                first = sum(n // hvd.size() + (r < n % hvd.size()) for r in range(hvd.rank()))
+                assert scattered.tobytes() == results[0][first : first + len(scattered)].tobytes()
+                found.append(results[0].tobytes())
+        return found
+
+    ways = [{}, {"links": False}, {"fast_lane": False}]
+    outcomes = [run_ranks(len(layout), rank, timeout=SECONDS, hosts=layout, knobs=knobs) for knobs in ways]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks of the other host have marked it, some of them or all."""
+    late = (1, 3)
+    over = Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "not submitted by ranks 1, 3, submitted by ranks 0, 2" in record.getMessage():
+                over.set()
+
+    def rank() -> None:
+        for _ in range(3):
+            hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+        if hvd.rank() in late:
+            assert over.wait(20)
+        assert hvd.allreduce(np.ones(4), name="x", op=hvd.Sum).tolist() == [4] * 4
+
+    handler = Heard()
+    logging.getLogger("pyhvd").addHandler(handler)
+    try:
+        run_ranks(4, rank, timeout=SECONDS, knobs={"stall_check_time_seconds": 0.3}, hosts=[0, 0, 1, 1])
+    finally:
+        logging.getLogger("pyhvd").removeHandler(handler)

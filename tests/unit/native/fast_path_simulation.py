@@ -270,6 +270,7 @@ class FastPathNetwork(Network):
             FastPathAdapter(
                 cast(Any, self.fast_paths[r]),
                 None,
+                cast(Any, None),
                 self.ranks[r].worker,
                 cast(Any, self.queues[r]),
                 Meter(r, size, timed=False),

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -14,7 +15,7 @@
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
 
 /* The kinds of frames. */
-enum { ORDER = 1, RING, NOTE, GOODBYE };
+enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT };
 
 typedef struct {
     uint32_t bytes; /* with this header; a multiple of 8 */
@@ -249,7 +250,7 @@ void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t byt
 void pyhvd_agreement_leave(pyhvd_ready_table *t) {
     uint32_t before = atomic_fetch_add_explicit(&t->agreement->shared->leavers, 1,
                                                 memory_order_relaxed);
-    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, NULL, 0);
+    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, "", 0);
 }
 
 /* ---- sending ---- */
@@ -332,6 +333,8 @@ static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uin
         if (rank < (uint64_t)t->size) pyhvd_ready_table_wake(t, (int)rank, PYHVD_WAKE_WORK);
     } else if (kind == NOTE) {
         take_note(t, host, bytes, n);
+    } else if (kind == BEAT) {
+        return;
     } else if (kind == GOODBYE) {
         atomic_store_explicit(&t->agreement->shared->peers[host].left, 1, memory_order_relaxed);
     } else {
@@ -372,6 +375,7 @@ static int read_from(pyhvd_ready_table *t, uint32_t host) {
             return 1;
         }
         any = 1;
+        atomic_store_explicit(&peer->heard_ns, pyhvd_now(), memory_order_relaxed);
         peer->received += (uint32_t)got;
         handle_frames(t, host);
     }
@@ -412,4 +416,69 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
         if (!pyhvd_agreement_receive(t))
             pyhvd_agreement_poll(t, t->agreement->progress_bells[t->rank], MIN(left, LOOK_NS));
     return pyhvd_agreement_lost(t) != 0;
+}
+
+/* ---- beats ---- */
+
+/* Send a beat, unless another rank of this host has; receive; look for silent hosts. */
+static void beat(pyhvd_ready_table *t) {
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
+    if (now - last > PYHVD_BEAT_NS / 2 &&
+        atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
+                                                memory_order_relaxed))
+        tell_all(t, BEAT, "", 0);
+    pyhvd_agreement_receive(t);
+    for (uint32_t g = 0; g < t->agreement->hosts; g++) {
+        pyhvd_peer_host *peer = &shared->peers[g];
+        if (g == t->agreement->host || atomic_load_explicit(&peer->left, memory_order_relaxed))
+            continue;
+        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
+        if (heard && now - heard > PYHVD_SILENT_NS) lose(t, g, ETIMEDOUT);
+    }
+}
+
+static void *beat_on(void *table) {
+    pyhvd_ready_table *t = table;
+    pyhvd_agreement *a = t->agreement;
+    struct timespec until;
+    pthread_mutex_lock(&a->mutex);
+    while (a->beating) {
+        pthread_mutex_unlock(&a->mutex);
+        beat(t);
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_sec += PYHVD_BEAT_NS / 1000000000;
+        pthread_mutex_lock(&a->mutex);
+        while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
+        }
+    }
+    pthread_mutex_unlock(&a->mutex);
+    return NULL;
+}
+
+int pyhvd_agreement_start_beats(pyhvd_ready_table *t) {
+    pyhvd_agreement *a = t->agreement;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&a->ended, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    pthread_mutex_init(&a->mutex, NULL);
+    a->beating = 1;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's threads */
+    if (pthread_create(&a->beats, NULL, beat_on, t)) a->beating = 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return a->beating;
+}
+
+void pyhvd_agreement_stop_beats(pyhvd_ready_table *t) {
+    pyhvd_agreement *a = t->agreement;
+    if (!a->beating) return;
+    pthread_mutex_lock(&a->mutex);
+    a->beating = 0;
+    pthread_cond_signal(&a->ended);
+    pthread_mutex_unlock(&a->mutex);
+    pthread_join(a->beats, NULL);
 }

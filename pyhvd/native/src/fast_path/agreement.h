@@ -28,6 +28,13 @@
  *      make one of them see the other, so no frame stays behind.
  *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
  *
+ * Beats
+ *   1. A thread of each rank looks once a second. It sends a beat to all hosts, unless another rank of
+ *      its host has just done so, and receives what nobody else has received.
+ *   2. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
+ *      looks, so a rank that was stopped itself finds the beats that came meanwhile.
+ *   3. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
+ *
  * Sleeping
  *   1. A thread that waits for other hosts sleeps in poll(2) on the connections, and on a bell of its
  *      own. It sets its flag in the rank state to PYHVD_POLLS; a waker then rings the bell.
@@ -36,9 +43,13 @@
 #ifndef PYHVD_AGREEMENT_H
 #define PYHVD_AGREEMENT_H
 
+#include <pthread.h>
+
 #include "fast_path/host_order.h"
 
 #define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
+#define PYHVD_BEAT_NS 1000000000
+#define PYHVD_SILENT_NS 5000000000
 #define PYHVD_OUT_RING 262144 /* bytes of frames that wait to be sent to a host; a power of two */
 #define PYHVD_CLOSED_BY_PEER 10000 /* `error`: the other host has closed the connection */
 
@@ -48,7 +59,8 @@ typedef struct {
     _Atomic uint32_t left; /* whether the host has said goodbye */
     _Alignas(PYHVD_LINE) _Atomic uint64_t written;
     _Alignas(PYHVD_LINE) _Atomic uint64_t sent;
-    uint32_t received; /* bytes of `in` */
+    _Atomic int64_t heard_ns; /* when anything last came; stored by who receives */
+    uint32_t received;        /* bytes of `in` */
     _Alignas(8) uint8_t out[PYHVD_OUT_RING];
     _Alignas(8) uint8_t in[PYHVD_FRAME_MAX];
 } pyhvd_peer_host;
@@ -57,6 +69,7 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t receiving;
     _Alignas(
         PYHVD_LINE) _Atomic uint32_t lost; /* 1 + a host that is lost or has sent a note; or 0 */
+    _Atomic int64_t beat_ns;               /* when a rank of this host last sent a beat */
     _Atomic uint32_t leavers;              /* local ranks that have left */
     int error;                             /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
@@ -74,6 +87,11 @@ struct pyhvd_agreement {
     pyhvd_shared_agreement *shared;
     pyhvd_host_order *order;
     uint64_t frame[PYHVD_FRAME_MAX / 8]; /* scratch memory; the table lock's holder's */
+    /* The beats' thread; `beating` is guarded by the mutex. */
+    pthread_t beats;
+    pthread_mutex_t mutex;
+    pthread_cond_t ended;
+    int beating;
 };
 
 /* Bytes for the shared part, for tables with that many slots per set. */
@@ -116,6 +134,10 @@ void pyhvd_agreement_send(const pyhvd_ready_table *t);
 
 /* Handle what has arrived, unless another thread is doing so; return whether there was anything. */
 int pyhvd_agreement_receive(pyhvd_ready_table *t);
+
+/* Start and stop this rank's beats; from one thread. Return 0 if there can be no thread. */
+int pyhvd_agreement_start_beats(pyhvd_ready_table *t);
+void pyhvd_agreement_stop_beats(pyhvd_ready_table *t);
 
 /* Wait, at most `ns`, until a host is lost or has sent a note; return whether that is so. */
 int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns);

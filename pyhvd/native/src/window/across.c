@@ -233,6 +233,11 @@ static nfds_t list_polls(const pyhvd_exchange *e, int bell, struct pollfd *polls
     return n;
 }
 
+/* Whether another host is known to be lost; its links may merely be silent. */
+static int is_host_lost(const pyhvd_exchange *e) {
+    return e->lost_host && atomic_load_explicit(e->lost_host, memory_order_acquire) != 0;
+}
+
 /* Sleep until a link or a local rank has news; return as `advance` does. First set `asleep`, then
  * look again: a local rank that announces later finds the flag set, and rings the bell. */
 static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
@@ -248,8 +253,9 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
         status = advance(w, c);
     }
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
-    if (status == NOTHING && pyhvd_window_is_aborted(w)) return PYHVD_ABORTED;
-    return status;
+    if (status != NOTHING) return status;
+    if (pyhvd_window_is_aborted(w)) return PYHVD_ABORTED;
+    return is_host_lost(e) ? PYHVD_LOST : NOTHING;
 }
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {

@@ -51,16 +51,17 @@ typedef struct {
 
 struct pyhvd_exchange {
     int host, hosts;
-    int slices;             /* of a chunk */
-    int first, owned;       /* this rank owns slices first to first + owned - 1 */
-    int lost;               /* 1 + the host whose link has failed; or 0 */
-    int error;              /* that link's error */
-    pyhvd_link *links;      /* [owned][hosts]; the own host's are not used */
-    pyhvd_slice *under_way; /* [PYHVD_DEPTH][owned] */
-    uint8_t *boxes;         /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
-    size_t box;             /* bytes */
-    pyhvd_slice flat;       /* one on all rails: all rails carry the same bytes */
-    uint8_t *flat_partial;  /* PYHVD_FLAT bytes */
+    int slices;                        /* of a chunk */
+    int first, owned;                  /* this rank owns slices first to first + owned - 1 */
+    int lost;                          /* 1 + the host whose link has failed; or 0 */
+    int error;                         /* that link's error */
+    const _Atomic uint32_t *lost_host; /* not 0 if a host is known to be lost; may be NULL */
+    pyhvd_link *links;                 /* [owned][hosts]; the own host's are not used */
+    pyhvd_slice *under_way;            /* [PYHVD_DEPTH][owned] */
+    uint8_t *boxes;        /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
+    size_t box;            /* bytes */
+    pyhvd_slice flat;      /* one on all rails: all rails carry the same bytes */
+    uint8_t *flat_partial; /* PYHVD_FLAT bytes */
     /* By local rank, a descriptor (eventfd or pipe): a write wakes the rank if it polls. */
     int bells[PYHVD_MAX_LOCAL];
     struct pollfd *polls; /* scratch memory of a sleep */
