@@ -235,7 +235,7 @@ void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t byt
 void pyhvd_agreement_leave(pyhvd_ready_table *t) {
     uint32_t before = atomic_fetch_add_explicit(&t->agreement->shared->leavers, 1,
                                                 memory_order_relaxed);
-    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, NULL, 0);
+    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, "", 0);
 }
 
 /* ---- sending ---- */
