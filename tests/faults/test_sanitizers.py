@@ -63,6 +63,8 @@ BROKEN = [
     ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "table"),
     ("progress.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "paths"),
     ("progress.c", "lock, 0, memory_order_release", "lock, 0, memory_order_relaxed", "paths"),
+    ("agreement.c", "written, at, memory_order_release", "written, at, memory_order_relaxed", "agreements"),
+    ("agreement.c", "receiving, 0, memory_order_release", "receiving, 0, memory_order_relaxed", "agreements"),
 ]
 """Wrong memory orders that must be reported: the file, the right text, the wrong text, the scenario."""
 
