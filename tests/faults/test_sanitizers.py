@@ -34,7 +34,16 @@ LIMIT_S = 60.0 * (1 + TIMES)
 MANY = max(4, min(8, (os.cpu_count() or 1) + 1))
 """More ranks than cores, up to 8."""
 
-ROUNDS = {"windows": 600, "aborts": 40, "table": 400, "calls": 2000, "paths": 400, "path-aborts": 15}
+ROUNDS = {
+    "windows": 600,
+    "aborts": 40,
+    "table": 400,
+    "calls": 2000,
+    "paths": 400,
+    "path-aborts": 15,
+    "hosts": 300,
+    "agreements": 600,
+}
 SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]
 
 KINDS = {
@@ -54,6 +63,8 @@ BROKEN = [
     ("ready_table.c", "tail + 1, memory_order_release", "tail + 1, memory_order_relaxed", "table"),
     ("progress.c", "finished, 1, memory_order_release", "finished, 1, memory_order_relaxed", "paths"),
     ("progress.c", "lock, 0, memory_order_release", "lock, 0, memory_order_relaxed", "paths"),
+    ("agreement.c", "written, at, memory_order_release", "written, at, memory_order_relaxed", "agreements"),
+    ("agreement.c", "receiving, 0, memory_order_release", "receiving, 0, memory_order_relaxed", "agreements"),
 ]
 """Wrong memory orders that must be reported: the file, the right text, the wrong text, the scenario."""
 
@@ -77,7 +88,8 @@ def _compile(kind: str, folder: Path, sources: list[Path]) -> None:
 
 
 def _link(kind: str, folder: Path, objects: list[Path]) -> Path:
-    assert not _gcc(kind, folder, *objects, "-o", "races", "-pthread", "-lm")
+    hooks = "-Wl,--wrap=pyhvd_ready_table_advance"  # paths.c notes the order of the log's entries
+    assert not _gcc(kind, folder, *objects, hooks, "-o", "races", "-pthread", "-lm")
     return folder / "races"
 
 

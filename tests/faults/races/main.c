@@ -72,7 +72,7 @@ void play(int size, void (*rank)(int rank, void *what), void *what) {
 }
 
 void make_areas(uint8_t **areas, int size, size_t capacity) {
-    for (int r = 0; r < size; r++) areas[r] = make(pyhvd_window_area(capacity, PYHVD_SLOTS));
+    for (int r = 0; r < size; r++) areas[r] = make(pyhvd_window_area(capacity, PYHVD_ACROSS_SLOTS));
 }
 
 void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
@@ -105,7 +105,8 @@ int main(int argc, char **argv) {
         void (*play)(const terms *);
     } scenarios[] = {
         {"windows", play_windows}, {"aborts", play_aborts},           {"table", play_table},
-        {"paths", play_paths},     {"path-aborts", play_path_aborts}, {"calls", play_calls}};
+        {"paths", play_paths},     {"path-aborts", play_path_aborts}, {"calls", play_calls},
+        {"hosts", play_hosts},     {"agreements", play_agreements}};
     if (argc != 5) fail("usage: races SCENARIO RANKS ROUNDS SEED");
     terms t = {atoi(argv[2]), atoi(argv[3]), strtoull(argv[4], NULL, 10)};
     if (t.size < 1 || t.size > MOST_RANKS) fail("1 to %d ranks", MOST_RANKS);

@@ -2,6 +2,8 @@
  * background thread that flushes, makes progress and takes refused calls, and a thread that reads
  * the trace. Two process sets share the ready table. Rank 0 recalls calls and announces lists, at
  * which all background threads meet in a window. A second scenario aborts windows at drawn moments.
+ * In a third one the ranks are on several hosts: set 0 has all ranks, set 1 those of host 0, and all
+ * ranks must carry out the batches of set 0 and the lists in one order.
  *
  * A taken call is submitted again by all ranks whose submission was taken: it has ended on none of
  * them. */
@@ -10,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "fast_path/agreement.h"
 #include "fast_path/progress.h"
 #include "kernels/kernels.h"
 
@@ -55,6 +58,9 @@ typedef struct {
     int rank;
     pyhvd_fast_path path;
     pyhvd_window windows[SETS];
+    pyhvd_agreement agreement; /* over several hosts */
+    pyhvd_exchange exchange;   /* likewise, of set 0 */
+    uint64_t entries, order;   /* of set 0 and lists: how many, and a hash of them in order */
     pyhvd_trace trace;
     pyhvd_sampler sampler;
     call calls[UNITS];
@@ -64,8 +70,9 @@ typedef struct {
 
 struct stage {
     const terms *t;
+    layout *hosts; /* NULL: all ranks are on one host */
     int members[SETS];
-    void *base;
+    void *bases[MOST_HOSTS]; /* of each host's ready table, and its agreement */
     uint8_t *areas[SETS][MOST_RANKS], *arenas[MOST_RANKS];
     end *ends[MOST_RANKS];
     pthread_barrier_t meet;
@@ -209,26 +216,78 @@ static void take_refused(end *e) {
     }
 }
 
+/* The holder of the progress lock steps past an entry: note what all ranks must do in one order. */
+void __real_pyhvd_ready_table_advance(pyhvd_ready_table *t);
+void __wrap_pyhvd_ready_table_advance(pyhvd_ready_table *t);
+void __wrap_pyhvd_ready_table_advance(pyhvd_ready_table *t) {
+    const pyhvd_log_entry *entry = t->agreement ? pyhvd_ready_table_next(t) : NULL;
+    if (entry && !entry->set) {
+        end *e = (end *)((uint8_t *)t - offsetof(end, path.setup.table));
+        uint64_t what = entry->kind == PYHVD_LIST ? entry->number : entry->words[0];
+        e->entries++;
+        e->order = mixed(e->order + mixed(what + entry->kind));
+    }
+    __real_pyhvd_ready_table_advance(t);
+}
+
 /* Store which turns have ended, in place of running callbacks. */
 static void call_back(end *e) {
     for (int k = 0; k < UNITS; k++)
         atomic_store(&e->calls[k].called, atomic_load(&e->calls[k].c.finished));
 }
 
+static uint64_t slots_of(int which) {
+    return (((uint64_t)1 << known[which].n) - 1) << known[which].slot;
+}
+
+/* Rank 0: over several hosts, recall a call's slots (for list `number`), or delegate them. */
+static void announce_slots(end *e, uint32_t kind, int which, uint64_t number, uint64_t version) {
+    uint64_t bits = slots_of(which), everyone = ((uint64_t)1 << e->s->t->size) - 1;
+    pyhvd_slot_range range = {kind, known[which].set, 0, 1, &bits, &version, version ? 1 : 0};
+    pyhvd_order_list list = {number, (const uint8_t *)&everyone, number ? sizeof everyone : 0, 1,
+                             &range};
+    while (!pyhvd_agreement_announce_list(&e->path.setup.table, &list)) {
+        pyhvd_agreement_receive(&e->path.setup.table);
+        sched_yield();
+    }
+}
+
 /* Rank 0: recall a call, and announce that its slots get another version. */
 static void announce(end *e) {
     stage *s = e->s;
-    uint64_t wanted = atomic_exchange(&s->wanted, 0), bits[SLOTS / 64] = {0}, marked[MOST_RANKS],
-             used[1];
+    uint64_t wanted = atomic_exchange(&s->wanted, 0), marked[MOST_RANKS], used[1];
     int which = wanted ? (int)wanted - 1 : (int)roll(&e->draw, UNITS);
+    uint64_t bits = slots_of(which), number = atomic_load(&s->announced) + 1;
     pyhvd_ranks audience = {{((uint64_t)1 << s->t->size) - 1}};
-    for (uint32_t k = 0; k < known[which].n; k++) bits[0] |= (uint64_t)1 << (known[which].slot + k);
-    pyhvd_ready_table_recall(&e->path.setup.table, known[which].set, bits, marked);
-    pyhvd_ready_table_read(&e->path.setup.table, known[which].set, marked, used);
     s->recalled = which;
-    uint64_t number = atomic_load(&s->announced) + 1;
     atomic_store(&s->announced, number);
+    if (s->hosts) {
+        announce_slots(e, PYHVD_RECALLED, which, number, 0);
+        return;
+    }
+    pyhvd_ready_table_recall(&e->path.setup.table, known[which].set, &bits, marked);
+    pyhvd_ready_table_read(&e->path.setup.table, known[which].set, marked, used);
     while (!pyhvd_fast_path_announce(&e->path, number, &audience)) sched_yield();
+}
+
+static void delegate(end *e, int which, uint64_t version) {
+    if (e->s->hosts) {
+        announce_slots(e, PYHVD_DELEGATED, which, 0, version);
+        return;
+    }
+    for (uint32_t k = 0; k < known[which].n; k++)
+        pyhvd_ready_table_delegate(&e->path.setup.table, known[which].set, known[which].slot + k,
+                                   version);
+}
+
+/* Return when all ranks have called it. */
+static void meet(end *e) {
+    int64_t one = 1, at = (int64_t)(intptr_t)&one, starts[] = {0, 1};
+    pyhvd_job job = {&at, &at, starts, 1, PYHVD_INT64, PYHVD_SUM, 1.0, 1.0, 0};
+    pyhvd_window *w = &e->windows[0];
+    if (e->s->hosts ? pyhvd_window_allreduce(w, &job) : pyhvd_window_barrier(w))
+        fail("rank %d: no rank has aborted", e->rank);
+    if (e->s->hosts && one != e->s->t->size) fail("rank %d: the ranks did not meet", e->rank);
 }
 
 /* Step past the announced list, if it is next in the log. */
@@ -239,15 +298,25 @@ static void meet_at_list(end *e) {
     call *u = &e->calls[s->recalled];
     take(e, u, number + 1);
     e->path.progress.threshold = (size_t)1024 << number % 8;
-    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: no rank has aborted", e->rank);
-    for (uint32_t k = 0; !e->rank && k < u->c.slots.n; k++)
-        pyhvd_ready_table_delegate(&e->path.setup.table, known[s->recalled].set,
-                                   known[s->recalled].slot + k, number + 1);
+    meet(e);
+    if (!e->rank) delegate(e, s->recalled, number + 1);
     if (!pyhvd_sampler_counts(&e->sampler)) pyhvd_sampler_start(&e->sampler, 3, 100, 0);
     e->done = number;
     /* No rank goes on before all have read `recalled`. */
-    if (pyhvd_window_barrier(&e->windows[0])) fail("rank %d: no rank has aborted", e->rank);
+    meet(e);
     pyhvd_fast_path_leave(&e->path);
+}
+
+/* Rank 0: wake the background threads of all ranks. */
+static void wake_all(end *e) {
+    pyhvd_ready_table *t = &e->path.setup.table;
+    const layout *l = e->s->hosts;
+    for (int q = 0; q < e->s->t->size; q++)
+        if (l && l->host_of[q])
+            pyhvd_agreement_ring(t, (uint32_t)l->host_of[q],
+                                 (uint32_t)(q - l->first[l->host_of[q]]));
+        else
+            pyhvd_ready_table_wake(t, q, PYHVD_WAKE_WORK);
 }
 
 /* Freeze a call now and then; on rank 0, announce lists and close. */
@@ -261,9 +330,7 @@ static void act(end *e) {
     }
     if (e->rank || atomic_load(&s->announced) != e->done) return;
     if (atomic_load(&s->over)) {
-        if (!atomic_exchange(&s->closing, 1))
-            for (int q = 0; q < s->t->size; q++)
-                pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
+        if (!atomic_exchange(&s->closing, 1)) wake_all(e);
     } else if (what < 4 || atomic_load(&s->wanted)) {
         announce(e);
     }
@@ -282,7 +349,8 @@ static void *run_background(void *what) {
     for (;;) {
         uint32_t reasons = pyhvd_fast_path_doze(&e->path,
                                                 1000000 + (int64_t)roll(&e->draw, 3000000));
-        if (reasons & PYHVD_WAKE_REFUSED) take_refused(e);
+        if (reasons & (PYHVD_WAKE_REFUSED | PYHVD_WAKE_RECALLED)) take_refused(e);
+        if (reasons & PYHVD_WAKE_LOST) fail("rank %d: a host is lost", e->rank);
         if (reasons & PYHVD_WAKE_DONE) call_back(e);
         if (reasons & PYHVD_WAKE_ABORTED) {
             uint32_t found = pyhvd_fast_path_aborted(&e->path);
@@ -297,6 +365,7 @@ static void *run_background(void *what) {
         if (atomic_load(&s->closing) && atomic_load(&s->announced) == e->done) break;
     }
     pyhvd_fast_path_shut(&e->path);
+    if (s->hosts) pyhvd_agreement_leave(&e->path.setup.table);
     pyhvd_fast_path_seize(&e->path);
     return NULL;
 }
@@ -352,35 +421,66 @@ static void install(end *e, int which) {
                                    .postscale = 1,
                                    .dtype = PYHVD_INT64,
                                    .op = PYHVD_SUM,
-                                   .direct = known[which].direct};
-        if (!e->rank) pyhvd_ready_table_delegate(&e->path.setup.table, u->c.set, u->slots[k], 1);
+                                   .direct = known[which].direct && !e->s->hosts};
     }
+    if (!e->rank) delegate(e, which, 1);
+}
+
+/* Attach the ready table of a rank's host; over several hosts, with its agreement. */
+static void attach(end *e, const stage *s) {
+    const layout *l = s->hosts;
+    pyhvd_ready_table *t = &e->path.setup.table;
+    pyhvd_agreement *a = &e->agreement;
+    int host = l ? l->host_of[e->rank] : 0, first = l ? l->first[host] : 0;
+    int size = l ? l->ranks[host] : s->t->size;
+    pyhvd_ready_table_attach(t, s->bases[host], e->rank - first, size, SLOTS);
+    if (!l) return;
+    a->host = (uint32_t)host;
+    a->hosts = (uint32_t)l->hosts;
+    for (int g = 0; g < l->hosts; g++) a->fds[g] = g == host ? -1 : l->fds[l->slices][host][g];
+    for (int q = 0; q < size; q++) {
+        a->progress_bells[q] = l->bells[1][first + q];
+        a->background_bells[q] = l->bells[2][first + q];
+        a->ranks[q] = (uint32_t)(first + q);
+    }
+    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size));
+    t->agreement = a;
+    if (!t->rank) pyhvd_agreement_clear(a, SLOTS);
+}
+
+/* Open a set on this rank. */
+static void open_set(end *e, stage *s, uint32_t set) {
+    const layout *l = s->hosts;
+    uint32_t members[MOST_RANKS];
+    int spans = l && !set, host = l ? l->host_of[e->rank] : 0;
+    int count = spans ? l->ranks[host] : s->members[set];
+    for (uint32_t k = 0; k < MOST_RANKS; k++) members[k] = k;
+    if (!e->path.setup.table.rank && (spans || !host))
+        pyhvd_ready_table_open_set(&e->path.setup.table, set, members, (uint32_t)count, spans);
+    if (e->rank >= s->members[set]) return;
+    if (spans)
+        link_up(&e->windows[set], &e->exchange, l, e->rank, s->areas[set], CAPACITY);
+    else
+        look_at(&e->windows[set], s->areas[set], e->rank, count, CAPACITY, CAPACITY);
+    memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);
+    e->windows[set].trace = &e->trace;
+    if (!pyhvd_fast_path_open(&e->path, set, &e->windows[set])) fail("no memory");
 }
 
 static void set_up(stage *s, int rank) {
     end *e = s->ends[rank];
-    uint32_t members[MOST_RANKS];
     e->s = s;
     e->rank = rank;
     e->draw = dice_of(s->t->seed + s->which, 300 + (uint64_t)rank);
-    pyhvd_ready_table_attach(&e->path.setup.table, s->base, rank, s->t->size, SLOTS);
+    attach(e, s);
     e->path.setup.trace = &e->trace;
     e->path.setup.sampler = &e->sampler;
     e->path.progress.threshold = 1 << 16;
     e->path.background.cycle_ns = 500000;
     atomic_store(&e->path.counters.timed, 1);
     if (!pyhvd_fast_path_init(&e->path)) fail("no memory");
-    for (uint32_t k = 0; k < MOST_RANKS; k++) members[k] = k;
-    for (uint32_t set = 0; set < SETS; set++) {
-        if (!rank)
-            pyhvd_ready_table_open_set(&e->path.setup.table, set, members,
-                                       (uint32_t)s->members[set], 0);
-        if (rank >= s->members[set]) continue;
-        look_at(&e->windows[set], s->areas[set], rank, s->members[set], CAPACITY, CAPACITY);
-        memcpy(e->windows[set].arena, s->arenas, sizeof s->arenas);
-        e->windows[set].trace = &e->trace;
-        if (!pyhvd_fast_path_open(&e->path, set, &e->windows[set])) fail("no memory");
-    }
+    for (uint32_t set = 0; set < SETS; set++) open_set(e, s, set);
+    if (s->hosts) pthread_barrier_wait(&s->meet); /* all sets are open when slots are delegated */
     for (int k = 0; k < UNITS; k++)
         if (rank < s->members[known[k].set]) install(e, k);
 }
@@ -395,6 +495,7 @@ static void tear_down(end *e) {
         if (u->c.grouped) free(u->c.srcs);
     }
     pyhvd_fast_path_free(&e->path);
+    if (e->s->hosts) pyhvd_exchange_free(&e->exchange);
     pyhvd_trace_free(&e->trace);
 }
 
@@ -408,8 +509,7 @@ static void abort_soon(end *e) {
     pyhvd_window_abort(&e->windows[s->aborted], note, bytes);
     pyhvd_nap((int64_t)roll(&draw, 5000000));
     atomic_store(&s->over, 1);
-    for (int q = 0; q < s->t->size; q++)
-        pyhvd_ready_table_wake(&e->path.setup.table, q, PYHVD_WAKE_WORK);
+    wake_all(e);
 }
 
 static void use(int rank, void *what) {
@@ -436,7 +536,14 @@ static void use(int rank, void *what) {
     tear_down(e);
 }
 
-static void play_one(const terms *t, int aborts, uint64_t which) {
+static void check_order(const stage *s) {
+    const end *first = s->ends[0];
+    for (int q = 1; s->hosts && q < s->t->size; q++)
+        if (s->ends[q]->entries != first->entries || s->ends[q]->order != first->order)
+            fail("rank %d: another order than rank 0's", q);
+}
+
+static void play_one(const terms *t, int aborts, uint64_t which, layout *hosts) {
     stage *s = make(sizeof *s);
     dice plan = dice_of(t->seed + which, 7);
     s->t = t;
@@ -444,9 +551,13 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
     s->aborts = aborts;
     s->aborted = (int)roll(&plan, SETS);
     s->members[0] = t->size;
-    s->members[1] = t->size > 2 ? t->size - 1 : t->size;
+    s->members[1] = hosts ? hosts->ranks[0] : t->size > 2 ? t->size - 1 : t->size;
+    s->hosts = hosts;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
-    s->base = make(pyhvd_ready_table_bytes(t->size));
+    for (int h = 0; h < (hosts ? hosts->hosts : 1); h++)
+        s->bases[h] = make(hosts ? pyhvd_ready_table_bytes(hosts->ranks[h]) +
+                                       pyhvd_agreement_bytes((uint32_t)hosts->hosts, SLOTS)
+                                 : pyhvd_ready_table_bytes(t->size));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));
@@ -456,16 +567,30 @@ static void play_one(const terms *t, int aborts, uint64_t which) {
     /* All ranks meet after the set-up: rank 0 has opened the sets and delegated the slots by
      * then. */
     play(t->size, use, s);
+    check_order(s);
     pthread_barrier_destroy(&s->meet);
     for (int set = 0; set < SETS; set++)
         for (int q = 0; q < s->members[set]; q++) free(s->areas[set][q]);
     for (int q = 0; q < t->size; q++) free(s->arenas[q]), free(s->ends[q]);
-    free(s->base);
+    for (int h = 0; h < MOST_HOSTS; h++) free(s->bases[h]);
     free(s);
 }
 
-void play_paths(const terms *t) { play_one(t, 0, 0); }
+void play_paths(const terms *t) { play_one(t, 0, 0, NULL); }
 
 void play_path_aborts(const terms *t) {
-    for (int k = 0; k < t->rounds; k++) play_one(t, 1, (uint64_t)k + 1);
+    for (int k = 0; k < t->rounds; k++) play_one(t, 1, (uint64_t)k + 1, NULL);
+}
+
+/* On several hosts: a new layout every 40 rounds. */
+void play_agreements(const terms *t) {
+    dice plan = dice_of(t->seed, 9);
+    terms each = {t->size, 40, t->seed};
+    for (int done = 0; done < t->rounds; done += each.rounds) {
+        layout l;
+        draw_layout(&l, t->size, &plan);
+        connect_hosts(&l);
+        play_one(&each, 0, (uint64_t)done, &l);
+        part_hosts(&l);
+    }
 }

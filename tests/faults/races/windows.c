@@ -16,6 +16,7 @@ typedef struct {
     const terms *t;
     uint8_t *areas[MOST_RANKS], *arenas[MOST_RANKS];
     pthread_barrier_t meet;
+    layout *hosts;  /* NULL: all ranks are on one host */
     uint64_t which; /* which window, where windows are aborted */
     int ends[MOST_RANKS], beside;
 } stage;
@@ -25,6 +26,7 @@ typedef struct {
     stage *s;
     int rank, size;
     pyhvd_window w;
+    pyhvd_exchange e;
     dice plan, draw;
     uint64_t round;
     uint8_t *send, *recv, *expected, *inputs[MOST_RANKS];
@@ -87,6 +89,19 @@ static void reduce(player *p, const pyhvd_job *job) {
     if (status) fail("rank %d: no rank has aborted", p->rank);
 }
 
+/* Reduce the inputs of each host, in place; store where the results are, and return how many. */
+static size_t reduce_hosts(const player *p, int64_t *from, size_t count, const pyhvd_job *job) {
+    const layout *l = p->s->hosts;
+    for (int h = 0; h < l->hosts; h++) {
+        uint8_t *first = p->inputs[l->first[h]];
+        if (l->ranks[h] > 1)
+            pyhvd_reduce(first, from + l->first[h], (size_t)l->ranks[h], count, job->dtype, job->op,
+                         1.0);
+        from[h] = (int64_t)(intptr_t)first;
+    }
+    return (size_t)l->hosts;
+}
+
 /* Compute the expected result. */
 static void foretell(player *p, const pyhvd_job *job, int joined) {
     size_t count = (size_t)job->starts[job->n], bytes = count * pyhvd_itemsize(job->dtype);
@@ -99,7 +114,8 @@ static void foretell(player *p, const pyhvd_job *job, int joined) {
         else if (job->prescale != 1.0)
             pyhvd_scale(p->inputs[q], p->inputs[q], count, job->dtype, job->prescale);
     }
-    pyhvd_reduce(p->expected, from, (size_t)p->size, count, job->dtype, job->op, job->postscale);
+    size_t n = p->s->hosts ? reduce_hosts(p, from, count, job) : (size_t)p->size;
+    pyhvd_reduce(p->expected, from, n, count, job->dtype, job->op, job->postscale);
 }
 
 static void allreduce(player *p) {
@@ -111,7 +127,7 @@ static void allreduce(player *p) {
     size_t item = pyhvd_itemsize(job.dtype), total = draw_bytes(p, MOST) / item;
     job.op = draw_op(p, job.dtype);
     job.postscale = draw_factor(p, job.dtype);
-    job.direct = joined >= p->size && !roll(&p->plan, 3);
+    job.direct = joined >= p->size && !roll(&p->plan, 3) && !p->s->hosts;
     if (!job.direct) job.prescale = draw_factor(p, job.dtype);
     for (size_t k = 1; k < job.n; k++)
         starts[k] = starts[k - 1] + (int64_t)roll(&p->plan, total / job.n + 1);
@@ -208,7 +224,10 @@ static void enter(player *p, stage *s, int rank) {
     p->size = s->t->size;
     p->plan = dice_of(s->t->seed + s->which, MOST_RANKS);
     p->draw = dice_of(s->t->seed + s->which, (uint64_t)rank);
-    look_at(&p->w, s->areas, rank, p->size, CAPACITY, PYHVD_FLAT);
+    if (s->hosts)
+        link_up(&p->w, &p->e, s->hosts, rank, s->areas, CAPACITY);
+    else
+        look_at(&p->w, s->areas, rank, p->size, CAPACITY, PYHVD_FLAT);
     memcpy(p->w.arena, s->arenas, sizeof s->arenas);
     p->send = make(MOST + 64), p->recv = make(MOST + 64), p->expected = make(MOST + 64);
     for (int q = 0; q < p->size; q++) p->inputs[q] = make(MOST);
@@ -218,6 +237,7 @@ static void enter(player *p, stage *s, int rank) {
 static void leave(player *p) {
     free(p->send), free(p->recv), free(p->expected);
     for (int q = 0; q < p->size; q++) free(p->inputs[q]);
+    if (p->s->hosts) pyhvd_exchange_free(&p->e);
 }
 
 static void use(int rank, void *what) {
@@ -227,7 +247,7 @@ static void use(int rank, void *what) {
     for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
         uint64_t kind = roll(&p.plan, 16);
         linger(&p.draw);
-        if (kind < 10)
+        if (kind < 10 || (s->hosts && kind != 14))
             allreduce(&p);
         else if (kind < 12)
             gather(&p);
@@ -261,6 +281,22 @@ void play_windows(const terms *t) {
     set_up(&s, t);
     play(t->size, use, &s);
     tear_down(&s);
+}
+
+/* On several hosts: a new layout every 20 rounds. */
+void play_hosts(const terms *t) {
+    dice plan = dice_of(t->seed, 8);
+    terms each = {t->size, 20, t->seed};
+    for (int done = 0; done < t->rounds; done += each.rounds) {
+        layout l;
+        stage s = {.hosts = &l, .which = (uint64_t)done};
+        draw_layout(&l, t->size, &plan);
+        connect_hosts(&l);
+        set_up(&s, &each);
+        play(t->size, use, &s);
+        tear_down(&s);
+        part_hosts(&l);
+    }
 }
 
 /* ---- aborts ---- */

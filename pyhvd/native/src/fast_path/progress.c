@@ -79,6 +79,15 @@ static uint32_t removed(pyhvd_call **calls, uint32_t n, const pyhvd_call *call) 
     return kept;
 }
 
+/* Forget which marks of this turn were recalled: a later turn must not be refused for them. */
+static void forget_recalled(pyhvd_fast_path *path, const pyhvd_call *call) {
+    for (uint32_t k = 0; k < call->slots.n; k++) {
+        uint32_t slot = call->slots.ids[k];
+        atomic_fetch_and_explicit(&rank_state_of(path)->recalled[call->set][slot / 64],
+                                  ~((uint64_t)1 << (slot % 64)), memory_order_relaxed);
+    }
+}
+
 int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
     pyhvd_submissions *s = &path->submissions;
     int was = call->state;
@@ -86,6 +95,7 @@ int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
     if (was == PYHVD_HELD)
         atomic_store_explicit(&s->held_count, removed(s->held, n, call), memory_order_release);
     if (was == PYHVD_REFUSED) s->refused_count = removed(s->refused, s->refused_count, call);
+    if (was == PYHVD_MARKED && path->setup.table.agreement) forget_recalled(path, call);
     call->state = PYHVD_TAKEN;
     return was;
 }
