@@ -69,7 +69,7 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
 
 .PHONY: test-hosts
-test-hosts: dev openmpi ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
+test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
 	@$(SUITE) hosts-mpich hosts-openmpi
 
 .PHONY: test-spark
