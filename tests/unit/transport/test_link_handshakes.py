@@ -95,7 +95,7 @@ def test_both_ends_get_the_connection_and_no_byte_of_the_handshake_is_left(liste
         assert not peer.get_inheritable()
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 1
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4

@@ -424,7 +424,7 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 static void beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
     int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
-    if (now - last > PYHVD_BEAT_NS / 2 &&
+    if (now - last > PYHVD_BEAT_NS &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
         tell_all(t, BEAT, "", 0);
@@ -447,7 +447,11 @@ static void *beat_on(void *table) {
         pthread_mutex_unlock(&a->mutex);
         beat(t);
         clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_sec += PYHVD_BEAT_NS / 1000000000;
+        until.tv_nsec += PYHVD_BEAT_LOOK_NS;
+        if (until.tv_nsec >= 1000000000) {
+            until.tv_nsec -= 1000000000;
+            until.tv_sec++;
+        }
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }
