@@ -41,7 +41,7 @@ ROUNDS = {
     "calls": 2000,
     "paths": 400,
     "path-aborts": 15,
-    "hosts": 300,
+    "hosts": 200,
     "agreements": 600,
 }
 SCENARIOS = [(scenario, ranks, ROUNDS[scenario]) for ranks in (2, 3, MANY) for scenario in ROUNDS]

@@ -24,6 +24,7 @@
 #define LONGEST 9000
 #define SLICE 3000000    /* ns; then look whether another call was taken, and submit it again */
 #define LOST 10000000000 /* ns from the end of a turn until its callback counts as lost */
+#define IDLE 40000000    /* ns after which the background thread sleeps until it is woken */
 #define CELLS 256        /* of the trace's ring */
 
 enum { SUBMITTERS = 2 };
@@ -78,7 +79,7 @@ struct stage {
     pthread_barrier_t meet;
     int recalled;                       /* the call that the next list is about */
     _Atomic uint64_t announced, wanted; /* the last list; 1 + a frozen call */
-    _Atomic uint32_t over, closing;
+    _Atomic uint32_t quiet, over, closing;
     int aborts, aborted, aborter;
     uint64_t which;
 };
@@ -319,10 +320,10 @@ static void wake_all(end *e) {
             pyhvd_ready_table_wake(t, q, PYHVD_WAKE_WORK);
 }
 
-/* Freeze a call now and then; on rank 0, announce lists and close. */
+/* Freeze a call, but not the first one, now and then; on rank 0, announce lists and close. */
 static void act(end *e) {
     stage *s = e->s;
-    uint64_t what = roll(&e->draw, 16), which = roll(&e->draw, UNITS);
+    uint64_t what = roll(&e->draw, 16), which = 1 + roll(&e->draw, UNITS - 1);
     if (what < 2 && e->rank && !atomic_load(&s->wanted) && !atomic_load(&s->over)) {
         for (uint32_t k = 0; k < known[which].n; k++)
             pyhvd_ready_table_freeze(&e->path.setup.table, known[which].set, known[which].slot + k);
@@ -331,7 +332,7 @@ static void act(end *e) {
     if (e->rank || atomic_load(&s->announced) != e->done) return;
     if (atomic_load(&s->over)) {
         if (!atomic_exchange(&s->closing, 1)) wake_all(e);
-    } else if (what < 4 || atomic_load(&s->wanted)) {
+    } else if (!atomic_load(&s->quiet) && (what < 4 || atomic_load(&s->wanted))) {
         announce(e);
     }
 }
@@ -347,8 +348,8 @@ static void *run_background(void *what) {
     end *e = what;
     stage *s = e->s;
     for (;;) {
-        uint32_t reasons = pyhvd_fast_path_doze(&e->path,
-                                                1000000 + (int64_t)roll(&e->draw, 3000000));
+        int64_t limit = 1000000 + (int64_t)roll(&e->draw, 3000000);
+        uint32_t reasons = pyhvd_fast_path_doze(&e->path, atomic_load(&s->quiet) ? LOST : limit);
         if (reasons & (PYHVD_WAKE_REFUSED | PYHVD_WAKE_RECALLED)) take_refused(e);
         if (reasons & PYHVD_WAKE_LOST) fail("rank %d: a host is lost", e->rank);
         if (reasons & PYHVD_WAKE_DONE) call_back(e);
@@ -512,6 +513,25 @@ static void abort_soon(end *e) {
     wake_all(e);
 }
 
+/* Submit a call that no thread waits for, when all background threads sleep: each must wake. */
+static void leave_to_background(end *e, dice *draw) {
+    call *u = &e->calls[0];
+    uint64_t turn;
+    atomic_store(&e->s->quiet, 1);
+    pyhvd_nap(IDLE);
+    int64_t until = pyhvd_now() + LOST / 2;
+    do {
+        fill(e, u, 1, draw);
+        turn = submit(e, u, 1);
+        while (!pyhvd_call_finished(&u->c, turn))
+            if (pyhvd_now() > until)
+                fail("rank %d: the background thread sleeps", e->rank);
+            else
+                pyhvd_nap(100000);
+    } while (u->taken);
+    check(e, u, 1);
+}
+
 static void use(int rank, void *what) {
     stage *s = what;
     end *e = s->ends[rank];
@@ -527,8 +547,11 @@ static void use(int rank, void *what) {
     }
     if (s->aborts && rank == s->aborter) abort_soon(e);
     for (int k = 0; k < SUBMITTERS; k++) pthread_join(submitting[k], NULL);
+    dice draw = dice_of(s->t->seed, 500 + (uint64_t)rank);
+    if (s->hosts) leave_to_background(e, &draw);
     pthread_barrier_wait(&s->meet);
     atomic_store(&s->over, 1);
+    pyhvd_ready_table_wake(&e->path.setup.table, e->path.setup.table.rank, PYHVD_WAKE_WORK);
     pthread_join(background, NULL);
     pthread_join(recorder, NULL);
     if (s->aborts && rank < s->members[s->aborted]) check_note(e, s->aborted);

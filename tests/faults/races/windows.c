@@ -9,13 +9,15 @@
 #include "kernels/kernels.h"
 
 #define CAPACITY ((size_t)2 * PYHVD_FLAT)
-#define MOST ((size_t)6 * PYHVD_FLAT) /* bytes of an operation; several chunks */
+#define LARGE ((size_t)40 * PYHVD_FLAT) /* slices of such a chunk go between hosts in parts */
+#define MOST(capacity) (3 * (capacity)) /* bytes of an operation; several chunks */
 #define TENSORS 4
 
 typedef struct {
     const terms *t;
     uint8_t *areas[MOST_RANKS], *arenas[MOST_RANKS];
     pthread_barrier_t meet;
+    size_t capacity;
     layout *hosts;  /* NULL: all ranks are on one host */
     uint64_t which; /* which window, where windows are aborted */
     int ends[MOST_RANKS], beside;
@@ -124,7 +126,7 @@ static void allreduce(player *p) {
         srcs, dsts, starts, 1 + roll(&p->plan, TENSORS), (int)roll(&p->plan, PYHVD_DTYPES), 0,
         1,    1,    0};
     int joined = (int)roll(&p->plan, 8), inplace = (int)roll(&p->draw, 2);
-    size_t item = pyhvd_itemsize(job.dtype), total = draw_bytes(p, MOST) / item;
+    size_t item = pyhvd_itemsize(job.dtype), total = draw_bytes(p, MOST(p->s->capacity)) / item;
     job.op = draw_op(p, job.dtype);
     job.postscale = draw_factor(p, job.dtype);
     job.direct = joined >= p->size && !roll(&p->plan, 3) && !p->s->hosts;
@@ -157,7 +159,7 @@ static void allreduce(player *p) {
 static void gather(player *p) {
     int64_t counts[MOST_RANKS], starts[MOST_RANKS + 1] = {0};
     for (int q = 0; q < p->size; q++) {
-        counts[q] = (int64_t)draw_bytes(p, MOST / (size_t)p->size);
+        counts[q] = (int64_t)draw_bytes(p, MOST(p->s->capacity) / (size_t)p->size);
         starts[q + 1] = starts[q] + counts[q];
     }
     uint8_t *send = roll(&p->draw, 2) ? p->send : p->recv + starts[p->rank];
@@ -176,7 +178,7 @@ static void alltoall(player *p) {
     int64_t sent[MOST_RANKS], from[MOST_RANKS], got[MOST_RANKS], to[MOST_RANKS], s = 0, r = 0;
     for (int q = 0; q < p->size; q++)
         for (int k = 0; k < p->size; k++) {
-            int64_t n = (int64_t)draw_bytes(p, MOST / (size_t)p->size);
+            int64_t n = (int64_t)draw_bytes(p, MOST(p->s->capacity) / (size_t)p->size);
             if (q == p->rank) from[k] = s, sent[k] = n, s += n;
             if (k == p->rank) to[q] = r, got[q] = n, r += n;
         }
@@ -195,7 +197,7 @@ static void alltoall(player *p) {
 static void exchange(player *p) {
     int64_t counts[MOST_RANKS];
     int mask = roll(&p->plan, 2) ? p->size / 2 : 1, partner = p->rank ^ mask;
-    for (int q = 0; q < p->size; q++) counts[q] = (int64_t)draw_bytes(p, MOST);
+    for (int q = 0; q < p->size; q++) counts[q] = (int64_t)draw_bytes(p, MOST(p->s->capacity));
     fill_in(p, p->send, (size_t)counts[p->rank], PYHVD_UINT8, p->rank, partner);
     if (pyhvd_window_exchange(&p->w, partner, p->send, counts[p->rank], p->recv, counts[partner]))
         fail("rank %d: no rank has aborted", p->rank);
@@ -218,6 +220,7 @@ static void barrier(player *p) {
 }
 
 static void enter(player *p, stage *s, int rank) {
+    size_t most = MOST(s->capacity);
     memset(p, 0, sizeof *p);
     p->s = s;
     p->rank = rank;
@@ -225,12 +228,12 @@ static void enter(player *p, stage *s, int rank) {
     p->plan = dice_of(s->t->seed + s->which, MOST_RANKS);
     p->draw = dice_of(s->t->seed + s->which, (uint64_t)rank);
     if (s->hosts)
-        link_up(&p->w, &p->e, s->hosts, rank, s->areas, CAPACITY);
+        link_up(&p->w, &p->e, s->hosts, rank, s->areas, s->capacity);
     else
-        look_at(&p->w, s->areas, rank, p->size, CAPACITY, PYHVD_FLAT);
+        look_at(&p->w, s->areas, rank, p->size, s->capacity, PYHVD_FLAT);
     memcpy(p->w.arena, s->arenas, sizeof s->arenas);
-    p->send = make(MOST + 64), p->recv = make(MOST + 64), p->expected = make(MOST + 64);
-    for (int q = 0; q < p->size; q++) p->inputs[q] = make(MOST);
+    p->send = make(most + 64), p->recv = make(most + 64), p->expected = make(most + 64);
+    for (int q = 0; q < p->size; q++) p->inputs[q] = make(most);
     pthread_barrier_wait(&s->meet);
 }
 
@@ -257,7 +260,7 @@ static void use(int rank, void *what) {
             barrier(&p);
         else if (kind < 15)
             p.w.chunk = PYHVD_FLAT +
-                        roll(&p.plan, (CAPACITY - PYHVD_FLAT) / PYHVD_LINE) * PYHVD_LINE;
+                        roll(&p.plan, (p.s->capacity - PYHVD_FLAT) / PYHVD_LINE) * PYHVD_LINE;
         else if (p.size % 2 == 0 && (p.size & (p.size - 1)) == 0)
             exchange(&p);
     }
@@ -266,8 +269,8 @@ static void use(int rank, void *what) {
 
 static void set_up(stage *s, const terms *t) {
     s->t = t;
-    make_areas(s->areas, t->size, CAPACITY);
-    for (int q = 0; q < t->size; q++) s->arenas[q] = make(MOST);
+    make_areas(s->areas, t->size, s->capacity);
+    for (int q = 0; q < t->size; q++) s->arenas[q] = make(MOST(s->capacity));
     pthread_barrier_init(&s->meet, NULL, (unsigned)t->size);
 }
 
@@ -277,19 +280,21 @@ static void tear_down(stage *s) {
 }
 
 void play_windows(const terms *t) {
-    stage s = {0};
+    stage s = {.capacity = CAPACITY};
     set_up(&s, t);
     play(t->size, use, &s);
     tear_down(&s);
 }
 
-/* On several hosts: a new layout every 20 rounds. */
+/* On several hosts, in a new layout every few rounds. */
 void play_hosts(const terms *t) {
     dice plan = dice_of(t->seed, 8);
-    terms each = {t->size, 20, t->seed};
-    for (int done = 0; done < t->rounds; done += each.rounds) {
+    for (int done = 0, more; done < t->rounds; done += more) {
+        int large = roll(&plan, 4) == 0;
+        more = large ? 3 : 20;
+        terms each = {t->size, more, t->seed};
         layout l;
-        stage s = {.hosts = &l, .which = (uint64_t)done};
+        stage s = {.hosts = &l, .which = (uint64_t)done, .capacity = large ? LARGE : CAPACITY};
         draw_layout(&l, t->size, &plan);
         connect_hosts(&l);
         set_up(&s, &each);
@@ -348,7 +353,7 @@ static void use_until_aborted(int rank, void *what) {
 void play_aborts(const terms *t) {
     dice plan = dice_of(t->seed, 7);
     for (int k = 0; k < t->rounds; k++) {
-        stage s = {.which = (uint64_t)k + 1};
+        stage s = {.capacity = CAPACITY, .which = (uint64_t)k + 1};
         for (int q = 0; q < t->size; q++) s.ends[q] = -1;
         s.ends[roll(&plan, (uint64_t)t->size)] = (int)roll(&plan, 20);
         if (roll(&plan, 3) == 0) s.ends[roll(&plan, (uint64_t)t->size)] = (int)roll(&plan, 20);

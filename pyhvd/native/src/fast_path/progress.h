@@ -240,7 +240,7 @@ static inline void pyhvd_fast_path_ring(pyhvd_fast_path *path) {
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&mine->background_asleep, memory_order_relaxed) &&
         !atomic_load_explicit(&path->background_watches, memory_order_relaxed))
-        pyhvd_futex_wake(&mine->background_bell, 0);
+        pyhvd_ready_table_wake_background(&path->setup.table, path->setup.table.rank);
 }
 
 /* Mark all held calls ready, at the time `now` (ns). With `all`, wait for other threads that flush,
