@@ -29,6 +29,7 @@ from pyhvd.negotiation.messages import (
     RequestType,
     Response,
     ResponseList,
+    StillWaiting,
     TimelineOrder,
     Tuning,
     bits_to_bytes,
@@ -134,6 +135,12 @@ class Coordinator:
                 table.submit(senders, request, following, now)
         if message.stop is not None and self._stop is None:
             self._stop = message.stop
+
+    def recall(self, message: StillWaiting) -> None:
+        """Let the ranks submit by message the cached tensors for which a rank has long waited."""
+        for set_id, data in message.slots.items():
+            if set_id in self._sets:
+                self._sets[set_id].recall(bytes_to_bits(data))
 
     def tune(self, tuning: Tuning) -> None:
         """Send these knobs to every rank with the next response list; they hold from that list on."""

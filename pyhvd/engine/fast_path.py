@@ -8,6 +8,7 @@ is :mod:`pyhvd.native.shared_memory`. The runtime's thread runs all but :func:`o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from pyhvd.negotiation.messages import (
     RequestType,
     Response,
     ResponseList,
+    bits_to_bytes,
     bytes_to_bits,
     iter_bits,
 )
@@ -135,6 +137,7 @@ class FastPathAdapter(NoFastPath):
         self._entered = False
         self._arena = arena
         self._fabric = fabric
+        self.across = fast_path.partial
         self._worker = worker
         self._queue = queue
         self._meter = meter
@@ -214,6 +217,16 @@ class FastPathAdapter(NoFastPath):
         if self._entered:
             self._entered = False
             self._fast_path.leave()
+
+    def waiting(self, patience: float) -> dict[int, bytes]:
+        """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
+        since = time.monotonic_ns() - int(patience * 1e9)
+        slots: dict[int, int] = {}
+        for call in self._fast_path.in_flight():
+            if 0 < call.marked_ns() <= since:
+                for slot in call.slots():
+                    slots[call.set_id] = slots.get(call.set_id, 0) | 1 << slot
+        return {set_id: bits_to_bytes(bits) for set_id, bits in slots.items()}
 
     def tune(self, threshold: int, cycle: float) -> None:
         """Use another fusion threshold (bytes) and cycle time (s)."""

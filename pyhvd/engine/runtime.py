@@ -44,11 +44,13 @@ from pyhvd.negotiation.messages import (
     ErrorInfo,
     ErrorKind,
     MergedList,
+    OutOfBand,
     RelayedList,
     Request,
     RequestList,
     Response,
     ResponseList,
+    StillWaiting,
     TimelineOrder,
     Tuning,
     decode_merged,
@@ -57,6 +59,7 @@ from pyhvd.negotiation.messages import (
     decode_requests,
     decode_responses,
     encode,
+    encode_out_of_band,
     is_out_of_band,
     iter_bits,
     pack_ranks,
@@ -83,7 +86,14 @@ class NoFastPath:
     """A fast path that is off: every call goes by message.
 
     :class:`pyhvd.engine.fast_path.FastPathAdapter` overrides each method for a fast path that exists.
+
+    Attributes
+    ----------
+    across : bool
+        Whether the ranks are on several hosts.
     """
+
+    across = False
 
     def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
@@ -123,6 +133,10 @@ class NoFastPath:
 
     def leave(self) -> None:
         """Release the progress lock, if :meth:`enter` took it."""
+
+    def waiting(self, patience: float) -> dict[int, bytes]:  # noqa: ARG002
+        """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
+        return {}
 
     def tune(self, threshold: int, cycle: float) -> None:
         """Use another fusion threshold (bytes) and cycle time (s)."""
@@ -310,6 +324,7 @@ class Runtime:
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
         self._stop_sent = False
+        self._waiting_due = 0.0
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
@@ -440,7 +455,7 @@ class Runtime:
             if not payload:
                 self._shutdown_barrier.hear(source)
             elif is_out_of_band(payload):
-                take_aside(decode_out_of_band(payload), source, self._where, self._hangs, self._control.send)
+                self._take_out_of_band(source, decode_out_of_band(payload))
             elif source == self._control.tree.parent:
                 self._lists.hear(payload)
             else:
@@ -457,6 +472,12 @@ class Runtime:
         if self._coordinator is not None and self._outgoing is None:
             self._fast_path.announce(0, 0)
         return self._publish() or active
+
+    def _take_out_of_band(self, source: int, message: OutOfBand) -> None:
+        if not isinstance(message, StillWaiting):
+            take_aside(message, source, self._where, self._hangs, self._control.send)
+        elif self._coordinator is not None:
+            self._coordinator.recall(message)
 
     def _look_at_samples(self, tuner: Tuner, coordinator: Coordinator) -> None:
         if (tuning := tuner.look()) is not None:
@@ -576,7 +597,11 @@ class Runtime:
         retry = now + 1e-3 if self._outgoing is not None else None
         drain = self._executor.look(now)
         merged = self._leader.due if self._leader is not None else None
-        times = [t for t in (due, look, retry, drain, merged, self._lists.look_at()) if t is not None]
+        times = [
+            t
+            for t in (due, look, retry, drain, merged, self._lists.look_at(), self._tell_waiting(now))
+            if t is not None
+        ]
         until = min(times, default=math.inf)
         if until > now:
             self._control.wait(until - now if until < math.inf else None)
@@ -584,6 +609,18 @@ class Runtime:
             if self._hangs is not None and woken - until > self._hangs.oversleep:
                 self._hangs.resumed(woken)
         self._queue.awake()
+
+    def _tell_waiting(self, now: float) -> float | None:
+        """Tell rank 0 of cached tensors that wait for long; return the time of the next look."""
+        period = self._config.stall_check_time_seconds / 2
+        if self._coordinator is not None or not self._fast_path.across or not period:
+            return None
+        if now >= self._waiting_due:
+            self._waiting_due = now + period
+            if slots := self._fast_path.waiting(period):
+                message = StillWaiting(PROTOCOL_VERSION, slots)
+                self._control.send(0, encode_out_of_band(message))
+        return self._waiting_due
 
     def _inspect(self, now: float) -> float | None:
         """Look for stalled tensors if a look is due; return the time of the next look."""

@@ -203,6 +203,19 @@ cdef class CachedCall:
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
         return not pyhvd_call_finished(&self.c, started)
 
+    def marked_ns(self):
+        """Return when (CLOCK_MONOTONIC, ns) it was marked ready, if it waits for other ranks; else 0."""
+        cdef int64_t marked = 0
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
+        if self.c.state == PYHVD_MARKED and not pyhvd_call_finished(&self.c, self.c.started):
+            marked = self.c.marked_ns
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
+        return marked
+
+    def slots(self):
+        """Return the slots of its tensors, ascending."""
+        return [self.c.slots.ids[k] for k in range(self.c.slots.n)]
+
     def take(self):
         """Take it off the fast path: from now on Python alone ends it.
 

@@ -256,6 +256,7 @@ cdef extern from "fast_path/progress.h" nogil:
 
     ctypedef struct pyhvd_call:
         uint64_t started
+        int state
         uint32_t set
         int grouped
         pyhvd_slot_list slots

@@ -341,6 +341,10 @@ class MessageTable:
         self._entries.clear()
         return self.take_responses()
 
+    def recall(self, slots: int) -> None:
+        """Take slots back from the ready table, whose ranks then submit them by message."""
+        self._recall(slots)
+
     # -- reports -------------------------------------------------------------------------------------
 
     def pending(self, now: float) -> list[tuple[str, float, tuple[int, ...], tuple[int, ...]]]:

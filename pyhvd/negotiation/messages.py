@@ -1,8 +1,8 @@
 """The messages between ranks, and their wire form (MessagePack by msgspec, with a protocol version).
 
 Owns: :class:`Request` (a rank submits a tensor), :class:`Response` (the ranks' next step), their lists, the
-out-of-band messages (:class:`StackRequest`, :class:`StackReport`), encode and decode. Knows nothing of MPI,
-arrays or handles.
+out-of-band messages (:class:`StackRequest`, :class:`StackReport`, :class:`StillWaiting`), encode and decode.
+Knows nothing of MPI, arrays or handles.
 
 A slot is a place in the response cache. Only the coordinator numbers slots, so that a slot means the same on
 every rank. A rank that submits a tensor exactly as its slot holds it sends one bit.
@@ -364,13 +364,25 @@ class StackReport(msgspec.Struct, frozen=True, array_like=True, tag=2):
     threads: list[ThreadStack]
 
 
-OutOfBand = StackRequest | StackReport
+class StillWaiting(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """To rank 0: this rank has long waited for cached tensors; ``slots`` has bit vectors, by process set.
+
+    With several hosts, rank 0 cannot see the ranks' marks on the other hosts.
+    """
+
+    version: int
+    slots: dict[int, bytes]
+
+
+OutOfBand = StackRequest | StackReport | StillWaiting
 """Messages that pass beside the lists, and have no place in their order."""
 
 # MessagePack never uses this byte, so the lists need no mark of their own.
 _OUT_OF_BAND = 0xC1
 
-M = TypeVar("M", StackRequest | StackReport, RequestList, MergedList, ResponseList, RelayedList)
+M = TypeVar(
+    "M", StackRequest | StackReport | StillWaiting, RequestList, MergedList, ResponseList, RelayedList
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _out_of_band_decoder: msgspec.msgpack.Decoder[OutOfBand] = msgspec.msgpack.Decoder(OutOfBand)

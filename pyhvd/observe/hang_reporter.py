@@ -19,7 +19,6 @@ from pyhvd.controller import Coordinator, Stalled
 from pyhvd.negotiation.messages import (
     PROTOCOL_VERSION,
     ErrorInfo,
-    OutOfBand,
     StackReport,
     StackRequest,
     encode_out_of_band,
@@ -171,7 +170,11 @@ class HangReporter:
 
 
 def take_aside(
-    message: OutOfBand, source: int, where: RankLocations, reporter: HangReporter | None, send: Send
+    message: StackRequest | StackReport,
+    source: int,
+    where: RankLocations,
+    reporter: HangReporter | None,
+    send: Send,
 ) -> None:
     """Answer a question, or take an answer."""
     if isinstance(message, StackRequest):

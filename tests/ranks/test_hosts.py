@@ -196,3 +196,36 @@ def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptur
         run_ranks(4, rank, timeout=SECONDS, knobs={"stall_check_time_seconds": 0.3}, hosts=[0, 0, 1, 1])
     finally:
         logging.getLogger("pyhvd").removeHandler(handler)
+
+
+@pytest.mark.parametrize("alone", [2, 3])
+def test_a_cached_tensor_that_one_rank_of_another_host_waits_for_is_reported(
+    alone: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 sees the marks of neither host; with a set of that host alone, too."""
+    over = Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if f"submitted by rank {alone} " in record.getMessage():
+                over.set()
+
+    def rank() -> None:
+        both = hvd.add_process_set([2, 3])
+        sets = [hvd.global_process_set, *([both] if hvd.rank() > 1 else [])]
+        for members in sets:
+            for _ in range(3):
+                hvd.allreduce(np.ones(4), name="x", op=hvd.Sum, process_set=members)
+        for members in sets[:: -1 if hvd.rank() > 1 else 1]:
+            if hvd.rank() != alone:
+                assert over.wait(20)
+            out = hvd.allreduce(np.ones(4), name="x", op=hvd.Sum, process_set=members)
+            assert out[0] == members.size()
+
+    handler = Heard()
+    logging.getLogger("pyhvd").addHandler(handler)
+    knobs = {"stall_check_time_seconds": 0.3, "dynamic_process_sets": True}
+    try:
+        run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])
+    finally:
+        logging.getLogger("pyhvd").removeHandler(handler)
