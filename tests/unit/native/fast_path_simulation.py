@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -147,6 +147,8 @@ class FakeFastPath:
     parts: dict[Key, tuple[Request, int, int]] = field(default_factory=dict)
     held: list[FakeCall] = field(default_factory=list)
     cursor: int = 0
+
+    partial: ClassVar[bool] = False
 
     @property
     def slots(self) -> int:
