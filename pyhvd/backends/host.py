@@ -27,7 +27,7 @@ from pyhvd.backends import adasum
 from pyhvd.backends.base import Phases, Pieces, Views
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.hosts import hosts_in_order
+from pyhvd.transport.link_layout import hosts_in_order
 
 FLAT = 64 * 1024
 """Up to this number of bytes, over all ranks, an allreduce is one step: gather, and reduce on all ranks."""

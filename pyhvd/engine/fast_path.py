@@ -341,8 +341,8 @@ class FastPathBell:
         rung = bool(self._fast_path.doze(timeout))
         if (note := self._fast_path.note()) is not None:
             raise Aborted(note)
-        if (lost := self._fast_path.lost()) is not None and isinstance(self._fabric, HostsFabric):
-            raise self._fabric.error_of(*lost)
+        if isinstance(self._fabric, HostsFabric):
+            self._fabric.look_at_hosts()
         return rung
 
     def close(self) -> None:

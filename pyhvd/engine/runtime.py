@@ -469,9 +469,14 @@ class Runtime:
             if self._recorder.asked and (order := self._recorder.next_order()) is not None:
                 self._coordinator.order_timeline(order)
             self._outgoing = self._coordinator.respond()
-        if self._coordinator is not None and self._outgoing is None:
-            self._fast_path.announce(0, 0)
+        if self._outgoing is None:
+            self._announce_recalls()
         return self._publish() or active
+
+    def _announce_recalls(self) -> None:
+        """Tell the other hosts which slots the coordinator has recalled, before the next list does."""
+        if self._coordinator is not None and self._fast_path.across:
+            self._fast_path.announce(0, 0)
 
     def _take_out_of_band(self, source: int, message: OutOfBand) -> None:
         if not isinstance(message, StillWaiting):
@@ -613,7 +618,8 @@ class Runtime:
     def _tell_waiting(self, now: float) -> float | None:
         """Tell rank 0 of cached tensors that wait for long; return the time of the next look."""
         period = self._config.stall_check_time_seconds / 2
-        if self._coordinator is not None or not self._fast_path.across or not period:
+        unused = self._coordinator is not None or not self._fast_path.across
+        if unused or not period or self._config.stall_check_disable:
             return None
         if now >= self._waiting_due:
             self._waiting_due = now + period
@@ -629,7 +635,7 @@ class Runtime:
         if now < self._hangs.due:
             return self._hangs.due
         look, error = self._hangs.inspect(now)
-        self._fast_path.announce(0, 0)
+        self._announce_recalls()
         if error is not None:
             self._coordinator.receive(MergedList.of(0, self._worker.compose([], error)), now)
         return look

@@ -354,6 +354,10 @@ cdef class FastPath(ReadyTableEnd):
         cdef uint32_t found = pyhvd_fast_path_aborted(&self.c)
         return (<PathSet>self.sets[found - 1]).window.note() if 0 < found <= SETS else None
 
+    def has_given_up(self):
+        """Return whether a window was aborted, or another host is lost: the path is closed."""
+        return pyhvd_fast_path_aborted(&self.c) != 0
+
     def forget(self, bint keep=False):
         """Run the last callbacks and release all handles: every call has ended.
 

@@ -11,21 +11,11 @@ from pyhvd.arrays import Bytes
 from pyhvd.common.text import describe_ranks
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.link_layout import hosts_in_order
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
 _NOTE_SECONDS = 0.5
-
-
-def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
-    """Return the set ranks of each host; hosts are in the order of their lowest ranks.
-
-    ``hosts`` has, by set rank, any number that tells the hosts apart.
-    """
-    by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    return list(by_host.values())
 
 
 class HostsFabric(ShmFabric):
@@ -49,7 +39,7 @@ class HostsFabric(ShmFabric):
         The global ranks of the set.
     """
 
-    _all: HostsFabric | None = None
+    _all: HostsFabric
     _fast_path: shared_memory.FastPath | None = None
 
     def __init__(
@@ -67,6 +57,8 @@ class HostsFabric(ShmFabric):
         self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
         self._exchange = exchange
         self._links = links
+        self._followers: list[HostsFabric] = []  # of the fabric of all ranks: all sets' fabrics
+        self._all = self
         super().__init__(inner, segment, window)
 
     def allgather(self, send: Bytes, recv: Bytes) -> None:
@@ -112,7 +104,19 @@ class HostsFabric(ShmFabric):
     def follow(self, fabric: HostsFabric, fast_path: shared_memory.FastPath) -> None:
         """Learn from the fast path, and from the fabric of all ranks, when a host is lost, and why."""
         self._all, self._fast_path = fabric, fast_path
+        fabric._followers.append(self)
         fast_path.watch(self._exchange)
+
+    def look_at_hosts(self) -> None:
+        """Raise Aborted or LinkLost if the fast path has found another host lost, or a set's rail broken."""
+        if self._fast_path is None:
+            return
+        if (lost := self._fast_path.lost()) is not None:
+            raise self.error_of(*lost)
+        if self._fast_path.has_given_up():
+            for each in self._followers:
+                if each._exchange.lost is not None:
+                    each.check(False)
 
     def abort(self, note: bytes) -> None:
         """Interrupt the ranks of this host, and end the connections to all others."""
@@ -125,6 +129,8 @@ class HostsFabric(ShmFabric):
 
     def close(self) -> None:
         """Free window, links and fabric; collective."""
+        if self in self._all._followers:
+            self._all._followers.remove(self)
         self._links.close()
         super().close()
 
@@ -133,7 +139,6 @@ class HostsFabric(ShmFabric):
         if not done and self.window.note() is None:
             # The rank that ended a connection may have sent a note.
             if self._fast_path is not None and (told := self._fast_path.await_lost(_NOTE_SECONDS)):
-                assert self._all is not None
                 raise self._all.error_of(*told)
             if self._exchange.lost is not None:
                 raise self.error_of(*self._exchange.lost, b"")
@@ -195,8 +200,8 @@ def open_hosts_fabric(
     slices = max(len(each) for each in by_host)
     rails = [
         [-1 if peer is None else peer.fileno() for peer in rail]
-        for k, rail in enumerate(links.rails)
-        if k * links.local_size // slices == links.local_rank
+        for rail in links.rails
+        if any(peer is not None for peer in rail)
     ]
     exchange = shared_memory.Exchange(
         links.host, links.hosts, links.local_rank, links.local_size, slices, rails, links.bells

@@ -28,6 +28,17 @@ class Role(NamedTuple):
     high: int
 
 
+def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
+    """Return the set ranks of each host; hosts are in the order of their lowest ranks.
+
+    ``hosts`` has, by set rank, any number that tells the hosts apart.
+    """
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    return list(by_host.values())
+
+
 class Layout:
     """One rank's place among the hosts, and the connections that it has.
 
@@ -57,12 +68,9 @@ class Layout:
     """
 
     def __init__(self, rank: int, nodes: Sequence[int], agreement: bool) -> None:
-        members: dict[int, list[int]] = {}
-        for each, node in enumerate(nodes):
-            members.setdefault(node, []).append(each)
-        self._members = list(members.values())
-        local = members[nodes[rank]]
-        self.hosts = len(members)
+        self._members = hosts_in_order(nodes)
+        local = next(ranks for ranks in self._members if rank in ranks)
+        self.hosts = len(self._members)
         self.host = self._members.index(local)
         self.local_size = len(local)
         self.local_rank = local.index(rank)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.control import Bell, ControlTransport
 from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.link_layout import hosts_in_order
 from pyhvd.transport.shm import OpenWindow
 
 
@@ -34,9 +35,7 @@ class Topology:
     @classmethod
     def of(cls, rank: int, host_of: Sequence[int]) -> Topology:
         """Return the place of a rank; ``host_of`` has, by rank, any number that tells the hosts apart."""
-        hosts: dict[int, list[int]] = {}
-        for each, host in enumerate(host_of):
-            hosts.setdefault(host, []).append(each)
+        hosts = {host_of[ranks[0]]: ranks for ranks in hosts_in_order(host_of)}
         here = hosts[host_of[rank]]
         local_rank = here.index(rank)
         peers = sorted(ranks[local_rank] for ranks in hosts.values() if local_rank < len(ranks))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from dataclasses import astuple
 from functools import partial
 from threading import Event
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -229,3 +231,23 @@ def test_a_cached_tensor_that_one_rank_of_another_host_waits_for_is_reported(
         run_ranks(4, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 0, 1, 1])
     finally:
         logging.getLogger("pyhvd").removeHandler(handler)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1]], ids=str)
+def test_a_broken_rail_fails_the_cached_calls(hosts: list[int]) -> None:
+    """The other connections stay: one of several ranks of a host has ended, or its rail has failed."""
+    last = len(hosts) - 1
+
+    def reduce_until_an_error() -> None:
+        for step in range(100_000):
+            hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+            if step == 20 and hvd.rank() == last:
+                fabric = cast(Any, current().runtime._executor._backends[0].fabric)
+                for peer in [each for rail in fabric._links.rails for each in rail if each is not None]:
+                    peer.shutdown(socket.SHUT_RDWR)
+
+    def rank() -> None:
+        with pytest.raises(hvd.RankFailedError, match="the connection to host"):
+            reduce_until_an_error()
+
+    run_ranks(len(hosts), rank, timeout=SECONDS, hosts=hosts)

@@ -134,7 +134,6 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
     }
     uint64_t number = list->number;
     while (pyhvd_host_order_next_range(t->agreement->order, list, &range)) {
-        if (range.set >= PYHVD_MAX_SETS || range.end > t->words) continue;
         if (range.kind == PYHVD_RECALLED)
             recall(t, &range);
         else
@@ -169,18 +168,9 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     append_decided(t, audience); /* the own count was what was missing */
 }
 
-void pyhvd_agreement_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
-                           pyhvd_ranks *audience) {
+void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                              const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
-    uint64_t words[PYHVD_MAX_WORDS];
-    uint32_t first = to, end = from;
-    for (uint32_t w = from; w < to; w++) {
-        words[w] = pyhvd_ready_table_complete(t, set, w);
-        if (!words[w]) continue;
-        first = MIN(first, w);
-        end = w + 1;
-    }
-    if (first >= end) return;
     pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
     int64_t bytes = PYHVD_LATER;
     if (has_room(a))

@@ -106,9 +106,9 @@ void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots);
 
 /* ---- under the table's lock ---- */
 
-/* Announce the slots in words [from, to) that all local members have marked; carry on. */
-void pyhvd_agreement_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, uint32_t to,
-                           pyhvd_ranks *audience);
+/* Announce the slots words[first] to words[end - 1], which all local members have marked; carry on. */
+void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
+                              const uint64_t *words, pyhvd_ranks *audience);
 
 /* Append to the ready log what the order has decided; tell the others what this host owes them. */
 void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience);

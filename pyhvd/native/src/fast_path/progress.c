@@ -16,8 +16,8 @@
 #define WATCH_LOOKS 3
 /* Looks after the last call, a cycle time apart. Then the thread sleeps until a call rings. */
 #define LAZY_LOOKS 20
-/* On one of several hosts: yields before a sleep, each with an attempt to receive. Spinning before
- * each, or fewer of them, was slower where ranks share cores. */
+/* On one of several hosts: yields before a sleep, each with an attempt to receive. In a prototype,
+ * spinning before each, or fewer of them, was slower where ranks share cores. */
 #define HOST_YIELDS 200
 
 /* ---- set-up ---- */

@@ -218,7 +218,8 @@ int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n) {
     return has_room(t, n);
 }
 
-uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, uint32_t word) {
+/* The slots of a word that all local members have marked. */
+static uint64_t complete_slots(const pyhvd_ready_table *t, uint32_t set, uint32_t word) {
     const pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t complete = s->count ? s->delegated[word] : 0;
     for (uint32_t k = 0; k < s->count && complete; k++)
@@ -263,17 +264,18 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     pyhvd_table_set *s = &t->shared->sets[set];
     uint64_t batch[PYHVD_MAX_WORDS];
     uint32_t first = to, end = from;
-    if (s->spans) {
-        pyhvd_agreement_match(t, set, from, to, audience);
-        return;
-    }
     for (uint32_t w = from; w < to; w++) {
-        batch[w] = pyhvd_ready_table_complete(t, set, w);
+        batch[w] = complete_slots(t, set, w);
         if (!batch[w]) continue;
         first = MIN(first, w);
         end = w + 1;
     }
-    if (first >= end || !pyhvd_ready_table_make_room(t, 1)) return;
+    if (first >= end) return;
+    if (s->spans) {
+        pyhvd_agreement_announce(t, set, first, end, batch, audience);
+        return;
+    }
+    if (!pyhvd_ready_table_make_room(t, 1)) return;
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
     if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);

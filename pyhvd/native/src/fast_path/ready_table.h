@@ -228,9 +228,6 @@ void pyhvd_ready_table_retry(pyhvd_ready_table *t);
 int pyhvd_ready_table_make_room(pyhvd_ready_table *t, uint32_t n);
 void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 
-/* The slots of a word that all local members have marked. */
-uint64_t pyhvd_ready_table_complete(const pyhvd_ready_table *t, uint32_t set, uint32_t word);
-
 /* Clear all marks of the slots `words[first]` to `words[end - 1]`. With `recall`, let the ranks that
  * had made them submit their tensors by message. */
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,

@@ -18,7 +18,8 @@
 
 #include "window/exchange.h"
 
-/* Yields before a sleep. Fewer, or spinning before each, was slower where ranks share cores. */
+/* Yields before a sleep. In a prototype, fewer, or spinning before each, was slower where ranks share
+ * cores. */
 #define ACROSS_YIELDS 200
 
 /* What `advance` functions return, besides errors. */
