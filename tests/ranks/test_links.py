@@ -22,16 +22,9 @@ from pyhvd.transport.link_handshakes import Handshakes
 from pyhvd.transport.link_layout import Role
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.tcp.connection import Address, new_key
+from tests.unit.transport.test_link_layout import LAYOUTS
 
 LONG = 60.0
-LAYOUTS = {
-    "2x1": [0, 1],
-    "2x2": [0, 0, 1, 1],
-    "3+1": [0, 0, 0, 1],
-    "1+2+4": [0, 1, 1, 2, 2, 2, 2],
-    "8x1": list(range(8)),
-    "interleaved": [4, 2, 4, 2, 2, 9],
-}
 HOST = re.escape(socket.gethostname())
 PATIENT = LinkOptions(timeout=LONG)
 IMPATIENT = LinkOptions(timeout=1.0)
