@@ -53,7 +53,7 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t) {
     }
 }
 
-void pyhvd_payloads_stage(pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
+void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
                           double prescale) {
     pyhvd_payload *staged = staged_by(t, (uint32_t)t->rank);
     if (t->agreement->hosts > PYHVD_PAYLOAD_HOSTS || !t->shared->sets[item.set].spans ||

@@ -52,7 +52,7 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t);
 
 /* Stage a tensor of a slot that this rank marks, if there is room. `item` has all but `at` and
  * `round`; `src` is the address of its elements, 0 for the neutral element. */
-void pyhvd_payloads_stage(pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
+void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
                           double prescale);
 
 /* Collect the values of the slots in words [first, end) that this host is about to announce, and
