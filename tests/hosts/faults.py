@@ -209,9 +209,8 @@ def try_fault(site: Site, fault: Fault) -> Outcome:
     try:
         job.wait_for_steps(1)
         time.sleep(fault.moment)
-        victim, struck = job.ranks()[fault.rank], time.time()
-        strike(site.bed, fault.kind, hosts[fault.host], victim)
-        _look_at_errors(outcome, job, struck, [host.name for host in hosts])
+        strike(site.bed, fault.kind, hosts[fault.host], job.ranks()[fault.rank])
+        _look_at_errors(outcome, job, time.time(), [host.name for host in hosts])
         if not outcome.wrong:
             _look_at_ranks(outcome, job)
     finally:
@@ -229,15 +228,16 @@ def _look_at_errors(outcome: Outcome, job: FaultyJob, struck: float, names: Sequ
     survivors = outcome.fault.survivors()
     told = job.wait(lambda: set(survivors) <= set(job.endings()), struck + WITHIN_S)
     now, endings = time.time(), job.endings()
-    outcome.seconds = (now if job.has_ended() else max(each.time for each in endings.values())) - struck
-    outcome.errors = len(endings)
     missing = sorted(set(survivors) - set(endings))
+    ends = [now] if missing else [each.time for each in endings.values()]
+    outcome.seconds, outcome.errors = max(0.0, max(ends) - struck), len(endings)
     silent = outcome.fault.kind in SILENT and not (outcome.fault.kind == "power" and _is_openmpi())
     if missing and (silent or not job.has_ended()):
         outcome.wrong.append(f"no error of ranks {missing}{job.output()}")
     elif not told or outcome.seconds > WITHIN_S:
         outcome.wrong.append(f"an error came after {outcome.seconds:.2f} s")
-    for rank, ending in endings.items():
+    for rank in set(survivors) & set(endings):
+        ending = endings[rank]
         ours = [f"connection to host {names[host]} " in ending.text for host in survivors[rank]]
         if ending.error != "RankFailedError" or not any(ours):
             outcome.wrong.append(f"rank {rank}: {ending.error}: {ending.text}")

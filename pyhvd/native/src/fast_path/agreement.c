@@ -410,10 +410,12 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 
 /* ---- beats ---- */
 
-/* Send a beat, unless another rank of this host has; receive; look for silent hosts. */
-static void beat(pyhvd_ready_table *t) {
+/* Send a beat, unless another rank of this host has; receive; look for silent hosts. Return when to
+ * look again. */
+static int64_t beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
-    int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
+    int64_t now = pyhvd_now(), next = now + PYHVD_BEAT_LOOK_NS;
+    int64_t last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
     if (now - last > PYHVD_BEAT_NS &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
@@ -424,24 +426,22 @@ static void beat(pyhvd_ready_table *t) {
         if (g == t->agreement->host || atomic_load_explicit(&peer->left, memory_order_relaxed))
             continue;
         int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (heard && now - heard > PYHVD_SILENT_NS) lose(t, g, ETIMEDOUT);
+        if (heard && now - heard > PYHVD_SILENT_NS)
+            lose(t, g, ETIMEDOUT);
+        else if (heard)
+            next = MIN(next, heard + PYHVD_SILENT_NS + 1);
     }
+    return next;
 }
 
 static void *beat_on(void *table) {
     pyhvd_ready_table *t = table;
     pyhvd_agreement *a = t->agreement;
-    struct timespec until;
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
-        beat(t);
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += PYHVD_BEAT_LOOK_NS;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_nsec -= 1000000000;
-            until.tv_sec++;
-        }
+        int64_t next = beat(t);
+        struct timespec until = {(time_t)(next / 1000000000), (long)(next % 1000000000)};
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }

@@ -29,8 +29,9 @@
  *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
  *
  * Beats
- *   1. A thread of each rank looks twice a second. Each second it sends a beat to all hosts, unless
- *      another rank of its host has done so, and it receives what nobody else has received.
+ *   1. A thread of each rank looks twice a second, and when a host may have become lost. Each second
+ *      it sends a beat to all hosts, unless another rank of its host has done so, and it receives
+ *      what nobody else has received.
  *   2. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
  *      looks, so a rank that was stopped itself finds the beats that came meanwhile.
  *   3. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
