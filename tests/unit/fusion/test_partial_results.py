@@ -1,4 +1,4 @@
-"""What it costs to round the hosts' partial results of float16 and bfloat16: the figures of across_hosts.md."""
+"""Errors of rounding the hosts' partial results of float16 and bfloat16: the figures of across_hosts.md."""
 
 from __future__ import annotations
 
