@@ -2,7 +2,7 @@
  * the other hosts.
  *
  * Each pair of hosts has one connection, which all ranks of both hosts share. It carries frames: the
- * messages of the order across hosts (host_order.h), rings for the background threads of single
+ * messages of the order across hosts (host_order.h), payloads (payloads.h), rings for the background threads of single
  * ranks, a note when a rank fails, and a goodbye. Any rank may send and receive for its host:
  * whoever has just written a frame, or waits. So no rank waits for a leader's turn.
  *
@@ -46,7 +46,7 @@
 
 #include <pthread.h>
 
-#include "fast_path/host_order.h"
+#include "fast_path/payloads.h"
 
 #define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
 #define PYHVD_BEAT_NS 900000000 /* between two beats, at least */
@@ -76,6 +76,7 @@ typedef struct {
     int error;                             /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
+    pyhvd_payloads payloads;
     pyhvd_peer_host peers[]; /* by host, then the order */
 } pyhvd_shared_agreement;
 

@@ -245,11 +245,12 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
 }
 
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number,
+                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = reserve_entry(t, concerned);
     entry->kind = kind;
     entry->number = number;
+    entry->has_results = (uint32_t)has_results;
     entry->set = set;
     entry->last_rank = (uint32_t)t->rank;
     entry->first = first;
@@ -279,7 +280,7 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
     if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
-    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, &s->members, audience);
+    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, 0, &s->members, audience);
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {
