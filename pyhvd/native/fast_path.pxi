@@ -304,10 +304,9 @@ cdef class FastPath(ReadyTableEnd):
 
     def refused(self):
         """Return a call that the ready table has refused, until it is taken; or None."""
-        cdef pyhvd_call* call = NULL
+        cdef pyhvd_call* call
         pthread_mutex_lock(&self.c.submissions.mutex)
-        if self.c.submissions.refused_count:
-            call = self.c.submissions.refused[0]
+        call = self.c.submissions.refused
         pthread_mutex_unlock(&self.c.submissions.mutex)
         return None if call == NULL else <CachedCall>call.owner
 

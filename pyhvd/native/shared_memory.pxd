@@ -290,8 +290,7 @@ cdef extern from "fast_path/progress.h" nogil:
 
     ctypedef struct pyhvd_submissions:
         pthread_mutex_t mutex
-        pyhvd_call** refused
-        uint32_t refused_count
+        pyhvd_call* refused
 
     ctypedef struct pyhvd_progress:
         size_t threshold
