@@ -267,6 +267,7 @@ class Recorder:
         self.busy = False
         self.fast_path: FastPath | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
+        self.hosts: tuple[str, ...] = ()
         self.trace = Trace()
         self._rank = rank
         self._size = size

@@ -37,7 +37,10 @@ enum {
     PYHVD_PACKING = 5, /* this and the next two: a stage of a chunk; number: the chunk */
     PYHVD_REDUCING = 6,
     PYHVD_UNPACKING = 7,
-    PYHVD_AWAITING = 8 /* a wait; rank: of the window, the last one that was awaited */
+    PYHVD_AWAITING = 8, /* a wait; rank: of the window, the last one that was awaited */
+    /* a stretch of the exchange between hosts; number: bytes sent and received; rank: the host whose
+     * frame arrived last */
+    PYHVD_EXCHANGING = 9
 };
 
 typedef struct {

@@ -57,6 +57,8 @@
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 
+#define PYHVD_OTHER_HOST 0x80000000u
+
 enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
 
 /* The other hosts, if there are any; see agreement.h. */
@@ -72,8 +74,10 @@ typedef struct {
     /* the ranks that it concerns, as in pyhvd_ranks */
     _Alignas(PYHVD_LINE) _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number;                 /* list: the response list's */
-    uint32_t last_rank;              /* batch: the rank whose marks completed it */
+    uint64_t number; /* list: the response list's */
+    /* batch: the rank (of the job) whose marks completed it, or PYHVD_OTHER_HOST + the host that was
+     * the last to announce it */
+    uint32_t last_rank;
     uint32_t first, end;             /* batch: words [first, end) are used */
     uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
@@ -109,7 +113,8 @@ typedef struct {
     _Alignas(PYHVD_LINE) uint64_t version; /* never 0 while the set is open; never decreases */
     uint64_t delegated[PYHVD_MAX_WORDS];
     uint64_t used[PYHVD_MAX_WORDS]; /* slots of batches since the coordinator last looked */
-    int64_t counted_until;          /* until when (ns) its waiting was counted; see count_waiting */
+    int64_t
+        counted_until; /* until when (ns) its waiting was counted; see pyhvd_ready_table_count_last */
     int spans; /* whether the set's ranks on all hosts agree together, not those here alone */
     pyhvd_ranks members; /* on this host */
     uint32_t count;
@@ -233,10 +238,23 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                                    const uint64_t *words, int recall);
 
-/* Append an entry, for which there is room; add its ranks to `audience`. */
+/* Append an entry, for which there is room; add its ranks to `audience`. `last_rank` is the entry's, or
+ * 0 for a list. */
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
                               uint32_t end, const uint64_t *words, uint64_t number,
-                              const pyhvd_ranks *concerned, pyhvd_ranks *audience);
+                              uint32_t last_rank, const pyhvd_ranks *concerned,
+                              pyhvd_ranks *audience);
+
+/* A local rank was the last to mark the slots `words[first]` to `words[end - 1]`, whose marks are still
+ * there: count for how long (ns) the others had waited. */
+void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t set,
+                                  const uint64_t *words, uint32_t first, uint32_t end);
+
+/* When (ns) a rank last marked a slot of a word. */
+static inline int64_t pyhvd_ready_table_marked_ns(const pyhvd_ready_table *t, uint32_t rank,
+                                                  uint32_t set, uint32_t word) {
+    return t->shared->rank_states[rank].ready[set][word].time;
+}
 
 /* Whether the log has entries behind this rank's cursor. */
 static inline int pyhvd_ready_table_behind(const pyhvd_ready_table *t) {
