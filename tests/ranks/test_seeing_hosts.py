@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.observe.trace.loading import load
+from pyhvd.observe.trace.summary import summarise, summarise_hosts
 from pyhvd.testing import run_ranks
+from tests.chrome_trace import check_events
 
 LATE = 0.2
 SMALL, LARGE = 4, 400_000
@@ -115,3 +120,39 @@ def test_without_links_nothing_is_named(knobs: dict[str, Any]) -> None:
 
     for seen in run_ranks(2, rank, hosts=[0, 1], knobs=knobs):
         assert (seen.link_sent_bytes, seen.late_exchanges, seen.host_late_tensors) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1], [0, 0, 0, 1]], ids=str)
+def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> None:
+    steps, elements, late = 6, 700_000, len(hosts) - 1
+
+    def rank() -> None:
+        small, large = np.ones(1, np.float32), np.ones(elements, np.float32)
+        for _ in range(steps):
+            if hvd.rank() == late:
+                time.sleep(0.02)
+            hvd.allreduce(small, name="small")
+            hvd.allreduce(large, name="large")
+
+    run_ranks(len(hosts), rank, hosts=hosts, knobs={"timeline": f"{tmp_path}/"})
+    names = names_of(hosts)
+    slices = max(map(hosts.count, hosts))
+    for trace in load([str(tmp_path)]):
+        events = json.loads(trace.path.read_text())
+        check_events(events)
+        exchanges = [each for each in trace.phases if each.name == "LINKS_EXCHANGE"]
+        assert {each.batch for each in exchanges} == {turn.batch for turn in trace.turns}
+        assert {each.last_host for each in exchanges} == set(names) - {names[trace.rank]}
+        owned = slices // hosts.count(hosts[trace.rank])
+        moved = sum(each.nbytes for each in exchanges)
+        # On two hosts each rank sends and receives its slices once; what the ring left out is small.
+        assert 0.9 < moved / (2 * 4 * elements * steps * owned / slices) < 1.1
+        if hosts[trace.rank] != hosts[late]:
+            ticks = [each["name"] for each in events if each["name"] == f"host {names[late]}"]
+            assert len(ticks) >= steps - 1
+    traces = load([str(tmp_path)])
+    across, everything = summarise_hosts(traces), summarise(traces)[0]
+    assert 0 < across.share < 1
+    assert across.last.total() == 2 * steps * len(hosts)
+    # Only copies of the smallest batches, and what lies between two events, are in no part.
+    assert everything.parts["other"] < 0.5 * (everything.parts["between hosts"] + everything.parts["wait"])

@@ -57,7 +57,7 @@
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
 
-#define PYHVD_OTHER_HOST 0x80000000u
+#define PYHVD_OTHER_HOST 0x40000000
 
 enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
 

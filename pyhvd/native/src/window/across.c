@@ -67,32 +67,37 @@ static uint8_t *whole_chunk(const pyhvd_window *w, const pyhvd_job *job, size_t 
     return address_of(bases[p.tensor], p.offset, pyhvd_itemsize(job->dtype));
 }
 
-/* ---- the trace: a rank's time between its stages is the exchange's ---- */
+/* ---- the trace: a rank's time between its stages ----
+ *
+ * While frames are under way, the time is the exchange's. Otherwise the rank waits for local ranks. */
 
 #define STRETCH_NS 1000 /* shorter ones are not recorded */
 
-/* Begin to record a stretch of the exchange, if frames are under way. */
-static void trace_exchange(const pyhvd_window *w) {
+static void begin_stretch(const pyhvd_window *w, uint32_t kind) {
     pyhvd_exchange *e = w->exchange;
-    if (!pyhvd_traced(w->trace) || e->trace_begin || !pyhvd_exchange_waits(e)) return;
+    if (!pyhvd_traced(w->trace) || e->trace_begin) return;
+    e->trace_kind = kind;
     e->trace_bytes = pyhvd_exchange_bytes(e);
     e->trace_begin = pyhvd_now();
 }
 
-/* End the stretch before a stage, or after the exchange. Return the time, or 0 if nothing is recorded. */
-static int64_t trace_stage(const pyhvd_window *w) {
+/* End the stretch; return the time, or 0 if nothing is recorded. */
+static int64_t end_stretch(const pyhvd_window *w) {
     pyhvd_exchange *e = w->exchange;
-    int64_t now = pyhvd_trace_now(w->trace);
-    if (e->trace_begin && now - e->trace_begin >= STRETCH_NS)
-        pyhvd_trace_add(w->trace, PYHVD_EXCHANGING, e->trace_begin, 0, 0,
-                        pyhvd_exchange_bytes(e) - e->trace_bytes, e->numbers[e->last]);
+    int64_t now = pyhvd_trace_now(w->trace), begin = e->trace_begin;
     e->trace_begin = 0;
+    if (!begin || now - begin < STRETCH_NS) return now;
+    if (e->trace_kind == PYHVD_AWAITING)
+        pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, 0, UINT32_MAX);
+    else
+        pyhvd_trace_add(w->trace, PYHVD_EXCHANGING, begin, 0, 0,
+                        pyhvd_exchange_bytes(e) - e->trace_bytes, e->numbers[e->last]);
     return now;
 }
 
 static void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
     pyhvd_add_stage(w, kind, begin, chunk);
-    trace_exchange(w);
+    if (begin && pyhvd_exchange_waits(w->exchange)) begin_stretch(w, PYHVD_EXCHANGING);
 }
 
 /* ---- stages ---- */
@@ -108,7 +113,7 @@ static int pack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     int alone = w->size == 1;
     if (!whole_chunk(w, c->job, &c->packing, s, c->job->srcs)) {
-        int64_t begin = trace_stage(w);
+        int64_t begin = end_stretch(w);
         pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
         pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
                    slot + (size_t)(s.mine_from - s.from) * item, !alone);
@@ -148,7 +153,7 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     int64_t n = s.to - s.from;
     size_t item = pyhvd_itemsize(c->job->dtype), walk = c->reducing;
     if (w->size > 1) {
-        int64_t begin = trace_stage(w);
+        int64_t begin = end_stretch(w);
         reduce_partial(w, c, s, chunk);
         pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
     }
@@ -161,7 +166,7 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
         pyhvd_exchange_begin(e, c->job, chunk, own, (in ? in : slot) + at, (out ? out : slot) + at,
                              to - from);
     }
-    trace_exchange(w);
+    begin_stretch(w, PYHVD_EXCHANGING);
     c->next[REDUCE]++;
     return MOVED;
 }
@@ -175,7 +180,7 @@ static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c) {
         c->next[EXCHANGE]++;
         if (w->size > 1) pyhvd_announce(w, REDUCED, from + 1);
     }
-    if (from == to && w->exchange->trace_begin) trace_stage(w);
+    if (from == to && w->exchange->trace_kind == PYHVD_EXCHANGING) end_stretch(w);
     return moved;
 }
 
@@ -184,7 +189,7 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     uint64_t chunk = w->chunks + (uint64_t)k;
     if (k == c->next[EXCHANGE] || !all_reached(w, REDUCED, chunk + 1)) return NOTHING;
     size_t item = pyhvd_itemsize(c->job->dtype);
-    int64_t begin = trace_stage(w);
+    int64_t begin = end_stretch(w);
     if (!whole_chunk(w, c->job, &c->unpacking, owned_span(w, all, k, w->rank), c->job->dsts))
         for (int q = 0; q < w->size; q++) {
             span s = owned_span(w, all, k, q);
@@ -227,16 +232,17 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
         /* Look at the links too: unread bytes would end each sleep at once. */
         if (!all_reached(w, FLATS, w->flats + 1)) return pyhvd_exchange_progress(e, job, 0, 0);
         for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)flat_of(w, q);
+        end_stretch(w);
         if (w->size > 1)
             pyhvd_reduce(e->flat_partial, blocks, (size_t)w->size, (size_t)total, job->dtype,
                          job->op, 1.0);
         pyhvd_exchange_begin_flat(e, w->flats, (size_t)total * item);
-        trace_exchange(w);
+        begin_stretch(w, PYHVD_EXCHANGING);
         c->stage = EXCHANGE;
     }
     int moved = pyhvd_exchange_progress(e, job, 0, 0);
     if (moved < 0 || !pyhvd_exchange_flat_ended(e)) return moved;
-    trace_stage(w);
+    end_stretch(w);
     pyhvd_exchange_flat_parts(e, parts);
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
         for (int g = 0; g < e->hosts; g++) blocks[g] = parts[g] + at * (int64_t)item;
@@ -302,7 +308,10 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
         status = advance(w, c);
         if (status == MOVED) yields = ACROSS_YIELDS;
         if (status != NOTHING) continue;
-        e->waited = e->waited || pyhvd_exchange_waits(e);
+        if (pyhvd_exchange_waits(e))
+            e->waited = 1;
+        else
+            begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
             sched_yield();
             continue;

@@ -72,10 +72,13 @@ struct pyhvd_exchange {
     uint32_t numbers[PYHVD_MAX_HOSTS];
     pyhvd_rail_counters *own_counters; /* memory for them, unless the user has set others */
     int last;                          /* the host whose frame arrived last */
-    int waited;           /* whether the present operation has waited for other hosts */
-    int64_t slept;        /* ns, since a frame last arrived */
-    int64_t trace_begin;  /* of the stretch that the trace will record; 0: none */
-    uint64_t trace_bytes; /* sent and received before it */
+    int waited;    /* whether the present operation has waited for other hosts */
+    int64_t slept; /* ns, since a frame last arrived */
+    /* The stretch that the trace will record, if `trace_begin` (ns) is not 0; and the bytes sent and
+     * received before it. */
+    int64_t trace_begin;
+    uint64_t trace_bytes;
+    uint32_t trace_kind; /* PYHVD_EXCHANGING, or PYHVD_AWAITING: for a local rank */
 };
 
 /* The first slice that belongs to a local rank, or to a later one: local rank k * ranks / slices owns
