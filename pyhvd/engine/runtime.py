@@ -299,10 +299,8 @@ class Runtime:
             Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
         self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
-        lateness = self._coordinator.stragglers if self._coordinator is not None else None
-        self.meter = Meter(
-            control.rank, control.size, config.metrics_timed, fast_path, lateness, parts.between
-        )
+        late = self._coordinator.stragglers if self._coordinator is not None else None
+        self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, late, parts.between)
         self._fast_path = NoFastPath()
         if parts.make_adapter is not None:
             self._fast_path = parts.make_adapter(self._worker, self._queue, self.meter)
