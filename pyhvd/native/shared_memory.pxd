@@ -60,6 +60,7 @@ cdef extern from "window/window.h" nogil:
         int lost
         int error
         const void* lost_host
+        int depth
         pyhvd_link* links
         int* bells
 
