@@ -74,6 +74,7 @@ cdef extern from "window/window.h" nogil:
         int lost
         int error
         const void* lost_host
+        int depth
         pyhvd_link* links
         int* bells
         pyhvd_rail_counters* counters

@@ -209,6 +209,17 @@ cdef class Exchange:
             return None
         return self.c.lost - 1, 0 if self.c.error == PYHVD_LINK_CLOSED else self.c.error
 
+    @property
+    def depth(self):
+        """How many chunks this rank has in flight at most, by the rate of the last large operations."""
+        return self.c.depth
+
+    @depth.setter
+    def depth(self, int chunks):
+        if not 2 <= chunks <= ACROSS_SLOTS:
+            raise ValueError(f"an exchange has 2 to {ACROSS_SLOTS} chunks in flight, not {chunks}")
+        self.c.depth = chunks
+
 
 cdef class Window:
     """One rank's end of a shared window.

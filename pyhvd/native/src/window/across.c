@@ -171,13 +171,14 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     return MOVED;
 }
 
-static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     uint64_t from = w->chunks + (uint64_t)c->next[EXCHANGE];
     uint64_t to = w->chunks + (uint64_t)c->next[REDUCE];
     int moved = pyhvd_exchange_progress(w->exchange, c->job, from, to);
     if (moved < 0) return moved;
     for (; from < to && pyhvd_exchange_has_ended(w->exchange, from); from++, moved = MOVED) {
         c->next[EXCHANGE]++;
+        pyhvd_exchange_time(w->exchange, c->next[EXCHANGE], all.count, w->chunk);
         if (w->size > 1) pyhvd_announce(w, REDUCED, from + 1);
     }
     if (from == to && w->exchange->trace_kind == PYHVD_EXCHANGING) end_stretch(w);
@@ -205,7 +206,7 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
 static int advance_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
     chunks all = chunks_of(w, c->job);
     int moved = pack_next(w, c, all) | reduce_next(w, c, all);
-    int exchanged = exchange_next(w, c);
+    int exchanged = exchange_next(w, c, all);
     if (exchanged < 0) return exchanged;
     moved |= exchanged | unpack_next(w, c, all);
     if (c->next[UNPACK] < all.count) return moved;
