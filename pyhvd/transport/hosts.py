@@ -73,6 +73,15 @@ class HostsFabric(ShmFabric):
         self._all = self
         super().__init__(inner, segment, window)
 
+    def alltoall(self, send: Bytes, recv: Bytes) -> None:
+        """Send block r to rank r; all blocks of all ranks have one length."""
+        nbytes, layout = len(send) // self.size, self.layout
+        first, end = self.rank * nbytes, (self.rank + 1) * nbytes
+        recv[first:end] = send[first:end]
+        table = np.full((layout.ranks, 2, self.size), nbytes)
+        largest = nbytes * layout.slices**2
+        self.run_moves(layout.alltoall(address(send), address(recv), table, self.window.chunk, largest))
+
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:

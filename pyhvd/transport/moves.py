@@ -82,6 +82,8 @@ class MoveLayout:
         The set ranks, host by host.
     here, local, ranks : int
         This rank's host, its number there, and the number of ranks there.
+    slices : int
+        Number of slices of a chunk.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int) -> None:
@@ -90,8 +92,8 @@ class MoveLayout:
         self._hosts = len(hosts)
         self._firsts = before(sizes)
         self._host_of = np.repeat(np.arange(self._hosts), sizes)
-        self._slices = int(sizes.max())
-        self._owned = -(-self._slices // int(sizes.min()))  # slices of one rank, at most
+        self.slices = int(sizes.max())
+        self._owned = -(-self.slices // int(sizes.min()))  # slices of one rank, at most
         self._place = int(np.flatnonzero(self.order == rank)[0])
         self.here = int(self._host_of[self._place])
         self.local = self._place - int(self._firsts[self.here])
@@ -161,9 +163,9 @@ class MoveLayout:
         sizes = np.where(ranks == self.local, 0, nbytes)
         targets = as_parts(0, ranks * nbytes, sizes, table + ranks * nbytes)
         sources = as_parts(0, self.local * nbytes, np.array([nbytes * (self.ranks > 1)]), mine)
-        return self.among_local(sources, targets, self.ranks * nbytes, chunk, self._slices * nbytes)
+        return self.among_local(sources, targets, self.ranks * nbytes, chunk, self.slices * nbytes)
 
-    def alltoall(self, send: int, recv: int, table: Ints, chunk: int) -> list[Move]:
+    def alltoall(self, send: int, recv: int, table: Ints, chunk: int, largest: int = 0) -> list[Move]:
         """Return the moves of an all-to-all, without the blocks of ranks for themselves.
 
         Parameters
@@ -172,8 +174,8 @@ class MoveLayout:
             Addresses of the blocks, which lie in the order of the set ranks.
         table : int64 array
             By local rank: the bytes for each set rank, and those from each set rank.
-        chunk : int
-            Bytes of a chunk.
+        chunk, largest : int
+            As for :meth:`trade`.
         """
         starts = before(table[self.local])[:, self.order]
         sizes = table[:, :, self.order]
@@ -187,12 +189,13 @@ class MoveLayout:
         per_rank = received.sum(axis=0)
         offsets = self._within_hosts(per_rank) + received[: self.local].sum(axis=0)
         targets = as_parts(self._host_of, offsets, received[self.local], recv + starts[1])
-        return self.trade(sources, targets, per_host.sum(axis=0), self._per_host(per_rank), chunk)
+        into = self._per_host(per_rank)
+        return self.trade(sources, targets, per_host.sum(axis=0), into, chunk, largest)
 
     def portions(self, totals: Ints, local: int) -> Portions:
         """Return what a local rank reduces of hosts' blocks of these sizes: the slices that it owns."""
-        first, end = (-(-rank * self._slices // self.ranks) for rank in (local, local + 1))
-        edges = [totals if k == self._slices else totals * k // self._slices & -ALIGNED for k in (first, end)]
+        first, end = (-(-rank * self.slices // self.ranks) for rank in (local, local + 1))
+        edges = [totals if k == self.slices else totals * k // self.slices & -ALIGNED for k in (first, end)]
         return Portions(edges[0], edges[1] - edges[0])
 
     def per_host(self, counts: Sequence[int]) -> Ints:
@@ -230,7 +233,7 @@ class MoveLayout:
             for q in range(self.ranks)
             if q != self.local
         ]
-        largest = (self._slices - 1) * int(totals.sum())
+        largest = (self.slices - 1) * int(totals.sum())
         return self.among_local(_joined(sources), _joined(targets), int(sizes.sum()), chunk, largest)
 
     def trade_partials(self, send: int, box: int, counts: Sequence[int], chunk: int) -> list[Move]:
@@ -278,7 +281,7 @@ class MoveLayout:
         room = chunk // (len(lanes) * self._owned) // ALIGNED * ALIGNED
         longest = largest or int(lanes.max())
         # A slice may be longer than others, by less than ALIGNED.
-        chunks = -(-(longest // self._slices + ALIGNED) // room) if longest else 0
+        chunks = -(-(longest // self.slices + ALIGNED) // room) if longest else 0
         return Move(sources, targets, lanes, out, into, room, chunks)
 
 

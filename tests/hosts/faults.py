@@ -1,7 +1,7 @@
-"""Faults while ranks on several hosts reduce: the ranks' side, and what a test does to a host.
+"""Faults while ranks on several hosts call a verb: the ranks' side, and what a test does to a host.
 
-``python -m tests.hosts.faults FOLDER`` is a rank. It counts its steps in a file of FOLDER, and writes the
-error that ends them to another one: all hosts share files.
+``python -m tests.hosts.faults FOLDER VERB`` is a rank. It counts its steps in a file of FOLDER, and writes
+the error that ends them to another one: all hosts share files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,29 @@ KINDS = ("kill", "crash", "cut", "power", "freeze")
 """A rank is killed; all processes of a host are; a host loses its network, its power, its processors."""
 
 _LENGTHS = (1, 1000, 300_000)
+_LARGE = 3 << 20  # so that ranks are inside the verb most of the time
+
+
+def _reduce() -> None:
+    for length in _LENGTHS:
+        out = hvd.allreduce(np.full(length, hvd.rank(), np.float32), name=f"t{length}", op=hvd.Sum)
+        assert out[-1] == sum(range(hvd.size()))
+
+
+def _large(verb: Callable[..., object], **how: Any) -> Callable[[], None]:
+    return lambda: (verb(np.ones(_LARGE, np.float32), name="t", **how), None)[1]
+
+
+VERBS: dict[str, Callable[[], None]] = {
+    "allreduce": _reduce,
+    "adasum": _large(hvd.allreduce, op=hvd.Adasum),
+    "allgather": _large(hvd.allgather),
+    "alltoall": _large(hvd.alltoall),
+    "broadcast from the survivor": _large(hvd.broadcast, root_rank=0),
+    "broadcast to the survivor": _large(hvd.broadcast, root_rank=1),
+    "reducescatter": _large(hvd.reducescatter, op=hvd.Sum),
+}
+"""What ranks can call while a host is struck; Adasum needs a power of two of ranks."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +62,13 @@ class Ending:
 
 
 class ReducingJob:
-    """A job whose ranks reduce small and large tensors until a call raises; close it after use."""
+    """A job whose ranks call a verb of :data:`VERBS` until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int]) -> None:
+    def __init__(self, site: Site, shape: Sequence[int], verb: str = "allreduce") -> None:
         self._size = sum(shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        command = site.command(shape, sys.executable, "-m", __name__, str(self._folder))
+        command = site.command(shape, sys.executable, "-m", __name__, str(self._folder), verb)
         self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
 
     def steps(self) -> list[int]:
@@ -117,17 +141,13 @@ def heal(made: Bed, kind: str, host: Host) -> None:
         host.thaw()
 
 
-def reduce_until_an_error(folder: Path) -> None:
-    """Reduce tensors until a call raises, and write the error."""
+def call_until_an_error(folder: Path, verb: Callable[[], None]) -> None:
+    """Call a verb until it raises, and write the error."""
     hvd.init()
-    arrays = [np.full(length, hvd.rank(), np.float32) for length in _LENGTHS]
-    total = sum(range(hvd.size()))
     with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
         try:
             while True:
-                for array in arrays:
-                    out = hvd.allreduce(array, name=f"t{array.size}", op=hvd.Sum)
-                    assert out[-1] == total
+                verb()
                 steps.write(b".")
         except hvd.HorovodInternalError as error:
             text = json.dumps({"error": type(error).__name__, "text": str(error), "time": time.time()})
@@ -137,4 +157,4 @@ def reduce_until_an_error(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    reduce_until_an_error(Path(sys.argv[1]))
+    call_until_an_error(Path(sys.argv[1]), VERBS[sys.argv[2]])

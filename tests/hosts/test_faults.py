@@ -9,7 +9,7 @@ import pytest
 from tests.bed import bed
 from tests.conformance.cases import Case, run
 from tests.conformance.determinism import CASES
-from tests.hosts.faults import KINDS, ReducingJob, heal, strike
+from tests.hosts.faults import KINDS, VERBS, ReducingJob, heal, strike
 from tests.hosts.jobs import HostsJob
 from tests.hosts.launch import Site
 
@@ -47,6 +47,22 @@ def test_a_struck_host_heals(small_site: Site, kind: str) -> None:
     assert victim not in host.processes()
     heal(made, kind, host)
     check_a_new_job(small_site, CASES[0])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_cut_host_ends_a_verb(small_site: Site, verb: str) -> None:
+    made, host = small_site.bed, small_site.bed.hosts["h1"]
+    shape = (1, 1) if verb == "adasum" else SHAPE
+    job = ReducingJob(small_site, shape, verb)
+    try:
+        job.wait_for_steps(3)
+        made.cut_off(host)
+        ending = job.endings([0], WITHIN_S)[0]
+        assert ending.error == "RankFailedError"
+        assert f"host h1 (rank{' 1' if shape == (1, 1) else 's 1-2'})" in ending.text
+    finally:
+        job.close()
+        made.rejoin(host)
 
 
 def check_a_new_job(site: Site, case: Case) -> None:
