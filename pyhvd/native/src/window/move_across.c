@@ -1,4 +1,5 @@
-/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks.
+/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks. exchange.h states
+ * the invariants of the frames, window.h those of the counters.
  *
  * The bytes of a move lie in *lanes*. A lane is a sequence of bytes from the ranks of one host, which
  * goes to one host or to several, or to ranks of the same host. The caller lays it out: each rank
@@ -97,7 +98,7 @@ static uint8_t *received_at(const pyhvd_window *w, const pyhvd_move *m, int lane
     return within_one_part(m->targets, m->target_count, lane, c);
 }
 
-static int pack_next(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_move *m = c->move;
     int64_t index = c->next[PACK];
     uint64_t chunk = w->chunks + (uint64_t)index, slots = (uint64_t)w->slots;
@@ -119,7 +120,7 @@ static pyhvd_place place_of(cell c, uint8_t *direct) {
     return (pyhvd_place){direct ? direct : c.slot, (size_t)(c.to - c.from)};
 }
 
-static int begin_next(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_exchange *e = w->exchange;
     const pyhvd_move *m = c->move;
     int64_t index = c->next[REDUCE];
@@ -145,7 +146,7 @@ static int begin_next(pyhvd_window *w, pyhvd_job_cursor *c) {
     return MOVED;
 }
 
-static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_move *m = c->move;
     int64_t index = c->next[UNPACK];
     uint64_t chunk = w->chunks + (uint64_t)index;
