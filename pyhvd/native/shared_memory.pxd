@@ -100,6 +100,7 @@ cdef extern from "window/window.h" nogil:
         int lanes
         const int64_t* out
         const int64_t* into "in"
+        int single
         int64_t room
         int64_t chunks
 

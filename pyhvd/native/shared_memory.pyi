@@ -92,6 +92,7 @@ class Window:
         lanes: _Int64s,
         out: _Int64s,
         into: _Int64s,
+        single: bool,
         room: int,
         chunks: int,
     ) -> bool: ...

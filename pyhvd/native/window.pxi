@@ -349,7 +349,7 @@ cdef class Window:
 
     def move(
         self, const int64_t[:, ::1] sources, const int64_t[:, ::1] targets, const int64_t[::1] lanes,
-        const int64_t[::1] out, const int64_t[::1] into, int64_t room, int64_t chunks
+        const int64_t[::1] out, const int64_t[::1] into, bint single, int64_t room, int64_t chunks
     ):
         """Move bytes between the ranks of several hosts; ``move_across.c`` explains it.
 
@@ -361,6 +361,8 @@ cdef class Window:
             Bytes of each lane.
         out, into : int64 arrays
             By host, the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
+        single : bool
+            Whether each byte that comes from another host has one target among the local ranks.
         room : int
             Bytes of a lane in a slice of a chunk; a multiple of 16.
         chunks : int
@@ -376,6 +378,7 @@ cdef class Window:
         if self.exchange is None:
             raise ValueError("the window has no exchange with other hosts")
         move.lanes = <int>lanes.shape[0]
+        move.single = single
         move.room = room
         move.chunks = chunks
         cdef int64_t most = move.lanes * room * self.exchange.c.owned

@@ -93,8 +93,9 @@ class HostsFabric(ShmFabric):
         chunk, layout = self.window.chunk, self.layout
         table = np.empty((layout.ranks, *counts.shape), np.int64)
         table[layout.local] = counts
-        mine, into = table[layout.local].ctypes.data, table.ctypes.data
-        self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
+        if layout.slices > 1:
+            mine, into = address(table[layout.local]), address(table)
+            self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
         moves = layout.alltoall(address(send), address(recv), table, chunk)
         agreed = self._largest([move.chunks for move in moves])
         self.run_moves(replace(move, chunks=n) for move, n in zip(moves, agreed, strict=True))
@@ -114,11 +115,8 @@ class HostsFabric(ShmFabric):
     def run_moves(self, moves: Iterable[Move]) -> None:
         """Move bytes; all ranks of the set call it with moves of one layout."""
         for each in moves:
-            self.check(
-                self.window.move(
-                    each.sources, each.targets, each.lanes, each.out, each.into, each.room, each.chunks
-                )
-            )
+            parts = (each.sources, each.targets, each.lanes, each.out, each.into)
+            self.check(self.window.move(*parts, each.single, each.room, each.chunks))
 
     def make_agreement(self) -> shared_memory.Agreement:
         """Return the agreement between the hosts over this rank's links."""

@@ -36,6 +36,7 @@ class Move:
     lanes: Ints
     out: Ints
     into: Ints
+    single: bool
     room: int
     chunks: int
 
@@ -116,7 +117,7 @@ class MoveLayout:
             sources = as_parts(mine, offsets[self._place], sizes[self._place], send)
             targets = as_parts(by_place, offsets, others, into)
             out = np.full(self._hosts, mine)
-            yield self._move(sources, targets, totals[group], out, lane_of, chunk)
+            yield self._move(sources, targets, totals[group], out, lane_of, False, chunk)
 
     def trade(
         self, sources: Ints, targets: Ints, out: Ints, into: Ints, chunk: int, largest: int = 0
@@ -146,14 +147,14 @@ class MoveLayout:
             lanes[to[to >= 0]] = out[to >= 0]
             lanes[back[back >= 0]] = into[back >= 0]
             given, taken = (_renumbered(parts, lane) for parts, lane in ((sources, to), (targets, back)))
-            moves.append(self._move(given, taken, lanes, to, back, chunk, largest))
+            moves.append(self._move(given, taken, lanes, to, back, True, chunk, largest))
         return moves
 
     def among_local(self, sources: Ints, targets: Ints, total: int, chunk: int, largest: int) -> Move:
         """Return the move of one lane among the ranks of each host; ``largest``: of any host, in bytes."""
         nowhere = np.full(self._hosts, -1)
         lane = np.where(np.arange(self._hosts) == self.here, 0, -1)
-        return self._move(sources, targets, np.array([total]), lane, nowhere, chunk, largest)
+        return self._move(sources, targets, np.array([total]), lane, nowhere, False, chunk, largest)
 
     # -- collectives ---------------------------------------------------------------------------------
 
@@ -275,6 +276,7 @@ class MoveLayout:
         lanes: Ints,
         out: Ints,
         into: Ints,
+        single: bool,
         chunk: int,
         largest: int = 0,
     ) -> Move:
@@ -282,7 +284,7 @@ class MoveLayout:
         longest = largest or int(lanes.max())
         # A slice may be longer than others, by less than ALIGNED.
         chunks = -(-(longest // self.slices + ALIGNED) // room) if longest else 0
-        return Move(sources, targets, lanes, out, into, room, chunks)
+        return Move(sources, targets, lanes, out, into, single, room, chunks)
 
 
 def _groups(numbers: Ints, most: int) -> list[Ints]:

@@ -282,7 +282,7 @@ static void move(player *p) {
     m.move.room = (int64_t)p->w.chunk / (m.lanes * owned) & ~(int64_t)15;
     m.move.chunks = chunks_of(p, &m);
     m.move.sources = m.sources, m.move.targets = m.targets, m.move.lane_bytes = m.lane_bytes;
-    m.move.lanes = m.lanes, m.move.out = m.out, m.move.in = m.in;
+    m.move.lanes = m.lanes, m.move.single = !m.shared, m.move.out = m.out, m.move.in = m.in;
     linger(&p->draw);
     if (pyhvd_window_move(&p->w, &m.move)) fail("rank %d: no rank has aborted", p->rank);
     for (int q = 0; q < p->size; q++) {

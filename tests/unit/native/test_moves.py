@@ -30,7 +30,9 @@ def places(layout: Sequence[int]) -> list[list[int]]:
 
 def run(window: shared_memory.Window, moves: Iterable[Move]) -> bool:
     return all(
-        window.move(each.sources, each.targets, each.lanes, each.out, each.into, each.room, each.chunks)
+        window.move(
+            each.sources, each.targets, each.lanes, each.out, each.into, each.single, each.room, each.chunks
+        )
         for each in moves
     )
 
@@ -216,16 +218,16 @@ def test_wrong_arguments_are_refused() -> None:
     none, lanes = np.empty((0, 4), np.int64), np.array([100], np.int64)
     to, back = np.array([-1, 0], np.int64), np.array([-1, -1], np.int64)
     with pytest.raises(ValueError, match="1 lanes of 24 bytes do not suit"):
-        window.move(none, none, lanes, to, back, 24, 1)
+        window.move(none, none, lanes, to, back, False, 24, 1)
     with pytest.raises(ValueError, match="0 lanes of 16 bytes do not suit"):
-        window.move(none, none, lanes[:0], to, back, 16, 1)
+        window.move(none, none, lanes[:0], to, back, False, 16, 1)
     with pytest.raises(ValueError, match="expected 2 lane numbers"):
-        window.move(none, none, lanes, to[:1], back, 16, 1)
+        window.move(none, none, lanes, to[:1], back, False, 16, 1)
     with pytest.raises(ValueError, match="there is no lane 1"):
-        window.move(none, none, lanes, to + 1, back, 16, 1)
+        window.move(none, none, lanes, to + 1, back, False, 16, 1)
     part = np.array([[0, 50, 60, 4096]], np.int64)
     with pytest.raises(ValueError, match="part 0 is not within a lane"):
-        window.move(part, none, lanes, to, back, 16, 1)
+        window.move(part, none, lanes, to, back, False, 16, 1)
     twice = np.array([[0, 50, 6, 4096]] * 2, np.int64)
     with pytest.raises(ValueError, match="part 1 is not behind"):
-        window.move(none, twice, lanes, to, back, 16, 1)
+        window.move(none, twice, lanes, to, back, False, 16, 1)

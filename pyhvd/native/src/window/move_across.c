@@ -10,7 +10,8 @@
  * `room` bytes, in a slot of the slice's owner. A chunk goes through the stages of across.c:
  *
  *   1. pack      copy the own parts into the owners' slots                  -> counter PACKED
- *   2. reduce    nothing is reduced: each owner begins the exchange of its slices
+ *   2. reduce    nothing is reduced: each owner begins the exchange of its slices, when it has packed
+ *                the chunk; and the others have, too, if they pack what the owner sends
  *   3. exchange  each lane's bytes are sent once to each of its hosts       -> counter REDUCED
  *   4. unpack    copy the own parts out of the owners' slots                -> counter TAKEN
  *
@@ -19,7 +20,10 @@
  *      or receives what lies in the slots: an owner takes a chunk only after its exchange has ended.
  *   2. Local ranks write different bytes of a slot. A lane that leaves the host is not one that comes.
  *   3. Bytes that no local rank copies are not packed if they lie within one part of the owner: they
- *      are sent from there. On a host with one rank they are received there, too. */
+ *      are sent from there. In the same way bytes that one local rank alone needs are received where
+ *      it needs them, if it owns the slice.
+ *   4. A rank unpacks a chunk when all local ranks have announced REDUCED. So all have packed it, and
+ *      all owners have received what comes. */
 #include <string.h>
 
 #include "kernels/kernels.h"
@@ -94,7 +98,8 @@ static uint8_t *sent_from(const pyhvd_window *w, const pyhvd_move *m, int lane, 
 
 /* Return the address where this rank receives a cell, without copying it out; or NULL. */
 static uint8_t *received_at(const pyhvd_window *w, const pyhvd_move *m, int lane, cell c) {
-    if (w->size > 1) return NULL;
+    int shared = !m->single || lane == m->out[w->exchange->host];
+    if (c.owner != w->rank || (w->size > 1 && shared)) return NULL;
     return within_one_part(m->targets, m->target_count, lane, c);
 }
 
@@ -120,12 +125,25 @@ static pyhvd_place place_of(cell c, uint8_t *direct) {
     return (pyhvd_place){direct ? direct : c.slot, (size_t)(c.to - c.from)};
 }
 
+/* Whether an own slice of a chunk has bytes for other hosts that local ranks pack. */
+static int sends_from_slot(const pyhvd_window *w, const pyhvd_move *m, int64_t index) {
+    const pyhvd_exchange *e = w->exchange;
+    for (int own = 0; own < e->owned; own++)
+        for (int g = 0; g < e->hosts; g++) {
+            if (g == e->host || m->out[g] < 0) continue;
+            cell each = cell_of(w, m, index, (int)m->out[g], e->first + own);
+            if (each.from < each.to && !sent_from(w, m, (int)m->out[g], each)) return 1;
+        }
+    return 0;
+}
+
 static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
     const pyhvd_exchange *e = w->exchange;
     const pyhvd_move *m = c->move;
     int64_t index = c->next[REDUCE];
     uint64_t chunk = w->chunks + (uint64_t)index;
-    if (index == c->next[PACK] || !all_reached(w, PACKED, chunk + 1)) return NOTHING;
+    if (index == c->next[PACK]) return NOTHING;
+    if (!all_reached(w, PACKED, chunk + 1) && sends_from_slot(w, m, index)) return NOTHING;
     for (int own = 0; own < e->owned; own++) {
         pyhvd_place out[PYHVD_MAX_HOSTS] = {0}, in[PYHVD_MAX_HOSTS] = {0};
         for (int g = 0; g < e->hosts; g++) {

@@ -115,6 +115,7 @@ typedef struct {
     /* By host: the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
      * For the own host, `out` is the lane from which local ranks copy each other's bytes. */
     const int64_t *out, *in;
+    int single;   /* whether each byte that comes has one target among the local ranks */
     int64_t room; /* bytes of a lane in a slice of a chunk */
     int64_t
         chunks; /* enough for each lane; `lanes`, `room`, `chunks` are equal on all hosts' ranks */
