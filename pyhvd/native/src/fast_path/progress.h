@@ -154,6 +154,7 @@ typedef struct {
     pyhvd_job job;
     pyhvd_job_cursor cursor;
     int running;                      /* whether the batch has begun; other threads look at it */
+    int alone;                        /* whether the holder is the background thread */
     int64_t ready_ns;                 /* when the batch was ready; 0: it is not timed */
     int64_t trace_ready, trace_begin; /* for the trace; 0: not recorded */
     int spin_budget;                  /* yields before the holder falls asleep */

@@ -260,10 +260,11 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
-    int yields = ACROSS_YIELDS, status = NOTHING;
+    const int most = w->sleeps_early ? 0 : ACROSS_YIELDS;
+    int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
-        if (status == MOVED) yields = ACROSS_YIELDS;
+        if (status == MOVED) yields = most;
         if (status != NOTHING) continue;
         if (yields-- > 0) {
             sched_yield();

@@ -57,7 +57,7 @@ static int nap_until(pyhvd_window *w, const _Atomic uint64_t *counter, uint64_t 
 int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
     const _Atomic uint64_t *theirs = &control_of(w, rank)->counters[counter].value;
     const _Atomic uint32_t *bell = &control_of(w, w->rank)->bell;
-    int yields = w->spin_budget, status = PYHVD_LATER;
+    int yields = w->sleeps_early ? 0 : w->spin_budget, status = PYHVD_LATER;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (reached(theirs, value)) return PYHVD_OK;
