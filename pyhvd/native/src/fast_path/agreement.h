@@ -49,7 +49,7 @@
 
 #include "fast_path/payloads.h"
 
-#define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
+#define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
 #define PYHVD_BEAT_NS 1000000000
 #define PYHVD_BEAT_LOOK_NS 250000000 /* between two looks of a thread that receives itself */
 #define PYHVD_SILENT_NS 5000000000

@@ -394,10 +394,9 @@ static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
     window->interruptible = 1;
-    window->sleeps_early =
-        p->alone && !atomic_load_explicit(&path->waiters, memory_order_relaxed);
+    window->never_yields = p->alone && !atomic_load_explicit(&path->waiters, memory_order_relaxed);
     int status = p->has_results ? PYHVD_OK : pyhvd_window_proceed(window, &p->cursor);
-    window->interruptible = window->sleeps_early = 0;
+    window->interruptible = window->never_yields = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
         give_up(path, p->set);

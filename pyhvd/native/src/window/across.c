@@ -260,7 +260,7 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
-    const int most = w->sleeps_early ? 0 : ACROSS_YIELDS;
+    const int most = w->never_yields ? 0 : ACROSS_YIELDS;
     int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
