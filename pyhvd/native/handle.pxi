@@ -123,7 +123,9 @@ cdef class Handle:
         self.call.path.flush()
 
     def __repr__(self):
-        state = "pending" if not (self.ended or self._look()) else "failed" if self.exception(0) is not None else "done"
+        state = "pending"
+        if self.ended or self._look():
+            state = "failed" if self.exception(0) is not None else "done"
         return f"<pyhvd.Handle {self.name!r} {state}>"
 
     def __del__(self):
