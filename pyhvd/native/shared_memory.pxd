@@ -363,6 +363,7 @@ cdef extern from "fast_path/progress.h" nogil:
     int pyhvd_fast_path_flush(pyhvd_fast_path* path, bint all, int64_t now)
     int pyhvd_fast_path_wait(pyhvd_fast_path* path, pyhvd_call* call, uint64_t turn, int64_t now, int64_t ns)
     void pyhvd_fast_path_waited(pyhvd_fast_path* path, int64_t began)
+    void pyhvd_fast_path_offer_core(pyhvd_fast_path* path)
     bint pyhvd_call_finished(const pyhvd_call* call, uint64_t turn)
     bint pyhvd_call_notify(pyhvd_call* call, uint64_t turn)
     uint32_t pyhvd_fast_path_doze(pyhvd_fast_path* path, int64_t ns)

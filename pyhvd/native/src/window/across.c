@@ -294,10 +294,11 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     pyhvd_exchange *e = w->exchange;
-    int yields = ACROSS_YIELDS, status = NOTHING;
+    const int most = w->never_yields ? 0 : ACROSS_YIELDS;
+    int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
-        if (status == MOVED) yields = ACROSS_YIELDS;
+        if (status == MOVED) yields = most;
         if (status != NOTHING) continue;
         if (pyhvd_exchange_waits(e))
             e->waited = 1;

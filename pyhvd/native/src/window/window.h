@@ -34,7 +34,9 @@
  *      hold anything.
  *
  * Waiting
- *   1. A rank spins, then yields, then sleeps on `bell`.
+ *   1. A rank spins, then yields, then sleeps on `bell`. With `never_yields` it spins longer, and
+ *      does not yield: from 6.18 on, Linux lets a thread that yields to a computing one wait for
+ *      milliseconds. A thread that sleeps little runs at once when it is woken.
  *   2. A sleeper sets `asleep`, then looks again; an announcer stores its counter, then looks at
  *      `asleep`. Sequentially consistent fences between the two steps of each make one of them see
  *      the other.
@@ -80,6 +82,7 @@ typedef struct {
     int64_t left_core_ns;     /* see pyhvd_leave_shared_core */
     int spin_budget;          /* yields before this rank falls asleep */
     int interruptible;        /* whether pyhvd_window_proceed may return before the end */
+    int never_yields;         /* see "Waiting" */
     int slots;                /* of each rank */
     pyhvd_exchange *exchange; /* with other hosts; NULL: all ranks of the set are here */
     pyhvd_trace *trace;       /* NULL: nothing is recorded */
