@@ -74,6 +74,19 @@ def test_sets_of_several_hosts_have_links() -> None:
     ]
 
 
+@pytest.mark.parametrize("knobs", [{"check": "results,finite"}, {"cache_capacity": 0}])
+def test_hosts_send_beats_though_no_tensor_uses_the_fast_path(knobs: dict[str, Any]) -> None:
+    def rank() -> bool:
+        for step in range(5):
+            assert hvd.allreduce(np.full(3, step), name="a", op=hvd.Sum).tolist() == [2 * step] * 3
+        fast_path = current().fast_path
+        assert fast_path is None or (fast_path.position() > 0 and not fast_path.delegates)
+        return fast_path is not None
+
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 1]) == [True, True]
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs) == [False, False]
+
+
 def test_each_rank_needs_a_host() -> None:
     with pytest.raises(ValueError, match="hosts has 2 numbers, but needs one for each of 3 ranks"):
         run_ranks(3, lambda: None, hosts=[0, 1])

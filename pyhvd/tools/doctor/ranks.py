@@ -161,7 +161,8 @@ def _copy_rate(comm: MPI.Intracomm) -> float:
 def _has_lane() -> bool:
     from pyhvd.engine import context
 
-    return context.current().fast_path is not None
+    fast_path = context.current().fast_path
+    return fast_path is not None and fast_path.delegates
 
 
 def _latency() -> float:

@@ -226,8 +226,8 @@ void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announce
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
     uint64_t rank = local_rank;
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    /* A full connection has much to say anyway, and the sleeper looks now and then. */
-    if (free_bytes(&t->agreement->shared->peers[host]) >= PYHVD_FRAME_MAX)
+    /* The order's frames leave room for rings. If even that is used, the sleeper looks later. */
+    if (free_bytes(&t->agreement->shared->peers[host]) >= sizeof(frame_header) + sizeof rank)
         write_to(t->agreement, host, RING, &rank, sizeof rank);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
@@ -426,38 +426,58 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 
 /* ---- beats ---- */
 
-/* Send a beat, unless another rank of this host has; receive; look for silent hosts. Return when to
- * look again. */
+/* For how long (ns) nothing has come from the most silent host that has not left. */
+static int64_t longest_silence(const pyhvd_ready_table *t, int64_t now, uint32_t *host) {
+    const pyhvd_agreement *a = t->agreement;
+    int64_t longest = 0;
+    for (uint32_t g = 0; g < a->hosts; g++) {
+        const pyhvd_peer_host *peer = &a->shared->peers[g];
+        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
+        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (!heard || now - heard <= longest) continue; /* 0: it has not begun */
+        longest = now - heard;
+        *host = g;
+    }
+    return longest;
+}
+
+/* Whether a thread of this host sleeps on the connections: it receives each beat at once. */
+static int is_listening(const pyhvd_ready_table *t) {
+    for (int q = 0; q < t->size; q++) {
+        const pyhvd_rank_state *state = &t->shared->rank_states[q];
+        if (atomic_load_explicit(&state->progress_asleep, memory_order_relaxed) == PYHVD_POLLS ||
+            atomic_load_explicit(&state->background_asleep, memory_order_relaxed) == PYHVD_POLLS)
+            return 1;
+    }
+    return 0;
+}
+
+/* Send a beat, unless another rank of this host has; look for silent hosts. Return after how long
+ * (ns) to look again. */
 static int64_t beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
-    int64_t now = pyhvd_now(), next = now + PYHVD_BEAT_LOOK_NS;
-    int64_t last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
-    if (now - last > PYHVD_BEAT_NS &&
+    int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
+    uint32_t host = 0;
+    if (now - last > PYHVD_BEAT_NS - PYHVD_BEAT_LOOK_NS / 2 &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
         tell_all(t, BEAT, "", 0);
+    if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
+        return PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);
-    for (uint32_t g = 0; g < t->agreement->hosts; g++) {
-        pyhvd_peer_host *peer = &shared->peers[g];
-        if (g == t->agreement->host || atomic_load_explicit(&peer->left, memory_order_relaxed))
-            continue;
-        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (heard && now - heard > PYHVD_SILENT_NS)
-            lose(t, g, ETIMEDOUT);
-        else if (heard)
-            next = MIN(next, heard + PYHVD_SILENT_NS + 1);
-    }
-    return next;
+    if (longest_silence(t, now, &host) > PYHVD_SILENT_NS) lose(t, host, ETIMEDOUT);
+    return PYHVD_BEAT_LOOK_NS;
 }
 
 static void *beat_on(void *table) {
     pyhvd_ready_table *t = table;
     pyhvd_agreement *a = t->agreement;
+    struct timespec until;
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
-        int64_t next = beat(t);
-        struct timespec until = {(time_t)(next / 1000000000), (long)(next % 1000000000)};
+        int64_t at = pyhvd_after(beat(t));
+        until = (struct timespec){(time_t)(at / 1000000000), (long)(at % 1000000000)};
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }

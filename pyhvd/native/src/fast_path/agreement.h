@@ -29,12 +29,13 @@
  *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
  *
  * Beats
- *   1. A thread of each rank looks twice a second, and when a host may have become lost. Each second
- *      it sends a beat to all hosts, unless another rank of its host has done so, and it receives
- *      what nobody else has received.
- *   2. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
- *      looks, so a rank that was stopped itself finds the beats that came meanwhile.
- *   3. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
+ *   1. A thread of each rank looks once a second. It sends a beat to all hosts, unless another rank
+ *      of its host has done so in this second.
+ *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
+ *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
+ *   3. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
+ *      decides, so a rank that was stopped itself finds the beats that came meanwhile.
+ *   4. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
  *
  * Sleeping
  *   1. A thread that waits for other hosts sleeps in poll(2) on the connections, and on a bell of its
@@ -49,8 +50,8 @@
 #include "fast_path/payloads.h"
 
 #define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
-#define PYHVD_BEAT_NS 900000000 /* between two beats, at least */
-#define PYHVD_BEAT_LOOK_NS 500000000
+#define PYHVD_BEAT_NS 1000000000
+#define PYHVD_BEAT_LOOK_NS 250000000 /* between two looks of a thread that receives itself */
 #define PYHVD_SILENT_NS 5000000000
 #define PYHVD_OUT_RING 262144 /* bytes of frames that wait to be sent to a host; a power of two */
 #define PYHVD_CLOSED_BY_PEER 10000 /* `error`: the other host has closed the connection */
