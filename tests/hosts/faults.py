@@ -39,6 +39,7 @@ Exception: Open MPI ends the job when a launch agent ends, which on the bed has 
 WITHIN_S = 6.0
 """From a fault to the error of the last rank."""
 
+_CACHES = ("1024", "1024", "0")
 _START_S = 30.0
 _LEFT_S = 2.0
 _LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
@@ -61,6 +62,8 @@ class Fault:
         The struck host, and a rank on it.
     moment : float
         Seconds from the first step of the last rank to the fault.
+    cache : str
+        The capacity of the response cache; with 0 all tensors are agreed by messages.
     """
 
     seed: int
@@ -69,6 +72,7 @@ class Fault:
     host: int
     rank: int
     moment: float
+    cache: str
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -78,7 +82,8 @@ class Fault:
         shape = SHAPES[seed // len(KINDS) % len(SHAPES)]
         host = draw.randrange(len(shape))
         rank = sum(shape[:host]) + draw.randrange(shape[host])
-        return cls(seed, kind, shape, host, rank, draw.uniform(0, draw.choice(_MOMENTS_S)))
+        moment = draw.uniform(0, draw.choice(_MOMENTS_S))
+        return cls(seed, kind, shape, host, rank, moment, draw.choice(_CACHES))
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
@@ -109,13 +114,13 @@ class Ending:
 class FaultyJob:
     """A job whose ranks run a random program until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int], seed: int) -> None:
-        self._size = sum(shape)
+    def __init__(self, site: Site, fault: Fault) -> None:
+        self._size = sum(fault.shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(seed), str(self._size)]
-        command = site.command(shape, sys.executable, *program)
-        self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
+        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
+        env = {"PYTHONPATH": str(ROOT), "PYHVD_CACHE_CAPACITY": fault.cache}
+        self._job = MpiJob(site.command(fault.shape, sys.executable, *program), self._folder, env, ROOT)
 
     def wait_for_steps(self, count: int) -> None:
         """Wait until every rank has begun that many steps."""
@@ -205,7 +210,7 @@ def try_fault(site: Site, fault: Fault) -> Outcome:
     outcome = Outcome(fault)
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
-    job = FaultyJob(site, fault.shape, fault.seed)
+    job = FaultyJob(site, fault)
     try:
         job.wait_for_steps(1)
         time.sleep(fault.moment)
