@@ -40,7 +40,7 @@ WITHIN_S = 6.0
 """From a fault to the error of the last rank."""
 
 _CACHES = ("1024", "1024", "0")
-_START_S = 30.0
+_START_S = 60.0  # the kernel makes and removes network namespaces one after the other
 _LEFT_S = 2.0
 _LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
 _MOMENTS_S = (0.03, 0.3, 1.5)  # after the first step: in the first steps, soon, or later
@@ -72,7 +72,7 @@ class Fault:
     host: int
     rank: int
     moment: float
-    cache: str
+    cache: str = _CACHES[0]
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -122,15 +122,11 @@ class FaultyJob:
         env = {"PYTHONPATH": str(ROOT), "PYHVD_CACHE_CAPACITY": fault.cache}
         self._job = MpiJob(site.command(fault.shape, sys.executable, *program), self._folder, env, ROOT)
 
-    def wait_for_steps(self, count: int) -> None:
-        """Wait until every rank has begun that many steps."""
+    def wait_for_steps(self) -> bool:
+        """Wait until every rank has begun a step; return whether so."""
         files = [self._folder / f"steps{rank}" for rank in range(self._size)]
-
-        def begun() -> bool:
-            return all(path.exists() and path.stat().st_size >= count for path in files)
-
-        if not self.wait(begun, time.time() + _START_S) or self.has_ended():
-            raise AssertionError(f"not in {_START_S:g} s: {count} steps of every rank{self.output()}")
+        until = time.time() + _START_S
+        return self.wait(lambda: all(path.exists() for path in files), until) and not self.has_ended()
 
     def wait(self, true: Callable[[], bool], until: float) -> bool:
         """Wait until a condition holds or the job has ended, at most until a time; return whether so."""
@@ -211,16 +207,21 @@ def try_fault(site: Site, fault: Fault) -> Outcome:
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
     job = FaultyJob(site, fault)
+    struck = False
     try:
-        job.wait_for_steps(1)
+        if not job.wait_for_steps():
+            outcome.wrong.append(f"no step of every rank in {_START_S:g} s{job.output()}")
+            return outcome
         time.sleep(fault.moment)
-        strike(site.bed, fault.kind, hosts[fault.host], job.ranks()[fault.rank])
+        victim, struck = job.ranks()[fault.rank], True
+        strike(site.bed, fault.kind, hosts[fault.host], victim)
         _look_at_errors(outcome, job, time.time(), [host.name for host in hosts])
         if not outcome.wrong:
             _look_at_ranks(outcome, job)
     finally:
         left = job.close()
-        heal(site.bed, fault.kind, hosts[fault.host])
+        if struck:
+            heal(site.bed, fault.kind, hosts[fault.host])
     until = time.time() + _LEFT_S
     while (after := {host.name: len(host.processes()) for host in hosts}) != before and time.time() < until:
         time.sleep(0.05)
