@@ -25,6 +25,7 @@ AWAITING: int
 SLOTS: int
 ACROSS_SLOTS: int
 MAX_HOSTS: int
+MPI_MOST: int
 
 def area_bytes(capacity: int, slots: int = ...) -> int: ...
 
@@ -42,6 +43,9 @@ class Trace:
     @property
     def dropped(self) -> int: ...
 
+class MpiCarrier:
+    def __init__(self, functions: dict[str, int], communicator: int, byte: int, no_request: int) -> None: ...
+
 class Exchange:
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Exchange:
         rails: Sequence[Sequence[int]],
         bells: Sequence[int],
     ) -> None: ...
+    def carry_by(self, carrier: MpiCarrier | None, peers: Sequence[Sequence[int]]) -> None: ...
     @property
     def lost(self) -> tuple[int, int] | None: ...
     @property

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +40,13 @@ class Ending:
 class ReducingJob:
     """A job whose ranks reduce small and large tensors until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int]) -> None:
+    def __init__(self, site: Site, shape: Sequence[int], env: Mapping[str, str] | None = None) -> None:
         self._size = sum(shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
         command = site.command(shape, sys.executable, "-m", __name__, str(self._folder))
-        self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
+        settings = {"PYTHONPATH": str(ROOT), **(env or {})}
+        self._job = MpiJob(command, self._folder, settings, ROOT)
 
     def steps(self) -> list[int]:
         """Return each rank's number of steps so far."""
