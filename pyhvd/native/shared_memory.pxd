@@ -13,6 +13,7 @@ cdef extern from "common/trace_ring.h" nogil:
         REDUCING "PYHVD_REDUCING"
         UNPACKING "PYHVD_UNPACKING"
         AWAITING "PYHVD_AWAITING"
+        EXCHANGING "PYHVD_EXCHANGING"
 
     ctypedef struct pyhvd_event:
         int64_t begin
@@ -61,6 +62,19 @@ cdef extern from "links/mpi.h" nogil:
     void pyhvd_link_carry(pyhvd_link* link, const pyhvd_mpi* mpi, int peer, int tag)
 
 
+cdef extern from "common/counters.h" nogil:
+    ctypedef struct pyhvd_rail_counters:
+        uint64_t sent
+        uint64_t received
+        uint64_t last
+        uint64_t slept
+
+    ctypedef struct pyhvd_host_counters:
+        uint64_t received
+        uint64_t late
+        uint64_t awaited
+
+
 cdef extern from "window/window.h" nogil:
     cpdef enum:
         MAX_LOCAL "PYHVD_MAX_LOCAL"
@@ -82,6 +96,8 @@ cdef extern from "window/window.h" nogil:
         pyhvd_link* links
         const pyhvd_mpi* mpi
         int* bells
+        pyhvd_rail_counters* counters
+        uint32_t* numbers
 
     ctypedef struct pyhvd_window:
         int rank
@@ -153,11 +169,16 @@ cdef extern from "common/sampler.h" nogil:
 cdef extern from "fast_path/agreement.h" nogil:
     int PYHVD_CLOSED_BY_PEER
 
+    ctypedef struct pyhvd_peer_host:
+        uint64_t sent
+        pyhvd_host_counters counters
+
     ctypedef struct pyhvd_shared_agreement:
         uint32_t lost
         int error
         uint32_t note_bytes
         uint8_t* note
+        pyhvd_peer_host* peers
 
     ctypedef struct pyhvd_agreement:
         uint32_t host
@@ -177,6 +198,9 @@ cdef extern from "fast_path/ready_table.h" nogil:
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
         MAX_SLOTS "PYHVD_MAX_SLOTS"
+
+    cpdef enum:
+        OTHER_HOST "PYHVD_OTHER_HOST"
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]
@@ -310,8 +334,7 @@ cdef extern from "fast_path/progress.h" nogil:
 
     ctypedef struct pyhvd_submissions:
         pthread_mutex_t mutex
-        pyhvd_call** refused
-        uint32_t refused_count
+        pyhvd_call* refused
 
     ctypedef struct pyhvd_progress:
         size_t threshold
@@ -355,10 +378,16 @@ cdef class Trace:
     cdef pyhvd_trace* ring
 
 
+cdef class RailCounters:
+    cdef pyhvd_rail_counters* c
+    cdef int hosts
+
+
 cdef class Exchange:
     cdef pyhvd_exchange c
     cdef list rails
     cdef object carrier
+    cdef RailCounters counters
 
     cdef int open(self, size_t capacity) except -1
 

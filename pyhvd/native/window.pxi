@@ -144,6 +144,29 @@ cdef class MpiCarrier:
         self.c.no_request = <int64_t>no_request
 
 
+cdef class RailCounters:
+    """What one rank counts of each of ``hosts`` hosts, over the exchanges of all its process sets."""
+
+    def __cinit__(self, int hosts):
+        self.hosts = hosts
+        self.c = <pyhvd_rail_counters*>PyMem_Calloc(hosts, sizeof(pyhvd_rail_counters))
+        if self.c == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        PyMem_Free(self.c)
+
+    def read(self):
+        """Return, by host, (bytes sent, bytes received, how often it was last, ns slept for it).
+
+        The own host was last where no other was awaited. From any thread.
+        """
+        # The words are atomic in C, so each access here is atomic.
+        return [
+            (self.c[k].sent, self.c[k].received, self.c[k].last, self.c[k].slept) for k in range(self.hosts)
+        ]
+
+
 cdef class Exchange:
     """One rank's end of a process set's exchange between hosts, for its :class:`Window`.
 
@@ -212,6 +235,15 @@ cdef class Exchange:
                     &self.c.links[<int>own * self.c.hosts + <int>host],
                     self.c.mpi, peer, 2 * (self.c.first + <int>own)
                 )
+
+    def count_in(self, RailCounters counters, numbers):
+        """Count host g in ``counters`` as host ``numbers[g]``; call it before the exchange is used."""
+        if len(numbers) != self.c.hosts or not all(0 <= each < counters.hosts for each in numbers):
+            raise ValueError(f"{numbers} do not number {self.c.hosts} of {counters.hosts} hosts")
+        for g, number in enumerate(numbers):
+            self.c.numbers[<int>g] = number
+        self.counters = counters
+        self.c.counters = counters.c
 
     @property
     def lost(self):

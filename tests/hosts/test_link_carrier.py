@@ -9,12 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 import pyhvd as hvd
-from tests.bed import bed
-from tests.hosts.faults import ReducingJob, strike
+from tests.hosts.faults import KINDS, SHAPES as FAULT_SHAPES, Fault, faulty_site, try_fault
 from tests.hosts.jobs import HostsJob, name_of
-from tests.hosts.launch import Site
 from tests.hosts.programs import random_round, run_round
-from tests.hosts.test_faults import WITHIN_S
 from tests.mpi.harness import hear_log
 
 SHAPES = [(1, 1), (2, 2), (3, 1), (1, 1, 1, 1)]
@@ -44,15 +41,11 @@ def test_both_carriers_give_the_same_bits(job: HostsJob) -> None:
     job.run(compare_carriers, shape=job.shape)
 
 
-def test_a_lost_host_ends_the_wait(site: Site, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("carrier")
-    with bed(["h0", "h1"], folder) as made:
-        job = ReducingJob(Site(made, folder), (1, 2), {"PYHVD_LINK_CARRIER": "mpi"})
-        try:
-            job.wait_for_steps(3)
-            strike(made, "cut", made.hosts["h1"], job, 2)
-            ending = job.endings([0], WITHIN_S)[0]
-            assert ending.error == "RankFailedError"
-            assert "host h1 (ranks 1-2)" in ending.text
-        finally:
-            job.close()
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_that_waits_gets_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strike both shapes while links use MPI; the errors name the host, and come in time."""
+    monkeypatch.setenv("PYHVD_LINK_CARRIER", "mpi")
+    with faulty_site() as made:
+        for seed in range(KINDS.index(kind), len(KINDS) * len(FAULT_SHAPES), len(KINDS)):
+            outcome = try_fault(made, Fault.of(seed))
+            assert not outcome.wrong, "\n".join(outcome.wrong)

@@ -289,6 +289,51 @@ def test_a_late_rank_is_waited_for_asleep(layout: tuple[int, ...], total: int) -
     assert max(used) < 0.3, used
 
 
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("total", [100, 1_000_000])
+def test_what_crosses_is_counted(layout: tuple[int, ...], total: int) -> None:
+    hosts = Hosts(layout)
+    number = [5, 3, 4]  # of the job's hosts; the exchange's are 0, 1, ...
+    counters = [shared_memory.RailCounters(6) for _ in hosts.exchanges]
+    for exchange, each in zip(hosts.exchanges, counters, strict=True):
+        exchange.count_in(each, number[: len(layout)])
+    begun = threading.Barrier(sum(layout))
+
+    def job(rank: int, window: shared_memory.Window) -> None:
+        for late in (False, True):
+            begun.wait()
+            if late and rank >= sum(layout[:-1]):
+                time.sleep(0.3)
+            array = np.ones(total, np.float32)
+            assert reduce(window, [array], [array], [total])
+
+    hosts.run(job)
+    last_host = len(layout) - 1
+    sent, received = np.zeros((6, 6), np.int64), np.zeros((6, 6), np.int64)
+    places = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
+    for host, each in zip(places, counters, strict=True):
+        rows = each.read()
+        mine, late = number[host], number[last_host]
+        assert sum(last for _, _, last, _ in rows) == 2
+        assert rows[mine][:2] == (0, 0)
+        if host != last_host:
+            assert rows[late][2] >= 1
+            assert 0.2e9 < rows[late][3] < 2e9
+        sent[mine] += [row[0] for row in rows]
+        received[mine] += [row[1] for row in rows]
+    assert (sent == received.T).all()
+    part = total * 4 / len(layout) * 2 if total > shared_memory.FLAT // 4 else total * 4 * max(layout)
+    for a, b in ((a, b) for a in number[: len(layout)] for b in number[: len(layout)] if a != b):
+        assert 2 * part < sent[a, b] < 2.02 * part + 500
+
+
+def test_hosts_need_valid_numbers() -> None:
+    (exchange, _) = Hosts((1, 1)).exchanges
+    for wrong in ([0], [0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="do not number 2 of 2 hosts"):
+            exchange.count_in(shared_memory.RailCounters(2), wrong)
+
+
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("total", [100, 1_000_000])
 def test_a_lost_connection_names_the_host(layout: tuple[int, ...], total: int) -> None:

@@ -10,12 +10,13 @@
 #include "fast_path/progress.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define READS 16 /* from one connection before the next one's turn */
 #define LOCK_NS 1000000000
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
 
 /* The kinds of frames. */
-enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT };
+enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT, PAYLOAD };
 
 typedef struct {
     uint32_t bytes; /* with this header; a multiple of 8 */
@@ -51,10 +52,10 @@ static size_t free_bytes(const pyhvd_peer_host *peer) {
                                      atomic_load_explicit(&peer->sent, memory_order_acquire));
 }
 
-/* Whether any frame can be written for each other host. */
+/* Whether any two frames can be written for each other host: a payload, and its announcement. */
 static int has_room(const pyhvd_agreement *a) {
     for (uint32_t g = 0; g < a->hosts; g++)
-        if (g != a->host && free_bytes(&a->shared->peers[g]) < PYHVD_FRAME_MAX) return 0;
+        if (g != a->host && free_bytes(&a->shared->peers[g]) < 2 * PYHVD_FRAME_MAX) return 0;
     return 1;
 }
 
@@ -83,15 +84,52 @@ static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *by
 
 /* ---- the order, under the table's lock ---- */
 
+static void lose(pyhvd_ready_table *t, uint32_t host, int error);
+
+/* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
+ * wait for another host begins when the last local rank last marked a slot of the same word, and ends
+ * with the host's message. Time counts once, as in pyhvd_ready_table_count_last. */
+static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
+    const pyhvd_table_set *s = &t->shared->sets[decided->set];
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    pyhvd_peer_host *last = &shared->peers[shared->announcer];
+    int64_t since = shared->counted_until;
+    uint64_t n = 0;
+    for (uint32_t w = decided->first; w < decided->end; w++) {
+        n += (uint64_t)__builtin_popcountll(decided->words[w]);
+        for (uint32_t k = 0; k < s->count && decided->words[w]; k++)
+            since = MAX(since, pyhvd_ready_table_marked_ns(t, s->ranks[k], decided->set, w));
+    }
+    pyhvd_add(&last->counters.late, n);
+    if (shared->announcer == t->agreement->host) {
+        pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
+                                     decided->first, decided->end);
+        return t->agreement->ranks[shared->announcing_rank];
+    }
+    int64_t until = atomic_load_explicit(&last->heard_ns, memory_order_relaxed);
+    if (until > since) {
+        pyhvd_add(&last->counters.awaited, (uint64_t)(until - since));
+        shared->counted_until = until;
+    }
+    return PYHVD_OTHER_HOST + shared->announcer;
+}
+
 /* Append to the ready log the batch that the order has decided. */
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint32_t first = decided->first, end = decided->end;
-    pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
-    for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
-                             &s->members, audience);
+    int reduced = pyhvd_payloads_reduce(t, decided);
+    if (reduced < 0) lose(t, (uint32_t)-reduced, EPROTO);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = decided->set,
+                                 .first = decided->first,
+                                 .end = decided->end,
+                                 .words = decided->words,
+                                 .last_rank = count_last(t, decided),
+                                 .has_results = reduced > 0};
+    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, decided->words, 0);
+    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= decided->words[w];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
@@ -139,8 +177,8 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         else
             delegate(t, &range);
     }
-    if (number && any)
-        pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, &concerned, audience);
+    pyhvd_log_content content = {.kind = PYHVD_LIST, .number = number};
+    if (number && any) pyhvd_ready_table_append(t, &content, &concerned, audience);
 }
 
 /* Append what the order has decided, as far as the ready log has room. */
@@ -152,6 +190,7 @@ static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
             append_batch(t, &entry, audience);
         else
             append_list(t, &entry, audience);
+        pyhvd_payloads_settle(t, &entry);
     }
 }
 
@@ -172,12 +211,18 @@ void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
-    int64_t bytes = PYHVD_LATER;
-    if (has_room(a))
-        bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
-                                          sizeof a->frame - sizeof(frame_header));
+    if (!has_room(a)) {
+        pyhvd_ready_table_note_backlog(t);
+        return;
+    }
+    size_t payload = pyhvd_payloads_collect(t, set, first, end, words, (uint8_t *)a->frame);
+    if (payload) write_to_all(a, PAYLOAD, a->frame, payload);
+    int64_t bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
+                                              sizeof a->frame - sizeof(frame_header));
     if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
     if (bytes <= 0) return;
+    a->shared->announcer = a->host;
+    a->shared->announcing_rank = (uint32_t)t->rank;
     write_to_all(a, ORDER, a->frame, (size_t)bytes);
     pyhvd_agreement_carry_on(t, audience);
 }
@@ -217,8 +262,8 @@ void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announce
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
     uint64_t rank = local_rank;
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    /* A full connection has much to say anyway, and the sleeper looks now and then. */
-    if (free_bytes(&t->agreement->shared->peers[host]) >= PYHVD_FRAME_MAX)
+    /* The order's frames leave room for rings. If even that is used, the sleeper looks later. */
+    if (free_bytes(&t->agreement->shared->peers[host]) >= sizeof(frame_header) + sizeof rank)
         write_to(t->agreement, host, RING, &rank, sizeof rank);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
@@ -310,6 +355,7 @@ static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uin
     uint64_t rank;
     if (kind == ORDER) {
         if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
+        if (n > sizeof(pyhvd_order_header)) t->agreement->shared->announcer = host;
         int status = pyhvd_host_order_receive(t->agreement->order, host, (const uint64_t *)bytes,
                                               n);
         if (!status) pyhvd_agreement_carry_on(t, &audience);
@@ -318,6 +364,11 @@ static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uin
         pyhvd_ready_table_wake_progress(t, t->rank);
         pyhvd_ready_table_wake_background(t, t->rank);
         if (status) lose(t, host, EPROTO);
+    } else if (kind == PAYLOAD) {
+        if (!pyhvd_ready_table_lock(t, -1)) return;
+        int kept = pyhvd_payloads_receive(t, host, bytes, n);
+        pyhvd_ready_table_unlock(t, &audience);
+        if (!kept) lose(t, host, EPROTO);
     } else if (kind == RING && n >= sizeof rank) {
         memcpy(&rank, bytes, sizeof rank);
         if (rank < (uint64_t)t->size) pyhvd_ready_table_wake(t, (int)rank, PYHVD_WAKE_WORK);
@@ -366,8 +417,11 @@ static int read_from(pyhvd_ready_table *t, uint32_t host) {
         }
         any = 1;
         atomic_store_explicit(&peer->heard_ns, pyhvd_now(), memory_order_relaxed);
+        pyhvd_add(&peer->counters.received, (uint64_t)got);
+        int was_all = (uint32_t)got < PYHVD_FRAME_MAX - peer->received;
         peer->received += (uint32_t)got;
         handle_frames(t, host);
+        if (was_all) break;
     }
     return any;
 }
@@ -410,22 +464,47 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 
 /* ---- beats ---- */
 
-/* Send a beat, unless another rank of this host has; receive; look for silent hosts. */
-static void beat(pyhvd_ready_table *t) {
+/* For how long (ns) nothing has come from the most silent host that has not left. */
+static int64_t longest_silence(const pyhvd_ready_table *t, int64_t now, uint32_t *host) {
+    const pyhvd_agreement *a = t->agreement;
+    int64_t longest = 0;
+    for (uint32_t g = 0; g < a->hosts; g++) {
+        const pyhvd_peer_host *peer = &a->shared->peers[g];
+        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
+        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (!heard || now - heard <= longest) continue; /* 0: it has not begun */
+        longest = now - heard;
+        *host = g;
+    }
+    return longest;
+}
+
+/* Whether a thread of this host sleeps on the connections: it receives each beat at once. */
+static int is_listening(const pyhvd_ready_table *t) {
+    for (int q = 0; q < t->size; q++) {
+        const pyhvd_rank_state *state = &t->shared->rank_states[q];
+        if (atomic_load_explicit(&state->progress_asleep, memory_order_relaxed) == PYHVD_POLLS ||
+            atomic_load_explicit(&state->background_asleep, memory_order_relaxed) == PYHVD_POLLS)
+            return 1;
+    }
+    return 0;
+}
+
+/* Send a beat, unless another rank of this host has; look for silent hosts. Return after how long
+ * (ns) to look again. */
+static int64_t beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
     int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
-    if (now - last > PYHVD_BEAT_NS &&
+    uint32_t host = 0;
+    if (now - last > PYHVD_BEAT_NS - PYHVD_BEAT_LOOK_NS / 2 &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
         tell_all(t, BEAT, "", 0);
+    if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
+        return PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);
-    for (uint32_t g = 0; g < t->agreement->hosts; g++) {
-        pyhvd_peer_host *peer = &shared->peers[g];
-        if (g == t->agreement->host || atomic_load_explicit(&peer->left, memory_order_relaxed))
-            continue;
-        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (heard && now - heard > PYHVD_SILENT_NS) lose(t, g, ETIMEDOUT);
-    }
+    if (longest_silence(t, now, &host) > PYHVD_SILENT_NS) lose(t, host, ETIMEDOUT);
+    return PYHVD_BEAT_LOOK_NS;
 }
 
 static void *beat_on(void *table) {
@@ -435,13 +514,8 @@ static void *beat_on(void *table) {
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
-        beat(t);
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += PYHVD_BEAT_LOOK_NS;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_nsec -= 1000000000;
-            until.tv_sec++;
-        }
+        int64_t at = pyhvd_after(beat(t));
+        until = (struct timespec){(time_t)(at / 1000000000), (long)(at % 1000000000)};
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }

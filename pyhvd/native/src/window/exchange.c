@@ -35,7 +35,10 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
     e->boxes = malloc(PYHVD_DEPTH * owned * hosts * e->box);
     e->flat_partial = malloc(PYHVD_FLAT);
     e->polls = malloc((owned * hosts + 1) * sizeof *e->polls);
-    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial) return 0;
+    e->counters = e->own_counters = calloc(hosts, sizeof *e->counters);
+    for (uint32_t g = 0; g < hosts; g++) e->numbers[g] = g;
+    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial || !e->counters)
+        return 0;
     for (size_t k = 0; k < PYHVD_DEPTH * owned; k++) e->under_way[k].tag = NEVER;
     e->flat.tag = NEVER;
     e->depth = PYHVD_DEPTH;
@@ -51,6 +54,7 @@ void pyhvd_exchange_free(pyhvd_exchange *e) {
     free(e->boxes);
     free(e->flat_partial);
     free(e->polls);
+    free(e->own_counters);
 }
 
 static pyhvd_link *link_of(const pyhvd_exchange *e, int own, int host) {
@@ -206,8 +210,35 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
     return s->out + (size_t)part_of(e, s, from) * pyhvd_itemsize(job->dtype);
 }
 
-/* Count an arrived frame. */
+/* ---- counters ---- */
+
+static pyhvd_rail_counters *counters_of(const pyhvd_exchange *e, int host) {
+    return &e->counters[e->numbers[host]];
+}
+
+int pyhvd_exchange_waits(const pyhvd_exchange *e) {
+    for (int k = 0; k < e->owned * e->hosts; k++)
+        if (e->links[k].awaited || pyhvd_link_has_unsent(&e->links[k])) return 1;
+    return 0;
+}
+
+uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e) {
+    uint64_t bytes = 0;
+    for (int k = 0; k < e->owned * e->hosts; k++)
+        bytes += e->links[k].bytes_sent + e->links[k].bytes_received;
+    return bytes;
+}
+
+void pyhvd_exchange_count(pyhvd_exchange *e) {
+    pyhvd_add(&counters_of(e, e->waited ? e->last : e->host)->last, 1);
+    e->waited = 0;
+}
+
+/* Count an arrived frame; the sleep before it was for its host. */
 static void count_arrival(pyhvd_exchange *e, int own, int host) {
+    e->last = host;
+    if (e->slept) pyhvd_add(&counters_of(e, host)->slept, (uint64_t)e->slept);
+    e->slept = 0;
     uint64_t tag = link_of(e, own, host)->arriving.tag;
     pyhvd_slice *s = (tag & 3) == FLAT ? &e->flat : slice_of(e, tag / 4, own);
     link_of(e, own, host)->awaited--;
@@ -220,7 +251,7 @@ static void count_arrival(pyhvd_exchange *e, int own, int host) {
 /* Move what one link can move; return whether anything was. */
 static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
     pyhvd_link *link = link_of(e, own, host);
-    uint64_t before = link->bytes_received;
+    uint64_t before = link->bytes_received, before_sent = link->bytes_sent;
     int moved = pyhvd_link_send(link), event;
     while ((event = pyhvd_link_receive(link)) != PYHVD_LINK_WAITS) {
         if (event == PYHVD_LINK_ARRIVED) {
@@ -237,7 +268,10 @@ static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
         e->lost = host + 1;
         e->error = link->error;
     }
-    return moved || link->bytes_received != before;
+    if (moved) pyhvd_add(&counters_of(e, host)->sent, link->bytes_sent - before_sent);
+    if (link->bytes_received == before) return moved;
+    pyhvd_add(&counters_of(e, host)->received, link->bytes_received - before);
+    return 1;
 }
 
 int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to) {

@@ -41,6 +41,7 @@
 
 #include <poll.h>
 
+#include "common/counters.h"
 #include "links/link.h"
 #include "window/window.h"
 
@@ -81,6 +82,18 @@ struct pyhvd_exchange {
     /* By local rank, a descriptor (eventfd or pipe): a write wakes the rank if it polls. */
     int bells[PYHVD_MAX_LOCAL];
     struct pollfd *polls; /* scratch memory of a sleep */
+    /* What is counted of host g: counters[numbers[g]], by the one thread that uses the exchange. */
+    pyhvd_rail_counters *counters;
+    uint32_t numbers[PYHVD_MAX_HOSTS];
+    pyhvd_rail_counters *own_counters; /* memory for them, unless the user has set others */
+    int last;                          /* the host whose frame arrived last */
+    int waited;    /* whether the present operation has waited for other hosts */
+    int64_t slept; /* ns, since a frame last arrived */
+    /* The stretch that the trace will record, if `trace_begin` (ns) is not 0; and the bytes sent and
+     * received before it. */
+    int64_t trace_begin;
+    uint64_t trace_bytes;
+    uint32_t trace_kind; /* PYHVD_EXCHANGING, or PYHVD_AWAITING: for a local rank */
 };
 
 /* The first slice that belongs to a local rank, or to a later one: local rank k * ranks / slices owns
@@ -109,6 +122,15 @@ int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t fr
 
 /* Over MPI: look whether a peer is lost. */
 void pyhvd_exchange_look(const pyhvd_exchange *e);
+
+/* Whether frames are still to come, or to be sent. */
+int pyhvd_exchange_waits(const pyhvd_exchange *e);
+
+/* Bytes that this rank has sent and received. */
+uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e);
+
+/* Count an operation that has ended. */
+void pyhvd_exchange_count(pyhvd_exchange *e);
 
 /* Take note that the first `ended` of an operation's `count` chunks have ended on this rank; after the
  * last one of a large operation, choose the depth for the next ones. */
