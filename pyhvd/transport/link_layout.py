@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from math import isqrt
 from typing import NamedTuple
+
+FLAT = 8
+"""Up to so many hosts all agree with each other directly, without a tree."""
 
 
 class Kind(IntEnum):
@@ -37,6 +41,18 @@ def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
     return list(by_host.values())
+
+
+def parents_of(hosts: int) -> list[int]:
+    """Return the parent of each host in the tree in which hosts agree; -1: the host is a top.
+
+    The tops are the first hosts, and have connections to each other. Every other host has one to its parent.
+    Up to ``FLAT`` hosts all are tops. Of more hosts as many are tops as the square root of their number, and
+    each has as many others below it: so 64 hosts have 8 tops, and a message passes 3 connections at most.
+    """
+    tops = hosts if hosts <= FLAT else isqrt(hosts - 1) + 1
+    others = hosts - tops
+    return [-1] * tops + [number * tops // others for number in range(others)]
 
 
 class Layout:
