@@ -11,7 +11,7 @@ from pyhvd.arrays import Bytes
 from pyhvd.common.text import describe_ranks
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
-from pyhvd.transport.link_layout import hosts_in_order
+from pyhvd.transport.link_layout import hosts_in_order, parents_of
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
@@ -97,8 +97,9 @@ class HostsFabric(ShmFabric):
         """Return the agreement between the hosts over this rank's links."""
         links = self._links
         connections = [-1 if peer is None else peer.fileno() for peer in links.agreement]
+        parents = parents_of(len(self.hosts))
         return shared_memory.Agreement(
-            self.rank, self.hosts, connections, links.bells, links.background_bells
+            self.rank, self.hosts, parents, connections, links.bells, links.background_bells
         )
 
     def follow(self, fabric: HostsFabric, fast_path: shared_memory.FastPath) -> None:

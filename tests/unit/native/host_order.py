@@ -195,7 +195,7 @@ class HostOrder:
         return self.host in self._cell(slot).hosts
 
     def is_offered(self, slot: Slot) -> bool:
-        """Return whether of two hosts host 1 has announced a slot, host 0 has not, and no list is to be taken."""
+        """Return whether only host 1 of two has announced a slot, and no list is to be taken."""
         return not self._lists and self._cell(slot).hosts == {1}
 
     @property

@@ -20,7 +20,7 @@ The invariants are those of ``host_tree.h``, which implements this model. In sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Slot
 
@@ -37,18 +37,14 @@ class HostTree:
         This host.
     parents : sequence of int
         The parent of each host, which has a lower number; -1 for the tops, which are the first hosts.
-    make : callable
-        Makes the order of a host among some.
     """
 
-    def __init__(
-        self, host: int, parents: Sequence[int], make: Callable[[int, int], HostOrder] = HostOrder
-    ) -> None:
+    def __init__(self, host: int, parents: Sequence[int]) -> None:
         tops = sum(parent < 0 for parent in parents)
         is_top = host < tops
         self.above = [top for top in range(tops) if top != host] if is_top else [parents[host]]
-        self.upper = make(host, tops) if is_top else make(1, 2)
-        self.below = {child: make(0, 2) for child, parent in enumerate(parents) if parent == host}
+        self.upper = HostOrder(host, tops) if is_top else HostOrder(1, 2)
+        self.below = {child: HostOrder(0, 2) for child, parent in enumerate(parents) if parent == host}
         self._is_top = is_top
 
     def announce(self, marked: Iterable[Slot], carried: ResponseList | None = None) -> Post | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.transport.link_layout import parents_of
 from tests.thinning import examples
-from tests.unit.native.host_order import Entry, HostOrder, ResponseList, Slot
+from tests.unit.native.host_order import Entry, ResponseList, Slot
 from tests.unit.native.host_tree import HostTree, Post
 from tests.unit.native.test_host_order import SLOTS, ZERO, Cluster, Host, check_one_log
 
@@ -27,9 +26,11 @@ DEEP = {
 class TreeCluster(Cluster):
     """Hosts in a tree, and the messages between neighbours that have not arrived."""
 
-    def __init__(self, parents: Sequence[int], make: Callable[[int, int], HostOrder] = HostOrder) -> None:
+    def __init__(
+        self, parents: Sequence[int], make: Callable[[int, Sequence[int]], HostTree] = HostTree
+    ) -> None:
         super().__init__(len(parents))
-        self.trees = [HostTree(host, parents, make) for host in range(len(parents))]
+        self.trees = [make(host, parents) for host in range(len(parents))]
         self.hosts = [Host(tree.upper) for tree in self.trees]
         self.streams = {
             (a, b): deque() for a, tree in enumerate(self.trees) for b in (*tree.above, *tree.below)
@@ -40,12 +41,19 @@ class TreeCluster(Cluster):
 
     def announce(self, host: int, slots: set[Slot], made: ResponseList | None = None) -> bool:
         here = self.hosts[host]
+        if made is not None:
+            post = self.trees[host].announce((), made)
+            if post is None:
+                return False
+            self._post(host, post)
         for slot in slots:
             self.marks[slot, self._recalls(here, slot), here.decided[slot]].add(host)
-        post = self.trees[host].announce(here.marked, made)
-        self._post(host, post or [])
+        for set_id in {slot.set for slot in here.marked}:
+            post = self.trees[host].announce({slot for slot in here.marked if slot.set == set_id})
+            assert post is not None
+            self._post(host, post)
         self.carry_out(host)
-        return post is not None
+        return True
 
     def deliver(self, a: int, b: int) -> bool:
         if not (stream := self.streams[a, b]):
