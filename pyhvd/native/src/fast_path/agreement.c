@@ -255,18 +255,14 @@ void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_ra
     pyhvd_agreement_send(t);
 }
 
-/* Tell all neighbours from this host; or pass on what `source` has told, to those that it cannot. */
+/* Tell all neighbours but `source`. */
 static void tell(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const void *bytes,
                  size_t n) {
     const pyhvd_host_tree *tree = &t->agreement->tree;
-    int among_tops = source != tree->host && source < tree->tops && tree->host < tree->tops;
-    uint32_t first = among_tops ? tree->above : 0;
-    if (first == tree->n || !pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    for (uint32_t k = first; k < tree->n; k++) {
-        uint32_t g = tree->neighbours[k];
-        if (g != source && has_room(t->agreement, k, k + 1))
-            write_to(t->agreement, g, kind, bytes, n);
-    }
+    if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
+    for (uint32_t k = 0; k < tree->n; k++)
+        if (tree->neighbours[k] != source && has_room(t->agreement, k, k + 1))
+            write_to(t->agreement, tree->neighbours[k], kind, bytes, n);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
 }

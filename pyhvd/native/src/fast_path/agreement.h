@@ -14,12 +14,9 @@
  *
  * Rings and notes pass through neighbours:
  *   1. A ring goes to the neighbour on the way to its host.
- *   2. A host sends its note to all neighbours. A host passes a note of a top on to its children, if
- *      it is a top itself; otherwise, to all neighbours but the sender. It passes on only the first.
- *   3. A host that finds a neighbour lost passes a note on, as if it were that neighbour's.
- *
- * A recalled slot's marks are cleared on each host. The coordinator does not see them there; so each
- * rank that had marked the slot submits its tensor again, by message.
+ *   2. A host passes the first note that it gets, or makes, on to all neighbours but the sender. So
+ *      each host gets one, and the notes that arrive before a neighbour ends are about the same host.
+ *   3. A host that finds a neighbour lost makes a note of that.
  *
  * Shared words
  *   1. The orders, `written` and `out` of a peer, and `note` are written under the ready table's lock.

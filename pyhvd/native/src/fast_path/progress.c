@@ -659,7 +659,8 @@ static void refuse_recalled(pyhvd_fast_path *path) {
 
 uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
     int awaits_list = path->setup.table.agreement && path->background.known_list;
-    int64_t until = pyhvd_after(awaits_list && ns > LIST_LOOK_NS ? LIST_LOOK_NS : ns);
+    if (awaits_list && (ns < 0 || ns > LIST_LOOK_NS)) ns = LIST_LOOK_NS;
+    int64_t until = pyhvd_after(ns);
     if (!path->background.short_turns) pyhvd_take_short_turns();
     path->background.short_turns = 1;
     for (;;) {
