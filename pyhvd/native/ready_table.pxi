@@ -16,6 +16,7 @@ cdef class ReadyTableEnd:
     cdef Agreement agreement  # None: all ranks are on one host
     cdef list ranks  # the rank of each local one
     cdef dict local  # {rank: its number on this host}
+    cdef readonly bint delegates  # whether tensors may use it
 
     def record_in(self, Trace trace):
         """Record what happens on the fast path in a trace; call it before any submission."""
@@ -24,8 +25,8 @@ cdef class ReadyTableEnd:
 
     @property
     def slots(self):
-        """Cache slots per process set that the table has."""
-        return self.c.setup.table.slots
+        """Cache slots per process set that may be delegated."""
+        return self.c.setup.table.slots if self.delegates else 0
 
     def serves(self, int set_id, ranks):
         """Return whether the ranks of a process set can agree in the table."""
@@ -151,13 +152,35 @@ cdef class ReadyTableEnd:
             "wait": read_histogram(&self.c.counters.waits),
         }
 
+    def host_counts(self):
+        """Return, by host, (bytes sent, bytes received, tensors announced last, ns awaited); [] on one host.
+
+        The bytes are those of the agreement connection; all ranks of this host share the counts. The own host
+        was last where no other was awaited. From any thread.
+        """
+        cdef pyhvd_peer_host* peers
+        cdef uint32_t k
+        if self.agreement is None:
+            return []
+        peers = self.agreement.c.shared.peers
+        return [
+            (peers[k].sent, peers[k].counters.received, peers[k].counters.late, peers[k].counters.awaited)
+            for k in range(self.agreement.c.tree.hosts)
+        ]
+
     def lateness(self):
-        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
+        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited.
+
+        Of another host it is known only if the host has one rank.
+        """
         cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
         cdef int number
         late = [(0, 0)] * (self.c.setup.table.size if self.agreement is None else len(self.agreement.places))
         for number, rank in enumerate(self.ranks):
             late[rank] = states[number].late, states[number].awaited
+        for host, (_, _, tensors, waited) in enumerate(self.host_counts()):
+            if host != <int>self.agreement.c.tree.host and len(self.agreement.hosts[host]) == 1:
+                late[self.agreement.hosts[host][0]] = tensors, waited
         return late
 
     def _by_rank(self, bytearray marked):

@@ -75,6 +75,19 @@ def test_sets_of_several_hosts_have_links() -> None:
     ]
 
 
+@pytest.mark.parametrize("knobs", [{"check": "results,finite"}, {"cache_capacity": 0}])
+def test_hosts_send_beats_though_no_tensor_uses_the_fast_path(knobs: dict[str, Any]) -> None:
+    def rank() -> bool:
+        for step in range(5):
+            assert hvd.allreduce(np.full(3, step), name="a", op=hvd.Sum).tolist() == [2 * step] * 3
+        fast_path = current().fast_path
+        assert fast_path is None or (fast_path.position() > 0 and not fast_path.delegates)
+        return fast_path is not None
+
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 1]) == [True, True]
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs) == [False, False]
+
+
 def test_each_rank_needs_a_host() -> None:
     with pytest.raises(ValueError, match="hosts has 2 numbers, but needs one for each of 3 ranks"):
         run_ranks(3, lambda: None, hosts=[0, 1])
@@ -245,7 +258,7 @@ def test_a_broken_rail_fails_the_cached_calls(hosts: list[int]) -> None:
 
     def reduce_until_an_error() -> None:
         for step in range(100_000):
-            hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+            hvd.allreduce(np.ones(400), name="x", op=hvd.Sum)  # too large to travel without the rails
             if step == 20 and hvd.rank() == last:
                 fabric = cast(Any, current().runtime._executor._backends[0].fabric)
                 for peer in [each for rail in fabric._links.rails for each in rail if each is not None]:

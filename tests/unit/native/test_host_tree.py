@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from pyhvd.transport.link_layout import parents_of
 from tests.thinning import examples
-from tests.unit.native.host_order import Entry, ResponseList, Slot
+from tests.unit.native.host_order import Entry, Payloads, ResponseList, Slot
 from tests.unit.native.host_tree import HostTree, Post
-from tests.unit.native.test_host_order import SLOTS, ZERO, Cluster, Host, check_one_log
+from tests.unit.native.test_host_order import SLOTS, ZERO, Cluster, Host, Payload, check_one_log
 
 DEEP = {
     "chain": [-1, 0, 1, 2],
@@ -31,7 +31,7 @@ class TreeCluster(Cluster):
     ) -> None:
         super().__init__(len(parents))
         self.trees = [make(host, parents) for host in range(len(parents))]
-        self.hosts = [Host(tree.upper) for tree in self.trees]
+        self.hosts = [Host(tree.upper, Payloads(tree.upper)) for tree in self.trees]
         self.streams = {
             (a, b): deque() for a, tree in enumerate(self.trees) for b in (*tree.above, *tree.below)
         }
@@ -39,7 +39,9 @@ class TreeCluster(Cluster):
         # which hosts have marked a slot, by slot, recalls and decisions of it there
         self.marks: dict[tuple[Slot, int, int], set[int]] = defaultdict(set)
 
-    def announce(self, host: int, slots: set[Slot], made: ResponseList | None = None) -> bool:
+    def announce(
+        self, host: int, slots: set[Slot], made: ResponseList | None = None, payload: Payload = None
+    ) -> bool:
         here = self.hosts[host]
         if made is not None:
             post = self.trees[host].announce((), made)
@@ -58,7 +60,7 @@ class TreeCluster(Cluster):
     def deliver(self, a: int, b: int) -> bool:
         if not (stream := self.streams[a, b]):
             return False
-        self.trees[b].receive(a, stream.popleft())
+        self.trees[b].receive(a, stream.popleft()[0])
         self.announce(b, set())
         return True
 
@@ -97,7 +99,7 @@ class TreeCluster(Cluster):
         self.sent += len(post)
         self.sent_by[source] += len(post)
         for target, message in post:
-            self.streams[source, target].append(message)
+            self.streams[source, target].append((message, None))  # in a tree there are no payloads
 
 
 @pytest.mark.timeout(600)

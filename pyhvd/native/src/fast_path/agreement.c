@@ -11,6 +11,7 @@
 #include "fast_path/progress.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define READS 16 /* from one connection before the next one's turn */
 #define LOCK_NS 1000000000
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
@@ -18,7 +19,7 @@
 #define MESSAGE_MAX (PYHVD_FRAME_MAX - sizeof(frame_header))
 
 /* The kinds of frames. */
-enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT };
+enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT, PAYLOAD };
 
 typedef struct {
     uint32_t bytes; /* with this header; a multiple of 8 */
@@ -55,10 +56,11 @@ static size_t free_bytes(const pyhvd_peer_host *peer) {
                                      atomic_load_explicit(&peer->sent, memory_order_acquire));
 }
 
-/* Whether any frame can be written for each of the neighbours [from, to). */
+/* Whether any two frames, a payload and its announcement, can be written for each of the neighbours
+ * [from, to). */
 static int has_room(const pyhvd_agreement *a, uint32_t from, uint32_t to) {
     for (uint32_t k = from; k < to; k++)
-        if (free_bytes(&a->shared->peers[a->tree.neighbours[k]]) < PYHVD_FRAME_MAX) return 0;
+        if (free_bytes(&a->shared->peers[a->tree.neighbours[k]]) < 2 * PYHVD_FRAME_MAX) return 0;
     return 1;
 }
 
@@ -80,23 +82,59 @@ static void write_to(const pyhvd_agreement *a, uint32_t host, uint32_t kind, con
     atomic_store_explicit(&peer->written, at, memory_order_release);
 }
 
-/* Write a message of the order above. */
-static void write_above(const pyhvd_agreement *a, const void *bytes, size_t n) {
-    for (uint32_t k = 0; k < a->tree.above; k++)
-        write_to(a, a->tree.neighbours[k], ORDER, bytes, n);
+/* Write a message of the order above, or a payload. */
+static void write_above(const pyhvd_agreement *a, uint32_t kind, const void *bytes, size_t n) {
+    for (uint32_t k = 0; k < a->tree.above; k++) write_to(a, a->tree.neighbours[k], kind, bytes, n);
 }
 
 /* ---- the order, under the table's lock ---- */
+
+static void lose_here(pyhvd_ready_table *t, uint32_t host, int error);
+
+/* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
+ * wait for another host begins when the last local rank last marked a slot of the same word, and ends
+ * with the host's message. Time counts once, as in pyhvd_ready_table_count_last. */
+static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
+    const pyhvd_table_set *s = &t->shared->sets[decided->set];
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    pyhvd_peer_host *last = &shared->peers[shared->announcer];
+    int64_t since = shared->counted_until;
+    uint64_t n = 0;
+    for (uint32_t w = decided->first; w < decided->end; w++) {
+        n += (uint64_t)__builtin_popcountll(decided->words[w]);
+        for (uint32_t k = 0; k < s->count && decided->words[w]; k++)
+            since = MAX(since, pyhvd_ready_table_marked_ns(t, s->ranks[k], decided->set, w));
+    }
+    pyhvd_add(&last->counters.late, n);
+    if (shared->announcer == t->agreement->tree.host) {
+        pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
+                                     decided->first, decided->end);
+        return t->agreement->ranks[shared->announcing_rank];
+    }
+    int64_t until = atomic_load_explicit(&last->heard_ns, memory_order_relaxed);
+    if (until > since) {
+        pyhvd_add(&last->counters.awaited, (uint64_t)(until - since));
+        shared->counted_until = until;
+    }
+    return PYHVD_OTHER_HOST + shared->announcer;
+}
 
 /* Append to the ready log the batch that the order has decided. */
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint32_t first = decided->first, end = decided->end;
-    pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
-    for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
-                             &s->members, audience);
+    int reduced = pyhvd_payloads_reduce(t, decided);
+    if (reduced < 0) lose_here(t, (uint32_t)-reduced, EPROTO); /* and so does every host */
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = decided->set,
+                                 .first = decided->first,
+                                 .end = decided->end,
+                                 .words = decided->words,
+                                 .last_rank = count_last(t, decided),
+                                 .has_results = reduced > 0};
+    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, decided->words, 0);
+    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= decided->words[w];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
@@ -144,8 +182,8 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         else
             delegate(t, &range);
     }
-    if (number && any)
-        pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, &concerned, audience);
+    pyhvd_log_content content = {.kind = PYHVD_LIST, .number = number};
+    if (number && any) pyhvd_ready_table_append(t, &content, &concerned, audience);
 }
 
 /* Write the messages that pass an entry on to the children. */
@@ -168,6 +206,7 @@ static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
             append_batch(t, &entry, audience);
         else
             append_list(t, &entry, audience);
+        pyhvd_payloads_settle(t, &entry);
     }
 }
 
@@ -180,7 +219,7 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     }
     int64_t bytes = pyhvd_host_order_owed(a->tree.order, a->frame, MESSAGE_MAX);
     if (bytes <= 0) return;
-    write_above(a, a->frame, (size_t)bytes);
+    write_above(a, ORDER, a->frame, (size_t)bytes);
     append_decided(t, audience); /* the own count was what was missing */
 }
 
@@ -188,12 +227,20 @@ void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
-    int64_t bytes = PYHVD_LATER;
-    if (has_room(a, 0, a->tree.above))
-        bytes = pyhvd_host_tree_announce(&a->tree, &range, NULL, a->frame, MESSAGE_MAX);
+    if (!has_room(a, 0, a->tree.above)) {
+        pyhvd_ready_table_note_backlog(t);
+        return;
+    }
+    size_t payload = pyhvd_payloads_collect(t, set, first, end, words, (uint8_t *)a->frame);
+    if (payload) write_above(a, PAYLOAD, a->frame, payload);
+    int64_t bytes = pyhvd_host_tree_announce(&a->tree, &range, NULL, a->frame, MESSAGE_MAX);
     if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
     if (bytes <= 0) return;
-    write_above(a, a->frame, (size_t)bytes);
+    if (!a->relays) {
+        a->shared->announcer = a->tree.host;
+        a->shared->announcing_rank = (uint32_t)t->rank;
+    }
+    write_above(a, ORDER, a->frame, (size_t)bytes);
     pyhvd_agreement_carry_on(t, audience);
 }
 
@@ -205,7 +252,7 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
     if (has_room(a, 0, a->tree.above))
         bytes = pyhvd_host_tree_announce(&a->tree, NULL, list, a->frame, MESSAGE_MAX);
     if (bytes > 0) {
-        write_above(a, a->frame, (size_t)bytes);
+        write_above(a, ORDER, a->frame, (size_t)bytes);
         pyhvd_agreement_carry_on(t, &audience);
     }
     pyhvd_ready_table_unlock(t, &audience);
@@ -248,8 +295,8 @@ void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announce
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
     uint32_t next = pyhvd_host_tree_way(&t->agreement->tree, host);
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    /* A full connection has much to say anyway, and the sleeper looks now and then. */
-    if (free_bytes(&t->agreement->shared->peers[next]) >= PYHVD_FRAME_MAX)
+    /* The order's frames leave room for rings. If even that is used, the sleeper looks later. */
+    if (free_bytes(&t->agreement->shared->peers[next]) >= sizeof(frame_header) + 2 * sizeof host)
         write_to(t->agreement, next, RING, (uint32_t[]){host, local_rank}, 2 * sizeof host);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
@@ -341,10 +388,10 @@ void pyhvd_agreement_send(const pyhvd_ready_table *t) {
 
 /* ---- receiving ---- */
 
-/* Let every local rank find out what a note says, and pass the note of a neighbour on. */
-static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *note) {
+/* Let every local rank find out what a note says; return whether it is the first. */
+static int keep_note(pyhvd_ready_table *t, const host_note *note) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
-    if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return;
+    if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return 0;
     shared->error = note->error;
     shared->note_bytes = (uint32_t)note->bytes;
     memcpy(shared->note, note->text, note->bytes);
@@ -354,7 +401,11 @@ static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *no
         pyhvd_ready_table_wake_progress(t, q);
         pyhvd_ready_table_wake(t, q, PYHVD_WAKE_LOST);
     }
-    tell(t, source, NOTE, note, NOTE_HEAD + note->bytes);
+    return 1;
+}
+
+static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *note) {
+    if (keep_note(t, note)) tell(t, source, NOTE, note, NOTE_HEAD + note->bytes);
 }
 
 /* A neighbour is lost. */
@@ -363,24 +414,36 @@ static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
     take_note(t, host, &note);
 }
 
+/* The same under the table's lock, without telling the other hosts. */
+static void lose_here(pyhvd_ready_table *t, uint32_t host, int error) {
+    host_note note = {host, error, 0, {0}};
+    keep_note(t, &note);
+}
+
 /* Handle a message of an order. */
 static void handle_message(pyhvd_ready_table *t, uint32_t source, const uint8_t *bytes, size_t n) {
     pyhvd_host_tree *tree = &t->agreement->tree;
     pyhvd_ranks audience = {{0}};
     if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
+    if (n > sizeof(pyhvd_order_header)) t->agreement->shared->announcer = source;
     int status = pyhvd_host_tree_receive(tree, source, (const uint64_t *)bytes, n);
-    if (!status) {
-        if (pyhvd_host_tree_is_child(tree, source))
-            for (uint32_t set = 0; set < PYHVD_MAX_SETS; set++)
-                if (t->shared->sets[set].spans)
-                    pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
-        pyhvd_agreement_carry_on(t, &audience);
-    }
+    t->agreement->relays = pyhvd_host_tree_is_child(tree, source);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS && t->agreement->relays && !status; set++)
+        if (t->shared->sets[set].spans) pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
+    t->agreement->relays = 0;
+    if (!status) pyhvd_agreement_carry_on(t, &audience);
     pyhvd_ready_table_unlock(t, &audience);
     /* Of this rank another thread may sleep, as `unlock` wakes the other ranks only. */
     pyhvd_ready_table_wake_progress(t, t->rank);
     pyhvd_ready_table_wake_background(t, t->rank);
     if (status) lose(t, source, EPROTO);
+}
+
+static void handle_payload(pyhvd_ready_table *t, uint32_t source, const uint8_t *bytes, size_t n) {
+    if (!pyhvd_ready_table_lock(t, -1)) return;
+    int kept = pyhvd_payloads_receive(t, source, bytes, n);
+    pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
+    if (!kept) lose(t, source, EPROTO);
 }
 
 static void handle_ring(pyhvd_ready_table *t, const uint32_t *place) {
@@ -397,6 +460,8 @@ static void handle(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const u
     host_note note;
     if (kind == ORDER) {
         handle_message(t, source, bytes, n);
+    } else if (kind == PAYLOAD) {
+        handle_payload(t, source, bytes, n);
     } else if (kind == RING && n == sizeof place) {
         memcpy(place, bytes, sizeof place);
         handle_ring(t, place);
@@ -448,8 +513,11 @@ static int read_from(pyhvd_ready_table *t, uint32_t host) {
         }
         any = 1;
         atomic_store_explicit(&peer->heard_ns, pyhvd_now(), memory_order_relaxed);
+        pyhvd_add(&peer->counters.received, (uint64_t)got);
+        int was_all = (uint32_t)got < PYHVD_FRAME_MAX - peer->received;
         peer->received += (uint32_t)got;
         handle_frames(t, host);
+        if (was_all) break;
     }
     return any;
 }
@@ -493,23 +561,48 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 
 /* ---- beats ---- */
 
-/* Send a beat, unless another rank of this host has; receive; look for silent hosts. */
-static void beat(pyhvd_ready_table *t) {
+/* For how long (ns) nothing has come from the most silent host that has not left. */
+static int64_t longest_silence(const pyhvd_ready_table *t, int64_t now, uint32_t *host) {
+    const pyhvd_agreement *a = t->agreement;
+    int64_t longest = 0;
+    for (uint32_t k = 0; k < a->tree.n; k++) {
+        uint32_t g = a->tree.neighbours[k];
+        const pyhvd_peer_host *peer = &a->shared->peers[g];
+        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
+        if (atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (!heard || now - heard <= longest) continue; /* 0: it has not begun */
+        longest = now - heard;
+        *host = g;
+    }
+    return longest;
+}
+
+/* Whether a thread of this host sleeps on the connections: it receives each beat at once. */
+static int is_listening(const pyhvd_ready_table *t) {
+    for (int q = 0; q < t->size; q++) {
+        const pyhvd_rank_state *state = &t->shared->rank_states[q];
+        if (atomic_load_explicit(&state->progress_asleep, memory_order_relaxed) == PYHVD_POLLS ||
+            atomic_load_explicit(&state->background_asleep, memory_order_relaxed) == PYHVD_POLLS)
+            return 1;
+    }
+    return 0;
+}
+
+/* Send a beat, unless another rank of this host has; look for silent hosts. Return after how long
+ * (ns) to look again. */
+static int64_t beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
-    const pyhvd_host_tree *tree = &t->agreement->tree;
     int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
-    if (now - last > PYHVD_BEAT_NS &&
+    uint32_t host = 0;
+    if (now - last > PYHVD_BEAT_NS - PYHVD_BEAT_LOOK_NS / 2 &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
-        tell(t, tree->host, BEAT, "", 0);
+        tell(t, t->agreement->tree.host, BEAT, "", 0);
+    if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
+        return PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);
-    for (uint32_t k = 0; k < tree->n; k++) {
-        uint32_t g = tree->neighbours[k];
-        pyhvd_peer_host *peer = &shared->peers[g];
-        if (atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
-        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (heard && now - heard > PYHVD_SILENT_NS) lose(t, g, ETIMEDOUT);
-    }
+    if (longest_silence(t, now, &host) > PYHVD_SILENT_NS) lose(t, host, ETIMEDOUT);
+    return PYHVD_BEAT_LOOK_NS;
 }
 
 static void *beat_on(void *table) {
@@ -519,13 +612,8 @@ static void *beat_on(void *table) {
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
-        beat(t);
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += PYHVD_BEAT_LOOK_NS;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_nsec -= 1000000000;
-            until.tv_sec++;
-        }
+        int64_t at = pyhvd_after(beat(t));
+        until = (struct timespec){(time_t)(at / 1000000000), (long)(at % 1000000000)};
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }

@@ -2,8 +2,9 @@
  * its neighbours in the tree of hosts (host_tree.h). Without a tree all other hosts are neighbours.
  *
  * Two neighbours have one connection, which all ranks of both hosts share. It carries frames: the
- * messages of the orders (host_order.h), rings for the background threads of single ranks, a note
- * when a rank fails or a host is lost, beats, and a goodbye. Any rank may send and receive for its host:
+ * messages of the orders (host_order.h), payloads (payloads.h), rings for the background threads of
+ * single ranks, a note when a rank fails or a host is lost, beats, and a goodbye. Any rank may send
+ * and receive for its host:
  * whoever has just written a frame, or waits. So no rank waits for a leader's turn.
  *
  * All sets whose ranks are on every host agree here. When all ranks of a host have marked a slot of
@@ -30,13 +31,18 @@
  *      after it has released `sending`. Sequentially consistent fences between the two steps of each
  *      make one of them see the other, so no frame stays behind.
  *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
+ *   6. The counters of a peer are written by relaxed stores, and any thread may read them: `received`
+ *      by the holder of `receiving`, the others under the table's lock. The own host's `late` counts
+ *      tensors for which no other host was awaited.
  *
  * Beats
- *   1. A thread of each rank looks twice a second. Each second it sends a beat to all neighbours, unless
- *      another rank of its host has done so, and it receives what nobody else has received.
- *   2. A neighbour from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
- *      looks, so a rank that was stopped itself finds the beats that came meanwhile.
- *   3. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
+ *   1. A thread of each rank looks once a second. It sends a beat to all neighbours, unless another
+ *      rank of its host has done so in this second.
+ *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
+ *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
+ *   3. A neighbour from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before
+ *      it decides, so a rank that was stopped itself finds the beats that came meanwhile.
+ *   4. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
  *
  * Sleeping
  *   1. A thread that waits for other hosts sleeps in poll(2) on the connections, and on a bell of its
@@ -48,11 +54,13 @@
 
 #include <pthread.h>
 
+#include "common/counters.h"
 #include "fast_path/host_tree.h"
+#include "fast_path/payloads.h"
 
-#define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
-#define PYHVD_BEAT_NS 900000000 /* between two beats, at least */
-#define PYHVD_BEAT_LOOK_NS 500000000
+#define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
+#define PYHVD_BEAT_NS 1000000000
+#define PYHVD_BEAT_LOOK_NS 250000000 /* between two looks of a thread that receives itself */
 #define PYHVD_SILENT_NS 5000000000
 #define PYHVD_OUT_RING 262144 /* bytes of frames that wait to be sent to a host; a power of two */
 #define PYHVD_CLOSED_BY_PEER 10000 /* `error`: the other host has closed the connection */
@@ -65,6 +73,7 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint64_t sent;
     _Atomic int64_t heard_ns; /* when anything last came; stored by who receives */
     uint32_t received;        /* bytes of `in` */
+    pyhvd_host_counters counters;
     _Alignas(8) uint8_t out[PYHVD_OUT_RING];
     _Alignas(8) uint8_t in[PYHVD_FRAME_MAX];
 } pyhvd_peer_host;
@@ -75,9 +84,14 @@ typedef struct {
         PYHVD_LINE) _Atomic uint32_t lost; /* 1 + a host that is lost or has sent a note; or 0 */
     _Atomic int64_t beat_ns;               /* when a rank of this host last sent a beat */
     _Atomic uint32_t leavers;              /* local ranks that have left */
-    int error;                             /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
+    /* The host whose announcement came last, and the local rank that made it if it is the own host; until
+     * when (ns) waiting for hosts was counted. Guarded by the table's lock. */
+    uint32_t announcer, announcing_rank;
+    int64_t counted_until;
+    int error; /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
+    pyhvd_payloads payloads;
     pyhvd_peer_host peers[]; /* by host, then the orders */
 } pyhvd_shared_agreement;
 
@@ -89,7 +103,9 @@ struct pyhvd_agreement {
     int background_bells[PYHVD_MAX_LOCAL];
     uint32_t ranks[PYHVD_MAX_LOCAL]; /* the global rank of each local one */
     pyhvd_shared_agreement *shared;
-    uint64_t frame[PYHVD_FRAME_MAX / 8]; /* scratch memory; the table lock's holder's */
+    /* The table lock's holder's: scratch memory; whether it announces because of a child's message. */
+    uint64_t frame[PYHVD_FRAME_MAX / 8];
+    int relays;
     /* The beats' thread; `beating` is guarded by the mutex. */
     pthread_t beats;
     pthread_mutex_t mutex;

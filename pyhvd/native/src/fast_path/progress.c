@@ -29,6 +29,7 @@ int pyhvd_fast_path_init(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     size_t slots = path->setup.table.slots;
     pthread_mutex_init(&path->submissions.mutex, NULL);
+    path->submissions.refused_end = &path->submissions.refused;
     path->setup.table.closed = &path->closed;
     p->spin_budget = PYHVD_YIELDS;
     p->left_core_ns = pyhvd_first_leave_ns(path->setup.table.size);
@@ -48,7 +49,6 @@ void pyhvd_fast_path_free(pyhvd_fast_path *path) {
     free(path->progress.dsts);
     free(path->progress.starts);
     free(path->submissions.held);
-    free(path->submissions.refused);
     pthread_mutex_destroy(&path->submissions.mutex);
 }
 
@@ -66,20 +66,34 @@ int pyhvd_fast_path_grow(pyhvd_fast_path *path) {
     pyhvd_submissions *s = &path->submissions;
     uint32_t wanted = s->capacity ? 2 * s->capacity : 64;
     pyhvd_call **held = realloc(s->held, wanted * sizeof *held);
-    if (held) s->held = held;
-    pyhvd_call **refused = realloc(s->refused, wanted * sizeof *refused);
-    if (refused) s->refused = refused;
-    if (!held || !refused) return 0;
+    if (!held) return 0;
+    s->held = held;
     s->capacity = wanted;
     return 1;
 }
 
-/* Remove a call from an array of n calls; return how many are left. */
-static uint32_t removed(pyhvd_call **calls, uint32_t n, const pyhvd_call *call) {
-    uint32_t kept = 0;
+/* Remove a call from the held ones. */
+static void let_go(pyhvd_submissions *s, const pyhvd_call *call) {
+    uint32_t kept = 0, n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
     for (uint32_t k = 0; k < n; k++)
-        if (calls[k] != call) calls[kept++] = calls[k];
-    return kept;
+        if (s->held[k] != call) s->held[kept++] = s->held[k];
+    atomic_store_explicit(&s->held_count, kept, memory_order_release);
+}
+
+/* Append a call to the refused ones. */
+static void refuse(pyhvd_submissions *s, pyhvd_call *call) {
+    call->state = PYHVD_REFUSED;
+    call->next_refused = NULL;
+    *s->refused_end = call;
+    s->refused_end = &call->next_refused;
+}
+
+/* Remove a call from the refused ones. */
+static void unrefuse(pyhvd_submissions *s, const pyhvd_call *call) {
+    pyhvd_call **at = &s->refused;
+    while (*at != call) at = &(*at)->next_refused;
+    *at = call->next_refused;
+    if (!*at) s->refused_end = at;
 }
 
 /* Forget which marks of this turn were recalled: a later turn must not be refused for them. */
@@ -94,10 +108,8 @@ static void forget_recalled(pyhvd_fast_path *path, const pyhvd_call *call) {
 int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
     pyhvd_submissions *s = &path->submissions;
     int was = call->state;
-    uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    if (was == PYHVD_HELD)
-        atomic_store_explicit(&s->held_count, removed(s->held, n, call), memory_order_release);
-    if (was == PYHVD_REFUSED) s->refused_count = removed(s->refused, s->refused_count, call);
+    if (was == PYHVD_HELD) let_go(s, call);
+    if (was == PYHVD_REFUSED) unrefuse(s, call);
     if (was == PYHVD_MARKED && path->setup.table.agreement) forget_recalled(path, call);
     call->state = PYHVD_TAKEN;
     return was;
@@ -136,6 +148,24 @@ static int is_closed(const pyhvd_fast_path *path) {
 
 /* ---- flushing ---- */
 
+/* Stage the tensors of a call that this rank has marked. */
+static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
+    const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
+    for (uint32_t k = 0; k < call->slots.n; k++) {
+        const pyhvd_cached_tensor *tensor = &tensors[call->slots.ids[k]];
+        if (tensor->count > PYHVD_PAYLOAD) continue;
+        pyhvd_payload_item item = {
+            .set = (uint16_t)call->set,
+            .slot = (uint16_t)call->slots.ids[k],
+            .count = (uint32_t)tensor->count,
+            .dtype = (uint16_t)tensor->dtype,
+            .op = (uint16_t)tensor->op,
+            .postscale = tensor->postscale,
+        };
+        pyhvd_payloads_stage(&path->setup.table, item, call->srcs[k], tensor->prescale);
+    }
+}
+
 /* Mark the held calls ready; return 0 if the table's lock cannot be taken within TABLE_LOCK_NS. */
 static int try_flush(pyhvd_fast_path *path, int64_t now) {
     pyhvd_ready_table *table = &path->setup.table;
@@ -152,17 +182,19 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
         return !n;
     }
     int64_t traced = pyhvd_trace_now(path->setup.trace);
+    int stages = table->agreement && n <= PYHVD_PAYLOAD_SLOTS;
+    if (table->agreement) pyhvd_payloads_tidy(table);
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_call *call = s->held[k];
         const uint32_t *slots = call->slots.ids;
         call->marked_ns = now;
         if (!pyhvd_ready_table_mark_ready(table, call->set, &call->slots, now)) {
-            call->state = PYHVD_REFUSED;
-            s->refused[s->refused_count++] = call;
+            refuse(s, call);
             refusals++;
             continue;
         }
         call->state = PYHVD_MARKED;
+        if (stages && call->slots.n <= PYHVD_PAYLOAD_SLOTS) stage(path, call);
         pyhvd_trace_add(path->setup.trace, PYHVD_MARKED_READY, traced, call->set, slots[0], 0, 0);
         uint32_t first = slots[0] / 64, end = slots[call->slots.n - 1] / 64 + 1;
         if (first < from[call->set]) from[call->set] = first;
@@ -199,6 +231,19 @@ static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
             !(a->call->grouped || b->call->grouped));
 }
 
+/* Copy the results that lie beside the log entry, before its place is used again. */
+static void copy_results(pyhvd_fast_path *path) {
+    const pyhvd_progress *p = &path->progress;
+    const uint8_t *from = pyhvd_payloads_results(&path->setup.table, p->log_position);
+    for (uint32_t k = 0; k < p->pending_count; k++) {
+        const pyhvd_cached_tensor *tensor = &path->setup.sets[p->set].tensors[p->pending[k]];
+        size_t bytes = (size_t)tensor->count * pyhvd_itemsize(tensor->dtype);
+        int64_t to = tensor->call->dsts[tensor->index];
+        if (to) memcpy((void *)(intptr_t)to, from, bytes);
+        from += pyhvd_payload_room(bytes);
+    }
+}
+
 /* Begin a log entry: list its slots. */
 static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
     pyhvd_progress *p = &path->progress;
@@ -210,6 +255,8 @@ static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
     for (uint32_t w = entry->first; w < entry->end; w++)
         for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
             p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+    p->has_results = entry->has_results != 0;
+    if (p->has_results) copy_results(path);
 }
 
 /* Return whether all tensors of a call fit into one batch, apart from their total size. `alike`
@@ -361,7 +408,7 @@ static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
     window->interruptible = 1;
-    int status = pyhvd_window_proceed(window, &p->cursor);
+    int status = p->has_results ? PYHVD_OK : pyhvd_window_proceed(window, &p->cursor);
     window->interruptible = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
@@ -647,11 +694,8 @@ static void refuse_recalled(pyhvd_fast_path *path) {
             for (; bits; bits &= bits - 1) {
                 uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
                 pyhvd_call *call = path->setup.sets[set].tensors[slot].call;
-                if (call->state != PYHVD_MARKED) continue; /* another slot of a grouped call */
-                uint32_t held = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-                if (held + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) abort();
-                call->state = PYHVD_REFUSED;
-                s->refused[s->refused_count++] = call;
+                /* Otherwise another slot of the grouped call came first. */
+                if (call->state == PYHVD_MARKED) refuse(s, call);
             }
         }
     pthread_mutex_unlock(&s->mutex);

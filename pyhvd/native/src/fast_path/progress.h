@@ -80,7 +80,8 @@ enum {
     PYHVD_CLOSED = 5,  /* the path is closed */
 };
 
-typedef struct {
+typedef struct pyhvd_call pyhvd_call;
+struct pyhvd_call {
     _Atomic uint64_t finished;
     uint64_t started;
     _Atomic uint32_t unfinished; /* tensors of this turn that have not ended */
@@ -98,7 +99,8 @@ typedef struct {
     int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
     int64_t marked_ns; /* stored before the marks, read after the log's entry */
     void *owner;       /* the Python object */
-} pyhvd_call;
+    pyhvd_call *next_refused;
+};
 
 /* The tensor that a slot of a process set stands for, on this rank. */
 typedef struct {
@@ -130,10 +132,12 @@ typedef struct {
 /* Owner: the holder of `mutex`. */
 typedef struct {
     pthread_mutex_t mutex;
-    pyhvd_call **held, **refused;
-    uint32_t capacity, refused_count; /* of each array; held_count + refused_count <= capacity */
-    _Atomic uint32_t held_count;      /* written under the mutex, read by any thread */
-    _Atomic uint32_t hold_count;      /* calls that were ever held; likewise */
+    pyhvd_call **held;
+    uint32_t capacity;           /* of `held` */
+    pyhvd_call *refused;         /* the first refused call */
+    pyhvd_call **refused_end;    /* the null pointer at the end of the refused calls */
+    _Atomic uint32_t held_count; /* written under the mutex, read by any thread */
+    _Atomic uint32_t hold_count; /* calls that were ever held; likewise */
 } pyhvd_submissions;
 
 /* Owner: the holder of the progress lock. */
@@ -144,6 +148,7 @@ typedef struct {
     uint64_t log_position;
     uint32_t *pending;            /* its slots */
     uint32_t pending_count, next; /* slots before `next` are done */
+    int has_results;              /* whether its results are in the arrays already */
     /* The batch: slots pending[next] to pending[next + batch_count - 1]. */
     uint32_t batch_count;
     uint32_t *left_behind;         /* scratch memory of the batch's choice */
@@ -199,7 +204,7 @@ int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *wind
 
 /* ---- submission ---- */
 
-/* Under the mutex: make room for one more call in `held` and `refused`; return 0 without memory. */
+/* Under the mutex: make room for more calls in `held`; return 0 without memory. */
 int pyhvd_fast_path_grow(pyhvd_fast_path *path);
 
 /* Under the mutex: put a call on hold; return 0 without memory. Its addresses and cached tensors
@@ -208,7 +213,7 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     pyhvd_submissions *s = &path->submissions;
     pyhvd_trace *trace = path->setup.trace;
     uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    if (n + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) return 0;
+    if (n == s->capacity && !pyhvd_fast_path_grow(path)) return 0;
     call->started++;
     call->state = PYHVD_HELD;
     atomic_store_explicit(&call->unfinished, call->slots.n, memory_order_relaxed);
