@@ -382,7 +382,7 @@ static void *run_recorder(void *what) {
         if (roll(&draw, 2)) pyhvd_trace_start(&e->trace, CELLS);
         pyhvd_nap((int64_t)roll(&draw, 1000000));
         for (int k = 0; k < CELLS && pyhvd_trace_take(&e->trace, &event); k++)
-            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING ||
+            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_EXCHANGING ||
                 event.end < event.begin)
                 fail("rank %d: a torn record", e->rank);
         if (roll(&draw, 2)) pyhvd_trace_stop(&e->trace);
