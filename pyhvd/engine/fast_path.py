@@ -72,7 +72,8 @@ def open_fast_path(
     hosts = [list(range(fabric.size))] if on_hosts is None else on_hosts.hosts
     here = next(ranks for ranks in hosts if fabric.rank in ranks)
     local = fabric if on_hosts is None else fabric.subset(here, 1)
-    opened = open_window(local, -(-ready_table_bytes(len(here), len(hosts), slots) // len(here)))
+    agreement = None if on_hosts is None else on_hosts.make_agreement()
+    opened = open_window(local, -(-ready_table_bytes(len(here), slots, agreement) // len(here)))
     failed = [text for text in allgather_bytes(fabric, _cause_of(opened)) if text]
     if failed or not isinstance(opened, Segment):
         if fabric.rank == 0:
@@ -89,7 +90,7 @@ def open_fast_path(
         config.disable_group_fusion,
         config.cycle_time_ms / 1000,
         _code_of,
-        None if on_hosts is None else on_hosts.make_agreement(),
+        agreement,
         delegates,
     )
     if fabric.rank == here[0]:

@@ -12,9 +12,11 @@ cdef class Agreement:
         This rank.
     hosts : sequence of sequence of int
         The ranks of each host, ascending.
+    parents : sequence of int
+        The parent of each host in the tree of hosts; -1 for the tops.
     connections : sequence of int
         By host, the descriptor of the connected, non-blocking socket that the ranks of both hosts share;
-        -1 for the own host.
+        -1 for a host that is no neighbour.
     bells, background_bells : sequence of int
         By local rank, descriptors of eventfds: for a thread that waits, and for the background thread.
     """
@@ -25,17 +27,22 @@ cdef class Agreement:
     cdef dict recalled  # {set: bits}, to be announced
     cdef dict delegated  # {set: {slot: version}}, to be announced
 
-    def __cinit__(self, int rank, hosts, connections, bells, background_bells):
+    def __cinit__(self, int rank, hosts, parents, connections, bells, background_bells):
+        cdef int32_t[MAX_HOSTS] above
         self.hosts = [list(each) for each in hosts]
         if not 2 <= len(self.hosts) <= MAX_HOSTS:
             raise ValueError(f"{len(self.hosts)} hosts cannot agree: 2 to {MAX_HOSTS} can")
         self.places = {r: (h, q) for h, ranks in enumerate(self.hosts) for q, r in enumerate(ranks)}
         self.recalled, self.delegated = {}, {}
-        self.c.host = self.places[rank][0]
-        self.c.hosts = <uint32_t>len(self.hosts)
+        for host in range(len(self.hosts)):
+            above[<int>host] = parents[host]
+        if pyhvd_host_tree_init(
+            &self.c.tree, <uint32_t>self.places[rank][0], <uint32_t>len(self.hosts), above
+        ):
+            raise ValueError(f"{parents} are not the parents of hosts in a tree")
         for host, fd in enumerate(connections):
             self.c.fds[<int>host] = fd
-        for q, each in enumerate(self.hosts[self.c.host]):
+        for q, each in enumerate(self.hosts[self.c.tree.host]):
             self.c.ranks[<int>q] = each
             self.c.progress_bells[<int>q] = bells[q]
             self.c.background_bells[<int>q] = background_bells[q]
@@ -125,7 +132,7 @@ cdef class Agreement:
         return 0
 
     cdef dict look(self, pyhvd_ready_table* table, int set_id):
-        """Return, by rank of another host, the slots that all ranks of its host have marked."""
+        """Return, by rank of another host, the slots that all ranks of its host have marked; on host 0."""
         step = table.words * 8
         cdef bytearray announced = bytearray(step * len(self.hosts))
         cdef char* raw = announced
@@ -134,7 +141,7 @@ cdef class Agreement:
         found = {}
         for host, ranks in enumerate(self.hosts):
             bits = int.from_bytes(announced[host * step : (host + 1) * step], "little")
-            if bits and host != <int>self.c.host:
+            if bits and host != <int>self.c.tree.host:
                 found.update(dict.fromkeys(ranks, bits))
         return found
 

@@ -12,9 +12,9 @@ def _count_generation():
 os.register_at_fork(after_in_child=_count_generation)
 
 
-def ready_table_bytes(int size, int hosts=1, uint32_t slots=0):
+def ready_table_bytes(int size, uint32_t slots=0, Agreement agreement=None):
     """Return the bytes of a ready table for ``size`` ranks; for several hosts, with ``slots`` per set."""
-    return _table_bytes(size) + (pyhvd_agreement_bytes(<uint32_t>hosts, slots) if hosts > 1 else 0)
+    return _table_bytes(size) + (0 if agreement is None else pyhvd_agreement_bytes(&agreement.c, slots))
 
 
 cdef size_t _table_bytes(int size):
@@ -110,10 +110,10 @@ cdef class FastPath(ReadyTableEnd):
         self.delegates = delegates
         self.ranks = list(range(size))
         if agreement is not None:
-            pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size)))
+            pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size)), slots)
             self.agreement = agreement
             self.c.setup.table.agreement = &agreement.c
-            self.ranks = agreement.hosts[agreement.c.host]
+            self.ranks = agreement.hosts[agreement.c.tree.host]
         self.local = {each: number for number, each in enumerate(self.ranks)}
         self.tune(threshold, cycle)
         self.c.setup.groups_alone = groups_alone

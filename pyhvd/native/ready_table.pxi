@@ -165,7 +165,7 @@ cdef class ReadyTableEnd:
         peers = self.agreement.c.shared.peers
         return [
             (peers[k].sent, peers[k].counters.received, peers[k].counters.late, peers[k].counters.awaited)
-            for k in range(self.agreement.c.hosts)
+            for k in range(self.agreement.c.tree.hosts)
         ]
 
     def lateness(self):
@@ -179,7 +179,7 @@ cdef class ReadyTableEnd:
         for number, rank in enumerate(self.ranks):
             late[rank] = states[number].late, states[number].awaited
         for host, (_, _, tensors, waited) in enumerate(self.host_counts()):
-            if host != self.agreement.c.host and len(self.agreement.hosts[host]) == 1:
+            if host != <int>self.agreement.c.tree.host and len(self.agreement.hosts[host]) == 1:
                 late[self.agreement.hosts[host][0]] = tensors, waited
         return late
 

@@ -1,6 +1,6 @@
 """The C of the shared-memory path, as :mod:`pyhvd.native.shared_memory` sees it."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 
 cdef extern from "common/trace_ring.h" nogil:
@@ -200,17 +200,23 @@ cdef extern from "fast_path/agreement.h" nogil:
         uint8_t* note
         pyhvd_peer_host* peers
 
-    ctypedef struct pyhvd_agreement:
+    ctypedef struct pyhvd_host_tree:
         uint32_t host
         uint32_t hosts
+
+    ctypedef struct pyhvd_agreement:
+        pyhvd_host_tree tree
         int* fds
         int* progress_bells
         int* background_bells
         uint32_t* ranks
         pyhvd_shared_agreement* shared
 
-    size_t pyhvd_agreement_bytes(uint32_t hosts, uint32_t slots)
-    void pyhvd_agreement_attach(pyhvd_agreement* a, void* base)
+    int pyhvd_host_tree_init(
+        pyhvd_host_tree* tree, uint32_t host, uint32_t hosts, const int32_t* parents
+    )
+    size_t pyhvd_agreement_bytes(const pyhvd_agreement* a, uint32_t slots)
+    void pyhvd_agreement_attach(pyhvd_agreement* a, void* base, uint32_t slots)
     void pyhvd_agreement_clear(pyhvd_agreement* a, uint32_t slots)
 
 

@@ -121,13 +121,14 @@ MAX_SLOTS: int
 
 _log: logging.Logger
 
-def ready_table_bytes(size: int, hosts: int = 1, slots: int = 0) -> int: ...
+def ready_table_bytes(size: int, slots: int = 0, agreement: Agreement | None = None) -> int: ...
 
 class Agreement:
     def __init__(
         self,
         rank: int,
         hosts: Sequence[Sequence[int]],
+        parents: Sequence[int],
         connections: Sequence[int],
         bells: Sequence[int],
         background_bells: Sequence[int],

@@ -18,7 +18,7 @@ from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
 from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
-from pyhvd.transport.link_layout import hosts_in_order
+from pyhvd.transport.link_layout import hosts_in_order, parents_of
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
@@ -163,8 +163,9 @@ class HostsFabric(ShmFabric):
         """Return the agreement between the hosts over this rank's links."""
         links = self._links
         connections = [-1 if peer is None else peer.fileno() for peer in links.agreement]
+        parents = parents_of(len(self.hosts))
         return shared_memory.Agreement(
-            self.rank, self.hosts, connections, links.bells, links.background_bells
+            self.rank, self.hosts, parents, connections, links.bells, links.background_bells
         )
 
     def addresses(self, host: int) -> tuple[str, str]:

@@ -2,14 +2,19 @@
 
 A slice of the data has a rail between each pair of hosts. There are as many slices as ranks on the largest
 host; slice k of R belongs to local rank ``k * L // R`` of a host with L ranks. The agreement connections are
-those of local ranks 0. Of two hosts the lower one accepts.
+those of local ranks 0, between the neighbours of a tree: see :func:`parents_of`. Of two hosts the lower one
+accepts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from math import isqrt
 from typing import NamedTuple
+
+FLAT = 8
+"""Up to so many hosts all agree with each other directly, without a tree."""
 
 
 class Kind(IntEnum):
@@ -39,6 +44,18 @@ def hosts_in_order(hosts: Sequence[int]) -> list[list[int]]:
     return list(by_host.values())
 
 
+def parents_of(hosts: int) -> list[int]:
+    """Return the parent of each host in the tree in which hosts agree; -1: the host is a top.
+
+    The tops are the first hosts, and have connections to each other. Every other host has one to its parent.
+    Up to ``FLAT`` hosts all are tops. Of more hosts as many are tops as the square root of their number, and
+    each has as many others below it: so 64 hosts have 8 tops, and a message passes 3 connections at most.
+    """
+    tops = hosts if hosts <= FLAT else isqrt(hosts - 1) + 1
+    others = hosts - tops
+    return [-1] * tops + [number * tops // others for number in range(others)]
+
+
 class Layout:
     """One rank's place among the hosts, and the connections that it has.
 
@@ -61,6 +78,8 @@ class Layout:
         The rank that is local rank 0 of this host.
     slices : int
         Number of slices.
+    neighbours : list of int
+        The hosts to which this one has agreement connections.
     peers : dict
         The peer's rank, by the role of each connection.
     accepts : set of Role
@@ -76,16 +95,22 @@ class Layout:
         self.local_rank = local.index(rank)
         self.leader = local[0]
         self.slices = max(map(len, self._members))
-        owned = [(Kind.RAIL, k) for k in range(self.slices) if self._owner(k, self.host) == rank]
-        if agreement and self.local_rank == 0:
-            owned.append((Kind.AGREEMENT, 0))
+        others = [g for g in range(self.hosts) if g != self.host]
+        parents = parents_of(self.hosts)
+        self.neighbours = [g for g in others if agreement and self._are_neighbours(parents, g)]
+        owned = [(Kind.RAIL, k, others) for k in range(self.slices) if self._owner(k, self.host) == rank]
+        if self.local_rank == 0:
+            owned.append((Kind.AGREEMENT, 0, self.neighbours))
         self.peers = {
             Role(kind, k, min(g, self.host), max(g, self.host)): self._owner(k, g)
-            for kind, k in owned
-            for g in range(self.hosts)
-            if g != self.host
+            for kind, k, there in owned
+            for g in there
         }
         self.accepts = {role for role in self.peers if role.low == self.host}
+
+    def _are_neighbours(self, parents: Sequence[int], other: int) -> bool:
+        here, there = parents[self.host], parents[other]
+        return here == there == -1 or here == other or there == self.host
 
     def _owner(self, k: int, host: int) -> int:
         local = self._members[host]

@@ -91,8 +91,8 @@ class Links:
         ``rails[k][g]``: the connection for slice k to its owner on host g. None for slices of other ranks,
         and for this rank's host.
     agreement : list
-        By host, the one connection between the two hosts: all local ranks have it. None for this rank's
-        host, and everywhere if the set has no agreement connections.
+        By host, the one connection between the two hosts: all local ranks have it. None for hosts that are
+        no neighbours in the tree of hosts, and everywhere if the set has no agreement connections.
     bells, background_bells : list of int
         By local rank, two eventfds: for a thread that waits, and for the background thread. All local ranks
         have all of them.
@@ -156,7 +156,7 @@ def open_links(
     if not hasattr(os, "eventfd"):
         return NoLinks("links between hosts need Linux", expected=True)
     with ExitStack() as stack:
-        return _Opening(fabric, layout, options, stack).open(agreement)
+        return _Opening(fabric, layout, options, stack).open()
 
 
 class _Opening:
@@ -171,7 +171,7 @@ class _Opening:
         self._meeting: socket.socket | None = None
         self._mine = _Card(socket.gethostname(), node_of("net"))
 
-    def open(self, agreement: bool) -> Links | NoLinks:
+    def open(self) -> Links | NoLinks:
         """Carry out the steps."""
         try:
             self._listen()
@@ -207,7 +207,7 @@ class _Opening:
             until = max(until, time.monotonic() + _SHARING_S)
             failure = ""
             try:
-                self._share(links, known[self._layout.leader].meeting, agreement, until)
+                self._share(links, known[self._layout.leader].meeting, until)
             except OSError as exc:
                 failure = f"{self._mine.name}: sharing descriptors: {exc}"
             # Local rank 0 fails when another one does, which knows more.
@@ -293,7 +293,7 @@ class _Opening:
         place = layout.hosts, layout.host, layout.local_size, layout.local_rank
         return Links(*place, rails, agreement, [], [])
 
-    def _share(self, links: Links, meeting: str, agreement: bool, until: float) -> None:
+    def _share(self, links: Links, meeting: str, until: float) -> None:
         """Share the eventfds of the local ranks, and the agreement connections of the host."""
         own = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)]
         links.bells, links.background_bells = own[:1], own[1:]
@@ -302,11 +302,11 @@ class _Opening:
             sockets = [peer.fileno() for peer in links.agreement if peer is not None]
             fds = link_sharing.lead(self._meeting, own, links.local_size, sockets, until)
         elif meeting:
-            others = [g for g in range(links.hosts) if g != links.host] if agreement else []
-            fds = link_sharing.follow(meeting, links.local_rank, own, bells + len(others), until)
+            neighbours = self._layout.neighbours
+            fds = link_sharing.follow(meeting, links.local_rank, own, bells + len(neighbours), until)
             for bell in own:
                 os.close(bell)
-            for g, fd in zip(others, fds[bells:], strict=True):
+            for g, fd in zip(neighbours, fds[bells:], strict=True):
                 links.agreement[g] = socket.socket(fileno=fd)
         else:
             fds = own

@@ -18,6 +18,7 @@ from pyhvd.engine.context import current
 from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.negotiation.messages import Request
 from pyhvd.testing import run_ranks
+from pyhvd.transport import link_layout
 from pyhvd.transport.tree import Tree
 from pyhvd.transport.world import Topology
 from tests.conformance import disagreements, joining, refusals, sets
@@ -97,8 +98,12 @@ LAYOUTS = ([0, 0, 1, 1], [0, 1, 1, 2])
 
 @pytest.fixture(params=LAYOUTS, ids=str)
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return each rank's host; each leader has one leader below it, so the tree is deep."""
+    """Return each rank's host; each leader has one leader below it, so the tree is deep.
+
+    Of three hosts the last one has a parent in the tree of hosts.
+    """
     monkeypatch.setattr(Tree, "of", partial(Tree.of, fan_out=1))
+    monkeypatch.setattr(link_layout, "FLAT", 1)
     layout: list[int] = request.param
     return layout
 
@@ -296,3 +301,85 @@ def test_a_broken_rail_fails_the_cached_calls(hosts: list[int]) -> None:
             reduce_until_an_error()
 
     run_ranks(len(hosts), rank, timeout=SECONDS, hosts=hosts)
+
+
+@pytest.mark.parametrize("count", [9, 12, 16])
+def test_many_hosts_agree_in_a_tree(count: int) -> None:
+    """By messages and from the cache; with a set inside one host, recalls and a join."""
+    hosts = [*range(count), count - 1]
+    size = len(hosts)
+
+    def rank() -> int:
+        here = hvd.rank()
+        pair = hvd.add_process_set([size - 2, size - 1])
+        for step in range(12):
+            order = [(k + here) % 6 for k in range(6)]
+            handles = [hvd.allreduce_async(np.full(3, here + k), name=f"t{k}", op=hvd.Sum) for k in order]
+            for k, handle in zip(order, handles, strict=True):
+                assert hvd.synchronize(handle).tolist() == [size * (size - 1) // 2 + k * size] * 3
+            # Another shape recalls the slot.
+            assert hvd.allreduce(np.ones(1 + step // 4), name="changes", op=hvd.Sum)[0] == size
+            if here >= size - 2:
+                assert hvd.allreduce(np.ones(2), name="p", op=hvd.Sum, process_set=pair).tolist() == [2, 2]
+        if here % 2:
+            assert hvd.allreduce(np.ones(2), name="odd", op=hvd.Sum).tolist() == [size // 2] * 2
+        hvd.join()
+        return hvd.metrics().responses["fast"]
+
+    assert min(run_ranks(size, rank, timeout=SECONDS, knobs={"dynamic_process_sets": True}, hosts=hosts)) > 10
+
+
+NINE = list(range(9))
+"""Hosts of a tree: 3 tops, each with two others below it."""
+
+
+def vanish() -> int:
+    """End all agreement connections of this rank's host, which tells nobody; return how many there were."""
+    runtime = cast(Any, current().runtime)
+    runtime._fast_path._fast_path.seize()  # it can send nothing more
+    links = [peer for peer in runtime._executor._backends[0].fabric._links.agreement if peer is not None]
+    for peer in links:
+        peer.shutdown(socket.SHUT_RDWR)
+    return len(links)
+
+
+@pytest.mark.parametrize(("lost", "neighbours"), [(1, 4), (8, 1)])
+def test_a_host_that_is_lost_is_known_to_all_hosts(lost: int, neighbours: int) -> None:
+    """A top, or a host below one: all others name it."""
+
+    def call() -> None:
+        for step in range(100_000):
+            hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+            if step == 20 and hvd.rank() == lost:
+                assert vanish() == neighbours
+
+    def rank() -> None:
+        error = outcome(call)
+        assert isinstance(error, hvd.RankFailedError), repr(error)
+        assert hvd.rank() == lost or f"(rank {lost})" in str(error), error
+
+    run_ranks(9, rank, timeout=SECONDS, hosts=NINE)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 4, 8])
+def test_a_failure_is_heard_through_the_tree(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While all other ranks wait for cached tensors."""
+
+    works = FastPathAdapter.before_sending
+
+    def breaks(self: FastPathAdapter, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        if any(request.name == "break" for _, request in fresh):
+            raise MemoryError("no room")
+        return works(self, fresh)
+
+    monkeypatch.setattr(FastPathAdapter, "before_sending", breaks)
+
+    def call() -> None:
+        for _ in range(5):
+            hvd.allreduce(np.ones(1), name="x")
+        hvd.allreduce(np.ones(1), name="break" if hvd.rank() == bad else "x")
+
+    def rank() -> None:
+        check_error(outcome(call), victim=bad)
+
+    run_ranks(9, rank, timeout=SECONDS, hosts=NINE)

@@ -25,7 +25,9 @@ void draw_layout(layout *l, int size, dice *plan) {
     l->hosts = 2 + (int)roll(plan, (uint64_t)(size < MOST_HOSTS ? size : MOST_HOSTS) - 1);
     for (int h = 0; h < l->hosts; h++) l->ranks[h] = 1;
     for (int left = size - l->hosts; left; left--) l->ranks[roll(plan, (uint64_t)l->hosts)]++;
+    int tops = 1 + (int)roll(plan, (uint64_t)l->hosts);
     for (int h = 0; h < l->hosts; h++) {
+        l->parents[h] = h < tops ? -1 : (int32_t)roll(plan, (uint64_t)h);
         l->first[h + 1] = l->first[h] + l->ranks[h];
         if (l->ranks[h] > l->slices) l->slices = l->ranks[h];
         for (int q = l->first[h]; q < l->first[h + 1]; q++) l->host_of[q] = h;

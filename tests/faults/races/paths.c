@@ -382,7 +382,7 @@ static void *run_recorder(void *what) {
         if (roll(&draw, 2)) pyhvd_trace_start(&e->trace, CELLS);
         pyhvd_nap((int64_t)roll(&draw, 1000000));
         for (int k = 0; k < CELLS && pyhvd_trace_take(&e->trace, &event); k++)
-            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_AWAITING ||
+            if (event.kind < PYHVD_SUBMITTED || event.kind > PYHVD_EXCHANGING ||
                 event.end < event.begin)
                 fail("rank %d: a torn record", e->rank);
         if (roll(&draw, 2)) pyhvd_trace_stop(&e->trace);
@@ -427,6 +427,19 @@ static void install(end *e, int which) {
     if (!e->rank) delegate(e, which, 1);
 }
 
+/* Find a host's neighbours. */
+static void find_neighbours(pyhvd_agreement *a, const layout *l, int host) {
+    if (pyhvd_host_tree_init(&a->tree, (uint32_t)host, (uint32_t)l->hosts, l->parents))
+        fail("no tree");
+}
+
+/* Allocate the ready table of a host, with its agreement. */
+static void *make_base(const layout *l, int host) {
+    pyhvd_agreement a;
+    find_neighbours(&a, l, host);
+    return make(pyhvd_ready_table_bytes(l->ranks[host]) + pyhvd_agreement_bytes(&a, SLOTS));
+}
+
 /* Attach the ready table of a rank's host; over several hosts, with its agreement. */
 static void attach(end *e, const stage *s) {
     const layout *l = s->hosts;
@@ -436,15 +449,14 @@ static void attach(end *e, const stage *s) {
     int size = l ? l->ranks[host] : s->t->size;
     pyhvd_ready_table_attach(t, s->bases[host], e->rank - first, size, SLOTS);
     if (!l) return;
-    a->host = (uint32_t)host;
-    a->hosts = (uint32_t)l->hosts;
+    find_neighbours(a, l, host);
     for (int g = 0; g < l->hosts; g++) a->fds[g] = g == host ? -1 : l->fds[l->slices][host][g];
     for (int q = 0; q < size; q++) {
         a->progress_bells[q] = l->bells[1][first + q];
         a->background_bells[q] = l->bells[2][first + q];
         a->ranks[q] = (uint32_t)(first + q);
     }
-    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size));
+    pyhvd_agreement_attach(a, (uint8_t *)s->bases[host] + pyhvd_ready_table_bytes(size), SLOTS);
     t->agreement = a;
     if (!t->rank) pyhvd_agreement_clear(a, SLOTS);
 }
@@ -578,9 +590,7 @@ static void play_one(const terms *t, int aborts, uint64_t which, layout *hosts) 
     s->hosts = hosts;
     s->aborter = (int)roll(&plan, (uint64_t)s->members[s->aborted]);
     for (int h = 0; h < (hosts ? hosts->hosts : 1); h++)
-        s->bases[h] = make(hosts ? pyhvd_ready_table_bytes(hosts->ranks[h]) +
-                                       pyhvd_agreement_bytes((uint32_t)hosts->hosts, SLOTS)
-                                 : pyhvd_ready_table_bytes(t->size));
+        s->bases[h] = hosts ? make_base(hosts, h) : make(pyhvd_ready_table_bytes(t->size));
     for (int set = 0; set < SETS; set++) make_areas(s->areas[set], s->members[set], CAPACITY);
     for (int q = 0; q < t->size; q++) {
         s->arenas[q] = make(UNITS * LONGEST * sizeof(int64_t));

@@ -33,6 +33,7 @@ enum { BELLS = 3 }; /* of a rank: its exchange, its progress, its background thr
 typedef struct {
     int hosts, slices;
     int ranks[MOST_HOSTS], first[MOST_HOSTS + 1], host_of[MOST_RANKS];
+    int32_t parents[MOST_HOSTS]; /* in the tree of hosts; -1: none */
     int bells[BELLS][MOST_RANKS];
     /* of each slice's rail, and then of the agreement: the host's end, to the other host */
     int fds[MOST_RANKS + 1][MOST_HOSTS][MOST_HOSTS];
@@ -64,7 +65,7 @@ void make_areas(uint8_t **areas, int size, size_t capacity);
 void look_at(pyhvd_window *w, uint8_t *const *areas, int rank, int size, size_t capacity,
              size_t chunk);
 
-/* Draw how many hosts there are, and how many ranks each has; open and close their connections. */
+/* Draw how many hosts there are, how many ranks each has, and the tree of hosts; open and close their connections. */
 void draw_layout(layout *l, int size, dice *plan);
 void connect_hosts(layout *l);
 void part_hosts(const layout *l);

@@ -156,7 +156,7 @@ class HostOrder:
         others = [count for host, count in enumerate(self.counts) if host != self.host]
         own = Message(before, stamp, stamp, self.taken[self.host], self.entries[self.host], turns, carried)
         self._carry_out(self.host, own)
-        return self._finish(before, stamp, max(other + 1 for other in others), turns, carried)
+        return self._finish(before, stamp, max(others, default=0) + 1, turns, carried)
 
     def owed(self) -> Message | None:
         """Return the message that this host owes, or None.
@@ -198,6 +198,19 @@ class HostOrder:
     def round_of(self, slot: Slot) -> Round:
         """Return the current round of a slot."""
         return self._cell(slot).round
+
+    def has_announced(self, slot: Slot) -> bool:
+        """Return whether this host has announced a slot in its current round."""
+        return self.host in self._cell(slot).hosts
+
+    def is_offered(self, slot: Slot) -> bool:
+        """Return whether only host 1 of two has announced a slot, and no list is to be taken."""
+        return not self._lists and self._cell(slot).hosts == {1}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the ring has room for any list."""
+        return self._place(self._tail) + self.ring // 4 - min(self.taken) <= self.ring
 
     def _cell(self, slot: Slot) -> Cell:
         return self._current.setdefault(slot, Cell())

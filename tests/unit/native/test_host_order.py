@@ -69,12 +69,18 @@ class Cluster:
         slots = wanted & here.delegated - here.marked
         if slots:
             here.marked |= slots
-            payload = (
-                here.payloads.collect(slots) if self.sent % 8 else None
-            )  # some hosts have not staged all
-            message = here.order.announce(slots)
-            assert message is not None
+            staged = self.sent % 8  # some hosts have not staged all
+            payload = here.payloads.collect(slots) if staged else None
+            assert self.announce(host, slots, payload=payload)
+
+    def announce(
+        self, host: int, slots: set[Slot], made: ResponseList | None = None, payload: Payload = None
+    ) -> bool:
+        """Send the message with slots and a list; return False if the list has no room."""
+        message = self.hosts[host].order.announce(slots, made)
+        if message is not None:
             self.send(host, message, payload)
+        return message is not None
 
     def order(
         self,
@@ -92,13 +98,15 @@ class Cluster:
             len(self.lists), frozenset(recalled), frozenset(delegated), frozenset(audience), size
         )
         marked = (slots or set()) & here.delegated - here.marked
-        message = here.order.announce(marked, made)
-        if message is not None:
-            self.open = self.open - recalled | delegated
-            here.marked |= marked
-            self.lists.append(made)
-            self.send(0, message)
-        return message is not None
+        before = self.open, here.marked
+        self.open = self.open - recalled | delegated
+        here.marked = here.marked | marked
+        self.lists.append(made)
+        if done := self.announce(0, marked, made):
+            return done
+        self.lists.pop()
+        self.open, here.marked = before
+        return False
 
     def batch(self, host: int) -> None:
         """A host decides on a batch of a set that lies within it."""

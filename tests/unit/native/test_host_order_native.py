@@ -25,7 +25,7 @@ from tests.unit.native.test_host_order import SLOTS, Cluster, check_one_log
 
 ROOT = Path(__file__).resolve().parents[3]
 SRC = ROOT / "pyhvd" / "native" / "src"
-SOURCE = SRC / "fast_path" / "host_order.c"
+SOURCES = [SRC / "fast_path" / name for name in ("host_order.c", "host_tree.c")]
 
 MAX_HOSTS, MAX_SETS, MAX_WORDS = 64, 16, 64
 RING, LIST_MAX = 131072, 32768
@@ -124,14 +124,14 @@ COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """Compile the order into a shared library, or skip the test."""
-    if not SOURCE.exists():
+    """Compile the order and the tree into a shared library, or skip the test."""
+    if not SOURCES[0].exists():
         pytest.skip("the C sources are not here")
     if shutil.which(COMPILER[0]) is None:
         pytest.skip(f"no C compiler: {COMPILER[0]}")
     library = folder / "host_order.so"
     command = [*COMPILER, "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-shared", "-fPIC", f"-I{SRC}", *flags]
-    done = subprocess.run([*command, str(SOURCE), "-o", str(library)], capture_output=True, text=True)
+    done = subprocess.run([*command, *map(str, SOURCES), "-o", str(library)], capture_output=True, text=True)
     if done.returncode and flags:
         pytest.skip(f"cannot compile with {flags}: {done.stderr[-300:]}")
     assert not done.returncode, done.stderr

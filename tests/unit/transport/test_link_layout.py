@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pyhvd.transport.link_layout import Kind, Layout, Role
+from pyhvd.transport.link_layout import Kind, Layout, Role, parents_of
 
 LAYOUTS = {
     "2x1": [0, 1],
@@ -15,6 +15,7 @@ LAYOUTS = {
     "1+2+4": [0, 1, 1, 2, 2, 2, 2],
     "8x1": list(range(8)),
     "interleaved": [7, 3, 7, 3, 3, 5],
+    "10x1, 1x2": [*range(10), 10, 10],
 }
 
 
@@ -24,7 +25,9 @@ def test_each_connection_has_two_ends_that_name_each_other(nodes: list[int]) -> 
     hosts, slices = layouts[0].hosts, layouts[0].slices
     pairs = list(itertools.combinations(range(hosts), 2))
     expected = {Role(Kind.RAIL, k, a, b) for k in range(slices) for a, b in pairs}
-    expected |= {Role(Kind.AGREEMENT, 0, a, b) for a, b in pairs}
+    parents = parents_of(hosts)
+    near = [(a, b) for a, b in pairs if parents[b] == a or parents[a] == parents[b] == -1]
+    expected |= {Role(Kind.AGREEMENT, 0, a, b) for a, b in near}
     assert {role for layout in layouts for role in layout.peers} == expected
     for rank, layout in enumerate(layouts):
         for role, peer in layout.peers.items():
@@ -32,6 +35,23 @@ def test_each_connection_has_two_ends_that_name_each_other(nodes: list[int]) -> 
             assert {layout.host, layouts[peer].host} == {role.low, role.high}
             assert (role in layout.accepts) == (role not in layouts[peer].accepts)
     assert all(rank.local_rank == 0 for rank in layouts for role in rank.peers if role.kind == Kind.AGREEMENT)
+
+
+def test_neighbours_share_agreement_connections() -> None:
+    for nodes in LAYOUTS.values():
+        layouts = [Layout(rank, nodes, agreement=True) for rank in range(len(nodes))]
+        for layout in layouts:
+            leader = layouts[layout.leader]
+            ends = [role for role in leader.peers if role.kind == Kind.AGREEMENT]
+            assert layout.neighbours == [role.low + role.high - layout.host for role in ends]
+    assert Layout(0, LAYOUTS["2x2"], agreement=False).neighbours == []
+
+
+def test_the_tree_of_hosts() -> None:
+    assert [parents_of(hosts) for hosts in (1, 2, 8)] == [[-1], [-1] * 2, [-1] * 8]
+    assert parents_of(9) == [-1] * 3 + [0, 0, 1, 1, 2, 2]
+    assert parents_of(11) == [-1] * 4 + [0, 0, 1, 1, 2, 2, 3]
+    assert parents_of(64) == [-1] * 8 + [top for top in range(8) for _ in range(7)]
 
 
 def test_slices_of_uneven_hosts_are_spread_over_their_ranks() -> None:

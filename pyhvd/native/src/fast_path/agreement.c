@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
+#include <stddef.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -14,6 +15,8 @@
 #define READS 16 /* from one connection before the next one's turn */
 #define LOCK_NS 1000000000
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
+#define LAST_NAP_NS 1000000
+#define MESSAGE_MAX (PYHVD_FRAME_MAX - sizeof(frame_header))
 
 /* The kinds of frames. */
 enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT, PAYLOAD };
@@ -31,18 +34,19 @@ static size_t shared_bytes(uint32_t hosts) {
     return sizeof(pyhvd_shared_agreement) + hosts * sizeof(pyhvd_peer_host);
 }
 
-size_t pyhvd_agreement_bytes(uint32_t hosts, uint32_t slots) {
-    return shared_bytes(hosts) + pyhvd_host_order_bytes(PYHVD_MAX_SETS, slots);
+size_t pyhvd_agreement_bytes(const pyhvd_agreement *a, uint32_t slots) {
+    return shared_bytes(a->tree.hosts) + pyhvd_host_tree_bytes(&a->tree, PYHVD_MAX_SETS, slots);
 }
 
-void pyhvd_agreement_attach(pyhvd_agreement *a, void *base) {
+void pyhvd_agreement_attach(pyhvd_agreement *a, void *base, uint32_t slots) {
     a->shared = base;
-    a->order = (pyhvd_host_order *)((uint8_t *)base + shared_bytes(a->hosts));
+    pyhvd_host_tree_attach(&a->tree, (uint8_t *)base + shared_bytes(a->tree.hosts), PYHVD_MAX_SETS,
+                           slots);
 }
 
 void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots) {
-    memset(a->shared, 0, pyhvd_agreement_bytes(a->hosts, slots));
-    pyhvd_host_order_init(a->order, a->host, a->hosts, PYHVD_MAX_SETS, slots);
+    memset(a->shared, 0, pyhvd_agreement_bytes(a, slots));
+    pyhvd_host_tree_clear(&a->tree, PYHVD_MAX_SETS, slots);
 }
 
 /* ---- writing frames, under the table's lock ---- */
@@ -52,10 +56,11 @@ static size_t free_bytes(const pyhvd_peer_host *peer) {
                                      atomic_load_explicit(&peer->sent, memory_order_acquire));
 }
 
-/* Whether any two frames can be written for each other host: a payload, and its announcement. */
-static int has_room(const pyhvd_agreement *a) {
-    for (uint32_t g = 0; g < a->hosts; g++)
-        if (g != a->host && free_bytes(&a->shared->peers[g]) < 2 * PYHVD_FRAME_MAX) return 0;
+/* Whether any two frames, a payload and its announcement, can be written for each of the neighbours
+ * [from, to). */
+static int has_room(const pyhvd_agreement *a, uint32_t from, uint32_t to) {
+    for (uint32_t k = from; k < to; k++)
+        if (free_bytes(&a->shared->peers[a->tree.neighbours[k]]) < 2 * PYHVD_FRAME_MAX) return 0;
     return 1;
 }
 
@@ -77,14 +82,14 @@ static void write_to(const pyhvd_agreement *a, uint32_t host, uint32_t kind, con
     atomic_store_explicit(&peer->written, at, memory_order_release);
 }
 
-static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *bytes, size_t n) {
-    for (uint32_t g = 0; g < a->hosts; g++)
-        if (g != a->host) write_to(a, g, kind, bytes, n);
+/* Write a message of the order above, or a payload. */
+static void write_above(const pyhvd_agreement *a, uint32_t kind, const void *bytes, size_t n) {
+    for (uint32_t k = 0; k < a->tree.above; k++) write_to(a, a->tree.neighbours[k], kind, bytes, n);
 }
 
 /* ---- the order, under the table's lock ---- */
 
-static void lose(pyhvd_ready_table *t, uint32_t host, int error);
+static void lose_here(pyhvd_ready_table *t, uint32_t host, int error);
 
 /* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
  * wait for another host begins when the last local rank last marked a slot of the same word, and ends
@@ -101,7 +106,7 @@ static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decide
             since = MAX(since, pyhvd_ready_table_marked_ns(t, s->ranks[k], decided->set, w));
     }
     pyhvd_add(&last->counters.late, n);
-    if (shared->announcer == t->agreement->host) {
+    if (shared->announcer == t->agreement->tree.host) {
         pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
                                      decided->first, decided->end);
         return t->agreement->ranks[shared->announcing_rank];
@@ -119,7 +124,7 @@ static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
     int reduced = pyhvd_payloads_reduce(t, decided);
-    if (reduced < 0) lose(t, (uint32_t)-reduced, EPROTO);
+    if (reduced < 0) lose_here(t, (uint32_t)-reduced, EPROTO); /* and so does every host */
     pyhvd_log_content content = {.kind = PYHVD_BATCH,
                                  .set = decided->set,
                                  .first = decided->first,
@@ -171,7 +176,7 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         }
     }
     uint64_t number = list->number;
-    while (pyhvd_host_order_next_range(t->agreement->order, list, &range)) {
+    while (pyhvd_host_order_next_range(t->agreement->tree.order, list, &range)) {
         if (range.kind == PYHVD_RECALLED)
             recall(t, &range);
         else
@@ -181,11 +186,22 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
     if (number && any) pyhvd_ready_table_append(t, &content, &concerned, audience);
 }
 
-/* Append what the order has decided, as far as the ready log has room. */
+/* Write the messages that pass an entry on to the children. */
+static void pass_on(pyhvd_agreement *a, const pyhvd_order_entry *entry) {
+    for (uint32_t k = a->tree.above; k < a->tree.n; k++) {
+        uint32_t child = a->tree.neighbours[k];
+        int64_t bytes = pyhvd_host_tree_pass(&a->tree, child, entry, a->frame, MESSAGE_MAX);
+        if (bytes > 0) write_to(a, child, ORDER, a->frame, (size_t)bytes);
+    }
+}
+
+/* Append what the order has decided, as far as the ready log and the children have room. */
 static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
+    pyhvd_agreement *a = t->agreement;
     pyhvd_order_entry entry;
-    while (pyhvd_ready_table_make_room(t, 1) &&
-           pyhvd_host_order_take(t->agreement->order, &entry)) {
+    while (pyhvd_ready_table_make_room(t, 1) && has_room(a, a->tree.above, a->tree.n) &&
+           pyhvd_host_tree_take(&a->tree, &entry)) {
+        pass_on(a, &entry);
         if (entry.kind == PYHVD_BATCH)
             append_batch(t, &entry, audience);
         else
@@ -197,13 +213,13 @@ static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
 void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     append_decided(t, audience);
-    if (!has_room(a)) {
+    if (!has_room(a, 0, a->tree.n)) {
         pyhvd_ready_table_note_backlog(t);
         return;
     }
-    int64_t bytes = pyhvd_host_order_owed(a->order, a->frame, sizeof a->frame);
+    int64_t bytes = pyhvd_host_order_owed(a->tree.order, a->frame, MESSAGE_MAX);
     if (bytes <= 0) return;
-    write_to_all(a, ORDER, a->frame, (size_t)bytes);
+    write_above(a, ORDER, a->frame, (size_t)bytes);
     append_decided(t, audience); /* the own count was what was missing */
 }
 
@@ -211,19 +227,20 @@ void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
-    if (!has_room(a)) {
+    if (!has_room(a, 0, a->tree.above)) {
         pyhvd_ready_table_note_backlog(t);
         return;
     }
     size_t payload = pyhvd_payloads_collect(t, set, first, end, words, (uint8_t *)a->frame);
-    if (payload) write_to_all(a, PAYLOAD, a->frame, payload);
-    int64_t bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
-                                              sizeof a->frame - sizeof(frame_header));
+    if (payload) write_above(a, PAYLOAD, a->frame, payload);
+    int64_t bytes = pyhvd_host_tree_announce(&a->tree, &range, NULL, a->frame, MESSAGE_MAX);
     if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
     if (bytes <= 0) return;
-    a->shared->announcer = a->host;
-    a->shared->announcing_rank = (uint32_t)t->rank;
-    write_to_all(a, ORDER, a->frame, (size_t)bytes);
+    if (!a->relays) {
+        a->shared->announcer = a->tree.host;
+        a->shared->announcing_rank = (uint32_t)t->rank;
+    }
+    write_above(a, ORDER, a->frame, (size_t)bytes);
     pyhvd_agreement_carry_on(t, audience);
 }
 
@@ -232,11 +249,10 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
     pyhvd_ranks audience = {{0}};
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return 0;
     int64_t bytes = 0;
-    if (has_room(a))
-        bytes = pyhvd_host_order_announce(a->order, NULL, 0, list, a->frame,
-                                          sizeof a->frame - sizeof(frame_header));
+    if (has_room(a, 0, a->tree.above))
+        bytes = pyhvd_host_tree_announce(&a->tree, NULL, list, a->frame, MESSAGE_MAX);
     if (bytes > 0) {
-        write_to_all(a, ORDER, a->frame, (size_t)bytes);
+        write_above(a, ORDER, a->frame, (size_t)bytes);
         pyhvd_agreement_carry_on(t, &audience);
     }
     pyhvd_ready_table_unlock(t, &audience);
@@ -244,48 +260,99 @@ int pyhvd_agreement_announce_list(pyhvd_ready_table *t, const pyhvd_order_list *
     return bytes > 0;
 }
 
-void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announced) {
-    const pyhvd_host_order *o = t->agreement->order;
-    memset(announced, 0, t->agreement->hosts * t->words * sizeof *announced);
-    if (!pyhvd_ready_table_lock(t, -1)) return;
-    for (uint32_t w = 0; w < t->words; w++)
+/* Add the slots of a set that some hosts of an order have announced, to the rows of the hosts; the
+ * first row is that of the order's host 0. */
+static void read_order(const pyhvd_host_order *o, uint32_t set, uint64_t *rows) {
+    for (uint32_t w = 0; w < o->words; w++)
         for (uint32_t k = 0; k < 64; k++) {
             uint64_t hosts = o->groups[set * o->words + w].current[k].hosts;
             for (; hosts; hosts &= hosts - 1)
-                announced[(uint32_t)__builtin_ctzll(hosts) * t->words + w] |= (uint64_t)1 << k;
+                rows[(uint32_t)__builtin_ctzll(hosts) * o->words + w] |= (uint64_t)1 << k;
         }
+}
+
+void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announced) {
+    const pyhvd_host_tree *tree = &t->agreement->tree;
+    uint64_t pair[2 * PYHVD_MAX_WORDS];
+    size_t row = t->words * sizeof *announced;
+    memset(announced, 0, tree->hosts * row);
+    if (!pyhvd_ready_table_lock(t, -1)) return;
+    read_order(tree->order, set, announced);
+    for (uint32_t g = tree->tops; g < tree->hosts; g++) {
+        const uint64_t *known = announced + (uint32_t)tree->parents[g] * t->words;
+        if (pyhvd_host_tree_is_child(tree, g)) {
+            memset(pair, 0, sizeof pair);
+            read_order(tree->below[g], set, pair);
+            known = pair + t->words;
+        }
+        memcpy(announced + g * t->words, known, row);
+    }
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
 }
 
 /* ---- single frames ---- */
 
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
-    uint64_t rank = local_rank;
+    uint32_t next = pyhvd_host_tree_way(&t->agreement->tree, host);
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
     /* The order's frames leave room for rings. If even that is used, the sleeper looks later. */
-    if (free_bytes(&t->agreement->shared->peers[host]) >= sizeof(frame_header) + sizeof rank)
-        write_to(t->agreement, host, RING, &rank, sizeof rank);
+    if (free_bytes(&t->agreement->shared->peers[next]) >= sizeof(frame_header) + 2 * sizeof host)
+        write_to(t->agreement, next, RING, (uint32_t[]){host, local_rank}, 2 * sizeof host);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
 }
 
-static void tell_all(pyhvd_ready_table *t, uint32_t kind, const void *bytes, size_t n) {
+/* Tell all neighbours but `source`. */
+static void tell(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const void *bytes,
+                 size_t n) {
+    const pyhvd_host_tree *tree = &t->agreement->tree;
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    if (has_room(t->agreement)) write_to_all(t->agreement, kind, bytes, n);
+    for (uint32_t k = 0; k < tree->n; k++)
+        if (tree->neighbours[k] != source && has_room(t->agreement, k, k + 1))
+            write_to(t->agreement, tree->neighbours[k], kind, bytes, n);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
 }
+
+/* A note: of a rank that fails, or that a host is lost. */
+typedef struct {
+    uint32_t host; /* of the rank, or the lost one */
+    int32_t error; /* of the lost host's connection; 0: a rank fails */
+    uint64_t bytes;
+    uint8_t text[PYHVD_NOTE];
+} host_note;
+
+#define NOTE_HEAD offsetof(host_note, text)
 
 void pyhvd_agreement_abort(pyhvd_ready_table *t, const uint8_t *note, size_t bytes) {
-    uint64_t copy[PYHVD_NOTE / 8 + 1] = {bytes = MIN(bytes, PYHVD_NOTE)};
-    memcpy(copy + 1, note, bytes);
-    tell_all(t, NOTE, copy, 8 + bytes);
+    host_note told = {t->agreement->tree.host, 0, MIN(bytes, PYHVD_NOTE), {0}};
+    memcpy(told.text, note, told.bytes);
+    tell(t, told.host, NOTE, &told, NOTE_HEAD + told.bytes);
+}
+
+static int waits(const pyhvd_peer_host *peer) {
+    return atomic_load_explicit(&peer->written, memory_order_acquire) !=
+           atomic_load_explicit(&peer->sent, memory_order_acquire);
+}
+
+/* Whether a child has not been sent all frames. */
+static int owes_children(const pyhvd_agreement *a) {
+    for (uint32_t k = a->tree.above; k < a->tree.n; k++)
+        if (waits(&a->shared->peers[a->tree.neighbours[k]])) return 1;
+    return 0;
 }
 
 void pyhvd_agreement_leave(pyhvd_ready_table *t) {
-    uint32_t before = atomic_fetch_add_explicit(&t->agreement->shared->leavers, 1,
-                                                memory_order_relaxed);
-    if (before + 1 == (uint32_t)t->size) tell_all(t, GOODBYE, "", 0);
+    pyhvd_agreement *a = t->agreement;
+    uint32_t before = atomic_fetch_add_explicit(&a->shared->leavers, 1, memory_order_relaxed);
+    if (before + 1 != (uint32_t)t->size) return;
+    tell(t, a->tree.host, GOODBYE, "", 0);
+    /* Nobody here sends later on, and a child may need the last list. */
+    int64_t until = pyhvd_after(LOCK_NS);
+    while (owes_children(a) && !pyhvd_agreement_lost(t) && pyhvd_now() < until) {
+        pyhvd_nap(LAST_NAP_NS);
+        pyhvd_agreement_send(t);
+    }
 }
 
 /* ---- sending ---- */
@@ -304,15 +371,10 @@ static int drain(pyhvd_peer_host *peer, int fd) {
     return 1;
 }
 
-static int waits(const pyhvd_peer_host *peer) {
-    return atomic_load_explicit(&peer->written, memory_order_acquire) !=
-           atomic_load_explicit(&peer->sent, memory_order_acquire);
-}
-
 void pyhvd_agreement_send(const pyhvd_ready_table *t) {
     const pyhvd_agreement *a = t->agreement;
-    for (uint32_t k = 1; k < a->hosts; k++) {
-        uint32_t g = (a->host + k) % a->hosts;
+    for (uint32_t k = 0; k < a->tree.n; k++) {
+        uint32_t g = a->tree.neighbours[k];
         pyhvd_peer_host *peer = &a->shared->peers[g];
         int took = 1;
         while (took && waits(peer) &&
@@ -326,60 +388,94 @@ void pyhvd_agreement_send(const pyhvd_ready_table *t) {
 
 /* ---- receiving ---- */
 
-/* Let every local rank find out that a host is lost. */
-static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
+/* Let every local rank find out what a note says; return whether it is the first. */
+static int keep_note(pyhvd_ready_table *t, const host_note *note) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
-    if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return;
-    shared->error = error;
-    atomic_store_explicit(&shared->lost, host + 1, memory_order_release);
+    if (atomic_load_explicit(&shared->lost, memory_order_relaxed)) return 0;
+    shared->error = note->error;
+    shared->note_bytes = (uint32_t)note->bytes;
+    memcpy(shared->note, note->text, note->bytes);
+    atomic_store_explicit(&shared->lost, note->host + 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     for (int q = 0; q < t->size; q++) {
         pyhvd_ready_table_wake_progress(t, q);
         pyhvd_ready_table_wake(t, q, PYHVD_WAKE_LOST);
     }
+    return 1;
 }
 
-static void take_note(pyhvd_ready_table *t, uint32_t host, const uint8_t *bytes, size_t n) {
-    pyhvd_shared_agreement *shared = t->agreement->shared;
-    uint64_t length;
-    if (n < sizeof length || atomic_load_explicit(&shared->lost, memory_order_relaxed)) return;
-    memcpy(&length, bytes, sizeof length);
-    shared->note_bytes = (uint32_t)MIN(MIN(length, n - sizeof length), PYHVD_NOTE);
-    memcpy(shared->note, bytes + sizeof length, shared->note_bytes);
-    lose(t, host, 0);
+static void take_note(pyhvd_ready_table *t, uint32_t source, const host_note *note) {
+    if (keep_note(t, note)) tell(t, source, NOTE, note, NOTE_HEAD + note->bytes);
 }
 
-static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uint8_t *bytes,
-                   size_t n) {
+/* A neighbour is lost. */
+static void lose(pyhvd_ready_table *t, uint32_t host, int error) {
+    host_note note = {host, error, 0, {0}};
+    take_note(t, host, &note);
+}
+
+/* The same under the table's lock, without telling the other hosts. */
+static void lose_here(pyhvd_ready_table *t, uint32_t host, int error) {
+    host_note note = {host, error, 0, {0}};
+    keep_note(t, &note);
+}
+
+/* Handle a message of an order. */
+static void handle_message(pyhvd_ready_table *t, uint32_t source, const uint8_t *bytes, size_t n) {
+    pyhvd_host_tree *tree = &t->agreement->tree;
     pyhvd_ranks audience = {{0}};
-    uint64_t rank;
+    if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
+    if (n > sizeof(pyhvd_order_header)) t->agreement->shared->announcer = source;
+    int status = pyhvd_host_tree_receive(tree, source, (const uint64_t *)bytes, n);
+    t->agreement->relays = pyhvd_host_tree_is_child(tree, source);
+    for (uint32_t set = 0; set < PYHVD_MAX_SETS && t->agreement->relays && !status; set++)
+        if (t->shared->sets[set].spans) pyhvd_ready_table_match(t, set, 0, t->words, 0, &audience);
+    t->agreement->relays = 0;
+    if (!status) pyhvd_agreement_carry_on(t, &audience);
+    pyhvd_ready_table_unlock(t, &audience);
+    /* Of this rank another thread may sleep, as `unlock` wakes the other ranks only. */
+    pyhvd_ready_table_wake_progress(t, t->rank);
+    pyhvd_ready_table_wake_background(t, t->rank);
+    if (status) lose(t, source, EPROTO);
+}
+
+static void handle_payload(pyhvd_ready_table *t, uint32_t source, const uint8_t *bytes, size_t n) {
+    if (!pyhvd_ready_table_lock(t, -1)) return;
+    int kept = pyhvd_payloads_receive(t, source, bytes, n);
+    pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
+    if (!kept) lose(t, source, EPROTO);
+}
+
+static void handle_ring(pyhvd_ready_table *t, const uint32_t *place) {
+    const pyhvd_host_tree *tree = &t->agreement->tree;
+    if (place[0] == tree->host && place[1] < (uint32_t)t->size)
+        pyhvd_ready_table_wake(t, (int)place[1], PYHVD_WAKE_WORK);
+    else if (place[0] != tree->host && place[0] < tree->hosts)
+        pyhvd_agreement_ring(t, place[0], place[1]);
+}
+
+static void handle(pyhvd_ready_table *t, uint32_t source, uint32_t kind, const uint8_t *bytes,
+                   size_t n) {
+    uint32_t place[2];
+    host_note note;
     if (kind == ORDER) {
-        if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
-        if (n > sizeof(pyhvd_order_header)) t->agreement->shared->announcer = host;
-        int status = pyhvd_host_order_receive(t->agreement->order, host, (const uint64_t *)bytes,
-                                              n);
-        if (!status) pyhvd_agreement_carry_on(t, &audience);
-        pyhvd_ready_table_unlock(t, &audience);
-        /* Of this rank another thread may sleep, as `unlock` wakes the other ranks only. */
-        pyhvd_ready_table_wake_progress(t, t->rank);
-        pyhvd_ready_table_wake_background(t, t->rank);
-        if (status) lose(t, host, EPROTO);
+        handle_message(t, source, bytes, n);
     } else if (kind == PAYLOAD) {
-        if (!pyhvd_ready_table_lock(t, -1)) return;
-        int kept = pyhvd_payloads_receive(t, host, bytes, n);
-        pyhvd_ready_table_unlock(t, &audience);
-        if (!kept) lose(t, host, EPROTO);
-    } else if (kind == RING && n >= sizeof rank) {
-        memcpy(&rank, bytes, sizeof rank);
-        if (rank < (uint64_t)t->size) pyhvd_ready_table_wake(t, (int)rank, PYHVD_WAKE_WORK);
-    } else if (kind == NOTE) {
-        take_note(t, host, bytes, n);
-    } else if (kind == BEAT) {
-        return;
+        handle_payload(t, source, bytes, n);
+    } else if (kind == RING && n == sizeof place) {
+        memcpy(place, bytes, sizeof place);
+        handle_ring(t, place);
+    } else if (kind == NOTE && n >= NOTE_HEAD && n <= sizeof note) {
+        memcpy(&note, bytes, n);
+        note.bytes = MIN(note.bytes, n - NOTE_HEAD);
+        if (note.host < t->agreement->tree.hosts)
+            take_note(t, source, &note);
+        else
+            lose(t, source, EPROTO);
     } else if (kind == GOODBYE) {
-        atomic_store_explicit(&t->agreement->shared->peers[host].left, 1, memory_order_relaxed);
-    } else {
-        lose(t, host, EPROTO);
+        atomic_store_explicit(&t->agreement->shared->peers[source].left, 1, memory_order_relaxed);
+    } else if (kind != BEAT) {
+        lose(t, source, EPROTO);
     }
 }
 
@@ -432,7 +528,7 @@ int pyhvd_agreement_receive(pyhvd_ready_table *t) {
     if (atomic_load_explicit(&a->shared->receiving, memory_order_relaxed) ||
         atomic_exchange_explicit(&a->shared->receiving, 1, memory_order_acquire))
         return 0;
-    for (uint32_t k = 1; k < a->hosts; k++) any |= read_from(t, (a->host + k) % a->hosts);
+    for (uint32_t k = 0; k < a->tree.n; k++) any |= read_from(t, a->tree.neighbours[k]);
     atomic_store_explicit(&a->shared->receiving, 0, memory_order_release);
     pyhvd_agreement_send(t); /* a frame may have made this host owe one */
     pyhvd_ready_table_retry(t);
@@ -443,9 +539,10 @@ void pyhvd_agreement_poll(const pyhvd_ready_table *t, int bell, int64_t ns) {
     const pyhvd_agreement *a = t->agreement;
     struct pollfd polls[PYHVD_MAX_HOSTS + 1] = {{.fd = bell, .events = POLLIN}};
     nfds_t n = 1;
-    for (uint32_t g = 0; g < a->hosts; g++) {
+    for (uint32_t k = 0; k < a->tree.n; k++) {
+        uint32_t g = a->tree.neighbours[k];
         const pyhvd_peer_host *peer = &a->shared->peers[g];
-        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
         short events = waits(peer) ? POLLIN | POLLOUT : POLLIN;
         polls[n++] = (struct pollfd){.fd = a->fds[g], .events = events};
     }
@@ -468,10 +565,11 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 static int64_t longest_silence(const pyhvd_ready_table *t, int64_t now, uint32_t *host) {
     const pyhvd_agreement *a = t->agreement;
     int64_t longest = 0;
-    for (uint32_t g = 0; g < a->hosts; g++) {
+    for (uint32_t k = 0; k < a->tree.n; k++) {
+        uint32_t g = a->tree.neighbours[k];
         const pyhvd_peer_host *peer = &a->shared->peers[g];
         int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
         if (!heard || now - heard <= longest) continue; /* 0: it has not begun */
         longest = now - heard;
         *host = g;
@@ -499,7 +597,7 @@ static int64_t beat(pyhvd_ready_table *t) {
     if (now - last > PYHVD_BEAT_NS - PYHVD_BEAT_LOOK_NS / 2 &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
-        tell_all(t, BEAT, "", 0);
+        tell(t, t->agreement->tree.host, BEAT, "", 0);
     if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
         return PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);

@@ -1,9 +1,10 @@
 /* Agreement between hosts: the ready table of a host that is one of several, and its connections to
- * the other hosts.
+ * its neighbours in the tree of hosts (host_tree.h). Without a tree all other hosts are neighbours.
  *
- * Each pair of hosts has one connection, which all ranks of both hosts share. It carries frames: the
- * messages of the order across hosts (host_order.h), payloads (payloads.h), rings for the background threads of single
- * ranks, a note when a rank fails, and a goodbye. Any rank may send and receive for its host:
+ * Two neighbours have one connection, which all ranks of both hosts share. It carries frames: the
+ * messages of the orders (host_order.h), payloads (payloads.h), rings for the background threads of
+ * single ranks, a note when a rank fails or a host is lost, beats, and a goodbye. Any rank may send
+ * and receive for its host:
  * whoever has just written a frame, or waits. So no rank waits for a leader's turn.
  *
  * All sets whose ranks are on every host agree here. When all ranks of a host have marked a slot of
@@ -12,11 +13,14 @@
  * entries of the same order, and carry which slots they recall and delegate. Sets within one host
  * agree in its table alone.
  *
- * A recalled slot's marks are cleared on each host. The coordinator does not see them there; so each
- * rank that had marked the slot submits its tensor again, by message.
+ * Rings and notes pass through neighbours:
+ *   1. A ring goes to the neighbour on the way to its host.
+ *   2. A host passes the first note that it gets, or makes, on to all neighbours but the sender. So
+ *      each host gets one, and the notes that arrive before a neighbour ends are about the same host.
+ *   3. A host that finds a neighbour lost makes a note of that.
  *
  * Shared words
- *   1. `order`, `written` and `out` of a peer, and `note` are written under the ready table's lock.
+ *   1. The orders, `written` and `out` of a peer, and `note` are written under the ready table's lock.
  *      `written` is stored (release) after the bytes of the frame, and loaded (acquire) by the
  *      sender.
  *   2. `sent` belongs to the holder of `sending`, and is stored (release) after the bytes have left,
@@ -32,12 +36,12 @@
  *      tensors for which no other host was awaited.
  *
  * Beats
- *   1. A thread of each rank looks once a second. It sends a beat to all hosts, unless another rank
- *      of its host has done so in this second.
+ *   1. A thread of each rank looks once a second. It sends a beat to all neighbours, unless another
+ *      rank of its host has done so in this second.
  *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
  *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
- *   3. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
- *      decides, so a rank that was stopped itself finds the beats that came meanwhile.
+ *   3. A neighbour from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before
+ *      it decides, so a rank that was stopped itself finds the beats that came meanwhile.
  *   4. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
  *
  * Sleeping
@@ -51,6 +55,7 @@
 #include <pthread.h>
 
 #include "common/counters.h"
+#include "fast_path/host_tree.h"
 #include "fast_path/payloads.h"
 
 #define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
@@ -60,7 +65,7 @@
 #define PYHVD_OUT_RING 262144 /* bytes of frames that wait to be sent to a host; a power of two */
 #define PYHVD_CLOSED_BY_PEER 10000 /* `error`: the other host has closed the connection */
 
-/* What a host shares with regard to another host. */
+/* What a host shares with regard to a neighbour. */
 typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint32_t sending;
     _Atomic uint32_t left; /* whether the host has said goodbye */
@@ -87,19 +92,20 @@ typedef struct {
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
     pyhvd_payloads payloads;
-    pyhvd_peer_host peers[]; /* by host, then the order */
+    pyhvd_peer_host peers[]; /* by host, then the orders */
 } pyhvd_shared_agreement;
 
 /* One rank's view. */
 struct pyhvd_agreement {
-    uint32_t host, hosts;
-    int fds[PYHVD_MAX_HOSTS];            /* connections by host; -1: the own one */
+    pyhvd_host_tree tree;
+    int fds[PYHVD_MAX_HOSTS];            /* connections by host; -1: not a neighbour */
     int progress_bells[PYHVD_MAX_LOCAL]; /* by local rank */
     int background_bells[PYHVD_MAX_LOCAL];
     uint32_t ranks[PYHVD_MAX_LOCAL]; /* the global rank of each local one */
     pyhvd_shared_agreement *shared;
-    pyhvd_host_order *order;
-    uint64_t frame[PYHVD_FRAME_MAX / 8]; /* scratch memory; the table lock's holder's */
+    /* The table lock's holder's: scratch memory; whether it announces because of a child's message. */
+    uint64_t frame[PYHVD_FRAME_MAX / 8];
+    int relays;
     /* The beats' thread; `beating` is guarded by the mutex. */
     pthread_t beats;
     pthread_mutex_t mutex;
@@ -107,18 +113,19 @@ struct pyhvd_agreement {
     int beating;
 };
 
-/* Bytes for the shared part, for tables with that many slots per set. */
-size_t pyhvd_agreement_bytes(uint32_t hosts, uint32_t slots);
+/* Bytes for the shared part, for tables with that many slots per set; the tree has its neighbours. */
+size_t pyhvd_agreement_bytes(const pyhvd_agreement *a, uint32_t slots);
 
-/* View the shared part at `base`, aligned to PYHVD_LINE. host, hosts, fds, bells and ranks are set. */
-void pyhvd_agreement_attach(pyhvd_agreement *a, void *base);
+/* View the shared part at `base`, aligned to PYHVD_LINE. The tree, fds, bells and ranks are set. */
+void pyhvd_agreement_attach(pyhvd_agreement *a, void *base, uint32_t slots);
 
 /* Begin; on one rank of the host, before any rank uses the agreement. */
 void pyhvd_agreement_clear(pyhvd_agreement *a, uint32_t slots);
 
 /* ---- under the table's lock ---- */
 
-/* Announce the slots words[first] to words[end - 1], which all local members have marked; carry on. */
+/* Announce the slots words[first] to words[end - 1], which all local members have marked, if the hosts
+ * below have too; carry on. */
 void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, pyhvd_ranks *audience);
 
@@ -127,7 +134,8 @@ void pyhvd_agreement_carry_on(pyhvd_ready_table *t, pyhvd_ranks *audience);
 
 /* ---- with no lock; each takes what it needs ---- */
 
-/* Read which slots of a set each host has announced: [hosts][words]. */
+/* On host 0: read which slots of a set each host has announced, as far as host 0 knows:
+ * [hosts][words]. */
 void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announced);
 
 /* On host 0: announce a response list, or with number 0 only its recalls and delegations. Return 0

@@ -120,11 +120,23 @@ static int is_list(const pyhvd_host_order *o, uint64_t time, const uint64_t *at,
     if (head.time != time || head.bytes != bytes || head.audience_bytes > bytes - sizeof head)
         return 0;
     at += LIST_HEAD_WORDS + words_of(head.audience_bytes);
-    for (pyhvd_slot_range range; at && at < end;) {
+    uint32_t n = 0;
+    for (pyhvd_slot_range range; at && at < end; n++) {
         at = read_section(o, at, end, &range);
         if (at && range.kind != PYHVD_RECALLED && range.kind != PYHVD_DELEGATED) return 0;
     }
-    return at != NULL;
+    return at != NULL && n <= PYHVD_ORDER_RANGES;
+}
+
+/* Whether the ring has room for a list of that many bytes on all hosts, as far as this one knows. */
+static int ring_has_room(const pyhvd_host_order *o, uint64_t bytes) {
+    uint64_t lowest = UINT64_MAX;
+    for (uint32_t host = 0; host < o->hosts; host++) lowest = MIN(lowest, o->taken[host]);
+    return place(o->tail) + bytes - lowest <= PYHVD_ORDER_RING;
+}
+
+int pyhvd_host_order_has_room(const pyhvd_host_order *o) {
+    return ring_has_room(o, PYHVD_ORDER_LIST_MAX);
 }
 
 /* Read a header; return whether it may be that of the next message of a host. */
@@ -231,7 +243,7 @@ static int put_announced(writer *w, pyhvd_host_order *o, const pyhvd_slot_range 
 static int put_list(writer *w, const pyhvd_host_order *o, const pyhvd_order_list *list,
                     uint64_t time) {
     pyhvd_order_list_head head = {time, list->number, 0, list->audience_bytes};
-    uint64_t *begin = w->at, lowest = UINT64_MAX;
+    uint64_t *begin = w->at;
     int room = put(w, &head, sizeof head) && put(w, list->audience, list->audience_bytes);
     for (uint32_t k = 0; k < list->n && room; k++) {
         if (!is_range(o, &list->ranges[k])) return PYHVD_ORDER_INVALID;
@@ -241,8 +253,7 @@ static int put_list(writer *w, const pyhvd_host_order *o, const pyhvd_order_list
     head.bytes = (uint32_t)((w->at - begin) * 8);
     memcpy(begin, &head, sizeof head);
     if (o->host != 0 || !is_list(o, time, begin, w->at)) return PYHVD_ORDER_INVALID;
-    for (uint32_t host = 0; host < o->hosts; host++) lowest = MIN(lowest, o->taken[host]);
-    return place(o->tail) + head.bytes - lowest > PYHVD_ORDER_RING ? PYHVD_LATER : 0;
+    return ring_has_room(o, head.bytes) ? 0 : PYHVD_LATER;
 }
 
 /* Write a message, and carry it out here. Then raise the count: an empty message raises it to the

@@ -77,6 +77,7 @@
 #define PYHVD_ORDER_RING 131072                     /* bytes for lists that are not taken */
 #define PYHVD_ORDER_LIST_MAX (PYHVD_ORDER_RING / 4) /* bytes of one encoded list */
 #define PYHVD_ORDER_COUNT_MAX (UINT64_C(1) << 62)
+#define PYHVD_ORDER_RANGES (2 * PYHVD_MAX_SETS) /* recalled and delegated ones of a list */
 
 /* An argument is out of range; or a message is malformed or out of order. After such a message the
  * order stays safe to call, but it may be incomplete: the job has to end. */
@@ -110,7 +111,7 @@ typedef struct {
     uint64_t n; /* values: none, one for all slots, or one for each slot, ascending */
 } pyhvd_slot_range;
 
-/* A response list. `audience` are opaque bytes: the ranks of the job that it concerns. */
+/* A response list, with at most PYHVD_ORDER_RANGES ranges. `audience` are opaque bytes: the ranks of the job that it concerns. */
 typedef struct {
     uint64_t number;
     const uint8_t *audience;
@@ -181,6 +182,9 @@ int64_t pyhvd_host_order_owed(pyhvd_host_order *o, uint64_t *out, size_t room);
  * `bytes`, whatever the message contains. */
 int pyhvd_host_order_receive(pyhvd_host_order *o, uint32_t source, const uint64_t *message,
                              size_t bytes);
+
+/* Whether the ring has room for any list. */
+int pyhvd_host_order_has_room(const pyhvd_host_order *o);
 
 /* Take the next entry of the log; return 0 if it is not final, or there is none. */
 int pyhvd_host_order_take(pyhvd_host_order *o, pyhvd_order_entry *entry);

@@ -10,6 +10,11 @@ static pyhvd_payloads *payloads_of(const pyhvd_ready_table *t) {
     return &t->agreement->shared->payloads;
 }
 
+static int has_payloads(const pyhvd_ready_table *t) {
+    const pyhvd_host_tree *tree = &t->agreement->tree;
+    return tree->tops == tree->hosts && tree->hosts <= PYHVD_PAYLOAD_HOSTS;
+}
+
 static pyhvd_payload *staged_by(const pyhvd_ready_table *t, uint32_t rank) {
     return &t->shared->rank_states[rank].staged;
 }
@@ -27,7 +32,7 @@ static pyhvd_payload_item *find(pyhvd_payload *payload, uint32_t set, uint32_t s
 
 /* The round of a slot, in which it is announced, or will be. */
 static uint64_t round_of(const pyhvd_ready_table *t, uint32_t set, uint32_t slot) {
-    const pyhvd_host_order *o = t->agreement->order;
+    const pyhvd_host_order *o = t->agreement->tree.order;
     return o->groups[(size_t)set * o->words + slot / 64].current[slot % 64].round;
 }
 
@@ -56,8 +61,8 @@ void pyhvd_payloads_tidy(pyhvd_ready_table *t) {
 void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, int64_t src,
                           double prescale) {
     pyhvd_payload *staged = staged_by(t, (uint32_t)t->rank);
-    if (t->agreement->hosts > PYHVD_PAYLOAD_HOSTS || !t->shared->sets[item.set].spans ||
-        staged->n == PYHVD_PAYLOAD_SLOTS || bytes_of(&item) > PYHVD_PAYLOAD - staged->bytes)
+    if (!has_payloads(t) || !t->shared->sets[item.set].spans || staged->n == PYHVD_PAYLOAD_SLOTS ||
+        bytes_of(&item) > PYHVD_PAYLOAD - staged->bytes)
         return;
     uint8_t *to = staged->values + staged->bytes;
     const void *from = (const void *)(intptr_t)src;
@@ -78,10 +83,10 @@ void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, i
 static int find_free_box(const pyhvd_ready_table *t) {
     const pyhvd_agreement *a = t->agreement;
     uint64_t taken = UINT64_MAX;
-    for (uint32_t g = 0; g < a->hosts; g++)
-        if (a->order->entries[g] < taken) taken = a->order->entries[g];
+    for (uint32_t g = 0; g < a->tree.hosts; g++)
+        if (a->tree.order->entries[g] < taken) taken = a->tree.order->entries[g];
     for (int box = 0; box < PYHVD_BOXES; box++)
-        if (!(payloads_of(t)->used[a->host] >> box & 1) && payloads_of(t)->freed[box] <= taken)
+        if (!(payloads_of(t)->used[a->tree.host] >> box & 1) && payloads_of(t)->freed[box] <= taken)
             return box;
     return -1;
 }
@@ -117,22 +122,22 @@ static int add_partial(const pyhvd_ready_table *t, pyhvd_payload *payload, uint3
 
 size_t pyhvd_payloads_collect(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, uint8_t *out) {
-    const pyhvd_host_order *o = t->agreement->order;
+    const pyhvd_host_order *o = t->agreement->tree.order;
     uint32_t slots = 0;
-    if (t->agreement->hosts > PYHVD_PAYLOAD_HOSTS) return 0;
+    if (!has_payloads(t)) return 0;
     for (uint32_t w = first; w < end && slots <= PYHVD_PAYLOAD_SLOTS; w++)
         slots += (uint32_t)__builtin_popcountll(words[w] &
                                                 ~o->groups[(size_t)set * o->words + w].announced);
     int box = slots && slots <= PYHVD_PAYLOAD_SLOTS ? find_free_box(t) : -1;
     if (box < 0) return 0;
-    pyhvd_payload *payload = &payloads_of(t)->boxes[t->agreement->host][box];
+    pyhvd_payload *payload = &payloads_of(t)->boxes[t->agreement->tree.host][box];
     payload->n = payload->bytes = 0;
     for (uint32_t w = first; w < end; w++) {
         uint64_t left = words[w] & ~o->groups[(size_t)set * o->words + w].announced;
         for (; left; left &= left - 1)
             if (!add_partial(t, payload, set, w * 64 + (uint32_t)__builtin_ctzll(left))) return 0;
     }
-    payloads_of(t)->used[t->agreement->host] |= 1u << box;
+    payloads_of(t)->used[t->agreement->tree.host] |= 1u << box;
     pyhvd_payload_head head = {(uint32_t)box, payload->n, payload->bytes, 0};
     size_t items = payload->n * sizeof *payload->items;
     memcpy(out, &head, sizeof head);
@@ -164,12 +169,12 @@ static void settle_box(pyhvd_ready_table *t, uint32_t host, uint32_t box,
             payload->items[payload->n++] = payload->items[k];
     if (payload->n) return;
     payloads_of(t)->used[host] &= ~(1u << box);
-    if (host == a->host) payloads_of(t)->freed[box] = a->order->entries[host];
+    if (host == a->tree.host) payloads_of(t)->freed[box] = a->tree.order->entries[host];
 }
 
 void pyhvd_payloads_settle(pyhvd_ready_table *t, const pyhvd_order_entry *entry) {
-    if (t->agreement->hosts > PYHVD_PAYLOAD_HOSTS) return;
-    for (uint32_t g = 0; g < t->agreement->hosts; g++)
+    if (!has_payloads(t)) return;
+    for (uint32_t g = 0; g < t->agreement->tree.hosts; g++)
         for (uint32_t left = payloads_of(t)->used[g]; left; left &= left - 1)
             settle_box(t, g, (uint32_t)__builtin_ctz(left), entry);
 }
@@ -185,7 +190,7 @@ static int is_valid(const pyhvd_ready_table *t, const pyhvd_payload_item *item, 
 int pyhvd_payloads_receive(pyhvd_ready_table *t, uint32_t host, const uint8_t *frame,
                            size_t bytes) {
     pyhvd_payload_head head;
-    if (bytes < sizeof head || t->agreement->hosts > PYHVD_PAYLOAD_HOSTS) return 0;
+    if (bytes < sizeof head || !has_payloads(t)) return 0;
     memcpy(&head, frame, sizeof head);
     if (head.box >= PYHVD_BOXES || head.n > PYHVD_PAYLOAD_SLOTS || head.bytes > PYHVD_PAYLOAD)
         return 0;
@@ -226,21 +231,21 @@ static int64_t reduce_slot(const pyhvd_ready_table *t, uint32_t set, uint32_t sl
     const pyhvd_payload_item *first = NULL;
     int64_t parts[PYHVD_PAYLOAD_HOSTS];
     uint64_t round = round_of(t, set, slot) ^ 1; /* the decision has begun the next one */
-    for (uint32_t g = 0; g < t->agreement->hosts; g++) {
+    for (uint32_t g = 0; g < t->agreement->tree.hosts; g++) {
         const pyhvd_payload_item *item = sent_by(t, g, set, slot, round, &parts[g]);
         if (!item) return 0;
         first = first ? first : item;
         if (!is_alike(first, item)) return -(int64_t)g;
     }
     if (!first || pyhvd_payload_room(bytes_of(first)) > room) return 0;
-    pyhvd_reduce(out, parts, t->agreement->hosts, first->count, first->dtype, first->op,
+    pyhvd_reduce(out, parts, t->agreement->tree.hosts, first->count, first->dtype, first->op,
                  first->postscale);
     return (int64_t)pyhvd_payload_room(bytes_of(first));
 }
 
 int pyhvd_payloads_reduce(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
     uint32_t slots = 0;
-    if (t->agreement->hosts > PYHVD_PAYLOAD_HOSTS) return 0;
+    if (!has_payloads(t)) return 0;
     for (uint32_t w = decided->first; w < decided->end; w++)
         slots += (uint32_t)__builtin_popcountll(decided->words[w]);
     if (slots > PYHVD_PAYLOAD_SLOTS) return 0;

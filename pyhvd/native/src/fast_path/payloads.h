@@ -25,7 +25,7 @@
 
 #include "fast_path/host_order.h"
 
-#define PYHVD_PAYLOAD_HOSTS 8 /* with more hosts, there are no payloads */
+#define PYHVD_PAYLOAD_HOSTS 8 /* with more hosts, or in a tree, there are no payloads */
 #define PYHVD_BOXES 4
 #define PYHVD_PAYLOAD_ALIGNMENT 16
 

@@ -19,6 +19,9 @@
 /* On one of several hosts: yields before a sleep, each with an attempt to receive. In a prototype,
  * spinning before each, or fewer of them, was slower where ranks share cores. */
 #define HOST_YIELDS 200
+/* While the message of the next list is missing, time between two looks for it: on several hosts a
+ * ring may be lost, as it may pass a host that has closed its path. */
+#define LIST_LOOK_NS 20000000
 
 /* ---- set-up ---- */
 
@@ -702,6 +705,8 @@ static void refuse_recalled(pyhvd_fast_path *path) {
 }
 
 uint32_t pyhvd_fast_path_doze(pyhvd_fast_path *path, int64_t ns) {
+    int awaits_list = path->setup.table.agreement && path->background.known_list;
+    if (awaits_list && (ns < 0 || ns > LIST_LOOK_NS)) ns = LIST_LOOK_NS;
     int64_t until = pyhvd_after(ns);
     if (!path->background.short_turns) pyhvd_take_short_turns();
     path->background.short_turns = 1;
