@@ -109,12 +109,12 @@ class Ending:
 class FaultyJob:
     """A job whose ranks run a random program until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int], seed: int) -> None:
+    def __init__(self, site: Site, shape: Sequence[int], seed: int, verb: str = "") -> None:
         self._size = sum(shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
         program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(seed), str(self._size)]
-        command = site.command(shape, sys.executable, *program)
+        command = site.command(shape, sys.executable, *program, *([verb] if verb else []))
         self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
 
     def wait_for_steps(self, count: int) -> None:
@@ -200,12 +200,15 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def try_fault(site: Site, fault: Fault) -> Outcome:
-    """Run a program, strike, and look at the ends of all ranks; the hosts are whole afterwards."""
+def try_fault(site: Site, fault: Fault, verb: str = "") -> Outcome:
+    """Run a program, or only a verb; strike, and look at the ends of all ranks.
+
+    The hosts are whole afterwards.
+    """
     outcome = Outcome(fault)
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
-    job = FaultyJob(site, fault.shape, fault.seed)
+    job = FaultyJob(site, fault.shape, fault.seed, verb)
     try:
         job.wait_for_steps(1)
         time.sleep(fault.moment)
