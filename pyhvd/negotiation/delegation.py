@@ -101,6 +101,9 @@ class Delegation:
         if not self.delegated:
             return {}
         marked, used = self._ready_table.look(self._set_id)
+        # With several hosts, the ready table may not know yet that a slot was recalled.
+        used &= self.delegated
+        marked = {rank: bits & self.delegated for rank, bits in marked.items() if bits & self.delegated}
         self._cache.touch(iter_bits(used))
         anyone = 0
         for bits in marked.values():

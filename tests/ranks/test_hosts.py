@@ -240,7 +240,7 @@ def test_a_broken_rail_fails_the_cached_calls(hosts: list[int]) -> None:
 
     def reduce_until_an_error() -> None:
         for step in range(100_000):
-            hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+            hvd.allreduce(np.ones(400), name="x", op=hvd.Sum)  # too large to travel without the rails
             if step == 20 and hvd.rank() == last:
                 fabric = cast(Any, current().runtime._executor._backends[0].fabric)
                 for peer in [each for rail in fabric._links.rails for each in rail if each is not None]:

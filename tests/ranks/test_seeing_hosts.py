@@ -18,7 +18,7 @@ from pyhvd.testing import run_ranks
 from tests.chrome_trace import check_events
 
 LATE = 0.2
-SMALL, LARGE = 4, 400_000
+SMALL, LARGE = 4000, 400_000
 """Bytes of the two tensors: the flat way, and several chunks."""
 
 
@@ -61,17 +61,17 @@ def test_what_crosses_and_who_is_late(hosts: list[int], late: int) -> None:
     names, late_host = names_of(hosts), names_of(hosts)[late]
     pairs = run_ranks(len(hosts), late_program, late, steps, hosts=hosts)
     count, slices = len(set(hosts)), max(map(hosts.count, hosts))
-    part = 2 * LARGE // count // slices + SMALL
+    part = 2 * LARGE // count // slices
     for rank, pair in enumerate(pairs):
         others = set(names) - {names[rank]}
         reports = hosts.index(hosts[rank]) == rank
         assert pair[1].link_sent_bytes.keys() == pair[1].link_received_bytes.keys() == others
         for other in others:
             sent = grown(pair, "link_sent_bytes", other, "rail")
-            assert part * steps <= sent < part * steps * 1.01 + 1000
+            assert part * steps <= sent < (part * 1.01 + SMALL) * steps + 1000
             assert grown(pair, "link_received_bytes", other, "rail") == pytest.approx(sent, abs=100)
             assert pair[1].link_sent_bytes[other].keys() == ({"rail", "agreement"} if reports else {"rail"})
-            assert 0 <= grown(pair, "link_wait_seconds", other) < LATE
+            assert 0 <= grown(pair, "link_wait_seconds", other) < LATE * steps
         # The two tensors of a step may be fused.
         assert steps <= sum(grown(pair, "late_exchanges", each) for each in set(names)) <= 2 * steps
         assert pair[1].host_late_tensors.keys() == (set(names) if reports else set())
@@ -79,7 +79,7 @@ def test_what_crosses_and_who_is_late(hosts: list[int], late: int) -> None:
             assert sum(grown(pair, "host_late_tensors", each) for each in set(names)) == 2 * (steps - 1)
             assert grown(pair, "host_late_tensors", late_host) == 2 * (steps - 1)
             for other in others - {late_host}:
-                assert grown(pair, "host_awaited_seconds", other) < LATE
+                assert grown(pair, "host_awaited_seconds", other) < LATE * steps / 2
         if reports and names[rank] != late_host:
             assert 0.9 * LATE * (steps - 1) < grown(pair, "host_awaited_seconds", late_host) < 10 * LATE
     _check_ranks(hosts, late, pairs[0], steps)
@@ -127,7 +127,7 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
     steps, elements, late = 6, 700_000, len(hosts) - 1
 
     def rank() -> None:
-        small, large = np.ones(1, np.float32), np.ones(elements, np.float32)
+        small, large = np.ones(1000, np.float32), np.ones(elements, np.float32)
         for _ in range(steps):
             if hvd.rank() == late:
                 time.sleep(0.02)
@@ -145,7 +145,7 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
         assert {each.last_host for each in exchanges} == set(names) - {names[trace.rank]}
         owned = slices // hosts.count(hosts[trace.rank])
         moved = sum(each.nbytes for each in exchanges)
-        # On two hosts each rank sends and receives its slices once; what the ring left out is small.
+        # On two hosts each rank sends and receives its slices once. Stretches under 1 us are not recorded.
         assert 0.9 < moved / (2 * 4 * elements * steps * owned / slices) < 1.1
         if hosts[trace.rank] != hosts[late]:
             ticks = [each["name"] for each in events if each["name"] == f"host {names[late]}"]
@@ -154,5 +154,5 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
     across, everything = summarise_hosts(traces), summarise(traces)[0]
     assert 0 < across.share < 1
     assert across.last.total() == 2 * steps * len(hosts)
-    # Only copies of the smallest batches, and what lies between two events, are in no part.
-    assert everything.parts["other"] < 0.5 * (everything.parts["between hosts"] + everything.parts["wait"])
+    assert everything.parts["between hosts"] == pytest.approx(across.time)
+    assert (everything.parts["wait"] > 0) == (slices > 1)

@@ -28,7 +28,9 @@ The invariants are those of ``host_order.h``, which implements this model. In sh
    overflows, as far as host 0 knows.
 7. A host owes a message once it has taken more than half of the ring since its last message. A list takes at
    most half of the ring, with the gap before it. So host 0 always gets room again.
-8. A stamp is at least the known stamps of the message's slots. So the message that completes several slots
+8. A message tells how many entries its sender has taken: a payload's place is free again when every host
+   has taken the entry that decided or recalled the payload's slots.
+9. A stamp is at least the known stamps of the message's slots. So the message that completes several slots
    makes one batch of them.
 
 One delay is enough for a slot: a host that announces one raises its count above all counts that it knows. So
@@ -40,7 +42,7 @@ own count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +83,7 @@ class Message:
     stamp: int
     upto: int
     taken: int
+    entries: int
     slots: tuple[tuple[Slot, Round], ...] = ()
     carried: ResponseList | None = None
 
@@ -120,8 +123,9 @@ class HostOrder:
 
     Attributes
     ----------
-    counts, taken : list of int
-        The count of each host, and the position in the ring up to which it has taken lists, as known here.
+    counts, taken, entries : list of int
+        The count of each host, the position in the ring up to which it has taken lists, and how many entries
+        of the log it has taken, as known here.
     """
 
     host: int
@@ -129,6 +133,7 @@ class HostOrder:
     ring: int = 16
     counts: list[int] = field(init=False)
     taken: list[int] = field(init=False)
+    entries: list[int] = field(init=False)
     _told: int = 0
     _tail: int = 0
     _latest: int = 0
@@ -139,6 +144,7 @@ class HostOrder:
     def __post_init__(self) -> None:
         self.counts = [0] * self.hosts
         self.taken = [0] * self.hosts
+        self.entries = [0] * self.hosts
 
     def announce(self, slots: Iterable[Slot], carried: ResponseList | None = None) -> Message | None:
         """Announce slots that are complete on this host, and on host 0 a list; None: the ring has no room."""
@@ -148,7 +154,8 @@ class HostOrder:
         turns = tuple((slot, self.round_of(slot)) for slot in sorted(slots))
         stamp = max([before + 1, *(self._cell(slot).time for slot, _ in turns)])
         others = [count for host, count in enumerate(self.counts) if host != self.host]
-        self._carry_out(self.host, Message(before, stamp, stamp, self.taken[self.host], turns, carried))
+        own = Message(before, stamp, stamp, self.taken[self.host], self.entries[self.host], turns, carried)
+        self._carry_out(self.host, own)
         return self._finish(before, stamp, max(other + 1 for other in others), turns, carried)
 
     def owed(self) -> Message | None:
@@ -169,6 +176,7 @@ class HostOrder:
         self._carry_out(source, message)
         self.counts[source] = message.upto
         self.taken[source] = message.taken
+        self.entries[source] = message.entries
 
     def take(self) -> tuple[Entry, ResponseList | None] | None:
         """Return the next entry of the log if it is final, and its list."""
@@ -180,6 +188,7 @@ class HostOrder:
             return self._take_list() if self._lists[0][0] <= min(self.counts) else None
         if time is None or first is None or time > min(self.counts):
             return None
+        self.entries[self.host] += 1
         batch = tuple(sorted(slot for at, slot in complete if at == time and slot.set == first.set))
         for slot in batch:
             recalls, parity = self.round_of(slot)
@@ -219,10 +228,11 @@ class HostOrder:
         """Raise the own count, and return the message that tells it."""
         self.counts[self.host] = upto = max(stamp, above, self._latest)
         self._told = self.taken[self.host]
-        return Message(before, stamp, upto, self._told, turns, carried)
+        return Message(before, stamp, upto, self._told, self.entries[self.host], turns, carried)
 
     def _take_list(self) -> tuple[Entry, ResponseList]:
         time, self.taken[self.host], carried = self._lists.popleft()
+        self.entries[self.host] += 1
         for slot in carried.recalled:
             recalls, parity = self.round_of(slot)
             self._begin_round(slot, Round(recalls + 1, parity))
@@ -257,3 +267,69 @@ class HostOrder:
         cell = self._cell(slot)
         if len(cell.hosts) == self.hosts:
             self._latest = max(self._latest, cell.time)
+
+
+BOXES = 4
+Item = tuple[Slot, Round]
+
+
+@dataclass
+class Payloads:
+    """Which values of small tensors a host has, its own and the others'; ``payloads.h`` has the invariants.
+
+    A host has some boxes for the payloads of each host, its own included. A payload names the slots and their
+    rounds. Its sender uses the box again when these rounds are over in its log, and all hosts have told that
+    they have taken that entry.
+    """
+
+    order: HostOrder
+    boxes: dict[tuple[int, int], set[Item]] = field(default_factory=dict)  # by host and box
+    freed: dict[int, int] = field(default_factory=dict)  # by own box
+
+    def collect(self, slots: Iterable[Slot]) -> tuple[int, frozenset[Item]] | None:
+        """Return a free box, and what goes into it, of slots that this host is about to announce."""
+        items = frozenset((slot, self.order.round_of(slot)) for slot in slots)
+        for box in range(BOXES):
+            is_free = (self.order.host, box) not in self.boxes
+            if items and is_free and self.freed.get(box, 0) <= min(self.order.entries):
+                self.boxes[self.order.host, box] = set(items)
+                return box, items
+        return None
+
+    def receive(self, source: int, box: int, items: frozenset[Item]) -> None:
+        """Keep the payload of another host."""
+        assert (source, box) not in self.boxes, "the box is in use"
+        self.boxes[source, box] = set(items)
+        self._drop(source, box, lambda item: item[1].recalls < self.order.round_of(item[0]).recalls)
+
+    def has(self, entry: Entry) -> bool:
+        """Return whether all hosts have sent the values of a batch that was just taken."""
+        rounds = [(slot, self.order.round_of(slot)) for slot in entry.slots]
+        wanted = {(slot, Round(recalls, 1 - parity)) for slot, (recalls, parity) in rounds}
+        hosts = range(self.order.hosts)
+        return all(
+            wanted
+            <= set[Item]().union(*(items for (source, _), items in self.boxes.items() if source == each))
+            for each in hosts
+        )
+
+    def settle(self, entry: Entry) -> None:
+        """Drop what is over after an entry was taken."""
+
+        def over(item: Item) -> bool:
+            slot, turn = item
+            now = self.order.round_of(slot)
+            return turn.recalls < now.recalls or (
+                turn.recalls == now.recalls and turn != now and slot in entry.slots
+            )
+
+        for source, box in list(self.boxes):
+            self._drop(source, box, over)
+
+    def _drop(self, source: int, box: int, over: Callable[[Item], bool]) -> None:
+        items = self.boxes[source, box]
+        items -= {item for item in items if over(item)}
+        if not items:
+            del self.boxes[source, box]
+            if source == self.order.host:
+                self.freed[box] = self.order.entries[source]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.thinning import examples
-from tests.unit.native.host_order import Entry, HostOrder, Message, ResponseList, Round, Slot
+from tests.unit.native.host_order import Entry, HostOrder, Item, Message, Payloads, ResponseList, Round, Slot
 
 SLOTS = [Slot(0, 0), Slot(0, 1), Slot(0, 64), Slot(1, 0), Slot(1, 127)]
 ZERO = SLOTS[0]
+Payload = tuple[int, frozenset[Item]] | None
 
 
 @dataclass
@@ -22,7 +23,9 @@ class Host:
     """One host: its order, its log, and the slots that its ranks may mark, or have marked."""
 
     order: HostOrder
+    payloads: Payloads
     log: list[Entry | str] = field(default_factory=list)
+    with_results: list[bool] = field(default_factory=list)
     delegated: set[Slot] = field(default_factory=set)
     marked: set[Slot] = field(default_factory=set)
     decided: Counter[Slot] = field(default_factory=Counter)
@@ -38,8 +41,9 @@ class Cluster:
     """Hosts, and the messages between them that have not arrived; host 0 makes the lists."""
 
     def __init__(self, hosts: int, make: Callable[[int, int], HostOrder] = HostOrder) -> None:
-        self.hosts = [Host(make(host, hosts)) for host in range(hosts)]
-        self.streams: dict[tuple[int, int], deque[Message]] = {
+        orders = [make(host, hosts) for host in range(hosts)]
+        self.hosts = [Host(order, Payloads(order)) for order in orders]
+        self.streams: dict[tuple[int, int], deque[tuple[Message, Payload]]] = {
             (a, b): deque() for a in range(hosts) for b in range(hosts) if a != b
         }
         self.lists: list[ResponseList] = []
@@ -48,7 +52,7 @@ class Cluster:
         # all stamps: by slot, recalls and decisions of it on the sender, and host
         self.stamps: dict[tuple[Slot, int, int], dict[int, int]] = defaultdict(dict)
 
-    def send(self, source: int, message: Message) -> None:
+    def send(self, source: int, message: Message, payload: Payload = None) -> None:
         self.sent += 1
         for slot, turn in message.slots:
             decided = self.hosts[source].decided[slot]
@@ -56,7 +60,7 @@ class Cluster:
             self.stamps[slot, turn.recalls, decided][source] = message.stamp
         for (a, _), stream in self.streams.items():
             if a == source:
-                stream.append(message)
+                stream.append((message, payload))
         self.carry_out(source)
 
     def mark(self, host: int, wanted: set[Slot]) -> None:
@@ -65,9 +69,12 @@ class Cluster:
         slots = wanted & here.delegated - here.marked
         if slots:
             here.marked |= slots
+            payload = (
+                here.payloads.collect(slots) if self.sent % 8 else None
+            )  # some hosts have not staged all
             message = here.order.announce(slots)
             assert message is not None
-            self.send(host, message)
+            self.send(host, message, payload)
 
     def order(
         self,
@@ -101,7 +108,10 @@ class Cluster:
         stream = self.streams[a, b]
         if not stream:
             return False
-        self.hosts[b].order.receive(a, stream.popleft())
+        message, payload = stream.popleft()
+        if payload is not None:
+            self.hosts[b].payloads.receive(a, *payload)
+        self.hosts[b].order.receive(a, message)
         self.carry_out(b)
         return True
 
@@ -125,10 +135,12 @@ class Cluster:
             here.log.append(entry)
             if made is None:
                 self.decide(here, entry)
+                here.with_results.append(here.payloads.has(entry))
             else:
                 here.returned += len(here.marked & made.recalled)
                 here.marked -= made.recalled
                 here.delegated = here.delegated - made.recalled | made.delegated
+            here.payloads.settle(entry)
         self.compare(host)
 
     def decide(self, here: Host, entry: Entry) -> None:
@@ -147,6 +159,9 @@ class Cluster:
             theirs = other.shared
             common = min(len(mine), len(theirs))
             assert mine[:common] == theirs[:common]
+            assert not any(
+                a != b for a, b in zip(self.hosts[host].with_results, other.with_results, strict=False)
+            )
         assert mine == sorted(mine)
 
     def drain(self) -> None:
@@ -164,6 +179,7 @@ class Cluster:
         assert all(log == logs[0] for log in logs)
         assert [entry.number for entry in logs[0] if not entry.is_batch] == list(range(len(self.lists)))
         assert len({frozenset(host.delegated) for host in self.hosts}) == 1
+        assert len({tuple(host.with_results) for host in self.hosts}) == 1
         for slot in SLOTS:
             assert any(slot not in host.marked for host in self.hosts), f"slot {slot} is stuck"
 
@@ -258,6 +274,21 @@ def test_one_message_of_each_host_decides_a_slot(hosts: int) -> None:
         assert cluster.sent == sent + hosts
         assert all(host.shared[-1].slots == (ZERO,) for host in cluster.hosts)
         assert not any(cluster.answer(host) for host in range(hosts))
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_single_slots_always_travel_with_their_values(hosts: int) -> None:
+    """Four boxes are enough: the next message of each host frees the box of the last one."""
+    cluster = Cluster(hosts)
+    cluster.order(set(), set(SLOTS), set())
+    cluster.drain()
+    cluster.sent = 1
+    for turn in range(20):
+        for host in range(hosts):
+            cluster.sent = 1
+            cluster.mark((host + turn) % hosts, {ZERO})
+        cluster.drain()
+    assert cluster.hosts[0].with_results == [True] * 20
 
 
 def test_messages_that_cross_may_need_an_empty_one() -> None:

@@ -47,6 +47,7 @@ class Header(Structure):
         ("stamp", c_uint64),
         ("upto", c_uint64),
         ("taken", c_uint64),
+        ("entries", c_uint64),
     )
 
 
@@ -114,6 +115,7 @@ class Counts(Structure):
         ("numbers", c_uint32 * 4),
         ("counts", c_uint64 * MAX_HOSTS),
         ("taken", c_uint64 * MAX_HOSTS),
+        ("entries", c_uint64 * MAX_HOSTS),
     )
 
 
@@ -248,7 +250,9 @@ def decode(data: bytes, sent: ResponseList | None) -> Message:
     ]
     assert (sent is None) == (head.list == 0)
     carried = decode_list(data[end:], sent) if sent is not None else None
-    return Message(head.before, head.stamp, head.upto, head.taken // UNIT, tuple(slots), carried)
+    return Message(
+        head.before, head.stamp, head.upto, head.taken // UNIT, head.entries, tuple(slots), carried
+    )
 
 
 @dataclass(frozen=True)
@@ -375,6 +379,7 @@ class Twin(HostOrder):
     def _check_counts(self) -> None:
         assert self.native.known.counts[: self.hosts] == self.counts
         assert self.native.known.taken[: self.hosts] == [position * UNIT for position in self.taken]
+        assert self.native.known.entries[: self.hosts] == self.entries
 
 
 @pytest.mark.timeout(600)
@@ -480,10 +485,10 @@ RIGHT = {
     "largest list": packet(b"", listed(b"", bytes(LIST_MAX - ctypes.sizeof(ListHead)))),
 }
 WRONG = {
-    "no header": packet()[:32],
-    "half words": packet(bytes=44) + bytes(4),
-    "too many bytes": packet(bytes=48),
-    "too few bytes": packet(section(), bytes=40),
+    "no header": packet()[:40],
+    "half words": packet(bytes=52) + bytes(4),
+    "too many bytes": packet(bytes=56),
+    "too few bytes": packet(section(), bytes=48),
     "a message is missing": packet(before=1, stamp=2, upto=2),
     "no stamp": packet(stamp=0),
     "upto below stamp": packet(stamp=2),
@@ -504,9 +509,9 @@ WRONG = {
     "twice": packet(section() + section()),
     "list in the header": packet(section(), listed(), list=8),
     "list made of the header": packet(list=16, taken=24),
-    "list between words": packet(section(), listed(), list=76),
-    "list at the end": packet(section(), list=72),
-    "list beyond the end": packet(section(), list=80),
+    "list between words": packet(section(), listed(), list=84),
+    "list at the end": packet(section(), list=80),
+    "list beyond the end": packet(section(), list=88),
     "half a list": packet(b"", listed()[:16]),
     "list of another time": packet(b"", listed(time=2)),
     "bytes of a list": packet(b"", listed(bytes=32)),
@@ -545,6 +550,12 @@ def test_positions_in_the_ring_are_checked(c: ctypes.CDLL) -> None:
     one = Native(c, 1, 3)
     assert one.receive(2, packet(taken=8)) == 0
     assert one.receive(2, packet(before=1, stamp=2, upto=2)) == INVALID, "it goes back"
+
+
+def test_the_number_of_taken_entries_never_goes_back(c: ctypes.CDLL) -> None:
+    one = Native(c, 1, 3)
+    assert one.receive(2, packet(entries=5)) == 0
+    assert one.receive(2, packet(before=1, stamp=2, upto=2, entries=4)) == INVALID
 
 
 def fill(order: Native, sizes: Iterable[int], before: int = 0) -> list[int]:
@@ -601,7 +612,7 @@ def attack(c: ctypes.CDLL, seed: int, rounds: int) -> int:
             message = raw(peer.announce(slots, chance.choice((None, made))))
             if chance.random() < 0.7:
                 listed = Header.from_buffer_copy(message).list
-                message = mutate(chance, message, (8, 40, 56, 64, max(listed, 8), listed + 24))
+                message = mutate(chance, message, (8, 48, 64, 72, max(listed, 8), listed + 24))
             elif chance.random() < 0.1:
                 message = chance.randbytes(chance.randrange(400))
             refused += victim.receive(chance.choice((0, 0, 0, 1, 2, 3, 2**32 - 1)), message) == INVALID

@@ -16,7 +16,7 @@
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
 
 /* The kinds of frames. */
-enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT };
+enum { ORDER = 1, RING, NOTE, GOODBYE, BEAT, PAYLOAD };
 
 typedef struct {
     uint32_t bytes; /* with this header; a multiple of 8 */
@@ -52,10 +52,10 @@ static size_t free_bytes(const pyhvd_peer_host *peer) {
                                      atomic_load_explicit(&peer->sent, memory_order_acquire));
 }
 
-/* Whether any frame can be written for each other host. */
+/* Whether any two frames can be written for each other host: a payload, and its announcement. */
 static int has_room(const pyhvd_agreement *a) {
     for (uint32_t g = 0; g < a->hosts; g++)
-        if (g != a->host && free_bytes(&a->shared->peers[g]) < PYHVD_FRAME_MAX) return 0;
+        if (g != a->host && free_bytes(&a->shared->peers[g]) < 2 * PYHVD_FRAME_MAX) return 0;
     return 1;
 }
 
@@ -84,10 +84,10 @@ static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *by
 
 /* ---- the order, under the table's lock ---- */
 
-/* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
- * wait for another host begins when the last local rank last marked a slot of the same word, and ends
+/* Count who was last for a batch, whose marks are still there, and set `last_rank`. The wait for another
+ * host begins when the last local rank last marked a slot of the same word, and ends
  * with the host's message. Time counts once, as in pyhvd_ready_table_count_last. */
-static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
+static void count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
     const pyhvd_table_set *s = &t->shared->sets[decided->set];
     pyhvd_shared_agreement *shared = t->agreement->shared;
     pyhvd_peer_host *last = &shared->peers[shared->announcer];
@@ -102,25 +102,31 @@ static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decide
     if (shared->announcer == t->agreement->host) {
         pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
                                      decided->first, decided->end);
-        return t->agreement->ranks[shared->announcing_rank];
+        shared->last_rank = t->agreement->ranks[shared->announcing_rank];
+        return;
     }
+    shared->last_rank = PYHVD_OTHER_HOST + shared->announcer;
     int64_t until = atomic_load_explicit(&last->heard_ns, memory_order_relaxed);
     if (until > since) {
         pyhvd_add(&last->counters.awaited, (uint64_t)(until - since));
         shared->counted_until = until;
     }
-    return PYHVD_OTHER_HOST + shared->announcer;
 }
+
+static void lose(pyhvd_ready_table *t, uint32_t host, int error);
 
 /* Append to the ready log the batch that the order has decided. */
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint32_t first = decided->first, end = decided->end, last = count_last(t, decided);
+    uint32_t first = decided->first, end = decided->end;
+    count_last(t, decided);
+    int reduced = pyhvd_payloads_reduce(t, decided);
+    if (reduced < 0) lose(t, (uint32_t)-reduced, EPROTO);
     pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
     for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0, last,
-                             &s->members, audience);
+    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
+                             reduced > 0, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
@@ -181,6 +187,7 @@ static void append_decided(pyhvd_ready_table *t, pyhvd_ranks *audience) {
             append_batch(t, &entry, audience);
         else
             append_list(t, &entry, audience);
+        pyhvd_payloads_settle(t, &entry);
     }
 }
 
@@ -201,10 +208,14 @@ void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first
                               const uint64_t *words, pyhvd_ranks *audience) {
     pyhvd_agreement *a = t->agreement;
     pyhvd_slot_range range = {PYHVD_ANNOUNCED, set, first, end, words + first, NULL, 0};
-    int64_t bytes = PYHVD_LATER;
-    if (has_room(a))
-        bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
-                                          sizeof a->frame - sizeof(frame_header));
+    if (!has_room(a)) {
+        pyhvd_ready_table_note_backlog(t);
+        return;
+    }
+    size_t payload = pyhvd_payloads_collect(t, set, first, end, words, (uint8_t *)a->frame);
+    if (payload) write_to_all(a, PAYLOAD, a->frame, payload);
+    int64_t bytes = pyhvd_host_order_announce(a->order, &range, 1, NULL, a->frame,
+                                              sizeof a->frame - sizeof(frame_header));
     if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
     if (bytes <= 0) return;
     a->shared->announcer = a->host;
@@ -350,6 +361,11 @@ static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uin
         pyhvd_ready_table_wake_progress(t, t->rank);
         pyhvd_ready_table_wake_background(t, t->rank);
         if (status) lose(t, host, EPROTO);
+    } else if (kind == PAYLOAD) {
+        if (!pyhvd_ready_table_lock(t, -1)) return;
+        int kept = pyhvd_payloads_receive(t, host, bytes, n);
+        pyhvd_ready_table_unlock(t, &audience);
+        if (!kept) lose(t, host, EPROTO);
     } else if (kind == RING && n >= sizeof rank) {
         memcpy(&rank, bytes, sizeof rank);
         if (rank < (uint64_t)t->size) pyhvd_ready_table_wake(t, (int)rank, PYHVD_WAKE_WORK);
@@ -399,8 +415,10 @@ static int read_from(pyhvd_ready_table *t, uint32_t host) {
         any = 1;
         atomic_store_explicit(&peer->heard_ns, pyhvd_now(), memory_order_relaxed);
         pyhvd_add(&peer->counters.received, (uint64_t)got);
+        int was_all = (uint32_t)got < PYHVD_FRAME_MAX - peer->received;
         peer->received += (uint32_t)got;
         handle_frames(t, host);
+        if (was_all) break;
     }
     return any;
 }

@@ -2,7 +2,7 @@
  * the other hosts.
  *
  * Each pair of hosts has one connection, which all ranks of both hosts share. It carries frames: the
- * messages of the order across hosts (host_order.h), rings for the background threads of single
+ * messages of the order across hosts (host_order.h), payloads (payloads.h), rings for the background threads of single
  * ranks, a note when a rank fails, and a goodbye. Any rank may send and receive for its host:
  * whoever has just written a frame, or waits. So no rank waits for a leader's turn.
  *
@@ -49,7 +49,7 @@
 #include <pthread.h>
 
 #include "common/counters.h"
-#include "fast_path/host_order.h"
+#include "fast_path/payloads.h"
 
 #define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
 #define PYHVD_BEAT_NS 900000000 /* between two beats, at least */
@@ -77,13 +77,15 @@ typedef struct {
         PYHVD_LINE) _Atomic uint32_t lost; /* 1 + a host that is lost or has sent a note; or 0 */
     _Atomic int64_t beat_ns;               /* when a rank of this host last sent a beat */
     _Atomic uint32_t leavers;              /* local ranks that have left */
-    /* The host whose announcement came last, and the local rank that made it if it is the own host; until
-     * when (ns) waiting for hosts was counted. Guarded by the table's lock. */
-    uint32_t announcer, announcing_rank;
+    /* Guarded by the table's lock: the host whose announcement came last, and the local rank that made
+     * it if it is the own host; the `last_rank` of the last batch; until when (ns) waiting for hosts was
+     * counted. */
+    uint32_t announcer, announcing_rank, last_rank;
     int64_t counted_until;
     int error; /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
+    pyhvd_payloads payloads;
     pyhvd_peer_host peers[]; /* by host, then the order */
 } pyhvd_shared_agreement;
 

@@ -136,7 +136,7 @@ static int read_header(const pyhvd_host_order *o, uint32_t source, const uint64_
     return head->bytes == bytes && head->list < bytes && head->before == o->counts[source] &&
            head->stamp > head->before && head->upto >= head->stamp &&
            head->upto <= PYHVD_ORDER_COUNT_MAX && head->taken >= o->taken[source] &&
-           (o->host != 0 || head->taken <= o->tail);
+           head->entries >= o->entries[source] && (o->host != 0 || head->taken <= o->tail);
 }
 
 /* Carry out a message, which may be this host's own. */
@@ -168,6 +168,7 @@ static int carry_out(pyhvd_host_order *o, uint32_t source, const uint64_t *messa
     }
     o->counts[source] = head.upto;
     o->taken[source] = head.taken;
+    o->entries[source] = head.entries;
     return 0;
 }
 
@@ -248,7 +249,8 @@ static int put_list(writer *w, const pyhvd_host_order *o, const pyhvd_order_list
  * times that are known, another one also above all counts that are known. */
 static int64_t compose(pyhvd_host_order *o, const pyhvd_slot_range *ranges, uint32_t n,
                        const pyhvd_order_list *list, int empty, uint64_t *out, size_t room) {
-    pyhvd_order_header head = {.before = o->counts[o->host], .taken = o->taken[o->host]};
+    pyhvd_order_header head = {
+        .before = o->counts[o->host], .taken = o->taken[o->host], .entries = o->entries[o->host]};
     writer w = {out + HEADER_WORDS, out + MIN(room, UINT32_MAX) / 8};
     head.stamp = head.before + 1;
     if (room < sizeof head) return PYHVD_LATER;
@@ -332,6 +334,7 @@ int pyhvd_host_order_take(pyhvd_host_order *o, pyhvd_order_entry *entry) {
     for (uint32_t host = 0; host < o->hosts; host++) reached = MIN(reached, o->counts[host]);
     uint64_t time = find_batch(o, entry);
     if (MIN(list_time, time) > reached) return 0;
+    o->entries[o->host]++;
     if (list_time <= time)
         take_list(o, list, entry);
     else

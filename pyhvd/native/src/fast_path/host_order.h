@@ -50,7 +50,8 @@
  *   9. Every host has the same lists at the same positions of its ring. A message tells up to which
  *      position the sender has `taken` them. Host 0 announces a list only if it overwrites nothing
  *      that a host has not taken, as far as host 0 knows, so no ring overflows.
- *  10. A host owes a message once it has taken more than half of the ring since its last message. A
+ *  10. A message also tells how many `entries` of the log the sender has taken (payloads.h uses it).
+ *  11. A host owes a message once it has taken more than half of the ring since its last message. A
  *      list takes at most half of the ring, with the gap before it. So host 0 always gets room
  *      again.
  *
@@ -84,7 +85,7 @@ enum { PYHVD_ORDER_INVALID = -4 };
 typedef struct {
     uint32_t bytes; /* of the message */
     uint32_t list;  /* where the list begins (bytes); 0: none */
-    uint64_t before, stamp, upto, taken;
+    uint64_t before, stamp, upto, taken, entries;
 } pyhvd_order_header;
 
 typedef struct {
@@ -136,6 +137,7 @@ typedef struct pyhvd_host_order {
     uint32_t host, hosts, sets, words;
     uint64_t counts[PYHVD_MAX_HOSTS];    /* as known here; never go back */
     uint64_t taken[PYHVD_MAX_HOSTS];     /* positions in the ring, as known here; the same */
+    uint64_t entries[PYHVD_MAX_HOSTS];   /* entries of the log that were taken; the same */
     uint64_t told;                       /* taken[host] in this host's last message */
     uint64_t tail;                       /* of the ring */
     uint64_t latest;                     /* time of any entry so far */

@@ -133,6 +133,24 @@ static int is_closed(const pyhvd_fast_path *path) {
 
 /* ---- flushing ---- */
 
+/* Stage the tensors of a call that this rank has marked. */
+static void stage(pyhvd_fast_path *path, const pyhvd_call *call) {
+    const pyhvd_cached_tensor *tensors = path->setup.sets[call->set].tensors;
+    for (uint32_t k = 0; k < call->slots.n; k++) {
+        const pyhvd_cached_tensor *tensor = &tensors[call->slots.ids[k]];
+        if (tensor->count > PYHVD_PAYLOAD) continue;
+        pyhvd_payload_item item = {
+            .set = (uint16_t)call->set,
+            .slot = (uint16_t)call->slots.ids[k],
+            .count = (uint32_t)tensor->count,
+            .dtype = (uint16_t)tensor->dtype,
+            .op = (uint16_t)tensor->op,
+            .postscale = tensor->postscale,
+        };
+        pyhvd_payloads_stage(&path->setup.table, item, call->srcs[k], tensor->prescale);
+    }
+}
+
 /* Mark the held calls ready; return 0 if the table's lock cannot be taken within TABLE_LOCK_NS. */
 static int try_flush(pyhvd_fast_path *path, int64_t now) {
     pyhvd_ready_table *table = &path->setup.table;
@@ -149,6 +167,8 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
         return !n;
     }
     int64_t traced = pyhvd_trace_now(path->setup.trace);
+    int stages = table->agreement && n <= PYHVD_PAYLOAD_SLOTS;
+    if (table->agreement) pyhvd_payloads_tidy(table);
     for (uint32_t k = 0; k < n; k++) {
         pyhvd_call *call = s->held[k];
         const uint32_t *slots = call->slots.ids;
@@ -160,6 +180,7 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
             continue;
         }
         call->state = PYHVD_MARKED;
+        if (stages && call->slots.n <= PYHVD_PAYLOAD_SLOTS) stage(path, call);
         pyhvd_trace_add(path->setup.trace, PYHVD_MARKED_READY, traced, call->set, slots[0], 0, 0);
         uint32_t first = slots[0] / 64, end = slots[call->slots.n - 1] / 64 + 1;
         if (first < from[call->set]) from[call->set] = first;
@@ -196,6 +217,19 @@ static int fits_with(const pyhvd_fast_path *path, const pyhvd_cached_tensor *a,
             !(a->call->grouped || b->call->grouped));
 }
 
+/* Copy the results that lie beside the log entry, before its place is used again. */
+static void copy_results(pyhvd_fast_path *path) {
+    const pyhvd_progress *p = &path->progress;
+    const uint8_t *from = pyhvd_payloads_results(&path->setup.table, p->log_position);
+    for (uint32_t k = 0; k < p->pending_count; k++) {
+        const pyhvd_cached_tensor *tensor = &path->setup.sets[p->set].tensors[p->pending[k]];
+        size_t bytes = (size_t)tensor->count * pyhvd_itemsize(tensor->dtype);
+        int64_t to = tensor->call->dsts[tensor->index];
+        if (to) memcpy((void *)(intptr_t)to, from, bytes);
+        from += pyhvd_payload_room(bytes);
+    }
+}
+
 /* Begin a log entry: list its slots. */
 static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
     pyhvd_progress *p = &path->progress;
@@ -207,6 +241,8 @@ static void begin_entry(pyhvd_fast_path *path, const pyhvd_log_entry *entry) {
     for (uint32_t w = entry->first; w < entry->end; w++)
         for (uint64_t bits = entry->words[w]; bits; bits &= bits - 1)
             p->pending[p->pending_count++] = w * 64 + (uint32_t)__builtin_ctzll(bits);
+    p->has_results = entry->has_results != 0;
+    if (p->has_results) copy_results(path);
 }
 
 /* Return whether all tensors of a call fit into one batch, apart from their total size. `alike`
@@ -358,7 +394,7 @@ static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
     window->interruptible = 1;
-    int status = pyhvd_window_proceed(window, &p->cursor);
+    int status = p->has_results ? PYHVD_OK : pyhvd_window_proceed(window, &p->cursor);
     window->interruptible = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {

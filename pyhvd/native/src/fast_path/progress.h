@@ -144,6 +144,7 @@ typedef struct {
     uint64_t log_position;
     uint32_t *pending;            /* its slots */
     uint32_t pending_count, next; /* slots before `next` are done */
+    int has_results;              /* whether its results are in the arrays already */
     /* The batch: slots pending[next] to pending[next + batch_count - 1]. */
     uint32_t batch_count;
     uint32_t *left_behind;         /* scratch memory of the batch's choice */

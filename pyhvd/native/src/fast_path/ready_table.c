@@ -246,15 +246,22 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
     }
 }
 
+/* The `last_rank` of a batch that is being appended. */
+static uint32_t last_rank_of(const pyhvd_ready_table *t, uint32_t set) {
+    if (!t->agreement) return (uint32_t)t->rank;
+    if (t->shared->sets[set].spans) return t->agreement->shared->last_rank;
+    return t->agreement->ranks[t->rank];
+}
+
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number,
-                              uint32_t last_rank, const pyhvd_ranks *concerned,
-                              pyhvd_ranks *audience) {
+                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+                              const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = reserve_entry(t, concerned);
     entry->kind = kind;
     entry->number = number;
+    entry->has_results = (uint32_t)has_results;
     entry->set = set;
-    entry->last_rank = last_rank;
+    entry->last_rank = last_rank_of(t, set);
     entry->first = first;
     entry->end = end;
     for (uint32_t w = first; w < end; w++) entry->words[w] = words[w];
@@ -281,11 +288,9 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     if (!pyhvd_ready_table_make_room(t, 1)) return;
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
-    uint32_t last = (uint32_t)t->rank;
-    if (now && s->count > 1) pyhvd_ready_table_count_last(t, last, set, batch, first, end);
-    if (t->agreement) last = t->agreement->ranks[last];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, last, &s->members,
-                             audience);
+    if (now && s->count > 1)
+        pyhvd_ready_table_count_last(t, (uint32_t)t->rank, set, batch, first, end);
+    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, 0, &s->members, audience);
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {

@@ -56,6 +56,8 @@
 #define PYHVD_MAX_SLOTS 4096 /* cache slots of a set */
 #define PYHVD_MAX_WORDS (PYHVD_MAX_SLOTS / 64)
 #define PYHVD_LOG_ENTRIES 256 /* by how many entries the slowest rank may be behind */
+#define PYHVD_PAYLOAD 2048    /* bytes of the values in a payload, at most; see payloads.h */
+#define PYHVD_PAYLOAD_SLOTS 16
 
 #define PYHVD_OTHER_HOST 0x40000000
 
@@ -74,7 +76,8 @@ typedef struct {
     /* the ranks that it concerns, as in pyhvd_ranks */
     _Alignas(PYHVD_LINE) _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number; /* list: the response list's */
+    uint64_t number;      /* list: the response list's */
+    uint32_t has_results; /* batch: whether its results lie beside it; see payloads.h */
     /* batch: the rank (of the job) whose marks completed it, or PYHVD_OTHER_HOST + the host that was
      * the last to announce it */
     uint32_t last_rank;
@@ -87,6 +90,21 @@ typedef struct {
     uint64_t bits;
     int64_t time;
 } pyhvd_ready_word;
+
+/* A tensor in a payload: `count` elements from byte `at` of the values. */
+typedef struct {
+    uint16_t set, slot;
+    uint32_t at, count;
+    uint16_t dtype, op;
+    uint64_t round; /* of the slot's announcement */
+    double postscale;
+} pyhvd_payload_item;
+
+typedef struct {
+    uint32_t n, bytes;
+    pyhvd_payload_item items[PYHVD_PAYLOAD_SLOTS];
+    _Alignas(16) uint8_t values[PYHVD_PAYLOAD];
+} pyhvd_payload;
 
 /* What a rank shows the others, on cache lines of its own. */
 typedef struct {
@@ -106,6 +124,7 @@ typedef struct {
     /* Slots whose marks were recalled: the rank submits them by message. Set under the lock, taken by
      * the rank. A recalled mark's call stays in flight until then. */
     _Atomic uint64_t recalled[PYHVD_MAX_SETS][PYHVD_MAX_WORDS];
+    pyhvd_payload staged; /* over several hosts: values of slots that the rank has marked */
 } pyhvd_rank_state;
 
 /* A process set; its words and slots are those of the table. */
@@ -238,12 +257,10 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                                    const uint64_t *words, int recall);
 
-/* Append an entry, for which there is room; add its ranks to `audience`. `last_rank` is the entry's, or
- * 0 for a list. */
+/* Append an entry, for which there is room; add its ranks to `audience`. */
 void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number,
-                              uint32_t last_rank, const pyhvd_ranks *concerned,
-                              pyhvd_ranks *audience);
+                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+                              const pyhvd_ranks *concerned, pyhvd_ranks *audience);
 
 /* A local rank was the last to mark the slots `words[first]` to `words[end - 1]`, whose marks are still
  * there: count for how long (ns) the others had waited. */
