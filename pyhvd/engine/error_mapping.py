@@ -41,7 +41,7 @@ def exception_of(info: ErrorInfo, name: str = "", places: Sequence[Place] = ()) 
             for rank, value in info.per_rank.items()
         }
         return MismatchError(info.message, name, per_rank)
-    if info.kind == ErrorKind.RANK_FAILED:
+    if info.kind in (ErrorKind.RANK_FAILED, ErrorKind.HOST_LOST):
         failed = RankFailedError(info.message, info.rank)
         if info.traceback:
             failed.__cause__ = RemoteError(info.rank, info.traceback)
@@ -60,7 +60,7 @@ def info_of(exc: BaseException, rank: int) -> ErrorInfo:
     if isinstance(exc, Aborted):
         return _read(exc.note)
     if isinstance(exc, LinkLost):
-        return ErrorInfo(ErrorKind.RANK_FAILED, str(exc), exc.rank)
+        return ErrorInfo(ErrorKind.HOST_LOST, str(exc), exc.rank)
     if isinstance(exc, StallError):
         return ErrorInfo(ErrorKind.STALL, str(exc), rank, missing=exc.missing, stacks=exc.stacks)
     text = f"rank {rank} failed: {describe_exception(exc)}"

@@ -48,6 +48,9 @@ def open_fast_path(
 ) -> FastPath | None:
     """Return this rank's end of a new fast path, or None if there cannot be one. Collective.
 
+    With the response cache off, or with PYHVD_CHECK, no tensor uses it: then only ranks of several hosts have
+    one, for their beats.
+
     Parameters
     ----------
     fabric : Fabric
@@ -59,10 +62,13 @@ def open_fast_path(
     config : Config
         The knobs, with rank 0's values.
     """
-    slots = min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS)
-    if open_window is None or not slots or not isinstance(backend, ShmBackend):
+    if open_window is None or not isinstance(backend, ShmBackend):
         return None
+    delegates = config.cache_capacity > 0 and config.check == "off"
+    slots = max(min(-(-config.cache_capacity // 64) * 64, MAX_SLOTS), 64)
     on_hosts = backend.fabric if isinstance(backend.fabric, HostsFabric) else None
+    if not delegates and on_hosts is None:
+        return None
     hosts = [list(range(fabric.size))] if on_hosts is None else on_hosts.hosts
     here = next(ranks for ranks in hosts if fabric.rank in ranks)
     local = fabric if on_hosts is None else fabric.subset(here, 1)
@@ -84,6 +90,7 @@ def open_fast_path(
         config.cycle_time_ms / 1000,
         _code_of,
         None if on_hosts is None else on_hosts.make_agreement(),
+        delegates,
     )
     if fabric.rank == here[0]:
         fast_path.clear()

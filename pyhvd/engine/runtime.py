@@ -427,6 +427,10 @@ class Runtime:
         try:
             stop = self._loop()
             self._end(exception_of(stop))
+            if stop.kind == ErrorKind.HOST_LOST:  # its ranks say no goodbye
+                self.broken = True
+                self._recorder.finish(None)
+                return
             self._shutdown_barrier.say()
             # A rank with a broken engine does not take part in measuring clocks.
             self._recorder.finish(self._executor.fabric if stop.kind == ErrorKind.SHUT_DOWN else None)
@@ -684,7 +688,8 @@ class Runtime:
         if self._abandoned:
             return
         first = info.rank == rank  # otherwise another rank reports the failure, and ends the job
-        self.broken = self.broken or first
+        # The ranks of a lost host cannot end the job: every rank that hears of it does.
+        self.broken = self.broken or first or info.kind == ErrorKind.HOST_LOST
         if self.ended is not None:
             _log.error("shutting down did not end well: %s", error)
             return

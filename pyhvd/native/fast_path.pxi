@@ -81,6 +81,8 @@ cdef class FastPath(ReadyTableEnd):
         Returns the code of a numpy dtype, or -1.
     agreement : Agreement, optional
         With the other hosts, if there are any.
+    delegates : bool
+        Whether tensors may use it. Without them it serves only lists, beats and notes between hosts.
     """
 
     cdef list sets  # PathSet by id, None where the path does not serve the set
@@ -102,9 +104,10 @@ cdef class FastPath(ReadyTableEnd):
 
     def __cinit__(
         self, uintptr_t base, memory, int rank, int size, uint32_t slots, size_t threshold, bint groups_alone,
-        double cycle, code_of, Agreement agreement=None
+        double cycle, code_of, Agreement agreement=None, bint delegates=True
     ):
         pyhvd_ready_table_attach(&self.c.setup.table, <void*>base, rank, size, slots)
+        self.delegates = delegates
         self.ranks = list(range(size))
         if agreement is not None:
             pyhvd_agreement_attach(&agreement.c, <void*>(base + _table_bytes(size)))
@@ -301,10 +304,9 @@ cdef class FastPath(ReadyTableEnd):
 
     def refused(self):
         """Return a call that the ready table has refused, until it is taken; or None."""
-        cdef pyhvd_call* call = NULL
+        cdef pyhvd_call* call
         pthread_mutex_lock(&self.c.submissions.mutex)
-        if self.c.submissions.refused_count:
-            call = self.c.submissions.refused[0]
+        call = self.c.submissions.refused
         pthread_mutex_unlock(&self.c.submissions.mutex)
         return None if call == NULL else <CachedCall>call.owner
 

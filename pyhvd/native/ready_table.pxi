@@ -16,6 +16,7 @@ cdef class ReadyTableEnd:
     cdef Agreement agreement  # None: all ranks are on one host
     cdef list ranks  # the rank of each local one
     cdef dict local  # {rank: its number on this host}
+    cdef readonly bint delegates  # whether tensors may use it
 
     def record_in(self, Trace trace):
         """Record what happens on the fast path in a trace; call it before any submission."""
@@ -24,8 +25,8 @@ cdef class ReadyTableEnd:
 
     @property
     def slots(self):
-        """Cache slots per process set that the table has."""
-        return self.c.setup.table.slots
+        """Cache slots per process set that may be delegated."""
+        return self.c.setup.table.slots if self.delegates else 0
 
     def serves(self, int set_id, ranks):
         """Return whether the ranks of a process set can agree in the table."""

@@ -62,6 +62,8 @@ class ErrorKind(enum.IntEnum):
     RANK_FAILED = 1
     SHUT_DOWN = 2
     STALL = 3
+    HOST_LOST = 4
+    """A RankFailedError, after which the ranks of the lost host cannot end the job."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

@@ -128,7 +128,7 @@ FAMILIES = (
         "pyhvd_late_exchanges_total",
         "counter",
         ("late_host",),
-        "Reductions between hosts in which this rank waited for the bytes of a host last",
+        "Operations between hosts in which this rank waited for the bytes of a host last",
     ),
     Family(
         "pyhvd_host_late_tensors_total",

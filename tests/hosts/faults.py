@@ -1,31 +1,100 @@
-"""Faults while ranks on several hosts reduce: the ranks' side, and what a test does to a host.
+"""Faults of hosts and ranks while the ranks of a job run a random program.
 
-``python -m tests.hosts.faults FOLDER`` is a rank. It counts its steps in a file of FOLDER, and writes the
-error that ends them to another one: all hosts share files.
+:func:`try_fault` makes one fault, and returns what must not be. ``python -m tests.hosts.faults`` makes many,
+on several beds side by side, and prints a table.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-import pyhvd as hvd
-from tests.bed import Bed, Host
+from tests.bed import Bed, Host, bed
+from tests.hosts.jobs import Shape, name_of
 from tests.hosts.launch import Site
-from tests.mpi.launch import ROOT, MpiJob, job_directory
+from tests.mpi.launch import ROOT, MpiJob, job_directory, mpi_version
 
 KINDS = ("kill", "crash", "cut", "power", "freeze")
 """A rank is killed; all processes of a host are; a host loses its network, its power, its processors."""
 
-_LENGTHS = (1, 1000, 300_000)
+SHAPES: tuple[Shape, ...] = ((2, 2), (1, 1, 1))
+SILENT = ("cut", "power", "freeze")
+"""What mpiexec does not notice; after the others it may end the job before a rank has its error.
+
+Exception: Open MPI ends the job when a launch agent ends, which on the bed has no power without its host.
+"""
+
+WITHIN_S = 6.0
+"""From a fault to the error of the last rank."""
+
+_START_S = 30.0
+_LEFT_S = 2.0
+_LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
+_MOMENTS_S = (0.03, 0.3, 1.5)  # after the first step: in the first steps, soon, or later
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, drawn from a seed.
+
+    Attributes
+    ----------
+    seed : int
+        Also the program's.
+    kind : str
+        One of :data:`KINDS`.
+    shape : tuple of int
+        The number of ranks on each host.
+    host, rank : int
+        The struck host, and a rank on it.
+    moment : float
+        Seconds from the first step of the last rank to the fault.
+    """
+
+    seed: int
+    kind: str
+    shape: Shape
+    host: int
+    rank: int
+    moment: float
+
+    @classmethod
+    def of(cls, seed: int) -> Fault:
+        """Return the fault of a seed; successive seeds have all kinds and shapes in turn."""
+        draw = random.Random(seed)
+        kind = KINDS[seed % len(KINDS)]
+        shape = SHAPES[seed // len(KINDS) % len(SHAPES)]
+        host = draw.randrange(len(shape))
+        rank = sum(shape[:host]) + draw.randrange(shape[host])
+        return cls(seed, kind, shape, host, rank, draw.uniform(0, draw.choice(_MOMENTS_S)))
+
+    def ranks_of(self, host: int) -> list[int]:
+        """Return the ranks of a host."""
+        first = sum(self.shape[:host])
+        return list(range(first, first + self.shape[host]))
+
+    def survivors(self) -> dict[int, list[int]]:
+        """Return the ranks that go on, with the hosts that their errors may name."""
+        hosts = range(len(self.shape))
+        others = [host for host in hosts if host != self.host]
+        found = {rank: [self.host] for host in others for rank in self.ranks_of(host)}
+        if self.kind == "cut":  # the host is alone, and loses the others
+            found |= dict.fromkeys(self.ranks_of(self.host), others)
+        elif self.kind == "kill":
+            found |= {rank: [self.host] for rank in self.ranks_of(self.host) if rank != self.rank}
+        return found
 
 
 @dataclass(frozen=True)
@@ -37,66 +106,70 @@ class Ending:
     time: float
 
 
-class ReducingJob:
-    """A job whose ranks reduce small and large tensors until a call raises; close it after use."""
+class FaultyJob:
+    """A job whose ranks run a random program until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int]) -> None:
+    def __init__(self, site: Site, shape: Sequence[int], seed: int, verb: str = "") -> None:
         self._size = sum(shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        command = site.command(shape, sys.executable, "-m", __name__, str(self._folder))
+        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(seed), str(self._size)]
+        command = site.command(shape, sys.executable, *program, *([verb] if verb else []))
         self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
 
-    def steps(self) -> list[int]:
-        """Return each rank's number of steps so far."""
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until every rank has begun that many steps."""
         files = [self._folder / f"steps{rank}" for rank in range(self._size)]
-        return [path.stat().st_size if path.exists() else 0 for path in files]
 
-    def wait_for_steps(self, count: int, within: float = 30.0) -> None:
-        """Wait until every rank has made that many steps."""
-        self._wait(lambda: min(self.steps()) >= count, within, f"{count} steps of every rank")
+        def begun() -> bool:
+            return all(path.exists() and path.stat().st_size >= count for path in files)
 
-    def wait_until_still(self, within: float = 15.0) -> None:
-        """Wait until no rank has made a step for half a second."""
-        last: list[tuple[float, list[int]]] = [(time.monotonic(), [])]
+        if not self.wait(begun, time.time() + _START_S) or self.has_ended():
+            raise AssertionError(f"not in {_START_S:g} s: {count} steps of every rank{self.output()}")
 
-        def is_still() -> bool:
-            if (now := self.steps()) != last[0][1]:
-                last[0] = time.monotonic(), now
-            return time.monotonic() - last[0][0] > 0.5
-
-        self._wait(is_still, within, "the ranks stand still")
-
-    def endings(self, ranks: Sequence[int], within: float) -> dict[int, Ending]:
-        """Return how these ranks' steps ended; wait for all of them."""
-        files = {rank: self._folder / f"ending{rank}" for rank in ranks}
-        self._wait(
-            lambda: all(path.exists() for path in files.values()), within, f"an error on ranks {ranks}"
-        )
-        return {rank: Ending(**json.loads(path.read_text())) for rank, path in files.items()}
-
-    def pid_of(self, rank: int) -> int:
-        """Return a rank's process id, in the tests' numbering."""
-        return next(pid for pid, number in self._job.processes().items() if number == rank)
-
-    def close(self) -> None:
-        """End all of the job's processes."""
-        self._job.kill()
-        self._place.__exit__(None, None, None)
-
-    def _wait(self, true: Callable[[], bool], within: float, what: str) -> None:
-        until = time.monotonic() + within
-        while not true():
-            if time.monotonic() > until:
-                self._job.dump_stacks()
-                raise AssertionError("\n".join([f"not in {within:g} s: {what}", *self._job.output()]))
+    def wait(self, true: Callable[[], bool], until: float) -> bool:
+        """Wait until a condition holds or the job has ended, at most until a time; return whether so."""
+        while not (true() or self.has_ended()):
+            if time.time() > until:
+                return False
             time.sleep(0.01)
+        return True
+
+    def endings(self) -> dict[int, Ending]:
+        """Return how ranks' steps have ended so far."""
+        files = {rank: self._folder / f"ending{rank}" for rank in range(self._size)}
+        return {rank: Ending(**json.loads(path.read_text())) for rank, path in files.items() if path.exists()}
+
+    def let_ranks_leave(self) -> None:
+        """Let the ranks whose steps have ended end."""
+        (self._folder / "leave").touch()
+
+    def has_ended(self) -> bool:
+        """Return whether mpiexec has ended."""
+        return self._job.process.poll() is not None
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process id of each rank that runs, in the tests' numbering."""
+        return {rank: pid for pid, rank in self._job.processes().items() if rank is not None}
+
+    def output(self) -> str:
+        """Return the job's output, with the stacks of ranks that still run."""
+        if self.ranks():
+            self._job.dump_stacks()
+        return "\n".join(["", *self._job.output()])
+
+    def close(self) -> list[int]:
+        """End all of the job's processes; return those that live on."""
+        self._job.kill()
+        left = list(self._job.processes())
+        self._place.__exit__(None, None, None)
+        return left
 
 
-def strike(made: Bed, kind: str, host: Host, job: ReducingJob, rank: int) -> None:
-    """Do what `kind` says to a host, or to a rank on it."""
+def strike(made: Bed, kind: str, host: Host, victim: int) -> None:
+    """Do what `kind` says to a host, or to a process on it."""
     if kind == "kill":
-        os.kill(job.pid_of(rank), signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
     elif kind == "crash":
         host.crash()
     elif kind == "cut":
@@ -117,24 +190,132 @@ def heal(made: Bed, kind: str, host: Host) -> None:
         host.thaw()
 
 
-def reduce_until_an_error(folder: Path) -> None:
-    """Reduce tensors until a call raises, and write the error."""
-    hvd.init()
-    arrays = [np.full(length, hvd.rank(), np.float32) for length in _LENGTHS]
-    total = sum(range(hvd.size()))
-    with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
-        try:
+@dataclass
+class Outcome:
+    """What a fault did: seconds until all ranks had errors or mpiexec had ended the job; what went wrong."""
+
+    fault: Fault
+    seconds: float = 0.0
+    errors: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def try_fault(site: Site, fault: Fault, verb: str = "") -> Outcome:
+    """Run a program, or only a verb; strike, and look at the ends of all ranks.
+
+    The hosts are whole afterwards.
+    """
+    outcome = Outcome(fault)
+    hosts = list(site.bed.hosts.values())[: len(fault.shape)]
+    before = {host.name: len(host.processes()) for host in hosts}
+    job = FaultyJob(site, fault.shape, fault.seed, verb)
+    try:
+        job.wait_for_steps(1)
+        time.sleep(fault.moment)
+        strike(site.bed, fault.kind, hosts[fault.host], job.ranks()[fault.rank])
+        _look_at_errors(outcome, job, time.time(), [host.name for host in hosts])
+        if not outcome.wrong:
+            _look_at_ranks(outcome, job)
+    finally:
+        left = job.close()
+        heal(site.bed, fault.kind, hosts[fault.host])
+    until = time.time() + _LEFT_S
+    while (after := {host.name: len(host.processes()) for host in hosts}) != before and time.time() < until:
+        time.sleep(0.05)
+    if left or after != before:
+        outcome.wrong.append(f"left: processes {left}; on the hosts {after}, before {before}")
+    return outcome
+
+
+def _look_at_errors(outcome: Outcome, job: FaultyJob, struck: float, names: Sequence[str]) -> None:
+    survivors = outcome.fault.survivors()
+    told = job.wait(lambda: set(survivors) <= set(job.endings()), struck + WITHIN_S)
+    now, endings = time.time(), job.endings()
+    missing = sorted(set(survivors) - set(endings))
+    ends = [now] if missing else [each.time for each in endings.values()]
+    outcome.seconds, outcome.errors = max(0.0, max(ends) - struck), len(endings)
+    silent = outcome.fault.kind in SILENT and not (outcome.fault.kind == "power" and _is_openmpi())
+    if missing and (silent or not job.has_ended()):
+        outcome.wrong.append(f"no error of ranks {missing}{job.output()}")
+    elif not told or outcome.seconds > WITHIN_S:
+        outcome.wrong.append(f"an error came after {outcome.seconds:.2f} s")
+    for rank in set(survivors) & set(endings):
+        ending = endings[rank]
+        ours = [f"connection to host {names[host]} " in ending.text for host in survivors[rank]]
+        if ending.error != "RankFailedError" or not any(ours):
+            outcome.wrong.append(f"rank {rank}: {ending.error}: {ending.text}")
+
+
+def _is_openmpi() -> bool:
+    return mpi_version().startswith("Open MPI")
+
+
+def _look_at_ranks(outcome: Outcome, job: FaultyJob) -> None:
+    """Let the ranks raise their errors, and look whether their processes end."""
+    job.let_ranks_leave()
+    until = time.time() + _LEAVE_S
+    survivors = outcome.fault.survivors()
+    while left := [rank for rank in job.ranks() if rank in survivors]:
+        if time.time() > until:
+            outcome.wrong.append(f"ranks {left} have not ended{job.output()}")
+            return
+        time.sleep(0.05)
+
+
+@contextmanager
+def faulty_site() -> Iterator[Site]:
+    """Yield a site whose hosts can be struck without harm to other jobs."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with bed([f"h{number}" for number in range(max(map(len, SHAPES)))], folder) as made:
+            yield Site(made, folder)
+
+
+def describe(outcomes: Sequence[Outcome]) -> str:
+    """Return a table: for each kind, the seconds from the faults to the last error or the job's end."""
+    lines = [f"{'fault':<8}{'jobs':>6}{'min':>8}{'median':>8}{'max':>8}{'errors':>8}{'wrong':>7}"]
+    for kind in KINDS:
+        some = [each for each in outcomes if each.fault.kind == kind]
+        if times := [each.seconds for each in some]:
+            figures = f"{min(times):>8.2f}{statistics.median(times):>8.2f}{max(times):>8.2f}"
+            counts = sum(each.errors for each in some), sum(bool(each.wrong) for each in some)
+            lines.append(f"{kind:<8}{len(some):>6}{figures}{counts[0]:>8}{counts[1]:>7}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Make faults, and print what went wrong, and a table."""
+    parser = argparse.ArgumentParser(description="Strike hosts of a bed while ranks run random programs.")
+    parser.add_argument("--count", type=int, default=200, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the first fault; the others follow")
+    parser.add_argument("--beds", type=int, default=3, help="faults side by side")
+    options = parser.parse_args()
+    seeds = iter(range(options.seed, options.seed + options.count))
+    outcomes: list[Outcome] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        with faulty_site() as site:
             while True:
-                for array in arrays:
-                    out = hvd.allreduce(array, name=f"t{array.size}", op=hvd.Sum)
-                    assert out[-1] == total
-                steps.write(b".")
-        except hvd.HorovodInternalError as error:
-            text = json.dumps({"error": type(error).__name__, "text": str(error), "time": time.time()})
-            part = folder / f"part{hvd.rank()}"
-            part.write_text(text)
-            part.rename(folder / f"ending{hvd.rank()}")
+                with lock:
+                    seed = next(seeds, None)
+                if seed is None:
+                    return
+                outcome = try_fault(site, Fault.of(seed))
+                with lock:
+                    outcomes.append(outcome)
+                    for text in outcome.wrong:
+                        print(f"{outcome.fault}: {text}", flush=True)
+
+    workers = [threading.Thread(target=work) for _ in range(options.beds)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    shapes = ", ".join(name_of(shape) for shape in SHAPES)
+    print(f"{len(outcomes)} faults, {shapes}, {mpi_version()}\n{describe(outcomes)}")
+    return int(len(outcomes) < options.count or any(each.wrong for each in outcomes))
 
 
 if __name__ == "__main__":
-    reduce_until_an_error(Path(sys.argv[1]))
+    sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,11 @@ def submit(step: Step, arrays: list[Array], process_set: hvd.ProcessSet) -> hvd.
     return hvd.allgather_async(arrays[0], **how)
 
 
-def check(step: Step, got: Sequence[Array], leaver: int) -> None:
+def check(step: Step, got: Sequence[Array], leavers: Collection[int]) -> None:
     """Compare an allreduce with numpy, whatever the order of summation."""
     if step.verb not in _REDUCTIONS or step.dtype in ("float16", "bfloat16"):
         return
-    every = [inputs_of(step, rank) for rank in step.members if rank != leaver]
+    every = [inputs_of(step, rank) for rank in step.members if rank not in leavers]
     for part, out in enumerate(got):
         parts = [each[part] for each in every]
         want = reduced(step.op, parts, step.scale, size=len(step.members))
@@ -112,8 +112,10 @@ def check(step: Step, got: Sequence[Array], leaver: int) -> None:
         assert not wrong.any(), f"{step}: wrong at {np.flatnonzero(wrong)[:5]}"
 
 
-def run_round(steps: Sequence[Step], sets: Sets, leaver: int = -1) -> dict[str, str]:
-    """Run a round :data:`TIMES` times, without the rank that has left; return a digest of each shared result.
+def run_round(steps: Sequence[Step], sets: Sets, leavers: Collection[int] = ()) -> dict[str, str]:
+    """Run a round :data:`TIMES` times, without the ranks that have left; return a digest of each result.
+
+    A result that this rank alone has gets the rank's number behind its name.
 
     Raises
     ------
@@ -133,12 +135,26 @@ def run_round(steps: Sequence[Step], sets: Sets, leaver: int = -1) -> dict[str, 
             digest = hashlib.sha256(b"".join(each.tobytes() for each in got)).hexdigest()[:16]
             assert first.setdefault(step.name, digest) == digest, f"time {turn + 1} of {step} differs"
             if turn == 0:
-                check(step, got, leaver)
-    return {step.name: first[step.name] for step in mine if step.verb in _SHARED}
+                check(step, got, leavers)
+    own = f" {hvd.rank()}"
+    return {step.name + own * (step.verb not in _SHARED): first[step.name] for step in mine}
 
 
-def run_program(seed: int, shape: Sequence[int]) -> None:
-    """Run a program on this rank; at its end one rank joins, and the others go on without it.
+def random_leavers(rng: random.Random, shape: Sequence[int]) -> Collection[int]:
+    """Return one rank, or all ranks of a host if there are others."""
+    host = rng.randrange(len(shape))
+    first = sum(shape[:host])
+    ranks = range(first, first + shape[host])
+    return [rng.choice(ranks)] if len(shape) == 1 or rng.random() < 0.5 else ranks
+
+
+def run_program(seed: int, shape: Sequence[int]) -> dict[str, str]:
+    """Run a program on this rank; at its end some ranks join, and the others go on without them.
+
+    Returns
+    -------
+    dict of str to str
+        A digest of each of this rank's results.
 
     Raises
     ------
@@ -152,9 +168,9 @@ def run_program(seed: int, shape: Sequence[int]) -> None:
     for index in range(2):
         digests |= run_round(random_round(rng, members, f"p{seed}.{index}"), sets)
     last = random_round(rng, members[:1], f"p{seed}.joined")
-    leaver = rng.choice(members[0])
-    if hvd.rank() != leaver:
-        digests |= run_round([step for step in last if step.verb in _REDUCTIONS], sets, leaver)
+    leavers = random_leavers(rng, shape)
+    if hvd.rank() not in leavers:
+        digests |= run_round([step for step in last if step.verb in _REDUCTIONS], sets, leavers)
     assert hvd.join() in members[0]
     for added in list(sets.values())[1:]:
         assert hvd.remove_process_set(added)
@@ -162,3 +178,4 @@ def run_program(seed: int, shape: Sequence[int]) -> None:
     for rank, theirs in enumerate(hvd.allgather_object(digests)):
         for name, digest in theirs.items():
             assert found.setdefault(name, digest) == digest, f"rank {rank} has other bits of {name}"
+    return digests

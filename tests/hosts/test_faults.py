@@ -1,4 +1,7 @@
-"""Faults of hosts: they stop the ranks, and afterwards the bed has whole hosts for the next job."""
+"""Faults of hosts and ranks: every waiting rank gets its error in time, and nothing is left.
+
+``make test-hosts-faults`` makes many more.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +9,35 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bed import bed
-from tests.conformance.cases import Case, run
-from tests.conformance.determinism import CASES
-from tests.hosts.faults import KINDS, ReducingJob, heal, strike
-from tests.hosts.jobs import HostsJob
+from tests.bed import why_not
+from tests.hosts.fault_programs import VERBS
+from tests.hosts.faults import KINDS, SHAPES, Fault, faulty_site, try_fault
 from tests.hosts.launch import Site
+from tests.mpi.launch import mpiexec_path
 
-pytestmark = pytest.mark.any_mpi
-
-SHAPE = (1, 2)
-LAST = sum(SHAPE) - 1
-SILENT = ("cut", "power", "freeze")  # after the others, mpiexec may end the surviving rank before it can tell
-WITHIN_S = 6.5  # five missed beats, and the harness's own time
+SEEDS = range(len(KINDS) * len(SHAPES))
 
 
 @pytest.fixture(scope="module")
-def small_site(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A site whose hosts can be struck without harm to the jobs of other tests."""
-    folder = tmp_path_factory.mktemp("faults")
-    with bed(["h0", "h1"], folder) as made:
-        yield Site(made, folder)
+def faulty() -> Iterator[Site]:
+    if reason := "no mpiexec" if mpiexec_path() is None else why_not():
+        pytest.skip(reason)
+    with faulty_site() as made:
+        yield made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_struck_host_heals(small_site: Site, kind: str) -> None:
-    made, host = small_site.bed, small_site.bed.hosts["h1"]
-    job = ReducingJob(small_site, SHAPE)
-    try:
-        job.wait_for_steps(3)
-        victim = job.pid_of(LAST)
-        strike(made, kind, host, job, LAST)
-        if kind in SILENT:
-            ending = job.endings([0], WITHIN_S)[0]
-            assert ending.error == "RankFailedError"
-            assert "host h1 (ranks 1-2)" in ending.text
-        job.wait_until_still()
-    finally:
-        job.close()
-    assert victim not in host.processes()
-    heal(made, kind, host)
-    check_a_new_job(small_site, CASES[0])
+@pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: f"{Fault.of(seed).kind}-{seed}")
+def test_every_rank_that_waits_gets_an_error(faulty: Site, seed: int) -> None:
+    outcome = try_fault(faulty, Fault.of(seed))
+    assert not outcome.wrong, "\n".join(outcome.wrong)
 
 
-def check_a_new_job(site: Site, case: Case) -> None:
-    job = HostsJob(site, SHAPE)
-    try:
-        job.run(run, case=case)
-    finally:
-        job.finish()
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_cut_host_ends_each_verb(faulty: Site, verb: str) -> None:
+    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5), verb)
+    assert not outcome.wrong, "\n".join(outcome.wrong)
+
+
+def test_successive_seeds_have_all_kinds_and_shapes() -> None:
+    faults = [Fault.of(seed) for seed in SEEDS]
+    assert {(fault.kind, fault.shape) for fault in faults} == {(k, shape) for k in KINDS for shape in SHAPES}

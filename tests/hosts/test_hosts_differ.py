@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
+from pyhvd.engine.context import current
 from tests.bed import bed
 from tests.conformance import movements, reductions
 from tests.conformance.cases import Case, run
-from tests.hosts.jobs import HostsJob
+from tests.hosts.jobs import HostsJob, name_of
 from tests.hosts.launch import Site
 from tests.hosts.programs import run_program
 from tests.mpi.harness import hear_log
 
 SHAPE = (1, 2)
+TIGHT = "h1"  # the host without room in /dev/shm
 NAMES = ("every_dtype_and_op-allreduce_async", "every_dtype_gathered-allgather_async")
 CASES = [case for case in (*reductions.CASES, *movements.CASES) if case.name in NAMES]
 DYNAMIC = {"PYHVD_DYNAMIC_PROCESS_SETS": "1"}
@@ -35,14 +37,16 @@ def ipv6_job(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         yield from finished(HostsJob(Site(made, folder), SHAPE))
 
 
-@pytest.fixture(scope="module")
-def tight_job(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsJob]:
-    """A job whose second host, with two ranks, has no room in /dev/shm once MPI has started."""
+@pytest.fixture(scope="module", params=[SHAPE, SHAPE[::-1]], ids=name_of)
+def tight_job(
+    request: pytest.FixtureRequest, site: Site, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HostsJob]:
+    """A job whose second host, with two ranks or one, has no room in /dev/shm once MPI has started."""
     folder = tmp_path_factory.mktemp("tight")
-    with bed(["h0", "h1"], folder) as made:
-        job = HostsJob(Site(made, folder), SHAPE)
+    with bed(["h0", TIGHT], folder) as made:
+        job = HostsJob(Site(made, folder), request.param)
         job.run(start_mpi)
-        made.hosts["h1"].do("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm")
+        made.hosts[TIGHT].do("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm")
         yield from finished(job)
 
 
@@ -56,12 +60,20 @@ def check_hosts_by_ipv6() -> None:
     lines = Path("/proc/net/route").read_text().splitlines()
     assert lines[1:] == [], "a host has a route for IPv4"
     run_programs(SHAPE)
+    check_the_carrier("LINKS")
+
+
+def check_the_carrier(name: str) -> None:
+    """Check what carries the bytes of all ranks."""
+    hvd.init()
+    assert current().runtime._executor._backends[0].name == name
 
 
 def check_that_windows_fail() -> None:
-    """A set of two ranks on one host would have a window; the log says why it has none."""
+    """All ranks, and a set of two ranks on one host, have no shared memory there; the log says why."""
     told = hear_log()
     hvd.init()
+    assert hvd.rank() or any("no links between the hosts of 3 ranks" in text for text in told), told
     added = hvd.add_process_set([1, 2])
     if added.included():
         total = hvd.allreduce(np.full(3, hvd.rank()), op=hvd.Sum, process_set=added)
@@ -90,7 +102,10 @@ def test_case_without_room_for_windows(tight_job: HostsJob, case: Case) -> None:
 
 
 def test_one_host_without_room_for_a_window(tight_job: HostsJob) -> None:
-    tight_job.run(check_that_windows_fail, env=DYNAMIC)
+    if tight_job.shape == SHAPE:
+        tight_job.run(check_that_windows_fail, env=DYNAMIC)
+    else:  # a rank alone shares no memory
+        tight_job.run(check_the_carrier, name="LINKS")
 
 
 def test_program_without_room_for_windows(tight_job: HostsJob) -> None:

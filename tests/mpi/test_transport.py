@@ -98,3 +98,54 @@ def test_who_finds_that_a_message_has_gone_rings() -> None:
             arrived += [bytes(payload) for _, payload in transport.receive()]
         assert arrived == [bytes(3_000_000), b"short"]
     transport.close()
+
+
+class Recording(Silent):
+    """A bell that notes when each sleep begins, and its limit."""
+
+    def __init__(self) -> None:
+        self.sleeps: list[tuple[float, float]] = []
+
+    def wait(self, timeout: float | None) -> bool:
+        """Note it, and sleep."""
+        assert timeout is not None
+        self.sleeps.append((time.monotonic(), timeout))
+        return super().wait(timeout)
+
+
+@on_ranks(2)
+def test_sleeps_grow_with_the_time_since_the_last_event() -> None:
+    """A message that MPI queued is at most twice as late, and a rank without work wakes ever more rarely."""
+    world = MPI.COMM_WORLD
+    rank = world.Get_rank()
+    bell = Recording()
+    transport = MpiTransport(world.Dup(), bell, [0, 1], Tree.of(rank, [0, 0]))
+    for _ in range(2):
+        sent = time.monotonic()
+        sending = transport.send(1 - rank, b"event")
+        while not transport.receive() or not sending.gone():
+            assert time.monotonic() < sent + 20
+        world.Barrier()
+        event = time.monotonic()
+        bell.sleeps.clear()
+        transport.wait(0.5)
+        waits = [timeout for _, timeout in bell.sleeps[:-1]]  # the last one ends at the limit
+        assert waits == sorted(waits)
+        assert len(waits) <= 12
+        since = [begun - sent for begun, _ in bell.sleeps]
+        assert all(
+            timeout <= max(age, bell.shortest) for (_, timeout), age in zip(bell.sleeps, since, strict=True)
+        )
+        assert max(waits, default=1.0) >= (time.monotonic() - event) / 8
+    transport.close()
+
+
+@on_ranks(2)
+def test_a_rank_that_others_cannot_ring_looks_often() -> None:
+    """Rank 0 reaches no bell: its out-of-band messages come without a ring."""
+    world = MPI.COMM_WORLD
+    bell = Recording()
+    transport = MpiTransport(world.Dup(), bell, [0, 1, None], Tree.of(world.Get_rank(), [0, 0]))
+    transport.wait(1.0)
+    assert max(timeout for _, timeout in bell.sleeps) <= 0.25
+    transport.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -285,19 +286,20 @@ def test_the_callers_stream_waits_only_once_the_result_is_asked_for() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_have_joined(size: int, seed: int) -> None:
     parts = inputs("float32", (300,), size)
-    others = [parts[r] for r in range(size) if r != 1]
+    ranks = [r for r in range(size) if r != 1]
+    others = [parts[r] for r in ranks]
 
     def body(device: FakeDevice) -> int:
         r = hvd.rank()
         if r != 1:
             arrays = [fake_array(device, parts[r]) for _ in range(3)]
             for output in hvd.grouped_allreduce(arrays, name="g", op=hvd.Sum):
-                same(output.get(), reduced(hvd.Sum, others))
+                same(output.get(), reduced(hvd.Sum, others, ranks=ranks))
             same(hvd.broadcast(arrays[0], 0, name="b").get(), parts[0])
             same(hvd.allgather(arrays[0], name="c").get(), np.concatenate(others))
             same(
                 hvd.reducescatter(arrays[0], name="d", op=hvd.Sum).get(),
-                reduced(hvd.Sum, others)[rows(300, size, r)],
+                reduced(hvd.Sum, others, ranks=ranks)[rows(300, size, r)],
             )
             hvd.allreduce(arrays[0], name="e", op=hvd.Adasum)
         last = hvd.join()
@@ -306,6 +308,22 @@ def test_ranks_that_have_joined(size: int, seed: int) -> None:
 
     results, _ = on_devices(size, body, seed)
     assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1, 1], [0, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    "test",
+    [
+        partial(test_allreduce, dtype="bfloat16"),
+        *(test_what_rides_together, test_the_same_bits_as_from_host_memory, test_ranks_that_have_joined),
+        *(test_allgather, test_broadcast, test_reducescatter, test_alltoall),
+    ],
+    ids=lambda test: getattr(test, "func", test).__name__.removeprefix("test_"),
+)
+def test_on_several_hosts(test: Any, hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging goes through the windows and links of several hosts."""
+    monkeypatch.setitem(globals(), "run_ranks", partial(run_ranks, hosts=hosts))
+    test(size=len(hosts), seed=0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -74,6 +74,19 @@ def test_sets_of_several_hosts_have_links() -> None:
     ]
 
 
+@pytest.mark.parametrize("knobs", [{"check": "results,finite"}, {"cache_capacity": 0}])
+def test_hosts_send_beats_though_no_tensor_uses_the_fast_path(knobs: dict[str, Any]) -> None:
+    def rank() -> bool:
+        for step in range(5):
+            assert hvd.allreduce(np.full(3, step), name="a", op=hvd.Sum).tolist() == [2 * step] * 3
+        fast_path = current().fast_path
+        assert fast_path is None or (fast_path.position() > 0 and not fast_path.delegates)
+        return fast_path is not None
+
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs, hosts=[0, 1]) == [True, True]
+    assert run_ranks(2, rank, timeout=SECONDS, knobs=knobs) == [False, False]
+
+
 def test_each_rank_needs_a_host() -> None:
     with pytest.raises(ValueError, match="hosts has 2 numbers, but needs one for each of 3 ranks"):
         run_ranks(3, lambda: None, hosts=[0, 1])
@@ -173,6 +186,38 @@ def test_every_way_across_hosts_gives_the_same_bits(layout: list[int]) -> None:
     ways = [{}, {"links": False}, {"fast_lane": False}]
     outcomes = [run_ranks(len(layout), rank, timeout=SECONDS, hosts=layout, knobs=knobs) for knobs in ways]
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("chunk_size", [16 * 1024, 256 * 1024])
+def test_bytes_move_across_hosts(layout: list[int], chunk_size: int) -> None:
+    """Through few lanes and many chunks, or many lanes and few chunks."""
+    size = len(layout)
+
+    def rows_of(sender: int, receiver: int, n: int) -> int:
+        return (sender * 3 + receiver * 5) % 4 * n // 3
+
+    def values(sender: int, receiver: int, n: int) -> np.ndarray:
+        return np.arange(rows_of(sender, receiver, n), dtype=np.int64) * (100 * sender + receiver + 1)
+
+    def rank() -> None:
+        me = hvd.rank()
+        for n in (0, 1, 50, 30_000):
+            parts = [np.full((rows_of(r, 0, n), 3), r, np.int32) for r in range(size)]
+            assert (hvd.allgather(parts[me], name=f"g{n}") == np.concatenate(parts)).all()
+            for root in range(size):
+                sent = np.full(n, me, np.float64)
+                assert (hvd.broadcast(sent, root, name=f"b{n}.{root}") == root).all()
+            splits = [rows_of(me, r, n) for r in range(size)]
+            data = np.concatenate([values(me, r, n) for r in range(size)])
+            out, received = hvd.alltoall(data, splits, name=f"a{n}")
+            assert received.tolist() == [rows_of(r, me, n) for r in range(size)]
+            assert (out == np.concatenate([values(r, me, n) for r in range(size)])).all()
+            if n and size in (2, 4):
+                same = hvd.allreduce(np.arange(n) + 1.0, name=f"d{n}", op=hvd.Adasum)
+                assert np.allclose(same, np.arange(n) + 1.0)
+
+    run_ranks(size, rank, timeout=SECONDS, hosts=layout, knobs={"chunk_size": chunk_size})
 
 
 def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptureFixture) -> None:

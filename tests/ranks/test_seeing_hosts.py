@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,34 @@ def _check_ranks(hosts: list[int], late: int, pair: list[hvd.Metrics], steps: in
         assert awaited > 0.9 * LATE  # by message
 
 
+def test_other_verbs_count_too() -> None:
+    def rank() -> list[list[hvd.Metrics]]:
+        part, found = np.ones(100_000, np.float32), []
+        verbs: list[Callable[[], object]] = [
+            lambda: hvd.allgather(part, name="g"),
+            lambda: hvd.broadcast(part, 0, name="b"),
+            lambda: hvd.alltoall(part, name="a"),
+            lambda: hvd.reducescatter(part, name="s", op=hvd.Sum),
+        ]
+        for verb in verbs:
+            hvd.barrier()
+            before = hvd.metrics()
+            verb()
+            found.append([before, hvd.metrics()])
+        return found
+
+    hosts = [0, 0, 1, 1]
+    names, by_rank = names_of(hosts), run_ranks(4, rank, hosts=hosts)
+    full = 400_000
+    # What host 0 sends: two parts; the root's part; half of each rank's parts; half of its partial result.
+    for verb, expected in enumerate((2 * full, full, full, full // 2)):
+        pairs = [by_rank[r][verb] for r in (0, 1)]
+        sent = sum(grown(pair, "link_sent_bytes", names[2], "rail") for pair in pairs)
+        assert expected <= sent < 1.05 * expected + 2000, verb
+        for pair in pairs:
+            assert sum(grown(pair, "late_exchanges", each) for each in set(names)) >= 1
+
+
 def test_agreement_is_reported_by_one_rank_of_a_host() -> None:
     def rank() -> list[hvd.Metrics]:
         hvd.allreduce(np.ones(1), name="x")
@@ -125,9 +154,10 @@ def test_without_links_nothing_is_named(knobs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1], [0, 0, 0, 1]], ids=str)
 def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> None:
     steps, elements, late = 6, 700_000, len(hosts) - 1
+    few = 600  # too many to travel with the agreement
 
     def rank() -> None:
-        small, large = np.ones(1000, np.float32), np.ones(elements, np.float32)
+        small, large = np.ones(few, np.float32), np.ones(elements, np.float32)
         for _ in range(steps):
             if hvd.rank() == late:
                 time.sleep(0.02)

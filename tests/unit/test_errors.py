@@ -72,6 +72,7 @@ def test_what_errors_carry() -> None:
         (ErrorKind.RANK_FAILED, errors.RankFailedError),
         (ErrorKind.SHUT_DOWN, errors.ShutDownError),
         (ErrorKind.STALL, errors.StallError),
+        (ErrorKind.HOST_LOST, errors.RankFailedError),
     ],
 )
 def test_errors_on_the_wire_become_exceptions(kind: ErrorKind, expected: type[Exception]) -> None:

@@ -192,7 +192,10 @@ def _measure_links(comm: MPI.Intracomm, say: Callable[[str], None]) -> list[Link
 def _has_lane(several: bool) -> bool:
     from pyhvd.engine import context
 
-    return context.current().fast_path is not None and (not several or bool(hvd.metrics().link_sent_bytes))
+    fast_path = context.current().fast_path
+    return (
+        fast_path is not None and fast_path.delegates and (not several or bool(hvd.metrics().link_sent_bytes))
+    )
 
 
 def _latency() -> float:

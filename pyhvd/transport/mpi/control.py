@@ -41,7 +41,12 @@ class _Sending:
 
 
 class MpiTransport:
-    """Messages over a communicator, and doorbells that wake sleeping ranks of the same host.
+    """Messages over a communicator, and bells that wake sleeping ranks.
+
+    A rank rings the receiver's bell after it has given a message to MPI. MPI may queue that message, and send
+    it only during later calls. So neither rank relies on the bell alone: a sleep is at most as long as the
+    time since the last event. A message is therefore at most twice as late as MPI made it, and a rank without
+    work wakes ever more rarely.
 
     Parameters
     ----------
@@ -58,8 +63,9 @@ class MpiTransport:
     _YIELDS = 10
     _FIRST_PAUSE = 50e-6
     _LAST_PAUSE = 10e-3
-    _LONGEST_SLEEP = 0.25
-    _RUNG_FOR = 20e-3
+    _SHORTEST_SLEEP = 1e-3
+    _LONGEST_SLEEP = 5.0
+    _LONGEST_SLEEP_UNRUNG = 0.25
 
     def __init__(self, comm: MPI.Intracomm, bell: Bell, bells: Sequence[Any], tree: Tree) -> None:
         self.tree = tree
@@ -68,15 +74,17 @@ class MpiTransport:
         self._comm = comm
         self._bell = bell
         self._bells = bells
-        # An out-of-band message of another rank may come without a ring, so it may come late.
-        self._rung_by_all = all(bells[r] is not None for r in tree.neighbours)
+        self._rung_by_neighbours = all(bells[r] is not None for r in tree.neighbours)
+        # Out-of-band messages come from any rank, maybe without a ring.
+        self._longest = self._LONGEST_SLEEP_UNRUNG if None in bells else self._LONGEST_SLEEP
         self._sending: list[_Sending] = []
         # By source, in the order of sending.
         self._receiving: dict[int, deque[tuple[MPI.Request, bytearray]]] = {}
-        self._rung_until = 0.0
+        self._last_event = time.monotonic()  # a ring, or a message sent or received
 
     def send(self, destination: int, payload: bytes) -> _Sending:
         """Start sending a message; do not block."""
+        self._last_event = time.monotonic()
         request = self._comm.Isend([payload, MPI.BYTE], destination)
         sending = _Sending(request, payload, partial(self._ring, destination))
         if not sending.gone():
@@ -103,7 +111,7 @@ class MpiTransport:
             if not line:
                 del self._receiving[source]
         if arrived:
-            self._rung_until = 0.0
+            self._last_event = time.monotonic()
         return arrived
 
     def wait(self, timeout: float | None) -> None:
@@ -120,7 +128,7 @@ class MpiTransport:
             if left is not None and left <= 0:
                 return
             if self._sleep(left, self._longest_sleep(now, pause)):
-                self._rung_until = time.monotonic() + self._RUNG_FOR
+                self._last_event = time.monotonic()
                 return
             if self._comm.Iprobe():
                 return
@@ -144,13 +152,10 @@ class MpiTransport:
         self._bell.close()
 
     def _longest_sleep(self, now: float, pause: float) -> float:
-        """Return the longest sleep, in seconds, that relies on the bell alone."""
-        if self._under_way() or not self._rung_by_all:
-            return pause  # neither MPI's progress nor another host rings this bell
-        if now < self._rung_until:
-            return 1e-3  # a ring may come before its message
-        # A ring may come long before its message, if MPI had queued the message. So every sleep has a limit.
-        return self._LONGEST_SLEEP
+        """Return the longest next sleep, in seconds."""
+        if self._under_way() or not self._rung_by_neighbours:
+            return pause  # neither MPI's progress nor these ranks ring this bell
+        return min(max(now - self._last_event, self._SHORTEST_SLEEP), self._longest)
 
     def _sleep(self, left: float | None, pause: float) -> bool:
         nap = pause if left is None else min(pause, left)

@@ -1,4 +1,4 @@
-"""The fabric over mpi4py, for any ranks and any MPI; and shared memory for the ranks of one node.
+"""The fabric over mpi4py, for any ranks and any MPI; and memory of windows for the ranks of one node.
 
 Owns a communicator, so its messages never match the program's own. Calls block with the GIL released: ranks
 enter a collective only when all ranks are ready. A loop of tests would take the GIL back for each test, which
@@ -14,13 +14,14 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 from mpi4py import MPI
 
-from pyhvd.arrays import Bytes
+from pyhvd.arrays import Bytes, address
 from pyhvd.native.shared_memory import HUGE, Mapping
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.shm import NoWindow, Segment
+from pyhvd.transport.shm import LINE, NoWindow, Segment, aligned
 
 LARGEST = 1 << 30
 """Most bytes of one MPI message or collective buffer: MPI's counts are C ints."""
@@ -129,9 +130,13 @@ _ADDRESSES = 1 << 46
 def open_mpi_window(fabric: Fabric, nbytes: int) -> Segment | NoWindow:
     """Return memory that the ranks of a fabric share if they are all on one node; collective.
 
-    Each rank allocates its own area: the pages lie on its NUMA node, and a lack of memory shows at once.
+    Each rank allocates its own area: the pages lie on its NUMA node, and a lack of memory shows at once. A
+    rank alone gets ordinary memory, so that its host needs no room in /dev/shm.
     """
     assert isinstance(fabric, MpiFabric)
+    if fabric.size == 1:
+        memory = np.empty(nbytes + LINE, np.uint8)
+        return Segment([aligned(address(memory))], memory)
     node = fabric.comm.Split_type(MPI.COMM_TYPE_SHARED, key=fabric.rank)
     try:
         if not fabric.comm.allreduce(node.Get_size() == fabric.size, MPI.LAND):

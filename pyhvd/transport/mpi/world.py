@@ -5,6 +5,7 @@ Importing this module initialises MPI, so only ``init()`` imports it.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -69,11 +70,15 @@ _FORWARDING_SECONDS = 0.2
 
 
 def _abort() -> None:
-    """End all ranks, after a pause: MPICH's mpiexec would drop output that it has not yet forwarded."""
+    """End all ranks, after a pause: MPICH's mpiexec would drop output that it has not yet forwarded.
+
+    Where mpiexec cannot be reached, MPI's Abort returns, and MPI_Finalize would wait: this rank ends at once.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(_FORWARDING_SECONDS)
     MPI.COMM_WORLD.Abort(1)
+    os._exit(1)
 
 
 def _mpi_topology(comm: MPI.Intracomm) -> Topology:

@@ -209,7 +209,7 @@ static void take(end *e, call *u, uint64_t version) {
 static void take_refused(end *e) {
     for (;;) {
         pthread_mutex_lock(&e->path.submissions.mutex);
-        call *u = e->path.submissions.refused_count ? e->path.submissions.refused[0]->owner : NULL;
+        call *u = e->path.submissions.refused ? e->path.submissions.refused->owner : NULL;
         pthread_mutex_unlock(&e->path.submissions.mutex);
         if (!u) return;
         take(e, u, 0);

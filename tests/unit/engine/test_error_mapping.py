@@ -10,12 +10,12 @@ import pyhvd as hvd
 from pyhvd.engine.error_mapping import error_of_response, error_of_thread, info_of, note_of
 from pyhvd.native.shared_memory import NOTE
 from pyhvd.negotiation.messages import ErrorInfo, ErrorKind, Request, RequestType, Response
-from pyhvd.transport.fabric import Aborted
+from pyhvd.transport.fabric import Aborted, LinkLost
 
 texts = st.text(max_size=40).flatmap(lambda part: st.integers(0, 400).map(lambda n: part * n))
 infos = st.builds(
     ErrorInfo,
-    st.sampled_from([ErrorKind.RANK_FAILED, ErrorKind.STALL]),
+    st.sampled_from([ErrorKind.RANK_FAILED, ErrorKind.STALL, ErrorKind.HOST_LOST]),
     texts,
     st.integers(0, 500),
     missing=st.dictionaries(texts, st.lists(st.integers(0, 500)), max_size=3),
@@ -53,6 +53,15 @@ def test_what_was_read_is_handed_on_unchanged() -> None:
         assert isinstance(error, hvd.RankFailedError)
         assert (str(error), error.rank) == (first.message, 3)
         assert "in failure" in str(error.__cause__)
+
+
+def test_a_lost_host_stays_one_on_its_way_through_other_ranks() -> None:
+    """Each rank that hears of it ends the job, because the lost ranks cannot."""
+    first = info_of(LinkLost("the connection to host h1 (ranks 2-3) has failed", 2), 0)
+    assert (first.kind, first.rank) == (ErrorKind.HOST_LOST, 2)
+    assert info_of(Aborted(note_of(first)), 1) == first
+    error = error_of_thread(Aborted(note_of(first)))
+    assert (type(error), str(error)) == (hvd.RankFailedError, first.message)
 
 
 def test_a_rank_that_gives_up_leaves_what_it_knows() -> None:

@@ -34,9 +34,17 @@ class Hosts:
         The number of ranks of each host; ranks are numbered host by host.
     chunk, capacity : int
         Bytes of a chunk, and of a slot.
+    connect : callable, optional
+        Makes two connected sockets that do not block.
     """
 
-    def __init__(self, layout: Sequence[int], chunk: int = CHUNK, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Sequence[int],
+        chunk: int = CHUNK,
+        capacity: int = 0,
+        connect: Callable[[], tuple[socket.socket, socket.socket]] | None = None,
+    ) -> None:
         self.layout = layout
         self.windows: list[shared_memory.Window] = []
         self.exchanges: list[shared_memory.Exchange] = []
@@ -47,7 +55,7 @@ class Hosts:
         for k in range(slices):
             for a in range(len(layout)):
                 for b in range(a + 1, len(layout)):
-                    self.sockets[k, a, b], self.sockets[k, b, a] = _connected_pair()
+                    self.sockets[k, a, b], self.sockets[k, b, a] = (connect or _connected_pair)()
         for host, ranks in enumerate(layout):
             self._open(host, ranks, slices, chunk, capacity or chunk)
 
@@ -116,6 +124,24 @@ def _connected_pair() -> tuple[socket.socket, socket.socket]:
     for each in pair:
         each.setblocking(False)
     return pair
+
+
+def _slow_pair(rate: float) -> tuple[socket.socket, socket.socket]:
+    """Return two sockets that do not block, connected by threads that pass `rate` bytes per second on."""
+    (a, near), (b, far) = socket.socketpair(), socket.socketpair()
+    for each in (a, b):
+        each.setblocking(False)
+
+    def relay(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(len(data) / rate)
+                target.sendall(data)
+        target.close()
+
+    for ends in ((near, far), (far, near)):
+        threading.Thread(target=relay, args=ends, daemon=True).start()
+    return a, b
 
 
 def oracle(layout: Sequence[int], parts: list[Array], code: int, op: int, factor: float) -> Array:
@@ -330,6 +356,49 @@ def test_a_lost_connection_names_the_host(layout: tuple[int, ...], total: int) -
     for exchange in hosts.exchanges[:first_host]:
         assert exchange.lost is not None
         assert exchange.lost[0] == len(layout) - 1
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)], ids=str)
+def test_a_slow_link_has_less_in_flight(layout: tuple[int, ...]) -> None:
+    """At 50 MB/s there are 512 KiB in flight: 2 chunks of 256 KiB, or as many small ones as there can be."""
+    hosts = Hosts(layout, chunk=1 << 18, connect=lambda: _slow_pair(5e7))
+    total = 1 << 20
+
+    def job(rank: int, window: shared_memory.Window) -> list[int]:
+        depths = []
+        for chunk in (1 << 18, 1 << 14):
+            window.resize(chunk)
+            for _ in range(2):
+                array = np.full(total, float(rank), np.float32)
+                assert reduce(window, [array], [array], [total])
+                assert (array == sum(range(sum(layout)))).all()
+                depths.append(hosts.exchanges[rank].depth)
+        return depths
+
+    for depths in hosts.run(job):
+        assert depths == [2, 2, 4, 4]
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS))
+def test_every_rank_may_have_its_own_depth(data: st.DataObject, layout: tuple[int, ...]) -> None:
+    hosts = Hosts(layout)
+    total = 100_000
+    depths = [
+        data.draw(st.lists(st.integers(2, shared_memory.ACROSS_SLOTS), min_size=3, max_size=3))
+        for _ in range(sum(layout))
+    ]
+    parts = [random_array(np.random.default_rng(r), total, np.float32) for r in range(sum(layout))]
+    expected = oracle(layout, parts, Code.FLOAT32, ReduceOp.SUM, 1.0).tobytes()
+
+    def job(rank: int, window: shared_memory.Window) -> None:
+        for depth in depths[rank]:
+            hosts.exchanges[rank].depth = depth
+            array = parts[rank].copy()
+            assert reduce(window, [array], [array], [total])
+            assert array.tobytes() == expected
+
+    hosts.run(job)
 
 
 def test_a_frame_of_another_length_is_an_error() -> None:

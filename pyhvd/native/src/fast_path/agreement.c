@@ -84,10 +84,12 @@ static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *by
 
 /* ---- the order, under the table's lock ---- */
 
-/* Count who was last for a batch, whose marks are still there, and set `last_rank`. The wait for another
- * host begins when the last local rank last marked a slot of the same word, and ends
+static void lose(pyhvd_ready_table *t, uint32_t host, int error);
+
+/* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
+ * wait for another host begins when the last local rank last marked a slot of the same word, and ends
  * with the host's message. Time counts once, as in pyhvd_ready_table_count_last. */
-static void count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
+static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
     const pyhvd_table_set *s = &t->shared->sets[decided->set];
     pyhvd_shared_agreement *shared = t->agreement->shared;
     pyhvd_peer_host *last = &shared->peers[shared->announcer];
@@ -102,31 +104,32 @@ static void count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
     if (shared->announcer == t->agreement->host) {
         pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
                                      decided->first, decided->end);
-        shared->last_rank = t->agreement->ranks[shared->announcing_rank];
-        return;
+        return t->agreement->ranks[shared->announcing_rank];
     }
-    shared->last_rank = PYHVD_OTHER_HOST + shared->announcer;
     int64_t until = atomic_load_explicit(&last->heard_ns, memory_order_relaxed);
     if (until > since) {
         pyhvd_add(&last->counters.awaited, (uint64_t)(until - since));
         shared->counted_until = until;
     }
+    return PYHVD_OTHER_HOST + shared->announcer;
 }
-
-static void lose(pyhvd_ready_table *t, uint32_t host, int error);
 
 /* Append to the ready log the batch that the order has decided. */
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint32_t first = decided->first, end = decided->end;
-    count_last(t, decided);
     int reduced = pyhvd_payloads_reduce(t, decided);
     if (reduced < 0) lose(t, (uint32_t)-reduced, EPROTO);
-    pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
-    for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
-                             reduced > 0, &s->members, audience);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = decided->set,
+                                 .first = decided->first,
+                                 .end = decided->end,
+                                 .words = decided->words,
+                                 .last_rank = count_last(t, decided),
+                                 .has_results = reduced > 0};
+    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, decided->words, 0);
+    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= decided->words[w];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
@@ -174,8 +177,8 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         else
             delegate(t, &range);
     }
-    if (number && any)
-        pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, 0, &concerned, audience);
+    pyhvd_log_content content = {.kind = PYHVD_LIST, .number = number};
+    if (number && any) pyhvd_ready_table_append(t, &content, &concerned, audience);
 }
 
 /* Append what the order has decided, as far as the ready log has room. */
@@ -259,8 +262,8 @@ void pyhvd_agreement_read(pyhvd_ready_table *t, uint32_t set, uint64_t *announce
 void pyhvd_agreement_ring(pyhvd_ready_table *t, uint32_t host, uint32_t local_rank) {
     uint64_t rank = local_rank;
     if (!pyhvd_ready_table_lock(t, LOCK_NS)) return;
-    /* A full connection has much to say anyway, and the sleeper looks now and then. */
-    if (free_bytes(&t->agreement->shared->peers[host]) >= PYHVD_FRAME_MAX)
+    /* The order's frames leave room for rings. If even that is used, the sleeper looks later. */
+    if (free_bytes(&t->agreement->shared->peers[host]) >= sizeof(frame_header) + sizeof rank)
         write_to(t->agreement, host, RING, &rank, sizeof rank);
     pyhvd_ready_table_unlock(t, &(pyhvd_ranks){{0}});
     pyhvd_agreement_send(t);
@@ -461,22 +464,47 @@ int pyhvd_agreement_await_lost(pyhvd_ready_table *t, int64_t ns) {
 
 /* ---- beats ---- */
 
-/* Send a beat, unless another rank of this host has; receive; look for silent hosts. */
-static void beat(pyhvd_ready_table *t) {
+/* For how long (ns) nothing has come from the most silent host that has not left. */
+static int64_t longest_silence(const pyhvd_ready_table *t, int64_t now, uint32_t *host) {
+    const pyhvd_agreement *a = t->agreement;
+    int64_t longest = 0;
+    for (uint32_t g = 0; g < a->hosts; g++) {
+        const pyhvd_peer_host *peer = &a->shared->peers[g];
+        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
+        if (g == a->host || atomic_load_explicit(&peer->left, memory_order_relaxed)) continue;
+        if (!heard || now - heard <= longest) continue; /* 0: it has not begun */
+        longest = now - heard;
+        *host = g;
+    }
+    return longest;
+}
+
+/* Whether a thread of this host sleeps on the connections: it receives each beat at once. */
+static int is_listening(const pyhvd_ready_table *t) {
+    for (int q = 0; q < t->size; q++) {
+        const pyhvd_rank_state *state = &t->shared->rank_states[q];
+        if (atomic_load_explicit(&state->progress_asleep, memory_order_relaxed) == PYHVD_POLLS ||
+            atomic_load_explicit(&state->background_asleep, memory_order_relaxed) == PYHVD_POLLS)
+            return 1;
+    }
+    return 0;
+}
+
+/* Send a beat, unless another rank of this host has; look for silent hosts. Return after how long
+ * (ns) to look again. */
+static int64_t beat(pyhvd_ready_table *t) {
     pyhvd_shared_agreement *shared = t->agreement->shared;
     int64_t now = pyhvd_now(), last = atomic_load_explicit(&shared->beat_ns, memory_order_relaxed);
-    if (now - last > PYHVD_BEAT_NS &&
+    uint32_t host = 0;
+    if (now - last > PYHVD_BEAT_NS - PYHVD_BEAT_LOOK_NS / 2 &&
         atomic_compare_exchange_strong_explicit(&shared->beat_ns, &last, now, memory_order_relaxed,
                                                 memory_order_relaxed))
         tell_all(t, BEAT, "", 0);
+    if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
+        return PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);
-    for (uint32_t g = 0; g < t->agreement->hosts; g++) {
-        pyhvd_peer_host *peer = &shared->peers[g];
-        if (g == t->agreement->host || atomic_load_explicit(&peer->left, memory_order_relaxed))
-            continue;
-        int64_t heard = atomic_load_explicit(&peer->heard_ns, memory_order_relaxed);
-        if (heard && now - heard > PYHVD_SILENT_NS) lose(t, g, ETIMEDOUT);
-    }
+    if (longest_silence(t, now, &host) > PYHVD_SILENT_NS) lose(t, host, ETIMEDOUT);
+    return PYHVD_BEAT_LOOK_NS;
 }
 
 static void *beat_on(void *table) {
@@ -486,13 +514,8 @@ static void *beat_on(void *table) {
     pthread_mutex_lock(&a->mutex);
     while (a->beating) {
         pthread_mutex_unlock(&a->mutex);
-        beat(t);
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += PYHVD_BEAT_LOOK_NS;
-        if (until.tv_nsec >= 1000000000) {
-            until.tv_nsec -= 1000000000;
-            until.tv_sec++;
-        }
+        int64_t at = pyhvd_after(beat(t));
+        until = (struct timespec){(time_t)(at / 1000000000), (long)(at % 1000000000)};
         pthread_mutex_lock(&a->mutex);
         while (a->beating && !pthread_cond_timedwait(&a->ended, &a->mutex, &until)) {
         }

@@ -32,11 +32,13 @@
  *      tensors for which no other host was awaited.
  *
  * Beats
- *   1. A thread of each rank looks twice a second. Each second it sends a beat to all hosts, unless
- *      another rank of its host has done so, and it receives what nobody else has received.
- *   2. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
- *      looks, so a rank that was stopped itself finds the beats that came meanwhile.
- *   3. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
+ *   1. A thread of each rank looks once a second. It sends a beat to all hosts, unless another rank
+ *      of its host has done so in this second.
+ *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
+ *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
+ *   3. A host from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before it
+ *      decides, so a rank that was stopped itself finds the beats that came meanwhile.
+ *   4. It needs neither the GIL nor any other thread: a rank that computes, or waits, still beats.
  *
  * Sleeping
  *   1. A thread that waits for other hosts sleeps in poll(2) on the connections, and on a bell of its
@@ -51,9 +53,9 @@
 #include "common/counters.h"
 #include "fast_path/payloads.h"
 
-#define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
-#define PYHVD_BEAT_NS 900000000 /* between two beats, at least */
-#define PYHVD_BEAT_LOOK_NS 500000000
+#define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
+#define PYHVD_BEAT_NS 1000000000
+#define PYHVD_BEAT_LOOK_NS 250000000 /* between two looks of a thread that receives itself */
 #define PYHVD_SILENT_NS 5000000000
 #define PYHVD_OUT_RING 262144 /* bytes of frames that wait to be sent to a host; a power of two */
 #define PYHVD_CLOSED_BY_PEER 10000 /* `error`: the other host has closed the connection */
@@ -77,10 +79,9 @@ typedef struct {
         PYHVD_LINE) _Atomic uint32_t lost; /* 1 + a host that is lost or has sent a note; or 0 */
     _Atomic int64_t beat_ns;               /* when a rank of this host last sent a beat */
     _Atomic uint32_t leavers;              /* local ranks that have left */
-    /* Guarded by the table's lock: the host whose announcement came last, and the local rank that made
-     * it if it is the own host; the `last_rank` of the last batch; until when (ns) waiting for hosts was
-     * counted. */
-    uint32_t announcer, announcing_rank, last_rank;
+    /* The host whose announcement came last, and the local rank that made it if it is the own host; until
+     * when (ns) waiting for hosts was counted. Guarded by the table's lock. */
+    uint32_t announcer, announcing_rank;
     int64_t counted_until;
     int error; /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;

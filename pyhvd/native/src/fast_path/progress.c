@@ -26,6 +26,7 @@ int pyhvd_fast_path_init(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     size_t slots = path->setup.table.slots;
     pthread_mutex_init(&path->submissions.mutex, NULL);
+    path->submissions.refused_end = &path->submissions.refused;
     path->setup.table.closed = &path->closed;
     p->spin_budget = PYHVD_YIELDS;
     p->left_core_ns = pyhvd_first_leave_ns(path->setup.table.size);
@@ -45,7 +46,6 @@ void pyhvd_fast_path_free(pyhvd_fast_path *path) {
     free(path->progress.dsts);
     free(path->progress.starts);
     free(path->submissions.held);
-    free(path->submissions.refused);
     pthread_mutex_destroy(&path->submissions.mutex);
 }
 
@@ -63,20 +63,34 @@ int pyhvd_fast_path_grow(pyhvd_fast_path *path) {
     pyhvd_submissions *s = &path->submissions;
     uint32_t wanted = s->capacity ? 2 * s->capacity : 64;
     pyhvd_call **held = realloc(s->held, wanted * sizeof *held);
-    if (held) s->held = held;
-    pyhvd_call **refused = realloc(s->refused, wanted * sizeof *refused);
-    if (refused) s->refused = refused;
-    if (!held || !refused) return 0;
+    if (!held) return 0;
+    s->held = held;
     s->capacity = wanted;
     return 1;
 }
 
-/* Remove a call from an array of n calls; return how many are left. */
-static uint32_t removed(pyhvd_call **calls, uint32_t n, const pyhvd_call *call) {
-    uint32_t kept = 0;
+/* Remove a call from the held ones. */
+static void let_go(pyhvd_submissions *s, const pyhvd_call *call) {
+    uint32_t kept = 0, n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
     for (uint32_t k = 0; k < n; k++)
-        if (calls[k] != call) calls[kept++] = calls[k];
-    return kept;
+        if (s->held[k] != call) s->held[kept++] = s->held[k];
+    atomic_store_explicit(&s->held_count, kept, memory_order_release);
+}
+
+/* Append a call to the refused ones. */
+static void refuse(pyhvd_submissions *s, pyhvd_call *call) {
+    call->state = PYHVD_REFUSED;
+    call->next_refused = NULL;
+    *s->refused_end = call;
+    s->refused_end = &call->next_refused;
+}
+
+/* Remove a call from the refused ones. */
+static void unrefuse(pyhvd_submissions *s, const pyhvd_call *call) {
+    pyhvd_call **at = &s->refused;
+    while (*at != call) at = &(*at)->next_refused;
+    *at = call->next_refused;
+    if (!*at) s->refused_end = at;
 }
 
 /* Forget which marks of this turn were recalled: a later turn must not be refused for them. */
@@ -91,10 +105,8 @@ static void forget_recalled(pyhvd_fast_path *path, const pyhvd_call *call) {
 int pyhvd_fast_path_take(pyhvd_fast_path *path, pyhvd_call *call) {
     pyhvd_submissions *s = &path->submissions;
     int was = call->state;
-    uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    if (was == PYHVD_HELD)
-        atomic_store_explicit(&s->held_count, removed(s->held, n, call), memory_order_release);
-    if (was == PYHVD_REFUSED) s->refused_count = removed(s->refused, s->refused_count, call);
+    if (was == PYHVD_HELD) let_go(s, call);
+    if (was == PYHVD_REFUSED) unrefuse(s, call);
     if (was == PYHVD_MARKED && path->setup.table.agreement) forget_recalled(path, call);
     call->state = PYHVD_TAKEN;
     return was;
@@ -174,8 +186,7 @@ static int try_flush(pyhvd_fast_path *path, int64_t now) {
         const uint32_t *slots = call->slots.ids;
         call->marked_ns = now;
         if (!pyhvd_ready_table_mark_ready(table, call->set, &call->slots, now)) {
-            call->state = PYHVD_REFUSED;
-            s->refused[s->refused_count++] = call;
+            refuse(s, call);
             refusals++;
             continue;
         }
@@ -394,8 +405,9 @@ static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
     window->interruptible = 1;
+    window->never_yields = p->alone && !atomic_load_explicit(&path->waiters, memory_order_relaxed);
     int status = p->has_results ? PYHVD_OK : pyhvd_window_proceed(window, &p->cursor);
-    window->interruptible = 0;
+    window->interruptible = window->never_yields = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
         give_up(path, p->set);
@@ -660,7 +672,9 @@ static int progress_alone(pyhvd_fast_path *path) {
     if (path->setup.table.agreement) pyhvd_agreement_receive(&path->setup.table);
     if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
         return 0;
+    path->progress.alone = 1;
     int status = make_progress(path, NULL, 0, 0);
+    path->progress.alone = 0;
     uint64_t known = path->background.known_list, number = 0;
     if (status == PYHVD_AT_LIST) number = pyhvd_ready_table_next(&path->setup.table)->number;
     path->background.known_list = number;
@@ -680,11 +694,8 @@ static void refuse_recalled(pyhvd_fast_path *path) {
             for (; bits; bits &= bits - 1) {
                 uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
                 pyhvd_call *call = path->setup.sets[set].tensors[slot].call;
-                if (call->state != PYHVD_MARKED) continue; /* another slot of a grouped call */
-                uint32_t held = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-                if (held + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) abort();
-                call->state = PYHVD_REFUSED;
-                s->refused[s->refused_count++] = call;
+                /* Otherwise another slot of the grouped call came first. */
+                if (call->state == PYHVD_MARKED) refuse(s, call);
             }
         }
     pthread_mutex_unlock(&s->mutex);

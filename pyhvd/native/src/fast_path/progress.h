@@ -80,7 +80,8 @@ enum {
     PYHVD_CLOSED = 5,  /* the path is closed */
 };
 
-typedef struct {
+typedef struct pyhvd_call pyhvd_call;
+struct pyhvd_call {
     _Atomic uint64_t finished;
     uint64_t started;
     _Atomic uint32_t unfinished; /* tensors of this turn that have not ended */
@@ -98,7 +99,8 @@ typedef struct {
     int alike;         /* PYHVD_UNKNOWN and so on; the progress lock holder's */
     int64_t marked_ns; /* stored before the marks, read after the log's entry */
     void *owner;       /* the Python object */
-} pyhvd_call;
+    pyhvd_call *next_refused;
+};
 
 /* The tensor that a slot of a process set stands for, on this rank. */
 typedef struct {
@@ -130,10 +132,12 @@ typedef struct {
 /* Owner: the holder of `mutex`. */
 typedef struct {
     pthread_mutex_t mutex;
-    pyhvd_call **held, **refused;
-    uint32_t capacity, refused_count; /* of each array; held_count + refused_count <= capacity */
-    _Atomic uint32_t held_count;      /* written under the mutex, read by any thread */
-    _Atomic uint32_t hold_count;      /* calls that were ever held; likewise */
+    pyhvd_call **held;
+    uint32_t capacity;           /* of `held` */
+    pyhvd_call *refused;         /* the first refused call */
+    pyhvd_call **refused_end;    /* the null pointer at the end of the refused calls */
+    _Atomic uint32_t held_count; /* written under the mutex, read by any thread */
+    _Atomic uint32_t hold_count; /* calls that were ever held; likewise */
 } pyhvd_submissions;
 
 /* Owner: the holder of the progress lock. */
@@ -154,6 +158,7 @@ typedef struct {
     pyhvd_job job;
     pyhvd_job_cursor cursor;
     int running;                      /* whether the batch has begun; other threads look at it */
+    int alone;                        /* whether the holder is the background thread */
     int64_t ready_ns;                 /* when the batch was ready; 0: it is not timed */
     int64_t trace_ready, trace_begin; /* for the trace; 0: not recorded */
     int spin_budget;                  /* yields before the holder falls asleep */
@@ -182,6 +187,7 @@ typedef struct {
     _Atomic uint32_t background_watches; /* whether the background thread soon looks by itself */
     /* futex word of threads without the progress lock; how many sleep on it */
     _Atomic uint32_t wakeups, waiters;
+    _Atomic int64_t offers_again_ns; /* when a thread that polls offers its core again */
     _Atomic uint32_t closed;
     /* 1 + the set whose window was aborted, 1 + PYHVD_MAX_SETS if another host is lost, or 0; stored
      * before the wake-up */
@@ -200,7 +206,7 @@ int pyhvd_fast_path_open(pyhvd_fast_path *path, uint32_t set, pyhvd_window *wind
 
 /* ---- submission ---- */
 
-/* Under the mutex: make room for one more call in `held` and `refused`; return 0 without memory. */
+/* Under the mutex: make room for more calls in `held`; return 0 without memory. */
 int pyhvd_fast_path_grow(pyhvd_fast_path *path);
 
 /* Under the mutex: put a call on hold; return 0 without memory. Its addresses and cached tensors
@@ -209,7 +215,7 @@ static inline int pyhvd_fast_path_hold(pyhvd_fast_path *path, pyhvd_call *call) 
     pyhvd_submissions *s = &path->submissions;
     pyhvd_trace *trace = path->setup.trace;
     uint32_t n = atomic_load_explicit(&s->held_count, memory_order_relaxed);
-    if (n + s->refused_count >= s->capacity && !pyhvd_fast_path_grow(path)) return 0;
+    if (n == s->capacity && !pyhvd_fast_path_grow(path)) return 0;
     call->started++;
     call->state = PYHVD_HELD;
     atomic_store_explicit(&call->unfinished, call->slots.n, memory_order_relaxed);
@@ -260,6 +266,17 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
 static inline void pyhvd_fast_path_waited(pyhvd_fast_path *path, int64_t began) {
     if (pyhvd_is_timed(&path->counters))
         pyhvd_observe_shared(&path->counters.waits, (uint64_t)(pyhvd_now() - began));
+}
+
+/* Offer the core to other threads, which may be ranks that have yet to submit: a thread has polled a
+ * call in vain. It then keeps the core for as long as others had it. So a thread that polls and
+ * computes in turn gives away half of its time at most. */
+static inline void pyhvd_fast_path_offer_core(pyhvd_fast_path *path) {
+    int64_t before = pyhvd_now();
+    if (before < atomic_load_explicit(&path->offers_again_ns, memory_order_relaxed)) return;
+    sched_yield();
+    int64_t now = pyhvd_now();
+    atomic_store_explicit(&path->offers_again_ns, now + (now - before), memory_order_relaxed);
 }
 
 static inline int pyhvd_call_finished(const pyhvd_call *call, uint64_t turn) {

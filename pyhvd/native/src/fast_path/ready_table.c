@@ -246,25 +246,17 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
     }
 }
 
-/* The `last_rank` of a batch that is being appended. */
-static uint32_t last_rank_of(const pyhvd_ready_table *t, uint32_t set) {
-    if (!t->agreement) return (uint32_t)t->rank;
-    if (t->shared->sets[set].spans) return t->agreement->shared->last_rank;
-    return t->agreement->ranks[t->rank];
-}
-
-void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = reserve_entry(t, concerned);
-    entry->kind = kind;
-    entry->number = number;
-    entry->has_results = (uint32_t)has_results;
-    entry->set = set;
-    entry->last_rank = last_rank_of(t, set);
-    entry->first = first;
-    entry->end = end;
-    for (uint32_t w = first; w < end; w++) entry->words[w] = words[w];
+    entry->kind = content->kind;
+    entry->number = content->number;
+    entry->set = content->set;
+    entry->last_rank = content->last_rank;
+    entry->has_results = content->has_results;
+    entry->first = content->first;
+    entry->end = content->end;
+    for (uint32_t w = content->first; w < content->end; w++) entry->words[w] = content->words[w];
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
     publish(t);
 }
@@ -288,9 +280,16 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     if (!pyhvd_ready_table_make_room(t, 1)) return;
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = set,
+                                 .first = first,
+                                 .end = end,
+                                 .words = batch,
+                                 .last_rank = (uint32_t)t->rank};
     if (now && s->count > 1)
         pyhvd_ready_table_count_last(t, (uint32_t)t->rank, set, batch, first, end);
-    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, 0, &s->members, audience);
+    if (t->agreement) content.last_rank = t->agreement->ranks[t->rank];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {

@@ -76,11 +76,11 @@ typedef struct {
     /* the ranks that it concerns, as in pyhvd_ranks */
     _Alignas(PYHVD_LINE) _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number;      /* list: the response list's */
-    uint32_t has_results; /* batch: whether its results lie beside it; see payloads.h */
+    uint64_t number; /* list: the response list's */
     /* batch: the rank (of the job) whose marks completed it, or PYHVD_OTHER_HOST + the host that was
      * the last to announce it */
     uint32_t last_rank;
+    uint32_t has_results;            /* batch: whether its results lie beside it; see payloads.h */
     uint32_t first, end;             /* batch: words [first, end) are used */
     uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
@@ -257,9 +257,16 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                                    const uint64_t *words, int recall);
 
+/* What an entry of the log says. */
+typedef struct {
+    uint32_t kind, set, first, end;
+    const uint64_t *words; /* the whole set's; NULL for a list */
+    uint64_t number;
+    uint32_t last_rank, has_results;
+} pyhvd_log_content;
+
 /* Append an entry, for which there is room; add its ranks to `audience`. */
-void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience);
 
 /* A local rank was the last to mark the slots `words[first]` to `words[end - 1]`, whose marks are still

@@ -5,13 +5,23 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/futex.h"
 #include "kernels/kernels.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 /* The kind of a frame: the last two bits of its tag. */
-enum { CONTRIBUTION, RESULT, FLAT };
+enum { CONTRIBUTION, RESULT, FLAT, MOVED };
+
+/* How long what is in flight takes at the link's rate, and how many bytes are in flight at least. At
+ * 1 Gbit/s, an echo beside a large operation takes half as long with 512 KiB in flight as with 1 MiB,
+ * and the operation as long. */
+#define IN_FLIGHT_NS 4e6
+#define IN_FLIGHT_LEAST 524288
+#define TIMED (2 * PYHVD_DEPTH) /* chunks of an operation that is timed, at least */
+#define KEPT \
+    0.75 /* of the estimated rate, after an operation that was slower, perhaps by accident */
 
 #define NEVER (~(uint64_t)0) /* no chunk has this number */
 
@@ -21,21 +31,24 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
     e->box = MAX(MAX(slice / hosts + 16, whole), PYHVD_FLAT);
     e->links = calloc(owned * hosts, sizeof *e->links);
     e->under_way = calloc(PYHVD_DEPTH * owned, sizeof *e->under_way);
+    e->places = calloc(PYHVD_DEPTH * owned * hosts, sizeof *e->places);
     e->boxes = malloc(PYHVD_DEPTH * owned * hosts * e->box);
     e->flat_partial = malloc(PYHVD_FLAT);
     e->polls = malloc((owned * hosts + 1) * sizeof *e->polls);
     e->counters = e->own_counters = calloc(hosts, sizeof *e->counters);
     for (uint32_t g = 0; g < hosts; g++) e->numbers[g] = g;
-    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial || !e->counters)
-        return 0;
+    if (!e->links || !e->under_way || !e->places || !e->polls || !e->boxes) return 0;
+    if (!e->flat_partial || !e->counters) return 0;
     for (size_t k = 0; k < PYHVD_DEPTH * owned; k++) e->under_way[k].tag = NEVER;
     e->flat.tag = NEVER;
+    e->depth = PYHVD_DEPTH;
     return 1;
 }
 
 void pyhvd_exchange_free(pyhvd_exchange *e) {
     free(e->links);
     free(e->under_way);
+    free(e->places);
     free(e->boxes);
     free(e->flat_partial);
     free(e->polls);
@@ -55,25 +68,29 @@ static uint8_t *box_of(const pyhvd_exchange *e, uint64_t chunk, int own, int hos
     return e->boxes + (k * (size_t)e->hosts + (size_t)host) * e->box;
 }
 
+static pyhvd_place *place_of(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
+    size_t k = (chunk % PYHVD_DEPTH) * (size_t)e->owned + (size_t)own;
+    return &e->places[k * (size_t)e->hosts + (size_t)host];
+}
+
 /* Where host g's part of a slice begins (an element); the end of the last part for g = hosts. */
 static int64_t part_of(const pyhvd_exchange *e, const pyhvd_slice *s, int g) {
     return s->count * g / e->hosts;
 }
 
-/* Post a frame. For each, one frame comes from the same host: a contribution or a result. */
-static void post(const pyhvd_exchange *e, pyhvd_slice *s, int own, int host, uint64_t tag,
-                 const uint8_t *bytes, size_t n) {
-    pyhvd_link *link = link_of(e, own, host);
-    s->unsent++;
-    link->awaited++;
-    pyhvd_link_post(link, tag, bytes, n, &s->unsent);
+/* Count the frames that a step sends, one to each other host, and as many that come from there: both
+ * are contributions, or both are results. */
+static void count_frames(const pyhvd_exchange *e, pyhvd_slice *s, int own) {
+    for (int k = 1; k < e->hosts; k++) link_of(e, own, (e->host + k) % e->hosts)->awaited++;
+    s->unsent += (uint32_t)e->hosts - 1;
 }
 
 /* Post the same frame to each other host; first to the next one, so that not all hosts send to one
  * at the same time. */
 static void post_to_all(const pyhvd_exchange *e, pyhvd_slice *s, int own, uint64_t tag,
                         const uint8_t *bytes, size_t n) {
-    for (int k = 1; k < e->hosts; k++) post(e, s, own, (e->host + k) % e->hosts, tag, bytes, n);
+    for (int k = 1; k < e->hosts; k++)
+        pyhvd_link_post(link_of(e, own, (e->host + k) % e->hosts), tag, bytes, n, &s->unsent);
 }
 
 /* Post to each other host its part of a slice. */
@@ -81,13 +98,26 @@ static void post_parts(const pyhvd_exchange *e, pyhvd_slice *s, int own, size_t 
     for (int k = 1; k < e->hosts; k++) {
         int g = (e->host + k) % e->hosts;
         int64_t from = part_of(e, s, g), to = part_of(e, s, g + 1);
-        post(e, s, own, g, s->tag, s->in + (size_t)from * item, (size_t)(to - from) * item);
+        pyhvd_link_post(link_of(e, own, g), s->tag, s->in + (size_t)from * item,
+                        (size_t)(to - from) * item, &s->unsent);
+    }
+}
+
+/* Post the contributions to a chunk. The frames of a moved one are posted when it begins. */
+static void post_chunk(const pyhvd_exchange *e, uint64_t chunk, size_t item) {
+    for (int own = 0; own < e->owned; own++) {
+        pyhvd_slice *s = slice_of(e, chunk, own);
+        if ((s->tag & 3) == MOVED) continue;
+        if (s->whole)
+            post_to_all(e, s, own, s->tag, s->in, (size_t)s->count * item);
+        else
+            post_parts(e, s, own, item);
     }
 }
 
 void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
                           uint8_t *in, uint8_t *out, int64_t count) {
-    size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)count * item;
+    size_t bytes = (size_t)count * pyhvd_itemsize(job->dtype);
     pyhvd_slice *s = slice_of(e, chunk, own);
     uint32_t others = (uint32_t)e->hosts - 1;
     int whole = bytes * others <= PYHVD_WHOLE;
@@ -100,10 +130,22 @@ void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_
         .contributions = others,
         .results = whole ? 0 : others,
     };
-    if (whole)
-        post_to_all(e, s, own, s->tag, in, bytes);
-    else
-        post_parts(e, s, own, item);
+    count_frames(e, s, own);
+}
+
+void pyhvd_exchange_begin_move(const pyhvd_exchange *e, uint64_t chunk, int own,
+                               const pyhvd_place *out, const pyhvd_place *in) {
+    pyhvd_slice *s = slice_of(e, chunk, own);
+    *s = (pyhvd_slice){.tag = chunk * 4 + MOVED, .reduced = 1};
+    for (int k = 1; k < e->hosts; k++) {
+        int to = (e->host + k) % e->hosts, from = (e->host + e->hosts - k) % e->hosts;
+        *place_of(e, chunk, own, from) = in[from];
+        s->results += in[from].bytes > 0;
+        link_of(e, own, from)->awaited += in[from].bytes > 0;
+        if (!out[to].bytes) continue;
+        s->unsent++;
+        pyhvd_link_post(link_of(e, own, to), s->tag, out[to].at, out[to].bytes, &s->unsent);
+    }
 }
 
 void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes) {
@@ -112,8 +154,10 @@ void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes)
         .count = (int64_t)bytes,
         .contributions = (uint32_t)(e->owned * (e->hosts - 1)),
     };
-    for (int own = 0; own < e->owned; own++)
+    for (int own = 0; own < e->owned; own++) {
+        count_frames(e, &e->flat, own);
         post_to_all(e, &e->flat, own, e->flat.tag, e->flat_partial, bytes);
+    }
 }
 
 void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts) {
@@ -149,7 +193,9 @@ static int reduce_part(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t c
     pyhvd_reduce(out, parts, (size_t)e->hosts, (size_t)(to - from), job->dtype, job->op,
                  job->postscale);
     s->reduced = 1;
-    if (!s->whole) post_to_all(e, s, own, s->tag + 1, out, (size_t)(to - from) * item);
+    if (s->whole) return 1;
+    count_frames(e, s, own);
+    post_to_all(e, s, own, s->tag + 1, out, (size_t)(to - from) * item);
     return 1;
 }
 
@@ -164,6 +210,16 @@ static int fits(const pyhvd_exchange *e, const pyhvd_job *job, const pyhvd_slice
     return frame->bytes == (uint64_t)(part_of(e, s, of + 1) - part_of(e, s, of)) * item;
 }
 
+/* Take the place of an arriving frame of a moved slice, so that no second frame goes there. */
+static uint8_t *take_place(pyhvd_link *link, pyhvd_place *place) {
+    if (!place->bytes || link->arriving.bytes != place->bytes) {
+        link->error = EPROTO;
+        return NULL;
+    }
+    place->bytes = 0;
+    return place->at;
+}
+
 /* Return where the arriving frame's bytes go; NULL if its chunk has not begun here (or, with
  * link->error set, if it cannot be right). */
 static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own, int from) {
@@ -172,8 +228,8 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
     uint64_t chunk = frame->tag / 4, kind = frame->tag & 3;
     const pyhvd_slice *s = kind == FLAT ? &e->flat : slice_of(e, chunk, own);
     if (kind != RESULT && s->tag != frame->tag) return NULL;
-    if (kind > FLAT || (kind == RESULT && s->tag + 1 != frame->tag) ||
-        !fits(e, job, s, from, frame)) {
+    if (kind == MOVED) return take_place(link, place_of(e, chunk, own, from));
+    if ((kind == RESULT && s->tag + 1 != frame->tag) || !fits(e, job, s, from, frame)) {
         link->error = EPROTO;
         return NULL;
     }
@@ -214,7 +270,7 @@ static void count_arrival(pyhvd_exchange *e, int own, int host) {
     uint64_t tag = link_of(e, own, host)->arriving.tag;
     pyhvd_slice *s = (tag & 3) == FLAT ? &e->flat : slice_of(e, tag / 4, own);
     link_of(e, own, host)->awaited--;
-    if ((tag & 3) == RESULT)
+    if ((tag & 3) == RESULT || (tag & 3) == MOVED)
         s->results--;
     else
         s->contributions--;
@@ -248,9 +304,23 @@ static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
 
 int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to) {
     int moved = 0;
+    uint64_t end = MIN(to, from + (uint64_t)e->depth);
+    for (e->posted = MAX(e->posted, from); e->posted < end; e->posted++)
+        post_chunk(e, e->posted, pyhvd_itemsize(job->dtype));
     for (int own = 0; own < e->owned; own++)
         for (int k = 1; k < e->hosts; k++) moved |= drive(e, job, own, (e->host + k) % e->hosts);
     for (uint64_t chunk = from; chunk < to; chunk++)
         for (int own = 0; own < e->owned; own++) moved |= reduce_part(e, job, chunk, own);
     return e->lost ? PYHVD_LOST : moved;
+}
+
+void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
+    if (count < TIMED) return;
+    /* The first chunks may have waited for a rank that was late. */
+    if (ended == PYHVD_DEPTH) e->timed_ns = pyhvd_now();
+    if (ended < count) return;
+    double bytes = (double)(count - PYHVD_DEPTH) * (double)chunk;
+    e->rate = MAX(bytes / (double)MAX(pyhvd_now() - e->timed_ns, 1), KEPT * e->rate);
+    double depth = MAX(e->rate * IN_FLIGHT_NS, IN_FLIGHT_LEAST) / (double)chunk + 0.5;
+    e->depth = depth < PYHVD_DEPTH ? MAX((int)depth, 2) : PYHVD_DEPTH;
 }
