@@ -122,7 +122,7 @@ FAMILIES = (
         "pyhvd_link_wait_seconds_total",
         "counter",
         ("late_host",),
-        "Time that this rank slept in an exchange until bytes of another host came",
+        "Time that this rank waited in an exchange until bytes of another host came",
     ),
     Family(
         "pyhvd_late_exchanges_total",

@@ -21,6 +21,7 @@
 /* Yields before a sleep. In a prototype, fewer, or spinning before each, was slower where ranks share
  * cores. */
 #define ACROSS_YIELDS 200
+#define SHORT_WAIT 8 /* yields that are not counted as a wait */
 
 /* The chunks of a job. */
 typedef struct {
@@ -280,9 +281,7 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     int status = advance(w, c);
     if (status == NOTHING && !pyhvd_window_is_aborted(w)) {
         nfds_t n = list_polls(e, e->bells[w->rank], e->polls);
-        int64_t before = pyhvd_exchange_waits(e) ? pyhvd_now() : 0;
         poll(e->polls, n, PYHVD_NAP / 1000000);
-        if (before) e->slept += pyhvd_now() - before;
         if (e->polls[0].revents) pyhvd_empty_bell(e->bells[w->rank]);
         status = advance(w, c);
     }
@@ -292,16 +291,26 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     return is_host_lost(e) ? PYHVD_LOST : NOTHING;
 }
 
+/* Note that this rank waits for other hosts, after so many yields; read the clock only if the wait is
+ * not a short one. */
+static void note_wait(pyhvd_exchange *e, int yielded, int left) {
+    e->waited = 1;
+    if (!e->idle_since && (yielded >= SHORT_WAIT || left <= 0)) e->idle_since = pyhvd_now();
+}
+
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     pyhvd_exchange *e = w->exchange;
     const int most = w->never_yields ? 0 : ACROSS_YIELDS;
     int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
-        if (status == MOVED) yields = most;
-        if (status != NOTHING) continue;
+        if (status != NOTHING) {
+            pyhvd_exchange_end_wait(e);
+            yields = most;
+            continue;
+        }
         if (pyhvd_exchange_waits(e))
-            e->waited = 1;
+            note_wait(e, most - yields, yields);
         else if (!c->move) /* a move records nothing */
             begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
@@ -309,6 +318,7 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
             continue;
         }
         status = sleep_for_news(w, c);
+        if (status != NOTHING) pyhvd_exchange_end_wait(e);
         if (status == NOTHING && w->interruptible) return PYHVD_LATER;
     }
     if (status != ENDED) return status;
