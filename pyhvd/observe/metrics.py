@@ -134,10 +134,10 @@ class Metrics:
         Bytes over links, by the other host's name and by connection: ``"rail"`` (this rank's rails) or
         ``"agreement"`` (of all ranks of this host; on its lowest rank only).
     link_wait_seconds : dict of str to float
-        By host: time for which this rank slept in an exchange between hosts until bytes of that host came.
+        By host: time for which this rank waited in an exchange between hosts until bytes of that host came.
     late_exchanges : dict of str to int
-        By host: reductions between hosts in which the last bytes for which this rank waited came from that
-        host. This rank's own host: reductions in which it waited for no other.
+        By host: operations between hosts in which the last bytes for which this rank waited came from that
+        host. This rank's own host: operations in which it waited for no other.
     host_late_tensors : dict of str to int
         By host: cached tensors that this host was the last to announce, as seen here. On the lowest rank of
         each host only.

@@ -122,13 +122,13 @@ FAMILIES = (
         "pyhvd_link_wait_seconds_total",
         "counter",
         ("late_host",),
-        "Time that this rank slept in an exchange until bytes of another host came",
+        "Time that this rank waited in an exchange until bytes of another host came",
     ),
     Family(
         "pyhvd_late_exchanges_total",
         "counter",
         ("late_host",),
-        "Reductions between hosts in which this rank waited for the bytes of a host last",
+        "Operations between hosts in which this rank waited for the bytes of a host last",
     ),
     Family(
         "pyhvd_host_late_tensors_total",

@@ -157,9 +157,9 @@ class HostRow:
     sent_per_second, received_per_second : float
         Bytes to and from the host, of all those ranks.
     wait_percent : float
-        Share of the time for which a rank slept until the host's bytes came; the mean of those ranks.
+        Share of the time for which a rank waited until the host's bytes came; the mean of those ranks.
     last_percent : float or None
-        Share of their reductions between hosts in which they waited for this host's bytes last.
+        Share of their operations between hosts in which they waited for this host's bytes last.
     awaited_percent : float or None
         Share of the time for which a host waited for this one to announce tensors; the largest of all hosts.
     """

@@ -40,7 +40,7 @@ _KEY = (
 )
 _HOST_COLUMNS = ("host", "to it MB/s", "from it MB/s", "link waits", "last", "awaited")
 _HOST_KEY = (
-    "link waits: time that ranks slept until this host's bytes came; last: reductions whose last bytes came"
+    "link waits: time that ranks waited until this host's bytes came; last: operations whose last bytes came"
     " from it; awaited: time that a host waited for this one's tensors"
 )
 

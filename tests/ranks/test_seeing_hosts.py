@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyhvd.testing import run_ranks
 from tests.chrome_trace import check_events
 
 LATE = 0.2
-SMALL, LARGE = 4, 400_000
+SMALL, LARGE = 4000, 400_000
 """Bytes of the two tensors: the flat way, and several chunks."""
 
 
@@ -61,17 +62,17 @@ def test_what_crosses_and_who_is_late(hosts: list[int], late: int) -> None:
     names, late_host = names_of(hosts), names_of(hosts)[late]
     pairs = run_ranks(len(hosts), late_program, late, steps, hosts=hosts)
     count, slices = len(set(hosts)), max(map(hosts.count, hosts))
-    part = 2 * LARGE // count // slices + SMALL
+    part = 2 * LARGE // count // slices
     for rank, pair in enumerate(pairs):
         others = set(names) - {names[rank]}
         reports = hosts.index(hosts[rank]) == rank
         assert pair[1].link_sent_bytes.keys() == pair[1].link_received_bytes.keys() == others
         for other in others:
             sent = grown(pair, "link_sent_bytes", other, "rail")
-            assert part * steps <= sent < part * steps * 1.01 + 1000
+            assert part * steps <= sent < (part * 1.01 + SMALL) * steps + 1000
             assert grown(pair, "link_received_bytes", other, "rail") == pytest.approx(sent, abs=100)
             assert pair[1].link_sent_bytes[other].keys() == ({"rail", "agreement"} if reports else {"rail"})
-            assert 0 <= grown(pair, "link_wait_seconds", other) < LATE
+            assert 0 <= grown(pair, "link_wait_seconds", other) < LATE * steps
         # The two tensors of a step may be fused.
         assert steps <= sum(grown(pair, "late_exchanges", each) for each in set(names)) <= 2 * steps
         assert pair[1].host_late_tensors.keys() == (set(names) if reports else set())
@@ -79,7 +80,7 @@ def test_what_crosses_and_who_is_late(hosts: list[int], late: int) -> None:
             assert sum(grown(pair, "host_late_tensors", each) for each in set(names)) == 2 * (steps - 1)
             assert grown(pair, "host_late_tensors", late_host) == 2 * (steps - 1)
             for other in others - {late_host}:
-                assert grown(pair, "host_awaited_seconds", other) < LATE
+                assert grown(pair, "host_awaited_seconds", other) < LATE * steps / 2
         if reports and names[rank] != late_host:
             assert 0.9 * LATE * (steps - 1) < grown(pair, "host_awaited_seconds", late_host) < 10 * LATE
     _check_ranks(hosts, late, pairs[0], steps)
@@ -94,6 +95,34 @@ def _check_ranks(hosts: list[int], late: int, pair: list[hvd.Metrics], steps: in
         assert awaited > 0.9 * LATE * steps
     else:
         assert awaited > 0.9 * LATE  # by message
+
+
+def test_other_verbs_count_too() -> None:
+    def rank() -> list[list[hvd.Metrics]]:
+        part, found = np.ones(100_000, np.float32), []
+        verbs: list[Callable[[], object]] = [
+            lambda: hvd.allgather(part, name="g"),
+            lambda: hvd.broadcast(part, 0, name="b"),
+            lambda: hvd.alltoall(part, name="a"),
+            lambda: hvd.reducescatter(part, name="s", op=hvd.Sum),
+        ]
+        for verb in verbs:
+            hvd.barrier()
+            before = hvd.metrics()
+            verb()
+            found.append([before, hvd.metrics()])
+        return found
+
+    hosts = [0, 0, 1, 1]
+    names, by_rank = names_of(hosts), run_ranks(4, rank, hosts=hosts)
+    full = 400_000
+    # What host 0 sends: two parts; the root's part; half of each rank's parts; half of its partial result.
+    for verb, expected in enumerate((2 * full, full, full, full // 2)):
+        pairs = [by_rank[r][verb] for r in (0, 1)]
+        sent = sum(grown(pair, "link_sent_bytes", names[2], "rail") for pair in pairs)
+        assert expected <= sent < 1.05 * expected + 2000, verb
+        for pair in pairs:
+            assert sum(grown(pair, "late_exchanges", each) for each in set(names)) >= 1
 
 
 def test_agreement_is_reported_by_one_rank_of_a_host() -> None:
@@ -146,7 +175,7 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
         assert {each.last_host for each in exchanges} == set(names) - {names[trace.rank]}
         owned = slices // hosts.count(hosts[trace.rank])
         moved = sum(each.nbytes for each in exchanges)
-        # On two hosts each rank sends and receives its slices once; what the ring left out is small.
+        # On two hosts each rank sends and receives its slices once. Stretches under 1 us are not recorded.
         assert 0.9 < moved / (2 * 4 * elements * steps * owned / slices) < 1.1
         if hosts[trace.rank] != hosts[late]:
             ticks = [each["name"] for each in events if each["name"] == f"host {names[late]}"]
@@ -155,5 +184,5 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
     across, everything = summarise_hosts(traces), summarise(traces)[0]
     assert 0 < across.share < 1
     assert across.last.total() == 2 * steps * len(hosts)
-    # Only copies of the smallest batches, and what lies between two events, are in no part.
-    assert everything.parts["other"] < 0.5 * (everything.parts["between hosts"] + everything.parts["wait"])
+    assert everything.parts["between hosts"] == pytest.approx(across.time)
+    assert (everything.parts["wait"] > 0) == (slices > 1)

@@ -32,10 +32,10 @@ typedef struct {
 /* What a rank counts of a host whose rails it has, over all its process sets. */
 typedef struct {
     _Atomic uint64_t sent, received; /* bytes */
-    /* Reductions whose last frame, for which this rank waited, came from that host. Of the own host:
-     * reductions for which this rank did not wait. */
+    /* Operations whose last frame, for which this rank waited, came from that host. Of the own host:
+     * operations for which this rank did not wait. */
     _Atomic uint64_t last;
-    _Atomic uint64_t slept; /* ns, until a frame of that host arrived */
+    _Atomic uint64_t slept; /* ns of waiting until a frame of that host arrived */
 } pyhvd_rail_counters;
 
 /* What a host counts of a host, for all its ranks: see agreement.h for who writes. */

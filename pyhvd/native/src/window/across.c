@@ -21,6 +21,7 @@
 /* Yields before a sleep. In a prototype, fewer, or spinning before each, was slower where ranks share
  * cores. */
 #define ACROSS_YIELDS 200
+#define SHORT_WAIT 8 /* yields that are not counted as a wait */
 /* Sleeps over MPI, which has no descriptor to poll: the first one, and the longest (ns). */
 #define MPI_NAP 20000
 #define MPI_NAP_MOST 1000000
@@ -274,10 +275,8 @@ static int is_host_lost(const pyhvd_exchange *e) {
 /* Sleep until a link or a local rank has news, or over MPI for a short time. */
 static void nap(pyhvd_exchange *e, int bell, int64_t ns) {
     nfds_t n = list_polls(e, bell, e->polls);
-    int64_t before = pyhvd_exchange_waits(e) ? pyhvd_now() : 0;
     if (e->mpi) pyhvd_nap(ns);
     poll(e->polls, n, e->mpi ? 0 : (int)(ns / 1000000));
-    if (before) e->slept += pyhvd_now() - before;
     if (e->polls[0].revents) pyhvd_empty_bell(bell);
     if (e->mpi) pyhvd_exchange_look(e);
 }
@@ -303,16 +302,26 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     return is_host_lost(e) ? PYHVD_LOST : NOTHING;
 }
 
+/* Note that this rank waits for other hosts, after so many yields; read the clock only if the wait is
+ * not a short one. */
+static void note_wait(pyhvd_exchange *e, int yielded, int left) {
+    e->waited = 1;
+    if (!e->idle_since && (yielded >= SHORT_WAIT || left <= 0)) e->idle_since = pyhvd_now();
+}
+
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     pyhvd_exchange *e = w->exchange;
     const int most = w->never_yields ? 0 : ACROSS_YIELDS;
     int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
-        if (status == MOVED) yields = most;
-        if (status != NOTHING) continue;
+        if (status != NOTHING) {
+            pyhvd_exchange_end_wait(e);
+            yields = most;
+            continue;
+        }
         if (pyhvd_exchange_waits(e))
-            e->waited = 1;
+            note_wait(e, most - yields, yields);
         else if (!c->move) /* a move records nothing */
             begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
@@ -320,6 +329,7 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
             continue;
         }
         status = sleep_for_news(w, c);
+        if (status != NOTHING) pyhvd_exchange_end_wait(e);
         if (status == NOTHING && w->interruptible) return PYHVD_LATER;
     }
     if (status != ENDED) return status;

@@ -270,6 +270,7 @@ void pyhvd_exchange_count(pyhvd_exchange *e) {
 /* Count an arrived frame; the sleep before it was for its host. */
 static void count_arrival(pyhvd_exchange *e, int own, int host) {
     e->last = host;
+    pyhvd_exchange_end_wait(e);
     if (e->slept) pyhvd_add(&counters_of(e, host)->slept, (uint64_t)e->slept);
     e->slept = 0;
     uint64_t tag = link_of(e, own, host)->arriving.tag;

@@ -97,8 +97,9 @@ struct pyhvd_exchange {
     uint32_t numbers[PYHVD_MAX_HOSTS];
     pyhvd_rail_counters *own_counters; /* memory for them, unless the user has set others */
     int last;                          /* the host whose frame arrived last */
-    int waited;    /* whether the present operation has waited for other hosts */
-    int64_t slept; /* ns, since a frame last arrived */
+    int waited;         /* whether the present operation has waited for other hosts */
+    int64_t idle_since; /* ns; since when it waits, after some yields; 0: it does not */
+    int64_t slept;      /* ns of such waits, since a frame last arrived */
     /* The stretch that the trace will record, if `trace_begin` (ns) is not 0; and the bytes sent and
      * received before it. */
     int64_t trace_begin;
@@ -142,6 +143,12 @@ int pyhvd_exchange_waits(const pyhvd_exchange *e);
 
 /* Bytes that this rank has sent and received. */
 uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e);
+
+/* Count the time of a wait, which has ended. */
+static inline void pyhvd_exchange_end_wait(pyhvd_exchange *e) {
+    if (e->idle_since) e->slept += pyhvd_now() - e->idle_since;
+    e->idle_since = 0;
+}
 
 /* Count an operation that has ended. */
 void pyhvd_exchange_count(pyhvd_exchange *e);
