@@ -39,6 +39,7 @@ from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
 from pyhvd.observe.hooks import Instruments
+from pyhvd.observe.host_meter import HostMeter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.observe.timeline import DYNAMIC, Recorder, new_job
 from pyhvd.transport.arena import Arena, NoArena
@@ -138,7 +139,8 @@ class Context:
         world, config, rank = self._world, self.config, self.topology.rank
         open_window = world.open_window if config.fast_lane else None
         recorder = self._make_recorder(world)
-        make = self._backend_maker(recorder)
+        between = HostMeter(rank, self.topology.hosts, [place.host for place in places])
+        make = self._backend_maker(recorder, between)
         backends = {GLOBAL_SET: make(world.fabric, self.process_sets[GLOBAL_SET])}
         for set_id, ranks in self.process_sets.items():
             if set_id != GLOBAL_SET and rank in ranks:
@@ -160,6 +162,7 @@ class Context:
                 FastPathBell(self.fast_path, rank, backends[GLOBAL_SET].fabric),
             )
         recorder.fast_path, recorder.members = self.fast_path, self.process_sets
+        recorder.hosts = between.names
         recorder.begin(backends[GLOBAL_SET].fabric)
         tuner = None
         if config.autotune and rank == 0:
@@ -181,10 +184,13 @@ class Context:
                 make_adapter=make_adapter,
                 surroundings=lambda: playing_rank(holder),
                 tuner=tuner,
+                between=between,
             ),
         )
 
-    def _backend_maker(self, recorder: Recorder) -> Callable[[Fabric, Ranks], HostBackend]:
+    def _backend_maker(
+        self, recorder: Recorder, between: HostMeter
+    ) -> Callable[[Fabric, Ranks], HostBackend]:
         """Return the function that makes the backend of a process set, from its fabric and ranks."""
         config, topology = self.config, self.topology
         open_window = self._world.open_window if config.fast_lane else None
@@ -198,6 +204,7 @@ class Context:
             agreement = len(ranks) == topology.size
             backend = make_backend(fabric, ranks, hosts, open_window, links, agreement, pieces, largest)
             recorder.watch(backend)
+            between.watch(backend.fabric)
             return backend
 
         return make

@@ -67,6 +67,7 @@ from pyhvd.negotiation.messages import (
 )
 from pyhvd.observe.hang_reporter import RankLocations, make_reporter, take_aside
 from pyhvd.observe.hooks import Instruments
+from pyhvd.observe.host_meter import HostMeter
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.stall_inspector import ANSWER_SECONDS
 from pyhvd.observe.timeline import Recorder
@@ -246,6 +247,8 @@ class RuntimeParts:
         A context manager that the background thread enters; callbacks of handles run in it.
     tuner : Tuner or None
         The autotuner, on rank 0 of a tuned job; the runtime closes it.
+    between : HostMeter or None
+        Counts what crosses to other hosts.
     """
 
     where: RankLocations
@@ -255,6 +258,7 @@ class RuntimeParts:
     make_adapter: Callable[[Worker, TensorQueue, Meter], NoFastPath] | None = None
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
+    between: HostMeter | None = None
 
 
 class Runtime:
@@ -295,8 +299,8 @@ class Runtime:
             Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
         self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
-        lateness = self._coordinator.stragglers if self._coordinator is not None else None
-        self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, lateness)
+        late = self._coordinator.stragglers if self._coordinator is not None else None
+        self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, late, parts.between)
         self._fast_path = NoFastPath()
         if parts.make_adapter is not None:
             self._fast_path = parts.make_adapter(self._worker, self._queue, self.meter)

@@ -152,13 +152,35 @@ cdef class ReadyTableEnd:
             "wait": read_histogram(&self.c.counters.waits),
         }
 
+    def host_counts(self):
+        """Return, by host, (bytes sent, bytes received, tensors announced last, ns awaited); [] on one host.
+
+        The bytes are those of the agreement connection; all ranks of this host share the counts. The own host
+        was last where no other was awaited. From any thread.
+        """
+        cdef pyhvd_peer_host* peers
+        cdef uint32_t k
+        if self.agreement is None:
+            return []
+        peers = self.agreement.c.shared.peers
+        return [
+            (peers[k].sent, peers[k].counters.received, peers[k].counters.late, peers[k].counters.awaited)
+            for k in range(self.agreement.c.hosts)
+        ]
+
     def lateness(self):
-        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited."""
+        """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited.
+
+        Of another host it is known only if the host has one rank.
+        """
         cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
         cdef int number
         late = [(0, 0)] * (self.c.setup.table.size if self.agreement is None else len(self.agreement.places))
         for number, rank in enumerate(self.ranks):
             late[rank] = states[number].late, states[number].awaited
+        for host, (_, _, tensors, waited) in enumerate(self.host_counts()):
+            if host != self.agreement.c.host and len(self.agreement.hosts[host]) == 1:
+                late[self.agreement.hosts[host][0]] = tensors, waited
         return late
 
     def _by_rank(self, bytearray marked):

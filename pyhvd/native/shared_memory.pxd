@@ -13,6 +13,7 @@ cdef extern from "common/trace_ring.h" nogil:
         REDUCING "PYHVD_REDUCING"
         UNPACKING "PYHVD_UNPACKING"
         AWAITING "PYHVD_AWAITING"
+        EXCHANGING "PYHVD_EXCHANGING"
 
     ctypedef struct pyhvd_event:
         int64_t begin
@@ -43,6 +44,19 @@ cdef extern from "links/link.h" nogil:
     void pyhvd_link_open(pyhvd_link* link, int fd)
 
 
+cdef extern from "common/counters.h" nogil:
+    ctypedef struct pyhvd_rail_counters:
+        uint64_t sent
+        uint64_t received
+        uint64_t last
+        uint64_t slept
+
+    ctypedef struct pyhvd_host_counters:
+        uint64_t received
+        uint64_t late
+        uint64_t awaited
+
+
 cdef extern from "window/window.h" nogil:
     cpdef enum:
         MAX_LOCAL "PYHVD_MAX_LOCAL"
@@ -60,8 +74,11 @@ cdef extern from "window/window.h" nogil:
         int lost
         int error
         const void* lost_host
+        int depth
         pyhvd_link* links
         int* bells
+        pyhvd_rail_counters* counters
+        uint32_t* numbers
 
     ctypedef struct pyhvd_window:
         int rank
@@ -133,11 +150,16 @@ cdef extern from "common/sampler.h" nogil:
 cdef extern from "fast_path/agreement.h" nogil:
     int PYHVD_CLOSED_BY_PEER
 
+    ctypedef struct pyhvd_peer_host:
+        uint64_t sent
+        pyhvd_host_counters counters
+
     ctypedef struct pyhvd_shared_agreement:
         uint32_t lost
         int error
         uint32_t note_bytes
         uint8_t* note
+        pyhvd_peer_host* peers
 
     ctypedef struct pyhvd_agreement:
         uint32_t host
@@ -157,6 +179,9 @@ cdef extern from "fast_path/ready_table.h" nogil:
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
         MAX_SLOTS "PYHVD_MAX_SLOTS"
+
+    cpdef enum:
+        OTHER_HOST "PYHVD_OTHER_HOST"
 
     ctypedef struct pyhvd_ranks:
         uint64_t ranks[4]
@@ -334,9 +359,15 @@ cdef class Trace:
     cdef pyhvd_trace* ring
 
 
+cdef class RailCounters:
+    cdef pyhvd_rail_counters* c
+    cdef int hosts
+
+
 cdef class Exchange:
     cdef pyhvd_exchange c
     cdef list rails
+    cdef RailCounters counters
 
     cdef int open(self, size_t capacity) except -1
 

@@ -120,6 +120,29 @@ cdef class Trace:
         return pyhvd_trace_dropped(self.ring)
 
 
+cdef class RailCounters:
+    """What one rank counts of each of ``hosts`` hosts, over the exchanges of all its process sets."""
+
+    def __cinit__(self, int hosts):
+        self.hosts = hosts
+        self.c = <pyhvd_rail_counters*>PyMem_Calloc(hosts, sizeof(pyhvd_rail_counters))
+        if self.c == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        PyMem_Free(self.c)
+
+    def read(self):
+        """Return, by host, (bytes sent, bytes received, how often it was last, ns slept for it).
+
+        The own host was last where no other was awaited. From any thread.
+        """
+        # The words are atomic in C, so each access here is atomic.
+        return [
+            (self.c[k].sent, self.c[k].received, self.c[k].last, self.c[k].slept) for k in range(self.hosts)
+        ]
+
+
 cdef class Exchange:
     """One rank's end of a process set's exchange between hosts, for its :class:`Window`.
 
@@ -170,12 +193,32 @@ cdef class Exchange:
                 pyhvd_link_open(&self.c.links[<int>own * self.c.hosts + <int>host], fd)
         return 0
 
+    def count_in(self, RailCounters counters, numbers):
+        """Count host g in ``counters`` as host ``numbers[g]``; call it before the exchange is used."""
+        if len(numbers) != self.c.hosts or not all(0 <= each < counters.hosts for each in numbers):
+            raise ValueError(f"{numbers} do not number {self.c.hosts} of {counters.hosts} hosts")
+        for g, number in enumerate(numbers):
+            self.c.numbers[<int>g] = number
+        self.counters = counters
+        self.c.counters = counters.c
+
     @property
     def lost(self):
         """The host whose connection has failed, and the errno (0: its peer closed it); or None."""
         if not self.c.lost:
             return None
         return self.c.lost - 1, 0 if self.c.error == PYHVD_LINK_CLOSED else self.c.error
+
+    @property
+    def depth(self):
+        """How many chunks this rank has in flight at most, by the rate of the last large operations."""
+        return self.c.depth
+
+    @depth.setter
+    def depth(self, int chunks):
+        if not 2 <= chunks <= ACROSS_SLOTS:
+            raise ValueError(f"an exchange has 2 to {ACROSS_SLOTS} chunks in flight, not {chunks}")
+        self.c.depth = chunks
 
 
 cdef class Window:

@@ -14,11 +14,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from pyhvd.negotiation.message_table import StragglerStats
 from pyhvd.negotiation.messages import RequestList, bytes_to_bits
+from pyhvd.observe.host_meter import HostCounts, HostMeter
 
 if TYPE_CHECKING:
     from pyhvd.native.shared_memory import FastPath
@@ -92,7 +93,7 @@ class Metrics:
 
     A tensor counts when its collective runs; a grouped call counts as its tensors. Bytes are those of this
     rank's input (0 for barrier and join). All values are of this rank alone, except ``late_tensors`` and
-    ``awaited_seconds``, which rank 0 has for every rank.
+    ``awaited_seconds``, which rank 0 has for every rank, and those that the lowest rank of a host has for it.
 
     Attributes
     ----------
@@ -129,6 +130,20 @@ class Metrics:
         Stall reports that rank 0 logged.
     stalled_tensors : int
         Overdue tensors at rank 0's last look.
+    link_sent_bytes, link_received_bytes : dict of str to dict of str to int
+        Bytes over links, by the other host's name and by connection: ``"rail"`` (this rank's rails) or
+        ``"agreement"`` (of all ranks of this host; on its lowest rank only).
+    link_wait_seconds : dict of str to float
+        By host: time for which this rank slept in an exchange between hosts until bytes of that host came.
+    late_exchanges : dict of str to int
+        By host: reductions between hosts in which the last bytes for which this rank waited came from that
+        host. This rank's own host: reductions in which it waited for no other.
+    host_late_tensors : dict of str to int
+        By host: cached tensors that this host was the last to announce, as seen here. On the lowest rank of
+        each host only.
+    host_awaited_seconds : dict of str to float
+        By other host: time for which this host's ranks waited for that host alone to announce cached tensors.
+        On the lowest rank of each host only.
     """
 
     rank: int
@@ -150,6 +165,12 @@ class Metrics:
     errors: dict[str, int]
     stall_warnings: int
     stalled_tensors: int
+    link_sent_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    link_received_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    link_wait_seconds: dict[str, float] = field(default_factory=dict)
+    late_exchanges: dict[str, int] = field(default_factory=dict)
+    host_late_tensors: dict[str, int] = field(default_factory=dict)
+    host_awaited_seconds: dict[str, float] = field(default_factory=dict)
 
 
 class _Counter:
@@ -201,6 +222,8 @@ class Meter:
         The fast lane's counters.
     lateness : StragglerStats, optional
         Stragglers of tensors negotiated by message; on rank 0.
+    hosts : HostMeter, optional
+        Counts what crosses to other hosts.
     """
 
     def __init__(
@@ -210,7 +233,9 @@ class Meter:
         timed: bool,
         fast: FastPath | None = None,
         lateness: StragglerStats | None = None,
+        hosts: HostMeter | None = None,
     ) -> None:
+        self._hosts = hosts
         self._rank = rank
         self._size = size
         self._fast = fast
@@ -316,6 +341,7 @@ class Meter:
         """Return the counters."""
         fast = self._fast.counts() if self._fast is not None else {}
         late = self._late()
+        between = self._hosts.read(self._fast) if self._hosts is not None else HostCounts()
         with self._lock:
             totals = {name: (list(c.buckets), c.sum) for name, c in self._histograms.items()}
             for name, (buckets, total) in fast.items():
@@ -348,6 +374,7 @@ class Meter:
                 errors=dict(sorted(self._errors.items())),
                 stall_warnings=self._stall_warnings,
                 stalled_tensors=self._stalled,
+                **asdict(between),
             )
 
     def _late(self) -> list[tuple[int, float]]:

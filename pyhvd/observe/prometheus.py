@@ -106,6 +106,42 @@ FAMILIES = (
     ),
     Family("pyhvd_stall_warnings_total", "counter", (), "Reports of stalled tensors (from rank 0)"),
     Family("pyhvd_stalled_tensors", "gauge", (), "Overdue tensors at the last look (from rank 0)"),
+    Family(
+        "pyhvd_link_sent_bytes_total",
+        "counter",
+        ("other_host", "connection"),
+        "Bytes sent to another host: over this rank's rails, or its host's agreement connection",
+    ),
+    Family(
+        "pyhvd_link_received_bytes_total",
+        "counter",
+        ("other_host", "connection"),
+        "Bytes received from another host, likewise",
+    ),
+    Family(
+        "pyhvd_link_wait_seconds_total",
+        "counter",
+        ("late_host",),
+        "Time that this rank slept in an exchange until bytes of another host came",
+    ),
+    Family(
+        "pyhvd_late_exchanges_total",
+        "counter",
+        ("late_host",),
+        "Reductions between hosts in which this rank waited for the bytes of a host last",
+    ),
+    Family(
+        "pyhvd_host_late_tensors_total",
+        "counter",
+        ("late_host",),
+        "Cached tensors that a host was the last to announce (from the lowest rank of each host)",
+    ),
+    Family(
+        "pyhvd_host_awaited_seconds_total",
+        "counter",
+        ("late_host",),
+        "Time for which a host waited for another one to announce (from the lowest rank of each host)",
+    ),
     Family("pyhvd_uptime_seconds", "gauge", (), "Time since init()"),
 )
 INFO = Family(

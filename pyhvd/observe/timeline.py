@@ -33,7 +33,9 @@ from pyhvd.errors import HorovodInternalError, TimelineError
 from pyhvd.native.shared_memory import (
     AWAITING,
     CARRIED,
+    EXCHANGING,
     MARKED_READY,
+    OTHER_HOST,
     PACKING,
     READY,
     REDUCING,
@@ -46,7 +48,7 @@ from pyhvd.negotiation.messages import RequestType, Response, TimelineOrder
 from pyhvd.observe.hooks import Instrument, Instruments, read_clock
 from pyhvd.observe.trace.clocks import Reading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
-from pyhvd.observe.trace.rows import Rows, Tensor
+from pyhvd.observe.trace.rows import EXCHANGE, Rows, Tensor
 from pyhvd.queue import TensorEntry
 from pyhvd.transport.fabric import Fabric
 
@@ -93,6 +95,8 @@ class Timeline(Instrument):
         The fast path, which knows the tensors of cache slots.
     members : callable
         ``members(id)`` returns the global ranks of a process set.
+    hosts : sequence of str
+        The names of the job's hosts.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class Timeline(Instrument):
         trace: Trace,
         fast_path: FastPath | None,
         members: Callable[[int], tuple[int, ...]],
+        hosts: Sequence[str] = (),
     ) -> None:
         self._writer = writer
+        self._hosts = hosts
         self._rank = rank
         self._trace = trace
         self._fast_path = fast_path
@@ -201,11 +207,14 @@ class Timeline(Instrument):
                 self._append(begin, rows.posted, begin, self._rank, tensors)
             elif kind == READY:
                 for tensor in self._tensors(set_id, slot, alone=True):
-                    self._append(end, rows.matched, begin, end, number, rank, tensor)
+                    self._append(end, rows.matched, begin, end, number, self._who(rank), tensor)
             elif kind == CARRIED:
                 self._append(end, rows.carried, end)
             elif kind == AWAITING:
                 self._append(end, self._awaited, begin, end, rank)
+            elif kind == EXCHANGING:
+                what = {"bytes": number, "last_host": self._hosts[rank]}
+                self._append(end, partial(rows.phase, EXCHANGE, begin, end, **what))
             else:
                 self._append(end, rows.phase, _STAGES[kind], begin, end)
 
@@ -213,6 +222,10 @@ class Timeline(Instrument):
         """Return the tensors of the call that a slot belongs to, or with ``alone`` the slot's tensor."""
         requests = self._fast_path.requests(set_id, slot, alone) if self._fast_path is not None else []
         return [(set_id, request) for request in requests]
+
+    def _who(self, last: int) -> int | str:
+        """Return the rank, or the name of the host, that was the last to make a tensor ready."""
+        return f"host {self._hosts[last - OTHER_HOST]}" if last >= OTHER_HOST else last
 
     def _awaited(self, begin: int, end: int, set_rank: int) -> None:
         """Add the wait for a rank of the process set whose batch is under way."""
@@ -267,6 +280,7 @@ class Recorder:
         self.busy = False
         self.fast_path: FastPath | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
+        self.hosts: tuple[str, ...] = ()
         self.trace = Trace()
         self._rank = rank
         self._size = size
@@ -331,6 +345,7 @@ class Recorder:
             self.trace,
             self.fast_path,
             lambda set_id: self.members.get(set_id, ()),
+            self.hosts,
         )
         self._active.add_clock("start", reading)
         self._hooks.add(self._active)

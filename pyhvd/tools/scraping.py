@@ -1,6 +1,7 @@
 """Reading the metrics of a job's ranks over HTTP, and the rates between two readings.
 
-Owns :class:`Reading`, one rank's metrics at one moment, and :class:`Row`, the difference of two readings.
+Owns :class:`Reading`, one rank's metrics at one moment, and the differences of two readings: :class:`Row` of
+a rank, and :class:`HostRow` of what crosses to and from a host.
 Knows nothing of screens.
 """
 
@@ -145,6 +146,62 @@ class Row:
     stalled: int
     awaited_percent: float | None = None
     lanes: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class HostRow:
+    """What the ranks of other hosts, as far as they were read, had to do with one host.
+
+    Attributes
+    ----------
+    sent_per_second, received_per_second : float
+        Bytes to and from the host, of all those ranks.
+    wait_percent : float
+        Share of the time for which a rank slept until the host's bytes came; the mean of those ranks.
+    last_percent : float or None
+        Share of their reductions between hosts in which they waited for this host's bytes last.
+    awaited_percent : float or None
+        Share of the time for which a host waited for this one to announce tensors; the largest of all hosts.
+    """
+
+    host: str
+    sent_per_second: float
+    received_per_second: float
+    wait_percent: float
+    last_percent: float | None = None
+    awaited_percent: float | None = None
+
+
+def host_rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[HostRow]:
+    """Return a row for each host that is another host to some rank; empty without links."""
+    earlier = {(reading.job, reading.rank): reading for reading in before}
+    pairs = [(earlier[r.job, r.rank], r) for r in after if (r.job, r.rank) in earlier]
+    hosts = {host for _, now in pairs for host in now.by("pyhvd_link_sent_bytes_total", "other_host")}
+    return [_host_row(host, pairs) for host in sorted(hosts)]
+
+
+def _host_row(host: str, pairs: Sequence[tuple[Reading, Reading]]) -> HostRow:
+    row = HostRow(host, 0.0, 0.0, 0.0)
+    slept = passed = last = exchanges = 0.0
+    for then, now in pairs:
+        sent = _grown_by(then, now, "pyhvd_link_sent_bytes_total", "other_host")
+        if host not in sent:  # a rank of this host
+            continue
+        seconds = _passed(then, now)
+        received = _grown_by(then, now, "pyhvd_link_received_bytes_total", "other_host")
+        row.sent_per_second += sent[host] / seconds
+        row.received_per_second += received.get(host, 0.0) / seconds
+        slept += _grown_by(then, now, "pyhvd_link_wait_seconds_total", "late_host").get(host, 0.0)
+        passed += seconds
+        ends = _grown_by(then, now, "pyhvd_late_exchanges_total", "late_host")
+        last += ends.get(host, 0.0)
+        exchanges += sum(ends.values())
+        awaited = _grown_by(then, now, "pyhvd_host_awaited_seconds_total", "late_host")
+        if host in awaited:
+            row.awaited_percent = max(row.awaited_percent or 0.0, 100 * awaited[host] / seconds)
+    row.wait_percent = 100 * slept / passed
+    row.last_percent = 100 * last / exchanges if exchanges else None
+    return row
 
 
 def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:

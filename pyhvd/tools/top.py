@@ -14,12 +14,12 @@ import json
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from pyhvd.observe.endpoint_files import RankFile, read_files
 from pyhvd.run.cli import positive_float, positive_int
-from pyhvd.tools.scraping import Row, rates, scrape
+from pyhvd.tools.scraping import HostRow, Row, host_rates, rates, scrape
 from pyhvd.tools.tables import align
 
 _EXAMPLES = """\
@@ -37,6 +37,11 @@ _COLUMNS = ("rank", "tensors/s", "GB/s", "cache hits", "lane", "waits", "awaited
 _KEY = (
     "waits: time that the program waited for results; awaited: time that all others waited for this rank;"
     " stalled: overdue tensors"
+)
+_HOST_COLUMNS = ("host", "to it MB/s", "from it MB/s", "link waits", "last", "awaited")
+_HOST_KEY = (
+    "link waits: time that ranks slept until this host's bytes came; last: reductions whose last bytes came"
+    " from it; awaited: time that a host waited for this one's tensors"
 )
 
 
@@ -71,7 +76,7 @@ def _watch(urls: Sequence[str], given: argparse.Namespace) -> None:
             after = scrape(urls)
             if rows := rates(before, after.readings):
                 shown = True
-                show(heading(rows, job, size, len(after.silent)), rows)
+                show(heading(rows, job, size, len(after.silent)), rows, host_rates(before, after.readings))
             if after.over or (given.once and shown):
                 break
             before = after.readings or before
@@ -140,6 +145,16 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def host_cells(row: HostRow) -> tuple[str, ...]:
+    """Return the texts of a host's row."""
+    return (
+        row.host,
+        f"{row.sent_per_second / 1e6:,.1f}",
+        f"{row.received_per_second / 1e6:,.1f}",
+        *map(_percent, (row.wait_percent, row.last_percent, row.awaited_percent)),
+    )
+
+
 def heading(rows: Sequence[Row], job: str, size: int, silent: int = 0) -> str:
     """Return the line above the table: number of ranks, silent ranks, and the slowest rank."""
     text = f"{job}: {len(rows)} of {size} ranks, over {rows[0].seconds:.2f} s"
@@ -156,33 +171,51 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}%"
 
 
-Show = Callable[[str, Sequence[Row]], None]
-"""Shows the rows of one interval under a title."""
+Show = Callable[[str, Sequence[Row], Sequence[HostRow]], None]
+"""Shows the rows of one interval under a title: of ranks, and of hosts if there are links."""
 
 
-def _show_json(title: str, rows: Sequence[Row]) -> None:
+def _show_json(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
     ranks = [dataclasses.asdict(row) for row in rows]
-    print(json.dumps({"job": rows[0].job, "title": title, "ranks": ranks}), flush=True)
+    found = {
+        "job": rows[0].job,
+        "title": title,
+        "ranks": ranks,
+        "hosts": list(map(dataclasses.asdict, hosts)),
+    }
+    print(json.dumps(found), flush=True)
 
 
-def _show_plain(title: str, rows: Sequence[Row]) -> None:
-    print(title, *align([_COLUMNS, *map(cells, rows)]), "", sep="\n", flush=True)
+def _show_plain(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
+    lines = align([_COLUMNS, *map(cells, rows)])
+    if hosts:
+        lines += ["", *align([_HOST_COLUMNS, *map(host_cells, hosts)], left=1)]
+    print(title, *lines, "", sep="\n", flush=True)
 
 
 @contextlib.contextmanager
 def _rich_screen() -> Iterator[Show]:
-    """Yield a function that redraws one table in place."""
+    """Yield a function that redraws the tables in place."""
+    from rich.console import Group
     from rich.live import Live
     from rich.markup import escape
     from rich.table import Table
 
-    def show(title: str, rows: Sequence[Row]) -> None:
-        table = Table(title=escape(title), caption=_KEY, title_justify="left")
-        for column in _COLUMNS:
+    def table_of(
+        columns: Sequence[str], lines: Iterable[tuple[str, ...]], key: str, title: str = ""
+    ) -> Table:
+        table = Table(title=escape(title), caption=key, title_justify="left")
+        for column in columns:
             table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*map(escape, cells(row)))
-        live.update(table, refresh=True)
+        for line in lines:
+            table.add_row(*map(escape, line))
+        return table
+
+    def show(title: str, rows: Sequence[Row], hosts: Sequence[HostRow]) -> None:
+        tables = [table_of(_COLUMNS, map(cells, rows), _KEY, title)]
+        if hosts:
+            tables.append(table_of(_HOST_COLUMNS, map(host_cells, hosts), _HOST_KEY))
+        live.update(Group(*tables), refresh=True)
 
     with Live(auto_refresh=False) as live:
         yield show
@@ -202,7 +235,7 @@ def _screen(given: argparse.Namespace) -> AbstractContextManager[Show]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pyhvd top",
-        description="Show what the ranks of a running job do, until it ends. " + _KEY + ".",
+        description=f"Show what the ranks of a running job do, until it ends. {_KEY}. Of hosts: {_HOST_KEY}.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pyhvd.common.text import describe_ranks
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import RankTrace, load
 from pyhvd.observe.trace.merging import merge
-from pyhvd.observe.trace.summary import PARTS, Total, summarise
+from pyhvd.observe.trace.summary import PARTS, Across, Total, summarise, summarise_hosts
 from pyhvd.tools.tables import print_table
 
 _EXAMPLES = """\
@@ -125,13 +126,15 @@ def _merge(traces: list[RankTrace], output: str) -> None:
 
 def _summarise(traces: list[RankTrace], top: int) -> None:
     everything, tensors = summarise(traces)
-    parts = [f"{_HEADINGS.get(part, part)} ms" for part in PARTS]
-    headings = ["tensor", "turns", "MiB", "total ms", *parts, "last"]
+    across = summarise_hosts(traces)
+    parts = [part for part in PARTS if part != "between hosts" or across.nbytes]
+    times = [f"{_HEADINGS.get(part, part)} ms" for part in parts]
+    headings = ["tensor", "turns", "MiB", "total ms", *times, "last"]
     shown = tensors[:top]
-    rows = [_row(total) for total in shown]
+    rows = [_row(total, parts) for total in shown]
     if len(tensors) > len(shown):
         rows.append([f"({len(tensors) - len(shown)} more)", *[""] * (len(headings) - 1)])
-    rows.append(_row(everything))
+    rows.append(_row(everything, parts))
     ranks = describe_ranks([trace.rank for trace in traces])
     print_table(f"time by part: ms, summed over turns, mean of {ranks}", headings, rows)
     print(
@@ -144,13 +147,27 @@ def _summarise(traces: list[RankTrace], top: int) -> None:
             f"rank {rank} was the last to submit in {everything.last[rank]} of {everything.turns} turns;"
             f" the ranks waited {us / 1000:.3f} ms for it (mean)"
         )
+    if across.nbytes:
+        _summarise_hosts(across, ranks)
     if everything.failed:
         print(f"{everything.failed} turns ended in an error")
 
 
-def _row(total: Total) -> list[str]:
+def _summarise_hosts(across: Across, ranks: str) -> None:
+    print(
+        f"between hosts: {across.nbytes / 2**20:.2f} MiB sent and received in {across.time / 1000:.3f} ms,"
+        f" {100 * across.share:.1f}% of the time (means of {ranks})"
+    )
+    for host, us in sorted(across.waited_for.items(), key=lambda item: -item[1])[:5]:
+        print(
+            f"bytes of host {host} came last in {across.last[host]} of {across.last.total()} batches;"
+            f" the exchange until they came took {us / 1000:.3f} ms (mean)"
+        )
+
+
+def _row(total: Total, parts: Sequence[str]) -> list[str]:
     slowest = total.slowest_rank()
-    times = [total.time, *(total.parts[part] for part in PARTS)]
+    times = [total.time, *(total.parts[part] for part in parts)]
     return [
         total.name,
         str(total.turns),

@@ -101,6 +101,15 @@ class HostsFabric(ShmFabric):
             self.rank, self.hosts, connections, links.bells, links.background_bells
         )
 
+    def addresses(self, host: int) -> tuple[str, str]:
+        """Return the two addresses of this rank's first rail to a host: the own one, and the host's."""
+        peer = next(peer for rail in self._links.rails if (peer := rail[host]) is not None)
+        return peer.getsockname()[0], peer.getpeername()[0]
+
+    def count_in(self, counters: shared_memory.RailCounters, numbers: Sequence[int]) -> None:
+        """Count what crosses to other hosts; ``numbers`` has, by global rank, the number of its host."""
+        self._exchange.count_in(counters, [numbers[ranks[0]] for _, ranks in self._places])
+
     def follow(self, fabric: HostsFabric, fast_path: shared_memory.FastPath) -> None:
         """Learn from the fast path, and from the fabric of all ranks, when a host is lost, and why."""
         self._all, self._fast_path = fabric, fast_path

@@ -64,13 +64,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a batch on one rank (us of rank 0's clock); ``rank`` is the rank waited for, or -1."""
+    """A part of a batch on one rank (us of rank 0's clock).
+
+    ``rank`` is the rank waited for, or -1. An exchange between hosts has the bytes sent and received, and the
+    host whose bytes came last.
+    """
 
     name: str
     begin: float
     end: float
     batch: int
     rank: int
+    nbytes: int = 0
+    last_host: str = ""
 
 
 @dataclass(slots=True)
@@ -260,7 +266,9 @@ class _Reader:
     def _phase(self, event: Event) -> None:
         args = event["args"]
         begin, end = self._time(event["ts"]), self._time(event["ts"] + event["dur"])
-        self._trace.phases.append(Phase(event["name"], begin, end, args["batch"], args.get("rank", -1)))
+        exchanged = args.get("bytes", 0), args.get("last_host", "")
+        phase = Phase(event["name"], begin, end, args["batch"], args.get("rank", -1), *exchanged)
+        self._trace.phases.append(phase)
 
     def _close(self, row: _RowState, event: Event) -> None:
         name, begin = row.open.pop()

@@ -11,11 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pyhvd.observe.trace import rows
 from pyhvd.observe.trace.files import Event, metadata
 from pyhvd.observe.trace.loading import RankTrace, Turn
 
-NEGOTIATE, QUEUE, RUN, WAIT, PACK, REDUCE, UNPACK, MOVE = range(8)
-TRACKS = ("negotiate", "queue", "run", "wait for a rank", "pack", "reduce", "unpack", "allocate, exchange")
+NEGOTIATE, QUEUE, RUN, WAIT, PACK, REDUCE, ACROSS, UNPACK, MOVE = range(9)
+TRACKS = (
+    *("negotiate", "queue", "run", "wait for a rank", "pack", "reduce", "between hosts", "unpack"),
+    "allocate, exchange",
+)
 _LANES = 1000
 # Larger than any rank: viewers treat thread 0 and the thread with its process's number as one thread.
 _FIRST_THREAD = 1_000_000
@@ -30,6 +34,8 @@ def track_of(phase: str) -> int:
             return PACK
         case "MEMCPY_OUT_FUSION_BUFFER":
             return UNPACK
+        case rows.EXCHANGE:
+            return ACROSS
     return REDUCE if phase.endswith(("_ALLREDUCE", "_REDUCESCATTER", "_ADASUM")) else MOVE
 
 
@@ -149,10 +155,14 @@ def _spans(trace: RankTrace, origin: float, drawn: Drawn) -> list[list[Span]]:
         drawn[turn, RUN] = Span(begun, ended, name, operation, args)
         tracks[RUN].append(drawn[turn, RUN])
     for phase in trace.phases:
-        args = {"batch": phase.batch} | ({"waited for rank": phase.rank} if phase.rank >= 0 else {})
+        about: Event = {"batch": phase.batch}
+        if phase.rank >= 0:
+            about["waited for rank"] = phase.rank
+        if phase.last_host:
+            about |= {"bytes": phase.nbytes, "last host": phase.last_host}
         name = f"rank {phase.rank}" if phase.rank >= 0 else phase.name
         begin, end = _since(origin, phase.begin), _since(origin, phase.end)
-        tracks[track_of(phase.name)].append(Span(begin, end, name, phase.name, args))
+        tracks[track_of(phase.name)].append(Span(begin, end, name, phase.name, about))
     return tracks
 
 

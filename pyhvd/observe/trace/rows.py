@@ -31,6 +31,9 @@ MAIN, DATA_PATH, FIRST_TENSOR = 0, 1, 2
 MOST_ROWS = 20_000
 """Rows that a recording keeps; further names share rows, as unnamed tensors do."""
 
+EXCHANGE = "LINKS_EXCHANGE"
+"""The phase in which a rank sends, receives, sums and waits for what crosses between hosts."""
+
 Tensor = tuple[int, Request]
 
 
@@ -157,8 +160,8 @@ class Rows:
             if row.negotiating:
                 self._tick(row, at, rank)
 
-    def matched(self, ready: int, turn: int, place: int, last: int, tensor: Tensor) -> None:
-        """Record that rank ``last`` made a tensor ready everywhere; its batch starts at ``turn``."""
+    def matched(self, ready: int, turn: int, place: int, last: int | str, tensor: Tensor) -> None:
+        """Record that ``last`` (a rank, or text) made a tensor ready; its batch starts at ``turn``."""
         self.process_set = tensor[0]
         row = self._row(tensor)
         if place != self._cycle:
@@ -233,8 +236,8 @@ class Rows:
             self._tick(row, when, rank)
         row.early.clear()
 
-    def _tick(self, row: Row, at: int, rank: int) -> None:
-        event = self._event(row, str(rank), "X", self._at(row, at))
+    def _tick(self, row: Row, at: int, who: int | str) -> None:
+        event = self._event(row, str(who), "X", self._at(row, at))
         event["dur"] = 0
 
     def _ready(self, row: Row, at: int, tensor: Tensor, turn: str) -> None:

@@ -5,7 +5,8 @@ Owns the arithmetic; does no I/O. The time of one turn on one rank has these par
     submitted ... slowest rank submitted   waiting for that rank
     ... agreement on this rank             negotiation
     ... batch starts                       queue
-    ... batch ends                         the data path: waiting, packing, reducing, unpacking, other
+    ... batch ends                         the data path: waiting, packing, reducing, the exchange between
+                                           hosts, unpacking, other
 
 A tensor's share of its batch's time is its share of the batch's bytes. Times are means over the ranks of the
 turn, in us.
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from pyhvd.observe.trace.loading import RankTrace, Turn
 from pyhvd.observe.trace.merging import (
+    ACROSS,
     MOVE,
     PACK,
     REDUCE,
@@ -32,8 +34,15 @@ from pyhvd.observe.trace.merging import (
 Interval = tuple[float, float]
 
 
-PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "unpack", "other")
-_TRACKS = {WAIT: "wait", PACK: "pack", REDUCE: "reduce", UNPACK: "unpack", MOVE: "other"}
+PARTS = ("slowest", "negotiation", "queue", "wait", "pack", "reduce", "between hosts", "unpack", "other")
+_TRACKS = {
+    WAIT: "wait",
+    PACK: "pack",
+    REDUCE: "reduce",
+    ACROSS: "between hosts",
+    UNPACK: "unpack",
+    MOVE: "other",
+}
 
 
 @dataclass(slots=True)
@@ -105,6 +114,48 @@ def summarise(traces: Sequence[RankTrace]) -> tuple[Total, list[Total]]:
         if who >= 0:
             everything.waited_for[who] += us
     return everything, sorted(totals.values(), key=lambda total: -total.time)
+
+
+@dataclass(slots=True)
+class Across:
+    """What crossed between hosts; times in us, means over ranks.
+
+    Attributes
+    ----------
+    nbytes : float
+        Bytes that a rank sent and received.
+    time, share : float
+        Time in the exchange; its share of the time from a rank's first submission to its last result.
+    waited_for : dict of str to float
+        That time by the host whose bytes came last in it.
+    last : Counter of str
+        Batches, of all ranks together, in which a host's bytes came last.
+    """
+
+    nbytes: float = 0.0
+    time: float = 0.0
+    share: float = 0.0
+    waited_for: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    last: Counter[str] = field(default_factory=Counter)
+
+
+def summarise_hosts(traces: Sequence[RankTrace]) -> Across:
+    """Return what crossed between hosts."""
+    across, ranks = Across(), len(traces)
+    for trace in traces:
+        last: dict[int, str] = {}
+        spent = 0.0
+        for phase in (each for each in trace.phases if track_of(each.name) == ACROSS):
+            across.nbytes += phase.nbytes / ranks
+            across.waited_for[phase.last_host] += (phase.end - phase.begin) / ranks
+            spent += phase.end - phase.begin
+            last[phase.batch] = phase.last_host
+        across.last.update(last.values())
+        across.time += spent / ranks
+        begins = [turn.ready if turn.submitted is None else turn.submitted for turn in trace.turns]
+        whole = max((turn.ended for turn in trace.turns), default=0.0) - min(begins, default=0.0)
+        across.share += spent / whole / ranks if whole else 0.0
+    return across
 
 
 def covered(intervals: Sequence[Interval]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import enum
 import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from pyhvd.common.text import describe_ranks
 from pyhvd.config import Config, known_variables
 from pyhvd.errors import ConfigError
 from pyhvd.tools.doctor.facts import Facts
-from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
+from pyhvd.tools.doctor.trial_facts import LinkFacts, Trial, TrialFacts
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -24,10 +25,16 @@ SMALL_SHM = 256 * MIB
 LITTLE_MEMORY = GIB
 FEW_FILES = 1024
 CLOCK_SKEW_S = 1.0
-SLOW_LATENCY_S = {"shared memory": 200e-6, "MPI": 10e-3}
+SLOW_LATENCY_S = {"shared memory": 200e-6, "links": 10e-3, "MPI": 10e-3}
 SLOW_SHARE = 0.02
 """An allreduce is slow if its rate is below this share of the rate of a plain copy."""
 
+
+SLOW_LINK = 2.0
+"""A link is slow if its rate is lower by this factor than the median of all, or its latency higher."""
+FEW_LINKS = 3
+LINK_LATENCY_S = 200e-6
+"""A link's latency is never slow below it: it is then a matter of cores."""
 
 _WITHOUT_COUNTERPART = re.compile(
     "ALLOW_MIXED_GPU|BATCH_D2D|BUILD_|CCL_|CROSS_|CUDA_|DISABLE_NVTX|ELASTIC|ENABLE_|GLOO_|GPU|HOSTNAME|LOCAL_"
@@ -85,6 +92,17 @@ def span(seconds: float) -> str:
 def rate(bytes_per_second: float) -> str:
     """Return a rate with a unit, in powers of ten: ``"5.21 GB/s"``."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def link_rate(bytes_per_second: float) -> str:
+    """Return a link's rate with a unit: ``"117 MB/s"``."""
+    return f"{bytes_per_second / 1e6:,.4g} MB/s"
+
+
+def between(found: TrialFacts, link: LinkFacts) -> str:
+    """Return the hosts and addresses of a link: ``"h0 (10.0.0.1) <-> h1 (10.0.0.2)"``."""
+    ends = zip(link.ranks, link.addresses, strict=True)
+    return " <-> ".join(f"{found.ranks[rank].host} ({address})" for rank, address in ends)
 
 
 # -- one host ---------------------------------------------------------------------------
@@ -312,6 +330,25 @@ def _check_clocks(found: TrialFacts) -> Findings:
             )
 
 
+def _check_links(found: TrialFacts) -> Findings:
+    if len(found.links) < FEW_LINKS:
+        return
+    usual = statistics.median(link.rate for link in found.links)
+    delay = statistics.median(link.latency for link in found.links)
+    for link in found.links:
+        slow = link.rate * SLOW_LINK < usual
+        far = link.latency > max(delay * SLOW_LINK, LINK_LATENCY_S)
+        if slow or far:
+            wrong = f"moves {link_rate(link.rate)}" if slow else f"needs {span(link.latency)} for 4 bytes"
+            median = link_rate(usual) if slow else span(delay)
+            yield note(
+                "link",
+                f"the link {between(found, link)} {wrong}, while {median} is the median of {len(found.links)}"
+                " links: look for a slow port (ethtool), for errors (ip -s link), and for another network"
+                " that PYHVD_LINK_INTERFACES should name",
+            )
+
+
 def _check_fast_path(found: TrialFacts) -> Findings:
     if len({each.host for each in found.ranks}) > 1:
         return
@@ -340,6 +377,8 @@ def _check_latency(found: TrialFacts, crowded: float) -> Findings:
 
 
 def _check_bandwidth(found: TrialFacts, crowded: float) -> Findings:
+    if len({each.host for each in found.ranks}) > 1:
+        return  # the network is the limit
     for lane in found.lanes:
         floor = SLOW_SHARE * found.copy_rate / crowded
         if lane.rate < floor:
@@ -391,6 +430,7 @@ def _check(facts: Facts, ranks: int, trial: Trial | None) -> Findings:
     yield from _check_binding(facts, trial.found)
     yield from _check_ring(trial.found)
     yield from _check_clocks(trial.found)
+    yield from _check_links(trial.found)
     yield from _check_fast_path(trial.found)
     yield from _check_latency(trial.found, crowded)
     yield from _check_bandwidth(trial.found, crowded)

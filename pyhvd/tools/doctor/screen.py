@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyhvd.tools.doctor.advice import Finding, Level, rate, size, span
+from pyhvd.tools.doctor.advice import Finding, Level, between, link_rate, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Facts
 from pyhvd.tools.doctor.trial_facts import Trial, TrialFacts
 
 WIDTH = 110
+MOST_LINKS = 10
 
 Rows = Iterator[tuple[str, str]]
 """The rows of a table: subject and value."""
@@ -112,12 +114,24 @@ def trial_rows(trial: Trial) -> Rows:
         worst = max(found.clocks, key=lambda clock: abs(clock.offset))
         offset = f"{span(worst.offset)} ahead of rank 0, +/- {span(worst.uncertainty)}"
         yield "clocks", f"rank {worst.rank} is {offset}: the most"
+    yield from _link_rows(found)
     for lane in found.lanes:
         yield "latency", f"{span(lane.latency)} for an allreduce of 4 bytes over {lane.name}"
         bus = rate(lane.rate * 2 * (len(found.ranks) - 1) / len(found.ranks))
         what = f"an allreduce of {size(lane.nbytes)} over {lane.name}"
         yield "bandwidth", f"{rate(lane.rate)} (busbw {bus}) for {what}"
     yield "copy", f"{rate(found.copy_rate)} for a plain copy on each rank at a time"
+
+
+def _link_rows(found: TrialFacts) -> Rows:
+    shown = sorted(found.links, key=lambda link: link.rate)[:MOST_LINKS]
+    for link in sorted(shown, key=lambda link: link.ranks):
+        speed = f"{span(link.latency)}, {link_rate(link.rate)} in each direction"
+        yield "link", f"{between(found, link)}: {speed}"
+    if len(found.links) > len(shown):
+        rates = sorted(link.rate for link in found.links)
+        middle = link_rate(statistics.median(rates))
+        yield "links", f"the slowest {len(shown)} of {len(rates)}; {middle} in the median of all"
 
 
 def plain(report: Report) -> str:

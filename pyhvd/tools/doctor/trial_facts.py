@@ -29,8 +29,27 @@ class ClockFacts(msgspec.Struct, frozen=True):
     uncertainty: float
 
 
+class LinkFacts(msgspec.Struct, frozen=True):
+    """Speed of the link between two ranks on different hosts, without negotiation.
+
+    ``latency`` is the median time (s) in which both exchange 4 bytes, ``seconds`` that in which both exchange
+    ``nbytes`` bytes; the first of ``ranks`` and ``addresses`` has measured.
+    """
+
+    ranks: tuple[int, int]
+    addresses: tuple[str, str]
+    latency: float
+    nbytes: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes by time (B/s), in each direction, both at the same time."""
+        return self.nbytes / self.seconds
+
+
 class LaneFacts(msgspec.Struct, frozen=True):
-    """Speed of one lane, "shared memory" or "MPI", measured on rank 0.
+    """Speed of one lane, "shared memory", "links" or "MPI", measured on rank 0.
 
     ``latency`` is the median time (s) of a synchronous, cached allreduce of 4 bytes, ``seconds`` that of an
     allreduce of ``nbytes`` bytes.
@@ -60,6 +79,7 @@ class TrialFacts(msgspec.Struct, frozen=True):
     lanes: list[LaneFacts]
     copy_rate: float
     warnings: list[str]
+    links: list[LinkFacts] = []
 
 
 class Trial(msgspec.Struct, frozen=True):

@@ -34,9 +34,17 @@ class Hosts:
         The number of ranks of each host; ranks are numbered host by host.
     chunk, capacity : int
         Bytes of a chunk, and of a slot.
+    connect : callable, optional
+        Makes two connected sockets that do not block.
     """
 
-    def __init__(self, layout: Sequence[int], chunk: int = CHUNK, capacity: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Sequence[int],
+        chunk: int = CHUNK,
+        capacity: int = 0,
+        connect: Callable[[], tuple[socket.socket, socket.socket]] | None = None,
+    ) -> None:
         self.layout = layout
         self.windows: list[shared_memory.Window] = []
         self.exchanges: list[shared_memory.Exchange] = []
@@ -47,7 +55,7 @@ class Hosts:
         for k in range(slices):
             for a in range(len(layout)):
                 for b in range(a + 1, len(layout)):
-                    self.sockets[k, a, b], self.sockets[k, b, a] = _connected_pair()
+                    self.sockets[k, a, b], self.sockets[k, b, a] = (connect or _connected_pair)()
         for host, ranks in enumerate(layout):
             self._open(host, ranks, slices, chunk, capacity or chunk)
 
@@ -116,6 +124,24 @@ def _connected_pair() -> tuple[socket.socket, socket.socket]:
     for each in pair:
         each.setblocking(False)
     return pair
+
+
+def _slow_pair(rate: float) -> tuple[socket.socket, socket.socket]:
+    """Return two sockets that do not block, connected by threads that pass `rate` bytes per second on."""
+    (a, near), (b, far) = socket.socketpair(), socket.socketpair()
+    for each in (a, b):
+        each.setblocking(False)
+
+    def relay(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(len(data) / rate)
+                target.sendall(data)
+        target.close()
+
+    for ends in ((near, far), (far, near)):
+        threading.Thread(target=relay, args=ends, daemon=True).start()
+    return a, b
 
 
 def oracle(layout: Sequence[int], parts: list[Array], code: int, op: int, factor: float) -> Array:
@@ -263,6 +289,51 @@ def test_a_late_rank_is_waited_for_asleep(layout: tuple[int, ...], total: int) -
     assert max(used) < 0.3, used
 
 
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("total", [100, 1_000_000])
+def test_what_crosses_is_counted(layout: tuple[int, ...], total: int) -> None:
+    hosts = Hosts(layout)
+    number = [5, 3, 4]  # of the job's hosts; the exchange's are 0, 1, ...
+    counters = [shared_memory.RailCounters(6) for _ in hosts.exchanges]
+    for exchange, each in zip(hosts.exchanges, counters, strict=True):
+        exchange.count_in(each, number[: len(layout)])
+    begun = threading.Barrier(sum(layout))
+
+    def job(rank: int, window: shared_memory.Window) -> None:
+        for late in (False, True):
+            begun.wait()
+            if late and rank >= sum(layout[:-1]):
+                time.sleep(0.3)
+            array = np.ones(total, np.float32)
+            assert reduce(window, [array], [array], [total])
+
+    hosts.run(job)
+    last_host = len(layout) - 1
+    sent, received = np.zeros((6, 6), np.int64), np.zeros((6, 6), np.int64)
+    places = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
+    for host, each in zip(places, counters, strict=True):
+        rows = each.read()
+        mine, late = number[host], number[last_host]
+        assert sum(last for _, _, last, _ in rows) == 2
+        assert rows[mine][:2] == (0, 0)
+        if host != last_host:
+            assert rows[late][2] >= 1
+            assert 0.2e9 < rows[late][3] < 2e9
+        sent[mine] += [row[0] for row in rows]
+        received[mine] += [row[1] for row in rows]
+    assert (sent == received.T).all()
+    part = total * 4 / len(layout) * 2 if total > shared_memory.FLAT // 4 else total * 4 * max(layout)
+    for a, b in ((a, b) for a in number[: len(layout)] for b in number[: len(layout)] if a != b):
+        assert 2 * part < sent[a, b] < 2.02 * part + 500
+
+
+def test_hosts_need_valid_numbers() -> None:
+    (exchange, _) = Hosts((1, 1)).exchanges
+    for wrong in ([0], [0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="do not number 2 of 2 hosts"):
+            exchange.count_in(shared_memory.RailCounters(2), wrong)
+
+
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("total", [100, 1_000_000])
 def test_a_lost_connection_names_the_host(layout: tuple[int, ...], total: int) -> None:
@@ -283,6 +354,49 @@ def test_a_lost_connection_names_the_host(layout: tuple[int, ...], total: int) -
     for exchange in hosts.exchanges[:first_host]:
         assert exchange.lost is not None
         assert exchange.lost[0] == len(layout) - 1
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)], ids=str)
+def test_a_slow_link_has_less_in_flight(layout: tuple[int, ...]) -> None:
+    """At 50 MB/s there are 512 KiB in flight: 2 chunks of 256 KiB, or as many small ones as there can be."""
+    hosts = Hosts(layout, chunk=1 << 18, connect=lambda: _slow_pair(5e7))
+    total = 1 << 20
+
+    def job(rank: int, window: shared_memory.Window) -> list[int]:
+        depths = []
+        for chunk in (1 << 18, 1 << 14):
+            window.resize(chunk)
+            for _ in range(2):
+                array = np.full(total, float(rank), np.float32)
+                assert reduce(window, [array], [array], [total])
+                assert (array == sum(range(sum(layout)))).all()
+                depths.append(hosts.exchanges[rank].depth)
+        return depths
+
+    for depths in hosts.run(job):
+        assert depths == [2, 2, 4, 4]
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS))
+def test_every_rank_may_have_its_own_depth(data: st.DataObject, layout: tuple[int, ...]) -> None:
+    hosts = Hosts(layout)
+    total = 100_000
+    depths = [
+        data.draw(st.lists(st.integers(2, shared_memory.ACROSS_SLOTS), min_size=3, max_size=3))
+        for _ in range(sum(layout))
+    ]
+    parts = [random_array(np.random.default_rng(r), total, np.float32) for r in range(sum(layout))]
+    expected = oracle(layout, parts, Code.FLOAT32, ReduceOp.SUM, 1.0).tobytes()
+
+    def job(rank: int, window: shared_memory.Window) -> None:
+        for depth in depths[rank]:
+            hosts.exchanges[rank].depth = depth
+            array = parts[rank].copy()
+            assert reduce(window, [array], [array], [total])
+            assert array.tobytes() == expected
+
+    hosts.run(job)
 
 
 def test_a_frame_of_another_length_is_an_error() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pyhvd.observe.trace.files import TraceError
 from pyhvd.observe.trace.loading import load
 from pyhvd.observe.trace.merging import TRACKS, Span, lay_out, merge
-from pyhvd.observe.trace.summary import covered, summarise
+from pyhvd.observe.trace.summary import covered, summarise, summarise_hosts
 from pyhvd.tools.trace import main
 from tests.chrome_trace import check_events
 from tests.unit.observe.recordings import MS, Recording, Skew, request
@@ -222,6 +222,43 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == (
         "rank 2 was the last to submit in 20 of 20 turns; the ranks waited 53.333 ms for it (mean)"
     )
+
+
+def test_what_crossed_between_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 exchanges for 1 ms with h1 and 2 ms with h2 in one batch of 4 ms; rank 1 for 1 ms with h2."""
+    ranks = [Recording(str(tmp_path / "t.json"), rank, 2, SKEWS[rank]) for rank in range(2)]
+    stretches = [[(3, 4, "h1"), (5, 7, "h2")], [(4, 5, "h2")]]
+    for rank, recording in enumerate(ranks):
+        shows, rows, tensors = recording.skew.shows, recording.rows, [(0, request("w"))]
+        rows.queued(shows(0), tensors)
+        rows.listed(shows(2 * MS), 1, [(tensors[0], "")])
+        rows.started(shows(3 * MS), tensors)
+        for begin, end, host in stretches[rank]:
+            what = {"bytes": 1 << 20, "last_host": host}
+            rows.phase("LINKS_EXCHANGE", shows(begin * MS), shows(end * MS), **what)
+        rows.ended(shows(10 * MS), tensors)
+        recording.close()
+    traces = load([str(tmp_path)])
+    across = summarise_hosts(traces)
+    assert across.nbytes == 1.5 * (1 << 20)
+    assert across.time == pytest.approx(2000, abs=1)
+    assert across.share == pytest.approx(0.2, abs=1e-3)
+    assert dict(across.waited_for) == {
+        "h1": pytest.approx(500, abs=1),
+        "h2": pytest.approx(1500, abs=1),
+    }
+    assert across.last == {"h2": 2}
+    assert summarise(traces)[0].parts["between hosts"] == pytest.approx(2000, abs=1)
+    spans = [event for event in merge(traces)["traceEvents"] if event.get("cat") == "LINKS_EXCHANGE"]
+    assert [span["args"]["last host"] for span in spans] == ["h1", "h2", "h2"]
+    assert main(["summary", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "between hosts ms" in lines[1]
+    assert lines[-3:] == [
+        "between hosts: 1.50 MiB sent and received in 2.000 ms, 20.0% of the time (means of ranks 0-1)",
+        "bytes of host h2 came last in 2 of 2 batches; the exchange until they came took 1.500 ms (mean)",
+        "bytes of host h1 came last in 0 of 2 batches; the exchange until they came took 0.500 ms (mean)",
+    ]
 
 
 def test_the_table_on_a_terminal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -27,7 +28,7 @@ from pyhvd.tools.doctor.gpus import CudaFacts
 from pyhvd.tools.doctor.ranks import offset_of
 from pyhvd.tools.doctor.screen import Report, plain, show, trial_rows
 from pyhvd.tools.doctor.trial import read_stages
-from pyhvd.tools.doctor.trial_facts import ClockFacts, RankFacts, RingFacts, Trial
+from pyhvd.tools.doctor.trial_facts import ClockFacts, LinkFacts, RankFacts, RingFacts, Trial
 from tests.unit.observe.recordings import MS, Recording, Skew
 from tests.unit.tools.doctor_cases import CORES, CUDA, FOUND, GIB, GOOD, GOOD_TRIAL, MIB, found, trial_with
 
@@ -265,6 +266,19 @@ def test_a_report_into_a_pipe_is_plain(capsys: pytest.CaptureFixture[str]) -> No
     report = Report([GOOD], {"node1": []}, GOOD_TRIAL)
     show(report)
     assert capsys.readouterr().out == plain(report) + "\n"
+
+
+def test_links_are_shown_with_their_addresses() -> None:
+    ranks = [RankFacts(r, f"node{r}", 11, [0]) for r in range(6)]
+    pairs = list(itertools.combinations(range(6), 2))
+    speeds = [LinkFacts(pair, ("10.0.0.1", "fd00::2"), 30e-6, 10**9, k) for k, pair in enumerate(pairs, 1)]
+    few = Report([GOOD], {}, trial_with(ranks=ranks, links=speeds[:2]))
+    text = plain(few)
+    assert "link       node0 (10.0.0.1) <-> node1 (fd00::2): 30 us, 1,000 MB/s in each direction" in text
+    assert "link       node0 (10.0.0.1) <-> node2 (fd00::2): 30 us, 500 MB/s in each direction" in text
+    text = plain(Report([GOOD], {}, trial_with(ranks=ranks, links=speeds)))
+    assert text.count("MB/s in each direction") == 10
+    assert "links      the slowest 10 of 15; 125 MB/s in the median of all" in text
 
 
 def test_a_report_is_json() -> None:

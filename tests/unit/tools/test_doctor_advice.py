@@ -10,7 +10,7 @@ import pytest
 from pyhvd.tools.doctor.advice import Level
 from pyhvd.tools.doctor.facts import Cores, Limits, Memory, Shared
 from pyhvd.tools.doctor.gpus import CudaFacts
-from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, RankFacts, RingFacts, Trial
+from pyhvd.tools.doctor.trial_facts import ClockFacts, LaneFacts, LinkFacts, RankFacts, RingFacts, Trial
 from tests.unit.tools.doctor_cases import CUDA, FOUND, GIB, GOOD, MIB, found, only, trial_with
 
 
@@ -316,6 +316,49 @@ def test_a_clock_is_not_blamed_for_what_may_be_the_network() -> None:
 def test_several_hosts_have_no_fast_lane_to_miss() -> None:
     ranks = [FOUND.ranks[0], RankFacts(1, "node2", 12, [0])]
     assert found(trial=trial_with(ranks=ranks, lanes=[FOUND.lanes[0]])) == []
+
+
+def links(*speeds: tuple[float, float]) -> Trial:
+    """Return a trial on 4 hosts with links of these latencies and rates."""
+    ranks = [RankFacts(r, f"node{r + 1}", 11, [0]) for r in range(4)]
+    pairs = [(0, 1), (0, 2), (1, 2), (0, 3)]
+    facts = [
+        LinkFacts(pair, (f"10.0.0.{pair[0]}", f"10.0.0.{pair[1]}"), latency, MIB, MIB / rate)
+        for pair, (latency, rate) in zip(pairs, speeds, strict=False)
+    ]
+    return trial_with(ranks=ranks, lanes=[FOUND.lanes[0]], links=facts)
+
+
+def test_a_link_much_slower_than_the_others_is_named() -> None:
+    good = (30e-6, 118e6)
+    assert found(trial=links(good, good, good, good)) == []
+    assert found(trial=links(good, good, good, (190e-6, 60e6))) == []
+    assert found(trial=links(good, (30e-6, 11e6))) == [], "two links have no median"
+    advice = (
+        "look for a slow port (ethtool), for errors (ip -s link), and for another network that"
+        " PYHVD_LINK_INTERFACES should name"
+    )
+    assert only(found(trial=links(good, good, (30e-6, 11.8e6), good))) == (
+        "note",
+        "link",
+        "the link node2 (10.0.0.1) <-> node3 (10.0.0.2) moves 11.8 MB/s, while 118 MB/s is the median of 4"
+        f" links: {advice}",
+    )
+    assert only(found(trial=links(good, good, good, (2e-3, 118e6)))) == (
+        "note",
+        "link",
+        "the link node1 (10.0.0.0) <-> node4 (10.0.0.3) needs 2 ms for 4 bytes, while 30 us is the median"
+        f" of 4 links: {advice}",
+    )
+
+
+def test_between_hosts_the_network_is_the_limit() -> None:
+    ranks = [FOUND.ranks[0], RankFacts(1, "node2", 12, [0])]
+    lanes = [LaneFacts("MPI", 300e-6, 64 * MIB, 5.0), LaneFacts("links", 30e-6, 64 * MIB, 5.0)]
+    assert found(trial=trial_with(ranks=ranks, lanes=lanes)) == []
+    lanes[1] = LaneFacts("links", 30e-3, 64 * MIB, 5.0)
+    slow = trial_with(ranks=ranks, lanes=lanes)
+    assert "over links an allreduce of 4 bytes takes 30 ms" in only(found(trial=slow))[2]
 
 
 def test_problems_come_first() -> None:

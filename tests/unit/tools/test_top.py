@@ -19,7 +19,7 @@ from pyhvd.observe.endpoint_files import RankFile, write_file
 from pyhvd.observe.metrics import Meter
 from pyhvd.observe.prometheus import Endpoint
 from pyhvd.tools import scraping, top
-from pyhvd.tools.scraping import Reading, Row, Scrape, parse, rates, scrape
+from pyhvd.tools.scraping import HostRow, Reading, Row, Scrape, host_rates, parse, rates, scrape
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,48 @@ def test_rates() -> None:
         "train-1: 2 of 2 ranks, over 2.00 s; 1 do not answer (stopped, or holding the GIL);"
         " slowest: rank 1, for which the others waited 25% of the time"
     )
+
+
+def host_readings() -> tuple[list[Reading], list[Reading]]:
+    """Return readings of ranks 0 and 1 on h0, and 2 on h1, 2 s apart."""
+    sent, received = "link_sent_bytes_total__other_host__", "link_received_bytes_total__other_host__"
+    before, after = [], []
+    for rank, other, own in ((0, "h1", "h0"), (1, "h1", "h0"), (2, "h0", "h1")):
+        last, awaited = "late_exchanges_total__late_host__", "host_awaited_seconds_total__late_host__"
+        reports = {f"{awaited}{other}": 1.0} if rank != 1 else {}
+        first = {sent + other: 1e6, received + other: 1e6, last + own: 5.0, last + other: 5.0, **reports}
+        wait = f"link_wait_seconds_total__late_host__{other}"
+        before.append(reading(rank, 10.0, **first, **{wait: 0.0}))
+        more = {sent + other: 3e6, received + other: 2e6, last + own: 6.0, last + other: 8.0}
+        grown = {name: value + 0.5 for name, value in reports.items()}
+        after.append(reading(rank, 12.0, **more, **grown, **{wait: rank / 2}))
+    return before, after
+
+
+def test_what_crosses_between_hosts() -> None:
+    before, after = host_readings()
+    zero, one = host_rates(before, after)
+    assert zero == HostRow("h0", 1e6, 0.5e6, 50.0, 75.0, 25.0)
+    assert one == HostRow("h1", 2e6, 1e6, 12.5, 75.0, 25.0)
+    assert top.host_cells(one) == ("h1", "2.0", "1.0", "12.5%", "75.0%", "25.0%")
+    assert host_rates(before[1:2], after[1:2]) == [HostRow("h1", 1e6, 0.5e6, 25.0, 75.0, None)]
+    assert host_rates(before, []) == host_rates([reading(0, 1.0)], [reading(0, 2.0)]) == []
+
+
+def test_the_table_of_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = host_readings()
+    top._show_plain("train", rates(before, after), host_rates(before, after))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[5:] == [
+        "",
+        "host  to it MB/s  from it MB/s  link waits   last  awaited",
+        "h0           1.0           0.5       50.0%  75.0%    25.0%",
+        "h1           2.0           1.0       12.5%  75.0%    25.0%",
+        "",
+    ]
+    top._show_json("train", rates(before, after), host_rates(before, after))
+    told = json.loads(capsys.readouterr().out)
+    assert [row["sent_per_second"] for row in told["hosts"]] == [1e6, 2e6]
 
 
 def test_a_rank_that_is_new_has_no_rate_yet() -> None:
@@ -231,10 +273,11 @@ def test_what_a_rank_tells_is_no_markup(capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("rich")
     row = Row("train", 0, 1.0, 2.0, 3.0, None, 0.0, 0, 0, lanes={"[/b]": 100.0})
     with top._rich_screen() as show:
-        show("[/i]: 1 of 1 ranks", [row])
+        show("[/i]: 1 of 1 ranks", [row], [HostRow("[/u]", 1e6, 2e6, 0.0)])
     shown = capsys.readouterr().out
     assert "[/i]: 1 of 1 ranks" in shown
     assert "[/b]" in shown
+    assert "[/u]" in shown
 
 
 def test_several_jobs(meter: Meter, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:

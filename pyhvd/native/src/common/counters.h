@@ -1,10 +1,12 @@
-/* What one rank's fast path counts: histograms, each of which also holds a count and a sum.
+/* What one rank's fast path counts: histograms, each of which also holds a count and a sum. And what a
+ * rank, or a host, counts of another host.
  *
  * Memory ordering
  *   1. Only the holder of the progress lock writes, by a relaxed load and store: no locked
  *      instruction is needed. The lock passes from one holder to the next by release and acquire.
  *   2. Any waiting thread adds to `waits`, with atomic additions.
  *   3. Any thread may read. Words never decrease, but two words may be of different moments.
+ *   4. pyhvd_rail_counters are written likewise, by the one thread that uses the rank's windows.
  */
 #ifndef PYHVD_COUNTERS_H
 #define PYHVD_COUNTERS_H
@@ -26,6 +28,23 @@ typedef struct {
     pyhvd_histogram execution;      /* ns from then to the end of the batch */
     pyhvd_histogram waits;          /* ns that a caller waited for its handle */
 } pyhvd_counters;
+
+/* What a rank counts of a host whose rails it has, over all its process sets. */
+typedef struct {
+    _Atomic uint64_t sent, received; /* bytes */
+    /* Reductions whose last frame, for which this rank waited, came from that host. Of the own host:
+     * reductions for which this rank did not wait. */
+    _Atomic uint64_t last;
+    _Atomic uint64_t slept; /* ns, until a frame of that host arrived */
+} pyhvd_rail_counters;
+
+/* What a host counts of a host, for all its ranks: see agreement.h for who writes. */
+typedef struct {
+    _Atomic uint64_t received; /* bytes */
+    /* Cached tensors that the host was the last to announce; and for how long (ns) this host, which had
+     * announced them, waited for that. */
+    _Atomic uint64_t late, awaited;
+} pyhvd_host_counters;
 
 static inline int pyhvd_bucket(uint64_t value) {
     int k = value > 1 ? 64 - __builtin_clzll(value - 1) : 0;

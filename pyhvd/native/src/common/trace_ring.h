@@ -37,7 +37,11 @@ enum {
     PYHVD_PACKING = 5, /* this and the next two: a stage of a chunk; number: the chunk */
     PYHVD_REDUCING = 6,
     PYHVD_UNPACKING = 7,
-    PYHVD_AWAITING = 8 /* a wait; rank: of the window, the last one that was awaited */
+    /* a wait; rank: of the window, the last one that was awaited, or UINT32_MAX */
+    PYHVD_AWAITING = 8,
+    /* a stretch of the exchange between hosts; number: bytes sent and received; rank: the host whose
+     * frame arrived last */
+    PYHVD_EXCHANGING = 9
 };
 
 typedef struct {

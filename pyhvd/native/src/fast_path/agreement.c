@@ -10,6 +10,7 @@
 #include "fast_path/progress.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define READS 16 /* from one connection before the next one's turn */
 #define LOCK_NS 1000000000
 #define LOOK_NS 10000000 /* between two looks, as another rank may receive */
@@ -85,17 +86,50 @@ static void write_to_all(const pyhvd_agreement *a, uint32_t kind, const void *by
 
 static void lose(pyhvd_ready_table *t, uint32_t host, int error);
 
+/* Count who was last for a batch, whose marks are still there; return the log entry's `last_rank`. The
+ * wait for another host begins when the last local rank last marked a slot of the same word, and ends
+ * with the host's message. Time counts once, as in pyhvd_ready_table_count_last. */
+static uint32_t count_last(pyhvd_ready_table *t, const pyhvd_order_entry *decided) {
+    const pyhvd_table_set *s = &t->shared->sets[decided->set];
+    pyhvd_shared_agreement *shared = t->agreement->shared;
+    pyhvd_peer_host *last = &shared->peers[shared->announcer];
+    int64_t since = shared->counted_until;
+    uint64_t n = 0;
+    for (uint32_t w = decided->first; w < decided->end; w++) {
+        n += (uint64_t)__builtin_popcountll(decided->words[w]);
+        for (uint32_t k = 0; k < s->count && decided->words[w]; k++)
+            since = MAX(since, pyhvd_ready_table_marked_ns(t, s->ranks[k], decided->set, w));
+    }
+    pyhvd_add(&last->counters.late, n);
+    if (shared->announcer == t->agreement->host) {
+        pyhvd_ready_table_count_last(t, shared->announcing_rank, decided->set, decided->words,
+                                     decided->first, decided->end);
+        return t->agreement->ranks[shared->announcing_rank];
+    }
+    int64_t until = atomic_load_explicit(&last->heard_ns, memory_order_relaxed);
+    if (until > since) {
+        pyhvd_add(&last->counters.awaited, (uint64_t)(until - since));
+        shared->counted_until = until;
+    }
+    return PYHVD_OTHER_HOST + shared->announcer;
+}
+
 /* Append to the ready log the batch that the order has decided. */
 static void append_batch(pyhvd_ready_table *t, const pyhvd_order_entry *decided,
                          pyhvd_ranks *audience) {
     pyhvd_table_set *s = &t->shared->sets[decided->set];
-    uint32_t first = decided->first, end = decided->end;
     int reduced = pyhvd_payloads_reduce(t, decided);
     if (reduced < 0) lose(t, (uint32_t)-reduced, EPROTO);
-    pyhvd_ready_table_clear_marks(t, decided->set, first, end, decided->words, 0);
-    for (uint32_t w = first; w < end; w++) s->used[w] |= decided->words[w];
-    pyhvd_ready_table_append(t, PYHVD_BATCH, decided->set, first, end, decided->words, 0,
-                             reduced > 0, &s->members, audience);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = decided->set,
+                                 .first = decided->first,
+                                 .end = decided->end,
+                                 .words = decided->words,
+                                 .last_rank = count_last(t, decided),
+                                 .has_results = reduced > 0};
+    pyhvd_ready_table_clear_marks(t, decided->set, decided->first, decided->end, decided->words, 0);
+    for (uint32_t w = decided->first; w < decided->end; w++) s->used[w] |= decided->words[w];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 /* Take slots back from the table; the ranks that had marked them submit their tensors again. */
@@ -143,8 +177,8 @@ static void append_list(pyhvd_ready_table *t, pyhvd_order_entry *list, pyhvd_ran
         else
             delegate(t, &range);
     }
-    if (number && any)
-        pyhvd_ready_table_append(t, PYHVD_LIST, 0, 0, 0, NULL, number, 0, &concerned, audience);
+    pyhvd_log_content content = {.kind = PYHVD_LIST, .number = number};
+    if (number && any) pyhvd_ready_table_append(t, &content, &concerned, audience);
 }
 
 /* Append what the order has decided, as far as the ready log has room. */
@@ -187,6 +221,8 @@ void pyhvd_agreement_announce(pyhvd_ready_table *t, uint32_t set, uint32_t first
                                               sizeof a->frame - sizeof(frame_header));
     if (bytes == PYHVD_LATER) pyhvd_ready_table_note_backlog(t);
     if (bytes <= 0) return;
+    a->shared->announcer = a->host;
+    a->shared->announcing_rank = (uint32_t)t->rank;
     write_to_all(a, ORDER, a->frame, (size_t)bytes);
     pyhvd_agreement_carry_on(t, audience);
 }
@@ -319,6 +355,7 @@ static void handle(pyhvd_ready_table *t, uint32_t host, uint32_t kind, const uin
     uint64_t rank;
     if (kind == ORDER) {
         if (!pyhvd_ready_table_lock(t, -1)) return; /* this rank's path was closed */
+        if (n > sizeof(pyhvd_order_header)) t->agreement->shared->announcer = host;
         int status = pyhvd_host_order_receive(t->agreement->order, host, (const uint64_t *)bytes,
                                               n);
         if (!status) pyhvd_agreement_carry_on(t, &audience);
@@ -380,6 +417,7 @@ static int read_from(pyhvd_ready_table *t, uint32_t host) {
         }
         any = 1;
         atomic_store_explicit(&peer->heard_ns, pyhvd_now(), memory_order_relaxed);
+        pyhvd_add(&peer->counters.received, (uint64_t)got);
         int was_all = (uint32_t)got < PYHVD_FRAME_MAX - peer->received;
         peer->received += (uint32_t)got;
         handle_frames(t, host);

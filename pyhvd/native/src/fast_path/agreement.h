@@ -27,6 +27,9 @@
  *      after it has released `sending`. Sequentially consistent fences between the two steps of each
  *      make one of them see the other, so no frame stays behind.
  *   5. `lost` is stored (release) once, after `error` and `note`, and loaded (acquire) before them.
+ *   6. The counters of a peer are written by relaxed stores, and any thread may read them: `received`
+ *      by the holder of `receiving`, the others under the table's lock. The own host's `late` counts
+ *      tensors for which no other host was awaited.
  *
  * Beats
  *   1. A thread of each rank looks once a second. It sends a beat to all hosts, unless another rank
@@ -47,9 +50,10 @@
 
 #include <pthread.h>
 
+#include "common/counters.h"
 #include "fast_path/payloads.h"
 
-#define PYHVD_FRAME_MAX 49152   /* bytes of a frame, at most */
+#define PYHVD_FRAME_MAX 49152 /* bytes of a frame, at most */
 #define PYHVD_BEAT_NS 1000000000
 #define PYHVD_BEAT_LOOK_NS 250000000 /* between two looks of a thread that receives itself */
 #define PYHVD_SILENT_NS 5000000000
@@ -64,6 +68,7 @@ typedef struct {
     _Alignas(PYHVD_LINE) _Atomic uint64_t sent;
     _Atomic int64_t heard_ns; /* when anything last came; stored by who receives */
     uint32_t received;        /* bytes of `in` */
+    pyhvd_host_counters counters;
     _Alignas(8) uint8_t out[PYHVD_OUT_RING];
     _Alignas(8) uint8_t in[PYHVD_FRAME_MAX];
 } pyhvd_peer_host;
@@ -74,7 +79,11 @@ typedef struct {
         PYHVD_LINE) _Atomic uint32_t lost; /* 1 + a host that is lost or has sent a note; or 0 */
     _Atomic int64_t beat_ns;               /* when a rank of this host last sent a beat */
     _Atomic uint32_t leavers;              /* local ranks that have left */
-    int error;                             /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
+    /* The host whose announcement came last, and the local rank that made it if it is the own host; until
+     * when (ns) waiting for hosts was counted. Guarded by the table's lock. */
+    uint32_t announcer, announcing_rank;
+    int64_t counted_until;
+    int error; /* errno, or PYHVD_CLOSED_BY_PEER; 0: a note */
     uint32_t note_bytes;
     uint8_t note[PYHVD_NOTE];
     pyhvd_payloads payloads;

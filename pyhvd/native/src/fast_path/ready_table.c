@@ -14,6 +14,7 @@
 #define NO_LIMIT (-1)
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 static const pyhvd_ranks NOBODY;
 
@@ -180,29 +181,30 @@ int pyhvd_ready_table_append_list(pyhvd_ready_table *t, uint64_t number,
     return room;
 }
 
-/* This rank was the last to mark slots of words [first, end): count for how long (ns) the others
- * had waited.
- *
- *   1. The wait begins when the first of them last marked a slot of the same word.
+/*   1. The wait begins when the first of the others last marked a slot of the same word.
  *   2. Time that was counted before is not counted again, so the ranks of a set together are not
  *      charged with more time than has passed. */
-static void count_waiting(pyhvd_ready_table *t, uint32_t set, const uint64_t *batch, uint32_t first,
-                          uint32_t end, int64_t now) {
+void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t set,
+                                  const uint64_t *words, uint32_t first, uint32_t end) {
     pyhvd_table_set *s = &t->shared->sets[set];
-    pyhvd_rank_state *mine = &t->shared->rank_states[t->rank];
-    int64_t since = now;
+    pyhvd_rank_state *last = &t->shared->rank_states[rank];
+    int64_t since = INT64_MAX, until = 0;
     uint64_t n = 0;
     for (uint32_t w = first; w < end; w++) {
-        n += (uint64_t)__builtin_popcountll(batch[w]);
-        for (uint32_t k = 0; k < s->count && batch[w]; k++)
-            if (s->ranks[k] != (uint32_t)t->rank)
-                since = MIN(since, ready_of(t, set, s->ranks[k])[w].time);
+        n += (uint64_t)__builtin_popcountll(words[w]);
+        for (uint32_t k = 0; k < s->count && words[w]; k++) {
+            int64_t marked = pyhvd_ready_table_marked_ns(t, s->ranks[k], set, w);
+            if (s->ranks[k] != rank)
+                since = MIN(since, marked);
+            else
+                until = MAX(until, marked);
+        }
     }
-    if (s->counted_until > since) since = s->counted_until;
-    pyhvd_add(&mine->late, n);
-    if (now <= since) return;
-    pyhvd_add(&mine->awaited, (uint64_t)(now - since));
-    s->counted_until = now;
+    since = MAX(since, s->counted_until);
+    pyhvd_add(&last->late, n);
+    if (until <= since) return;
+    pyhvd_add(&last->awaited, (uint64_t)(until - since));
+    s->counted_until = until;
 }
 
 void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t) {
@@ -244,18 +246,17 @@ void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t 
     }
 }
 
-void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience) {
     pyhvd_log_entry *entry = reserve_entry(t, concerned);
-    entry->kind = kind;
-    entry->number = number;
-    entry->has_results = (uint32_t)has_results;
-    entry->set = set;
-    entry->last_rank = (uint32_t)t->rank;
-    entry->first = first;
-    entry->end = end;
-    for (uint32_t w = first; w < end; w++) entry->words[w] = words[w];
+    entry->kind = content->kind;
+    entry->number = content->number;
+    entry->set = content->set;
+    entry->last_rank = content->last_rank;
+    entry->has_results = content->has_results;
+    entry->first = content->first;
+    entry->end = content->end;
+    for (uint32_t w = content->first; w < content->end; w++) entry->words[w] = content->words[w];
     for (size_t k = 0; k < PYHVD_MAX_LOCAL / 64; k++) audience->ranks[k] |= concerned->ranks[k];
     publish(t);
 }
@@ -279,8 +280,16 @@ void pyhvd_ready_table_match(pyhvd_ready_table *t, uint32_t set, uint32_t from, 
     if (!pyhvd_ready_table_make_room(t, 1)) return;
     for (uint32_t w = first; w < end; w++) s->used[w] |= batch[w];
     pyhvd_ready_table_clear_marks(t, set, first, end, batch, 0);
-    if (now && s->count > 1) count_waiting(t, set, batch, first, end, now);
-    pyhvd_ready_table_append(t, PYHVD_BATCH, set, first, end, batch, 0, 0, &s->members, audience);
+    pyhvd_log_content content = {.kind = PYHVD_BATCH,
+                                 .set = set,
+                                 .first = first,
+                                 .end = end,
+                                 .words = batch,
+                                 .last_rank = (uint32_t)t->rank};
+    if (now && s->count > 1)
+        pyhvd_ready_table_count_last(t, (uint32_t)t->rank, set, batch, first, end);
+    if (t->agreement) content.last_rank = t->agreement->ranks[t->rank];
+    pyhvd_ready_table_append(t, &content, &s->members, audience);
 }
 
 const pyhvd_log_entry *pyhvd_ready_table_next(pyhvd_ready_table *t) {

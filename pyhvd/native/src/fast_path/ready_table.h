@@ -59,6 +59,8 @@
 #define PYHVD_PAYLOAD 2048    /* bytes of the values in a payload, at most; see payloads.h */
 #define PYHVD_PAYLOAD_SLOTS 16
 
+#define PYHVD_OTHER_HOST 0x40000000
+
 enum { PYHVD_BATCH = 1, PYHVD_LIST = 2 };
 
 /* The other hosts, if there are any; see agreement.h. */
@@ -74,9 +76,11 @@ typedef struct {
     /* the ranks that it concerns, as in pyhvd_ranks */
     _Alignas(PYHVD_LINE) _Atomic uint64_t audience[PYHVD_MAX_LOCAL / 64];
     uint32_t kind, set;
-    uint64_t number;                 /* list: the response list's */
+    uint64_t number; /* list: the response list's */
+    /* batch: the rank (of the job) whose marks completed it, or PYHVD_OTHER_HOST + the host that was
+     * the last to announce it */
+    uint32_t last_rank;
     uint32_t has_results;            /* batch: whether its results lie beside it; see payloads.h */
-    uint32_t last_rank;              /* batch: the rank whose marks completed it */
     uint32_t first, end;             /* batch: words [first, end) are used */
     uint64_t words[PYHVD_MAX_WORDS]; /* batch: its slots */
 } pyhvd_log_entry;
@@ -128,7 +132,8 @@ typedef struct {
     _Alignas(PYHVD_LINE) uint64_t version; /* never 0 while the set is open; never decreases */
     uint64_t delegated[PYHVD_MAX_WORDS];
     uint64_t used[PYHVD_MAX_WORDS]; /* slots of batches since the coordinator last looked */
-    int64_t counted_until;          /* until when (ns) its waiting was counted; see count_waiting */
+    int64_t
+        counted_until; /* until when (ns) its waiting was counted; see pyhvd_ready_table_count_last */
     int spans; /* whether the set's ranks on all hosts agree together, not those here alone */
     pyhvd_ranks members; /* on this host */
     uint32_t count;
@@ -252,10 +257,28 @@ void pyhvd_ready_table_note_backlog(pyhvd_ready_table *t);
 void pyhvd_ready_table_clear_marks(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                                    const uint64_t *words, int recall);
 
+/* What an entry of the log says. */
+typedef struct {
+    uint32_t kind, set, first, end;
+    const uint64_t *words; /* the whole set's; NULL for a list */
+    uint64_t number;
+    uint32_t last_rank, has_results;
+} pyhvd_log_content;
+
 /* Append an entry, for which there is room; add its ranks to `audience`. */
-void pyhvd_ready_table_append(pyhvd_ready_table *t, uint32_t kind, uint32_t set, uint32_t first,
-                              uint32_t end, const uint64_t *words, uint64_t number, int has_results,
+void pyhvd_ready_table_append(pyhvd_ready_table *t, const pyhvd_log_content *content,
                               const pyhvd_ranks *concerned, pyhvd_ranks *audience);
+
+/* A local rank was the last to mark the slots `words[first]` to `words[end - 1]`, whose marks are still
+ * there: count for how long (ns) the others had waited. */
+void pyhvd_ready_table_count_last(pyhvd_ready_table *t, uint32_t rank, uint32_t set,
+                                  const uint64_t *words, uint32_t first, uint32_t end);
+
+/* When (ns) a rank last marked a slot of a word. */
+static inline int64_t pyhvd_ready_table_marked_ns(const pyhvd_ready_table *t, uint32_t rank,
+                                                  uint32_t set, uint32_t word) {
+    return t->shared->rank_states[rank].ready[set][word].time;
+}
 
 /* Whether the log has entries behind this rank's cursor. */
 static inline int pyhvd_ready_table_behind(const pyhvd_ready_table *t) {

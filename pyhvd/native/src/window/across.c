@@ -67,6 +67,41 @@ static uint8_t *whole_chunk(const pyhvd_window *w, const pyhvd_job *job, size_t 
     return address_of(bases[p.tensor], p.offset, pyhvd_itemsize(job->dtype));
 }
 
+/* ---- the trace: a rank's time between its stages ----
+ *
+ * While frames are under way, the time is the exchange's. Otherwise the rank waits for local ranks. */
+
+#define STRETCH_NS 1000 /* shorter ones are not recorded */
+
+static void begin_stretch(const pyhvd_window *w, uint32_t kind) {
+    pyhvd_exchange *e = w->exchange;
+    if (!pyhvd_traced(w->trace) || e->trace_begin) return;
+    e->trace_kind = kind;
+    e->trace_bytes = pyhvd_exchange_bytes(e);
+    e->trace_begin = pyhvd_now();
+}
+
+/* End the stretch; return the time, or 0 if nothing is recorded. */
+static int64_t end_stretch(const pyhvd_window *w) {
+    pyhvd_exchange *e = w->exchange;
+    int64_t now = pyhvd_trace_now(w->trace), begin = e->trace_begin;
+    e->trace_begin = 0;
+    if (!begin || now - begin < STRETCH_NS) return now;
+    if (e->trace_kind == PYHVD_AWAITING)
+        pyhvd_trace_add(w->trace, PYHVD_AWAITING, begin, 0, 0, 0, UINT32_MAX);
+    else
+        pyhvd_trace_add(w->trace, PYHVD_EXCHANGING, begin, 0, 0,
+                        pyhvd_exchange_bytes(e) - e->trace_bytes, e->numbers[e->last]);
+    return now;
+}
+
+static void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
+    pyhvd_add_stage(w, kind, begin, chunk);
+    if (begin && pyhvd_exchange_waits(w->exchange)) begin_stretch(w, PYHVD_EXCHANGING);
+}
+
+/* ---- stages ---- */
+
 static int pack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     int64_t k = c->next[PACK];
     uint64_t chunk = w->chunks + (uint64_t)k;
@@ -78,13 +113,13 @@ static int pack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     size_t item = pyhvd_itemsize(c->job->dtype);
     int alone = w->size == 1;
     if (!whole_chunk(w, c->job, &c->packing, s, c->job->srcs)) {
-        int64_t begin = pyhvd_trace_now(w->trace);
+        int64_t begin = end_stretch(w);
         pack_range(c->job, &c->packing, s.from, s.mine_from, slot, 0);
         pack_range(c->job, &c->packing, s.mine_from, s.mine_to,
                    slot + (size_t)(s.mine_from - s.from) * item, !alone);
         pack_range(c->job, &c->packing, s.mine_to, s.to, slot + (size_t)(s.mine_to - s.from) * item,
                    0);
-        pyhvd_add_stage(w, PYHVD_PACKING, begin, chunk);
+        add_stage(w, PYHVD_PACKING, begin, chunk);
     }
     if (!alone) pyhvd_announce(w, PACKED, chunk + 1);
     c->next[PACK]++;
@@ -118,7 +153,7 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     int64_t n = s.to - s.from;
     size_t item = pyhvd_itemsize(c->job->dtype), walk = c->reducing;
     if (w->size > 1) {
-        int64_t begin = pyhvd_trace_now(w->trace);
+        int64_t begin = end_stretch(w);
         reduce_partial(w, c, s, chunk);
         pyhvd_add_stage(w, PYHVD_REDUCING, begin, chunk);
     }
@@ -131,19 +166,22 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
         pyhvd_exchange_begin(e, c->job, chunk, own, (in ? in : slot) + at, (out ? out : slot) + at,
                              to - from);
     }
+    begin_stretch(w, PYHVD_EXCHANGING);
     c->next[REDUCE]++;
     return MOVED;
 }
 
-static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c) {
+static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     uint64_t from = w->chunks + (uint64_t)c->next[EXCHANGE];
     uint64_t to = w->chunks + (uint64_t)c->next[REDUCE];
     int moved = pyhvd_exchange_progress(w->exchange, c->job, from, to);
     if (moved < 0) return moved;
     for (; from < to && pyhvd_exchange_has_ended(w->exchange, from); from++, moved = MOVED) {
         c->next[EXCHANGE]++;
+        pyhvd_exchange_time(w->exchange, c->next[EXCHANGE], all.count, w->chunk);
         if (w->size > 1) pyhvd_announce(w, REDUCED, from + 1);
     }
+    if (from == to && w->exchange->trace_kind == PYHVD_EXCHANGING) end_stretch(w);
     return moved;
 }
 
@@ -152,14 +190,14 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     uint64_t chunk = w->chunks + (uint64_t)k;
     if (k == c->next[EXCHANGE] || !all_reached(w, REDUCED, chunk + 1)) return NOTHING;
     size_t item = pyhvd_itemsize(c->job->dtype);
-    int64_t begin = pyhvd_trace_now(w->trace);
+    int64_t begin = end_stretch(w);
     if (!whole_chunk(w, c->job, &c->unpacking, owned_span(w, all, k, w->rank), c->job->dsts))
         for (int q = 0; q < w->size; q++) {
             span s = owned_span(w, all, k, q);
             unpack_range(c->job, &c->unpacking, s.mine_from, s.mine_to,
                          slot_of(w, q, chunk) + (size_t)(s.mine_from - s.from) * item);
         }
-    pyhvd_add_stage(w, PYHVD_UNPACKING, begin, chunk);
+    add_stage(w, PYHVD_UNPACKING, begin, chunk);
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
     return MOVED;
@@ -168,7 +206,7 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
 static int advance_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
     chunks all = chunks_of(w, c->job);
     int moved = pack_next(w, c, all) | reduce_next(w, c, all);
-    int exchanged = exchange_next(w, c);
+    int exchanged = exchange_next(w, c, all);
     if (exchanged < 0) return exchanged;
     moved |= exchanged | unpack_next(w, c, all);
     if (c->next[UNPACK] < all.count) return moved;
@@ -195,14 +233,17 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
         /* Look at the links too: unread bytes would end each sleep at once. */
         if (!all_reached(w, FLATS, w->flats + 1)) return pyhvd_exchange_progress(e, job, 0, 0);
         for (int q = 0; q < w->size; q++) blocks[q] = (int64_t)(intptr_t)flat_of(w, q);
+        end_stretch(w);
         if (w->size > 1)
             pyhvd_reduce(e->flat_partial, blocks, (size_t)w->size, (size_t)total, job->dtype,
                          job->op, 1.0);
         pyhvd_exchange_begin_flat(e, w->flats, (size_t)total * item);
+        begin_stretch(w, PYHVD_EXCHANGING);
         c->stage = EXCHANGE;
     }
     int moved = pyhvd_exchange_progress(e, job, 0, 0);
     if (moved < 0 || !pyhvd_exchange_flat_ended(e)) return moved;
+    end_stretch(w);
     pyhvd_exchange_flat_parts(e, parts);
     for (int64_t at = 0; next_piece(job, &c->reducing, &from, total, &p); at += p.count) {
         for (int g = 0; g < e->hosts; g++) blocks[g] = parts[g] + at * (int64_t)item;
@@ -249,7 +290,9 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     int status = advance(w, c);
     if (status == NOTHING && !pyhvd_window_is_aborted(w)) {
         nfds_t n = list_polls(e, e->bells[w->rank], e->polls);
+        int64_t before = pyhvd_exchange_waits(e) ? pyhvd_now() : 0;
         poll(e->polls, n, PYHVD_NAP / 1000000);
+        if (before) e->slept += pyhvd_now() - before;
         if (e->polls[0].revents) pyhvd_empty_bell(e->bells[w->rank]);
         status = advance(w, c);
     }
@@ -260,11 +303,16 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
+    pyhvd_exchange *e = w->exchange;
     int yields = ACROSS_YIELDS, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
         if (status == MOVED) yields = ACROSS_YIELDS;
         if (status != NOTHING) continue;
+        if (pyhvd_exchange_waits(e))
+            e->waited = 1;
+        else
+            begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
             sched_yield();
             continue;
@@ -272,5 +320,7 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
         status = sleep_for_news(w, c);
         if (status == NOTHING && w->interruptible) return PYHVD_LATER;
     }
-    return status == ENDED ? PYHVD_OK : status;
+    if (status != ENDED) return status;
+    pyhvd_exchange_count(e);
+    return PYHVD_OK;
 }

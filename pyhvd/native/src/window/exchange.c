@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "common/futex.h"
 #include "kernels/kernels.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -12,6 +13,15 @@
 
 /* The kind of a frame: the last two bits of its tag. */
 enum { CONTRIBUTION, RESULT, FLAT };
+
+/* How long what is in flight takes at the link's rate, and how many bytes are in flight at least. At
+ * 1 Gbit/s, an echo beside a large operation takes half as long with 512 KiB in flight as with 1 MiB,
+ * and the operation as long. */
+#define IN_FLIGHT_NS 4e6
+#define IN_FLIGHT_LEAST 524288
+#define TIMED (2 * PYHVD_DEPTH) /* chunks of an operation that is timed, at least */
+#define KEPT \
+    0.75 /* of the estimated rate, after an operation that was slower, perhaps by accident */
 
 #define NEVER (~(uint64_t)0) /* no chunk has this number */
 
@@ -24,9 +34,13 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
     e->boxes = malloc(PYHVD_DEPTH * owned * hosts * e->box);
     e->flat_partial = malloc(PYHVD_FLAT);
     e->polls = malloc((owned * hosts + 1) * sizeof *e->polls);
-    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial) return 0;
+    e->counters = e->own_counters = calloc(hosts, sizeof *e->counters);
+    for (uint32_t g = 0; g < hosts; g++) e->numbers[g] = g;
+    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial || !e->counters)
+        return 0;
     for (size_t k = 0; k < PYHVD_DEPTH * owned; k++) e->under_way[k].tag = NEVER;
     e->flat.tag = NEVER;
+    e->depth = PYHVD_DEPTH;
     return 1;
 }
 
@@ -36,6 +50,7 @@ void pyhvd_exchange_free(pyhvd_exchange *e) {
     free(e->boxes);
     free(e->flat_partial);
     free(e->polls);
+    free(e->own_counters);
 }
 
 static pyhvd_link *link_of(const pyhvd_exchange *e, int own, int host) {
@@ -56,20 +71,19 @@ static int64_t part_of(const pyhvd_exchange *e, const pyhvd_slice *s, int g) {
     return s->count * g / e->hosts;
 }
 
-/* Post a frame. For each, one frame comes from the same host: a contribution or a result. */
-static void post(const pyhvd_exchange *e, pyhvd_slice *s, int own, int host, uint64_t tag,
-                 const uint8_t *bytes, size_t n) {
-    pyhvd_link *link = link_of(e, own, host);
-    s->unsent++;
-    link->awaited++;
-    pyhvd_link_post(link, tag, bytes, n, &s->unsent);
+/* Count the frames that a step sends, one to each other host, and as many that come from there: both
+ * are contributions, or both are results. */
+static void count_frames(const pyhvd_exchange *e, pyhvd_slice *s, int own) {
+    for (int k = 1; k < e->hosts; k++) link_of(e, own, (e->host + k) % e->hosts)->awaited++;
+    s->unsent += (uint32_t)e->hosts - 1;
 }
 
 /* Post the same frame to each other host; first to the next one, so that not all hosts send to one
  * at the same time. */
 static void post_to_all(const pyhvd_exchange *e, pyhvd_slice *s, int own, uint64_t tag,
                         const uint8_t *bytes, size_t n) {
-    for (int k = 1; k < e->hosts; k++) post(e, s, own, (e->host + k) % e->hosts, tag, bytes, n);
+    for (int k = 1; k < e->hosts; k++)
+        pyhvd_link_post(link_of(e, own, (e->host + k) % e->hosts), tag, bytes, n, &s->unsent);
 }
 
 /* Post to each other host its part of a slice. */
@@ -77,13 +91,25 @@ static void post_parts(const pyhvd_exchange *e, pyhvd_slice *s, int own, size_t 
     for (int k = 1; k < e->hosts; k++) {
         int g = (e->host + k) % e->hosts;
         int64_t from = part_of(e, s, g), to = part_of(e, s, g + 1);
-        post(e, s, own, g, s->tag, s->in + (size_t)from * item, (size_t)(to - from) * item);
+        pyhvd_link_post(link_of(e, own, g), s->tag, s->in + (size_t)from * item,
+                        (size_t)(to - from) * item, &s->unsent);
+    }
+}
+
+/* Post the contributions to a chunk. */
+static void post_chunk(const pyhvd_exchange *e, uint64_t chunk, size_t item) {
+    for (int own = 0; own < e->owned; own++) {
+        pyhvd_slice *s = slice_of(e, chunk, own);
+        if (s->whole)
+            post_to_all(e, s, own, s->tag, s->in, (size_t)s->count * item);
+        else
+            post_parts(e, s, own, item);
     }
 }
 
 void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
                           uint8_t *in, uint8_t *out, int64_t count) {
-    size_t item = pyhvd_itemsize(job->dtype), bytes = (size_t)count * item;
+    size_t bytes = (size_t)count * pyhvd_itemsize(job->dtype);
     pyhvd_slice *s = slice_of(e, chunk, own);
     uint32_t others = (uint32_t)e->hosts - 1;
     int whole = bytes * others <= PYHVD_WHOLE;
@@ -96,10 +122,7 @@ void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_
         .contributions = others,
         .results = whole ? 0 : others,
     };
-    if (whole)
-        post_to_all(e, s, own, s->tag, in, bytes);
-    else
-        post_parts(e, s, own, item);
+    count_frames(e, s, own);
 }
 
 void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes) {
@@ -108,8 +131,10 @@ void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes)
         .count = (int64_t)bytes,
         .contributions = (uint32_t)(e->owned * (e->hosts - 1)),
     };
-    for (int own = 0; own < e->owned; own++)
+    for (int own = 0; own < e->owned; own++) {
+        count_frames(e, &e->flat, own);
         post_to_all(e, &e->flat, own, e->flat.tag, e->flat_partial, bytes);
+    }
 }
 
 void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts) {
@@ -145,7 +170,9 @@ static int reduce_part(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t c
     pyhvd_reduce(out, parts, (size_t)e->hosts, (size_t)(to - from), job->dtype, job->op,
                  job->postscale);
     s->reduced = 1;
-    if (!s->whole) post_to_all(e, s, own, s->tag + 1, out, (size_t)(to - from) * item);
+    if (s->whole) return 1;
+    count_frames(e, s, own);
+    post_to_all(e, s, own, s->tag + 1, out, (size_t)(to - from) * item);
     return 1;
 }
 
@@ -178,8 +205,35 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
     return s->out + (size_t)part_of(e, s, from) * pyhvd_itemsize(job->dtype);
 }
 
-/* Count an arrived frame. */
+/* ---- counters ---- */
+
+static pyhvd_rail_counters *counters_of(const pyhvd_exchange *e, int host) {
+    return &e->counters[e->numbers[host]];
+}
+
+int pyhvd_exchange_waits(const pyhvd_exchange *e) {
+    for (int k = 0; k < e->owned * e->hosts; k++)
+        if (e->links[k].awaited || pyhvd_link_has_unsent(&e->links[k])) return 1;
+    return 0;
+}
+
+uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e) {
+    uint64_t bytes = 0;
+    for (int k = 0; k < e->owned * e->hosts; k++)
+        bytes += e->links[k].bytes_sent + e->links[k].bytes_received;
+    return bytes;
+}
+
+void pyhvd_exchange_count(pyhvd_exchange *e) {
+    pyhvd_add(&counters_of(e, e->waited ? e->last : e->host)->last, 1);
+    e->waited = 0;
+}
+
+/* Count an arrived frame; the sleep before it was for its host. */
 static void count_arrival(pyhvd_exchange *e, int own, int host) {
+    e->last = host;
+    if (e->slept) pyhvd_add(&counters_of(e, host)->slept, (uint64_t)e->slept);
+    e->slept = 0;
     uint64_t tag = link_of(e, own, host)->arriving.tag;
     pyhvd_slice *s = (tag & 3) == FLAT ? &e->flat : slice_of(e, tag / 4, own);
     link_of(e, own, host)->awaited--;
@@ -192,7 +246,7 @@ static void count_arrival(pyhvd_exchange *e, int own, int host) {
 /* Move what one link can move; return whether anything was. */
 static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
     pyhvd_link *link = link_of(e, own, host);
-    uint64_t before = link->bytes_received;
+    uint64_t before = link->bytes_received, before_sent = link->bytes_sent;
     int moved = pyhvd_link_send(link), event;
     while ((event = pyhvd_link_receive(link)) != PYHVD_LINK_WAITS) {
         if (event == PYHVD_LINK_ARRIVED) {
@@ -209,14 +263,31 @@ static int drive(pyhvd_exchange *e, const pyhvd_job *job, int own, int host) {
         e->lost = host + 1;
         e->error = link->error;
     }
-    return moved || link->bytes_received != before;
+    if (moved) pyhvd_add(&counters_of(e, host)->sent, link->bytes_sent - before_sent);
+    if (link->bytes_received == before) return moved;
+    pyhvd_add(&counters_of(e, host)->received, link->bytes_received - before);
+    return 1;
 }
 
 int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to) {
     int moved = 0;
+    uint64_t end = MIN(to, from + (uint64_t)e->depth);
+    for (e->posted = MAX(e->posted, from); e->posted < end; e->posted++)
+        post_chunk(e, e->posted, pyhvd_itemsize(job->dtype));
     for (int own = 0; own < e->owned; own++)
         for (int k = 1; k < e->hosts; k++) moved |= drive(e, job, own, (e->host + k) % e->hosts);
     for (uint64_t chunk = from; chunk < to; chunk++)
         for (int own = 0; own < e->owned; own++) moved |= reduce_part(e, job, chunk, own);
     return e->lost ? PYHVD_LOST : moved;
+}
+
+void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {
+    if (count < TIMED) return;
+    /* The first chunks may have waited for a rank that was late. */
+    if (ended == PYHVD_DEPTH) e->timed_ns = pyhvd_now();
+    if (ended < count) return;
+    double bytes = (double)(count - PYHVD_DEPTH) * (double)chunk;
+    e->rate = MAX(bytes / (double)MAX(pyhvd_now() - e->timed_ns, 1), KEPT * e->rate);
+    double depth = MAX(e->rate * IN_FLIGHT_NS, IN_FLIGHT_LEAST) / (double)chunk + 0.5;
+    e->depth = depth < PYHVD_DEPTH ? MAX((int)depth, 2) : PYHVD_DEPTH;
 }

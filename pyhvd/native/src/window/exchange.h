@@ -17,20 +17,30 @@
  * Invariants
  *   1. All ranks of all hosts number the chunks alike, and compute the same sizes. A frame's tag
  *      says which chunk and which kind; a frame with another length than computed is an error.
- *   2. Chunk c begins only when chunk c - depth has ended on this rank. So the memory of chunk c is
- *      free: its boxes (contributions of other hosts) belonged to c - depth.
+ *   2. Chunk c begins only when chunk c - PYHVD_DEPTH has ended on this rank. So the memory of chunk c
+ *      is free: its boxes (contributions of other hosts) belonged to c - PYHVD_DEPTH.
  *   3. A frame of a chunk that has not begun here is not accepted: its link stands still. This
- *      blocks nothing that the chunks before it need. For its sender has ended its chunk c - depth,
- *      so it has posted all frames of that chunk before, and frames keep their order.
+ *      blocks nothing that the chunks before it need. For its sender has ended its chunk
+ *      c - PYHVD_DEPTH, so it has posted all frames of that chunk before, and frames keep their
+ *      order.
  *   4. A result arrives where the own contribution was. It comes after its sender has received all
  *      of this contribution, so those bytes have left.
  *   5. A chunk has ended when all results have arrived and all own frames have been sent.
+ *   6. A rank posts its contributions to chunk c when it has begun c and its chunk c - depth has
+ *      ended; each rank chooses its own depth, 2 to PYHVD_DEPTH. This blocks nothing: all ranks post
+ *      their contributions to the first chunk that has not ended everywhere.
+ *
+ * Depth
+ *   What is in flight beyond what the link holds waits in the network's queues, and the agreement's
+ *   small messages wait behind it. So the depth follows the rate at which the chunks of large
+ *   operations have lately ended on this rank: chunks for 4 ms, and for 512 KiB at least.
  */
 #ifndef PYHVD_EXCHANGE_H
 #define PYHVD_EXCHANGE_H
 
 #include <poll.h>
 
+#include "common/counters.h"
 #include "links/link.h"
 #include "window/window.h"
 
@@ -57,6 +67,10 @@ struct pyhvd_exchange {
     int lost;                          /* 1 + the host whose link has failed; or 0 */
     int error;                         /* that link's error */
     const _Atomic uint32_t *lost_host; /* not 0 if a host is known to be lost; may be NULL */
+    uint64_t posted;                   /* contributions to all chunks before this one are posted */
+    int depth;                         /* chunks whose contributions are posted, at most */
+    double rate;                       /* bytes per ns: the estimate of the link's rate */
+    int64_t timed_ns;                  /* when the timed part of an operation began */
     pyhvd_link *links;                 /* [owned][hosts]; the own host's are not used */
     pyhvd_slice *under_way;            /* [PYHVD_DEPTH][owned] */
     uint8_t *boxes;        /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
@@ -66,6 +80,18 @@ struct pyhvd_exchange {
     /* By local rank, a descriptor (eventfd or pipe): a write wakes the rank if it polls. */
     int bells[PYHVD_MAX_LOCAL];
     struct pollfd *polls; /* scratch memory of a sleep */
+    /* What is counted of host g: counters[numbers[g]], by the one thread that uses the exchange. */
+    pyhvd_rail_counters *counters;
+    uint32_t numbers[PYHVD_MAX_HOSTS];
+    pyhvd_rail_counters *own_counters; /* memory for them, unless the user has set others */
+    int last;                          /* the host whose frame arrived last */
+    int waited;    /* whether the present operation has waited for other hosts */
+    int64_t slept; /* ns, since a frame last arrived */
+    /* The stretch that the trace will record, if `trace_begin` (ns) is not 0; and the bytes sent and
+     * received before it. */
+    int64_t trace_begin;
+    uint64_t trace_bytes;
+    uint32_t trace_kind; /* PYHVD_EXCHANGING, or PYHVD_AWAITING: for a local rank */
 };
 
 /* The first slice that belongs to a local rank, or to a later one: local rank k * ranks / slices owns
@@ -78,7 +104,7 @@ static inline int pyhvd_first_slice(const pyhvd_exchange *e, int rank, int ranks
 int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity);
 void pyhvd_exchange_free(pyhvd_exchange *e);
 
-/* Begin an owned slice (0 .. owned-1) of a chunk with the job's type and op. */
+/* Begin an owned slice (0 .. owned-1) of a chunk with the job's type and op; `progress` posts it. */
 void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
                           uint8_t *in, uint8_t *out, int64_t count);
 
@@ -88,9 +114,22 @@ void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes)
 /* Store the addresses of all hosts' parts of a flat operation, in the order of the hosts. */
 void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts);
 
-/* Move what can be moved, and reduce what has arrived of the chunks [from, to), which are under
+/* Post and move what can be, and reduce what has arrived of the chunks [from, to), which are under
  * way. Return whether anything was done, or PYHVD_LOST. */
 int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to);
+
+/* Whether frames are still to come, or to be sent. */
+int pyhvd_exchange_waits(const pyhvd_exchange *e);
+
+/* Bytes that this rank has sent and received. */
+uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e);
+
+/* Count an operation that has ended. */
+void pyhvd_exchange_count(pyhvd_exchange *e);
+
+/* Take note that the first `ended` of an operation's `count` chunks have ended on this rank; after the
+ * last one of a large operation, choose the depth for the next ones. */
+void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk);
 
 /* Whether a chunk, or the flat operation, has ended on this rank. */
 int pyhvd_exchange_has_ended(const pyhvd_exchange *e, uint64_t chunk);
