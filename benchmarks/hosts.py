@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import peers, probe
+from benchmarks import peers, probe, waiting
 from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.hosts_ranks import CHUNKS, NEW_TENSORS
 from benchmarks.machine import Machine, mpi_short
@@ -45,6 +45,8 @@ QUESTIONS = {
     "resnet-1gbit": ["1gbit"],
     "resnet-10gbit": ["10gbit"],
     "busy": [""],
+    "wake": [""],
+    "late": [""],
     "idle": [],
     "first": [""],
 }
@@ -70,11 +72,16 @@ def targets() -> list[Target]:
             *(_target(shape, size, "over MPI in 4 MiB chunks", chunks, large) for size in mib),
             _target(shape, "ResNet-50", "over MPI in 4 MiB chunks", chunks, resnet),
             fewer(shape, "ResNet-50, 1 Gbit/s", "times the link's limit", (LINK,), (1.05, 1.01)),
+            fewer(shape, waiting.LATE, "CPU", (), (0.03, 0.03), ours=waiting.WAITING),
             fewer(shape, f"{IDLE_S} s idle", "% of a core", (), (0.05, 0.005), ours=probe.OURS),
         ]
     ten, thread = "ResNet-50, 10 Gbit/s", f"{busy.label(20)}, busy thread"
     return [
         *found,
+        *(
+            fewer("2x1", case, "beyond a pipe", (), (40e-6, 40e-6), ours=waiting.BEYOND)
+            for case in waiting.WAKES
+        ),
         fewer("2x1", ten, "times the link's limit", (LINK,), (1.15, 1.02)),
         fewer("2x2", ten, "times the link's limit", (LINK,), (1.4, 1.25)),
         _target("4x1", ten, "over MPI in 4 MiB chunks", chunks, (1.2, 1.2)),

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 import pyhvd as hvd
-from benchmarks import peers
-from benchmarks.harness import OURS, Case, Contender, Plan, World, interleave
+from benchmarks import peers, waiting
+from benchmarks.harness import OURS, Case, Contender, Outcome, Plan, World, interleave
 from benchmarks.machine import CorePair, describe_machine, mpi_short
 from benchmarks.mpi import MPI
 from benchmarks.questions import busy, latency
@@ -107,6 +108,17 @@ class Others:
         user, nice = map(int, Path("/proc/stat").read_text().split()[1:3])
         ours = self._world.comm.allreduce(os.times().user)
         return time.monotonic(), (user + nice) / os.sysconf("SC_CLK_TCK") - ours
+
+
+def note_groups(world: World) -> None:
+    """Note if the kernel schedules each rank as a group, and ranks share cores; collective."""
+    enabled, group = Path("/proc/sys/kernel/sched_autogroup_enabled"), Path("/proc/self/autogroup")
+    found = group.read_text() if enabled.exists() and enabled.read_text().strip() == "1" else ""
+    if len(set(world.comm.allgather(found))) > 1 and world.size > (os.cpu_count() or 1):
+        world.note(
+            "each rank has its own session, and so (sched_autogroup) its own scheduling group:"
+            " a woken thread waits for the turns of other ranks on its core"
+        )
 
 
 # -- the questions -------------------------------------------------------------------------------------
@@ -209,6 +221,18 @@ CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
 }
 
 
+def _wake(bench: Bench) -> Iterator[Outcome]:
+    return waiting.waking(bench.world, 2 if bench.tiny else 40)
+
+
+def _late(bench: Bench) -> Iterator[Outcome]:
+    return waiting.late(bench.world, 1, 0.1) if bench.tiny else waiting.late(bench.world, 2)
+
+
+# Their figures are no times of a call.
+OUTCOMES: dict[str, Callable[[Bench], Iterator[Outcome]]] = {"wake": _wake, "late": _late}
+
+
 def main(arguments: list[str]) -> None:
     """Measure the questions, and write the run on rank 0."""
     path, label, repeats, seconds, tiny, *questions = arguments
@@ -224,7 +248,13 @@ def main(arguments: list[str]) -> None:
             plan = Plan(limit, float(seconds), least=min(limit, 5))
             outcomes.append(interleave(world, replace(case, label=label.format(case.label)), plan))
             del case  # free the case's arrays before the next case allocates its own
+    for name, measure in OUTCOMES.items():
+        if name in questions:
+            outcomes += [
+                msgspec.structs.replace(each, label=label.format(each.label)) for each in measure(bench)
+            ]
     world.note(others.note())
+    note_groups(world)
     if world.rank == 0:
         save(Path(path), Run(world.size, machine, mpi_short(machine.mpi), outcomes, world.notes))
 

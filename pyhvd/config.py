@@ -188,7 +188,7 @@ class Config:
         True, _bool, "ranks on one node agree and reduce through shared memory; off: through MPI"
     )
     links: bool = _shared(
-        True, _bool, "ranks on several hosts reduce over connections of their own; off: through MPI"
+        True, _bool, "ranks on several hosts exchange data over connections of their own; off: through MPI"
     )
     link_interfaces: str = _shared(
         "", _text, "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"

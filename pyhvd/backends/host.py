@@ -101,6 +101,7 @@ class HostBackend:
         self.fabric = fabric
         self.pieces = pieces
         self._hosts = hosts_in_order(hosts)
+        self._order = list(range(self.size))  # of the ranks' blocks in a reducescatter
         self._buffers: dict[str, Bytes] = {}
 
     # -- reductions ----------------------------------------------------------------------------------
@@ -152,16 +153,20 @@ class HostBackend:
             ]
             send_counts = [item * sum(n for _, _, n in pieces) for pieces in for_rank]
             send = self._buffer("send", sum(send_counts))
-            self._pack(send, sources, [p for pieces in for_rank for p in pieces], spec)
-            mine = send_counts[self.rank]
-            box = self._buffer("box", mine * self.size)
-            self.fabric.alltoallv(send, send_counts, box, [mine] * self.size)
-            out = self._buffer("out", mine)
-            blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
-            self._sum(address(out), blocks, mine // item, spec)
+            self._pack(send, sources, [p for r in self._order for p in for_rank[r]], spec)
+            out = self._buffer("out", send_counts[self.rank])
+            self._reduce_blocks(send, send_counts, out, spec)
             own = [(i, first - starts[i][self.rank], n) for i, first, n in for_rank[self.rank]]
             ptrs, numbers = self._pieces(targets, own, item)
             _fusion.unpack(address(out), ptrs, numbers, spec.info.code)
+
+    def _reduce_blocks(self, send: Bytes, counts: Sequence[int], out: Bytes, spec: ReduceSpec) -> None:
+        """Reduce to rank r its ``counts[r]`` bytes; `send` has the blocks in the order ``self._order``."""
+        mine = counts[self.rank]
+        box = self._buffer("box", mine * self.size)
+        self.fabric.alltoallv(send, counts, box, [mine] * self.size)
+        blocks = address(box) + mine * np.arange(self.size, dtype=np.int64)
+        self._sum(address(out), blocks, mine // spec.info.itemsize, spec)
 
     def _reduce_everywhere(self, send: Bytes, out: Bytes, spec: ReduceSpec) -> None:
         """Reduce one window to all ranks; ``out`` may be ``send``."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pyhvd import _fusion
+from pyhvd.arrays import Bytes, address, flat_bytes
 from pyhvd.backends.base import Pieces, Views
 from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import ReduceSpec
@@ -20,6 +22,7 @@ from pyhvd.native.shared_memory import Window
 from pyhvd.transport.fabric import Fabric
 from pyhvd.transport.hosts import HostsFabric, open_hosts_fabric
 from pyhvd.transport.links import LinkOptions, NoLinks
+from pyhvd.transport.moves import Ints, before
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
 _log = logging.getLogger("pyhvd")
@@ -49,9 +52,58 @@ class ShmBackend(HostBackend):
 
 
 class HostsBackend(ShmBackend):
-    """Reduces through a window on each host and links between the hosts."""
+    """Collectives over a window on each host and links between the hosts.
+
+    A reducescatter has two levels: each local rank reduces its portion of every host's block, and the hosts
+    exchange these partial results. So each host sends every other host one partial result of its rows.
+    """
 
     name = "LINKS"
+
+    def __init__(self, fabric: HostsFabric, pieces: Pieces, hosts: Sequence[int]) -> None:
+        super().__init__(fabric, pieces, hosts)
+        self._moves = fabric
+        self._layout = fabric.layout
+        self._order = [int(rank) for rank in fabric.layout.order]
+
+    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """Send ``counts[r]`` to rank r; return each rank's count for this rank."""
+        sent, received = np.array(counts, np.int64), np.empty(self.size, np.int64)
+        self._moves.alltoall(flat_bytes(sent), flat_bytes(received))
+        return [int(count) for count in received]
+
+    def _reduce_blocks(self, send: Bytes, counts: Sequence[int], out: Bytes, spec: ReduceSpec) -> None:
+        mine, here = counts[self.rank], self._layout.here
+        totals = self._layout.per_host(counts)
+        if self._layout.slices > 1:
+            self._reduce_portions(send, totals, spec)
+        box = self._buffer("box", mine * len(totals))
+        self._moves.run_moves(
+            self._layout.trade_partials(address(send), address(box), counts, self.window.chunk)
+        )
+        blocks = address(box) + mine * np.arange(len(totals), dtype=np.int64)
+        if self._layout.ranks == 1:
+            blocks[here] = address(send) + int(totals[:here].sum())
+        _fusion.reduce(
+            address(out), blocks, mine // spec.info.itemsize, spec.info.code, spec.op, spec.postscale
+        )
+
+    def _reduce_portions(self, send: Bytes, totals: Ints, spec: ReduceSpec) -> None:
+        """Reduce this rank's portions of the hosts' blocks among the local ranks, in place."""
+        local, ranks = self._layout.local, self._layout.ranks
+        portions = self._layout.portions(totals, local)
+        row = int(portions.size.sum())
+        box = self._buffer("box", row * ranks)
+        self._moves.run_moves(
+            [self._layout.collect_portions(address(send), address(box), totals, self.window.chunk)]
+        )
+        if ranks == 1:
+            return
+        own, rows = before(totals) + portions.first + address(send), before(portions.size) + address(box)
+        for mine, theirs, nbytes in zip(own.tolist(), rows.tolist(), portions.size.tolist(), strict=True):
+            blocks = theirs + row * np.arange(ranks, dtype=np.int64)
+            blocks[local] = mine
+            _fusion.reduce(mine, blocks, nbytes // spec.info.itemsize, spec.info.code, spec.op, 1.0)
 
 
 def make_backend(

@@ -27,8 +27,15 @@ cdef class Handle:
         return self.call.name
 
     def done(self):
-        """Return whether the collective has ended, with a result or an error. Never blocks."""
-        return self.ended or self._look()
+        """Return whether the collective has ended, with a result or an error. Never blocks.
+
+        If it has not, offer the core to other threads, for half of the time at most.
+        """
+        if self.ended or self._look():
+            return True
+        with nogil:
+            pyhvd_fast_path_offer_core(&self.call.path.c)
+        return self._look()
 
     def wait(self, timeout=None):
         """Wait until the collective has ended.
@@ -78,7 +85,7 @@ cdef class Handle:
         that one.
         """
         cdef FastPath path
-        if self.done():
+        if self.ended or self._look():
             callback(self)
             return
         path = self.call.path
@@ -116,7 +123,9 @@ cdef class Handle:
         self.call.path.flush()
 
     def __repr__(self):
-        state = "pending" if not self.done() else "failed" if self.exception(0) is not None else "done"
+        state = "pending"
+        if self.ended or self._look():
+            state = "failed" if self.exception(0) is not None else "done"
         return f"<pyhvd.Handle {self.name!r} {state}>"
 
     def __del__(self):

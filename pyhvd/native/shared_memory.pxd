@@ -102,6 +102,25 @@ cdef extern from "window/window.h" nogil:
         double postscale
         int direct
 
+    ctypedef struct pyhvd_part:
+        int64_t lane
+        int64_t offset
+        int64_t bytes
+        int64_t address
+
+    ctypedef struct pyhvd_move:
+        const pyhvd_part* sources
+        const pyhvd_part* targets
+        size_t source_count
+        size_t target_count
+        const int64_t* lane_bytes
+        int lanes
+        const int64_t* out
+        const int64_t* into "in"
+        int single
+        int64_t room
+        int64_t chunks
+
     size_t pyhvd_window_area(size_t capacity, int slots)
     void pyhvd_window_clear(pyhvd_window* w)
     int pyhvd_window_allreduce(pyhvd_window* w, const pyhvd_job* job)
@@ -114,6 +133,7 @@ cdef extern from "window/window.h" nogil:
         pyhvd_window* w, int partner, const uint8_t* send, int64_t send_count, uint8_t* recv,
         int64_t recv_count
     )
+    int pyhvd_window_move(pyhvd_window* w, const pyhvd_move* move)
     int pyhvd_window_barrier(pyhvd_window* w)
     void pyhvd_window_abort(pyhvd_window* w, const uint8_t* note, size_t bytes)
     const uint8_t* pyhvd_window_note(const pyhvd_window* w, size_t* bytes)
@@ -343,6 +363,7 @@ cdef extern from "fast_path/progress.h" nogil:
     int pyhvd_fast_path_flush(pyhvd_fast_path* path, bint all, int64_t now)
     int pyhvd_fast_path_wait(pyhvd_fast_path* path, pyhvd_call* call, uint64_t turn, int64_t now, int64_t ns)
     void pyhvd_fast_path_waited(pyhvd_fast_path* path, int64_t began)
+    void pyhvd_fast_path_offer_core(pyhvd_fast_path* path)
     bint pyhvd_call_finished(const pyhvd_call* call, uint64_t turn)
     bint pyhvd_call_notify(pyhvd_call* call, uint64_t turn)
     uint32_t pyhvd_fast_path_doze(pyhvd_fast_path* path, int64_t ns)

@@ -94,6 +94,19 @@ class Window:
     def pairwise_exchange(
         self, partner: int, send: int, send_count: int, recv: int, recv_count: int
     ) -> bool: ...
+    @property
+    def chunk(self) -> int: ...
+    def move(
+        self,
+        sources: _Int64s,
+        targets: _Int64s,
+        lanes: _Int64s,
+        out: _Int64s,
+        into: _Int64s,
+        single: bool,
+        room: int,
+        chunks: int,
+    ) -> bool: ...
     def barrier(self) -> bool: ...
     def abort(self, note: bytes) -> None: ...
     def note(self) -> bytes | None: ...

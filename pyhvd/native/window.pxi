@@ -221,6 +221,32 @@ cdef class Exchange:
         self.c.depth = chunks
 
 
+cdef int check_lane_numbers(const int64_t[::1] numbers, int hosts, int lanes) except -1:
+    """Raise ValueError unless there is a lane's number, or -1, for each host."""
+    if numbers.shape[0] != hosts:
+        raise ValueError(f"expected {hosts} lane numbers, one per host")
+    for k in range(hosts):
+        if not -1 <= numbers[k] < lanes:
+            raise ValueError(f"there is no lane {numbers[k]}, but {lanes} lanes")
+    return 0
+
+
+cdef Py_ssize_t check_parts(const int64_t[:, ::1] parts, const int64_t[::1] lanes) except -1:
+    """Return the number of parts; raise ValueError unless they are sorted, not empty, and within lanes."""
+    cdef Py_ssize_t k
+    cdef int64_t lane, offset, length, last_lane = 0, last_offset = -1
+    if parts.shape[1] != 4:
+        raise ValueError("a part has a lane, an offset, a number of bytes and an address")
+    for k in range(parts.shape[0]):
+        lane, offset, length = parts[k, 0], parts[k, 1], parts[k, 2]
+        if not 0 <= lane < lanes.shape[0] or offset < 0 or length <= 0 or offset + length > lanes[lane]:
+            raise ValueError(f"part {k} is not within a lane: lane {lane}, {length} bytes from byte {offset}")
+        if lane < last_lane or (lane == last_lane and offset <= last_offset):
+            raise ValueError(f"part {k} is not behind the one before")
+        last_lane, last_offset = lane, offset
+    return parts.shape[0]
+
+
 cdef class Window:
     """One rank's end of a shared window.
 
@@ -272,6 +298,11 @@ cdef class Window:
                 f" {self.window.capacity} at most here, not {chunk}"
             )
         self.window.chunk = <size_t>chunk
+
+    @property
+    def chunk(self):
+        """Bytes of a chunk."""
+        return self.window.chunk
 
     def attach(self, Trace trace):
         """Record this rank's stages in a trace; call it before the window is used."""
@@ -357,6 +388,56 @@ cdef class Window:
             status = pyhvd_window_exchange(
                 &self.window, partner, <const uint8_t*>send, send_count, <uint8_t*>recv, recv_count
             )
+        return status == 0
+
+    def move(
+        self, const int64_t[:, ::1] sources, const int64_t[:, ::1] targets, const int64_t[::1] lanes,
+        const int64_t[::1] out, const int64_t[::1] into, bint single, int64_t room, int64_t chunks
+    ):
+        """Move bytes between the ranks of several hosts; ``move_across.c`` explains it.
+
+        Parameters
+        ----------
+        sources, targets : int64 arrays of n rows
+            Lane, offset in the lane, bytes (not 0) and address of this rank's parts; sorted.
+        lanes : int64 array
+            Bytes of each lane.
+        out, into : int64 arrays
+            By host, the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
+        single : bool
+            Whether each byte that comes from another host has one target among the local ranks.
+        room : int
+            Bytes of a lane in a slice of a chunk; a multiple of 16.
+        chunks : int
+            Enough for each lane.
+
+        Returns
+        -------
+        bool
+            As :meth:`allreduce` does.
+        """
+        cdef pyhvd_move move
+        cdef int status
+        if self.exchange is None:
+            raise ValueError("the window has no exchange with other hosts")
+        move.lanes = <int>lanes.shape[0]
+        move.single = single
+        move.room = room
+        move.chunks = chunks
+        cdef int64_t most = move.lanes * room * self.exchange.c.owned
+        if not lanes.shape[0] or room <= 0 or room % 16 or most > <int64_t>self.window.chunk:
+            raise ValueError(f"{move.lanes} lanes of {room} bytes do not suit chunks of {self.window.chunk}")
+        check_lane_numbers(out, self.exchange.c.hosts, move.lanes)
+        check_lane_numbers(into, self.exchange.c.hosts, move.lanes)
+        move.source_count = check_parts(sources, lanes)
+        move.target_count = check_parts(targets, lanes)
+        move.sources = <const pyhvd_part*>&sources[0, 0]
+        move.targets = <const pyhvd_part*>&targets[0, 0]
+        move.lane_bytes = &lanes[0]
+        move.out = &out[0]
+        move.into = &into[0]
+        with nogil:
+            status = pyhvd_window_move(&self.window, &move)
         return status == 0
 
     def barrier(self):

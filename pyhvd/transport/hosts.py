@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from pyhvd.arrays import Bytes
+import numpy as np
+
+from pyhvd.arrays import Bytes, address
 from pyhvd.common.text import describe_ranks
+from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
 from pyhvd.transport.link_layout import hosts_in_order
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
+from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
 _NOTE_SECONDS = 0.5
 
 
 class HostsFabric(ShmFabric):
-    """Reduces through the host's window and the links; moves other bytes by the inner fabric.
+    """Moves bytes through the host's window, and over the links; see :class:`pyhvd.transport.fabric.Fabric`.
 
     Parameters
     ----------
     inner : Fabric
-        The set's other fabric; owned.
+        The set's other fabric, by which ranks make subsets, and open and close windows and links. Owned.
     segment : Segment
         The memory of this host's window; owned.
     window : Window
@@ -37,6 +43,11 @@ class HostsFabric(ShmFabric):
         The set ranks of each host.
     ranks : sequence of int
         The global ranks of the set.
+
+    Attributes
+    ----------
+    layout : MoveLayout
+        Says which bytes of a collective go where.
     """
 
     _all: HostsFabric
@@ -55,43 +66,57 @@ class HostsFabric(ShmFabric):
         self.hosts = [list(each) for each in hosts]
         names = [name.decode() for name in allgather_bytes(inner, socket.gethostname().encode())]
         self._places = [(names[each[0]], [ranks[rank] for rank in each]) for each in hosts]
+        self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
         self._followers: list[HostsFabric] = []  # of the fabric of all ranks: all sets' fabrics
         self._all = self
         super().__init__(inner, segment, window)
 
-    def allgather(self, send: Bytes, recv: Bytes) -> None:
-        """Gather blocks of one length."""
-        self.inner.allgather(send, recv)
-
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> None:
-        """Gather in place."""
-        self.inner.allgatherv(buffer, counts)
+    def alltoall(self, send: Bytes, recv: Bytes) -> None:
+        """Send block r to rank r; all blocks of all ranks have one length."""
+        nbytes, layout = len(send) // self.size, self.layout
+        first, end = self.rank * nbytes, (self.rank + 1) * nbytes
+        recv[first:end] = send[first:end]
+        table = np.full((layout.ranks, 2, self.size), nbytes)
+        largest = nbytes * layout.slices**2
+        self.run_moves(layout.alltoall(address(send), address(recv), table, self.window.chunk, largest))
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> None:
         """Send block r to rank r."""
-        self.inner.alltoallv(send, send_counts, recv, recv_counts)
+        counts = np.array([send_counts, recv_counts], np.int64)
+        first, start = counts[:, : self.rank].sum(axis=1)
+        own = counts[0, self.rank]
+        recv[start : start + own] = send[first : first + own]
+        chunk, layout = self.window.chunk, self.layout
+        table = np.empty((layout.ranks, *counts.shape), np.int64)
+        table[layout.local] = counts
+        if layout.slices > 1:
+            mine, into = address(table[layout.local]), address(table)
+            self.run_moves([layout.gather_locally(mine, into, counts.nbytes, chunk)])
+        moves = layout.alltoall(address(send), address(recv), table, chunk)
+        agreed = self._largest([move.chunks for move in moves])
+        self.run_moves(replace(move, chunks=n) for move, n in zip(moves, agreed, strict=True))
 
-    def exchange(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> None:
-        """Send block r to rank r; blocks of any size."""
-        self.inner.exchange(send, send_counts, recv, recv_counts)
+    exchange = alltoallv
 
     def pairwise_exchange(self, partner: int, send: Bytes, recv: Bytes) -> None:
         """Exchange blocks with a partner."""
-        self.inner.pairwise_exchange(partner, send, recv)
-
-    def broadcast(self, buffer: Bytes, root: int) -> None:
-        """Copy the root's buffer to every rank's."""
-        self.inner.broadcast(buffer, root)
+        sent, received = [0] * self.size, [0] * self.size
+        sent[partner], received[partner] = len(send), len(recv)
+        self.alltoallv(send, sent, recv, received)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        self.inner.barrier()
+        self._largest([0])
+
+    def run_moves(self, moves: Iterable[Move]) -> None:
+        """Move bytes; all ranks of the set call it with moves of one layout."""
+        for each in moves:
+            parts = (each.sources, each.targets, each.lanes, each.out, each.into)
+            self.check(self.window.move(*parts, each.single, each.room, each.chunks))
 
     def make_agreement(self) -> shared_memory.Agreement:
         """Return the agreement between the hosts over this rank's links."""
@@ -152,6 +177,19 @@ class HostsFabric(ShmFabric):
             if self._exchange.lost is not None:
                 raise self.error_of(*self._exchange.lost, b"")
         super().check(done)
+
+    def _gather(self, send: int, recv: Bytes, counts: Sequence[int]) -> None:
+        into = address(recv) + sum(counts[: self.rank])
+        if send != into:
+            ctypes.memmove(into, send, counts[self.rank])
+        self.run_moves(self.layout.gather(send, address(recv), counts, self.window.chunk))
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' values, for each."""
+        array = np.array(values, np.int64)
+        at, starts = np.array([address(array)], np.int64), np.array([0, len(array)], np.int64)
+        self.check(self.window.allreduce(at, at, starts, Code.INT64, ReduceOp.MAX, 1.0, 1.0))
+        return [int(value) for value in array]
 
     def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:
         """Return the exception for a host that has sent a note, or whose connection failed (errno or 0)."""

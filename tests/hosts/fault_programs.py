@@ -1,8 +1,8 @@
 """Random programs that never end by themselves: what ranks do when a fault strikes.
 
-``python -m tests.hosts.fault_programs FOLDER SEED SIZE`` is one of SIZE ranks. All hosts share FOLDER: each
-rank counts its steps in a file there, and writes how its steps ended to another one. It ends when the file
-``leave`` is there.
+``python -m tests.hosts.fault_programs FOLDER SEED SIZE [VERB]`` is one of SIZE ranks. With VERB, one of
+:data:`VERBS`, it makes only such steps, with large tensors. All hosts share FOLDER: each rank counts its
+steps in a file there, and writes how its steps ended to another one. It ends when there is a file ``leave``.
 """
 
 from __future__ import annotations
@@ -21,25 +21,32 @@ import pyhvd as hvd
 _SMALL = (1, 1000, 20_000)
 _LARGE = (300_000, 4_000_000)
 _LATE_S = 0.2
+_MOVED = 3 << 20  # floats, so that ranks are inside the verb most of the time
+
+VERBS = ("allgather", "broadcast", "alltoall", "reducescatter", "adasum")
 
 
 class Program:
     """The steps of one rank. Every rank draws the same steps from ``plan``, and waits as it likes."""
 
-    def __init__(self, seed: int, some: hvd.ProcessSet) -> None:
+    def __init__(self, seed: int, some: hvd.ProcessSet, verb: str = "") -> None:
         self._plan = random.Random(seed)
         self._own = random.Random(f"{seed} {hvd.rank()}")
         self._some = some
         self._number = 0
+        self._verb = verb
         self._steps: tuple[Callable[[], None], ...] = (
             *(self._reduce, self._reduce_many, self._reduce_group, self._reduce_large, self._reduce_new),
-            *(self._wait_for_a_late_rank, self._poll, self._reduce_on_some, self._join),
+            *(self._wait_for_a_late_rank, self._poll, self._reduce_on_some, self._join, self._move),
         )
 
     def step(self) -> None:
         """Make the next step."""
         self._number += 1
-        self._plan.choice(self._steps)()
+        if self._verb:
+            self._move(self._verb, _MOVED)
+        else:
+            self._plan.choice(self._steps)()
 
     def _check(self, out: np.ndarray, ranks: list[int]) -> None:
         assert (out[0], out[-1]) == (sum(ranks), sum(ranks)), f"step {self._number}: {out} of {ranks}"
@@ -65,6 +72,22 @@ class Program:
         mine = [np.full(length, hvd.rank(), np.float32) for length in _SMALL]
         for out in hvd.grouped_allreduce(mine, op=hvd.Sum, name="group"):
             self._check(out, [*range(hvd.size())])
+
+    def _move(self, verb: str = "", length: int = 12_000) -> None:
+        verb = verb or self._plan.choice(VERBS[:-1])  # Adasum needs a power of two of ranks
+        size, root = hvd.size(), self._plan.randrange(hvd.size())
+        mine, name = np.full(length, hvd.rank() + 1, np.float32), f"{verb}{length}"
+        if verb == "allgather":
+            assert (hvd.allgather(mine, name=name)[::length] == np.arange(size) + 1).all()
+        elif verb == "broadcast":
+            assert hvd.broadcast(mine, root, name=f"{name}.{root}")[-1] == root + 1
+        elif verb == "alltoall":
+            out = hvd.alltoall(mine, name=name)
+            assert (out[:: length // size] == np.arange(size) + 1).all()
+        elif verb == "reducescatter":
+            assert hvd.reducescatter(mine, op=hvd.Sum, name=name)[-1] == size * (size + 1) // 2
+        else:
+            assert hvd.allreduce(mine, op=hvd.Adasum, name=name)[-1] > 0
 
     def _wait_for_a_late_rank(self) -> None:
         late = self._plan.randrange(hvd.size())
@@ -98,11 +121,11 @@ class Program:
         hvd.join()
 
 
-def run_until_an_error(folder: Path, seed: int, size: int) -> None:
+def run_until_an_error(folder: Path, seed: int, size: int, verb: str = "") -> None:
     """Make steps until a call raises; write the error, and raise it when all ranks may leave."""
     some = hvd.ProcessSet([0, size - 1])  # of the first and of the last host
     hvd.init(process_sets=[some])
-    program = Program(seed, some)
+    program = Program(seed, some, verb)
     with (folder / f"steps{hvd.rank()}").open("ab", buffering=0) as steps:
         try:
             while True:
@@ -119,4 +142,4 @@ def run_until_an_error(folder: Path, seed: int, size: int) -> None:
 
 
 if __name__ == "__main__":
-    run_until_an_error(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_until_an_error(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

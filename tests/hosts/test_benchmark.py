@@ -27,7 +27,7 @@ def test_every_question_at_tiny_sizes(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("hosts-*.json")
     report = json.loads(path.read_text())
     found = {outcome["label"]: outcome for run in report["runs"] for outcome in run["outcomes"]}
-    assert len(found) == 10
+    assert len(found) == 14
     for rate in ("", ", 1 Gbit/s", ", 10 Gbit/s"):
         names = {each["name"] for each in found[f"2x2, ResNet-50{rate}"]["figures"]}
         assert names >= {peers.SINGLY, peers.FLAT, CHUNKS, PIPELINED, LINK}

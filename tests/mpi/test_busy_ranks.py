@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 
 import numpy as np
+import pytest
 
 import pyhvd as hvd
 from tests.mpi.harness import on_ranks
@@ -91,3 +95,36 @@ def test_a_busy_rank_is_not_given_up_when_another_shuts_down() -> None:
     if hvd.rank() == 1:
         _hold_the_gil(12.0)
     hvd.shutdown()
+
+
+def _compete(core: int) -> subprocess.Popen[bytes]:
+    """Start a program that computes on a core until it is killed, or its stdin ends."""
+    program = f"import os, select, sys; os.sched_setaffinity(0, {{{core}}})\n"
+    program += "while not select.select([sys.stdin], [], [], 0)[0]: sum(range(1000))"
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins threads to a core")
+@on_ranks(2)
+def test_a_rank_that_polls_and_computes_keeps_its_share_of_the_core() -> None:
+    """done() in vain offers the core to ranks that have yet to submit, but not all of the time."""
+    hvd.init()
+    hvd.allreduce(np.ones(2), name="polled", op=hvd.Sum)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        time.sleep(2.0)
+    handle = hvd.allreduce_async(np.ones(2), name="polled", op=hvd.Sum)
+    if hvd.rank() == 0:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        competitor = _compete(min(cores))
+        before, until = time.thread_time(), time.monotonic() + 1.5
+        while not handle.done() and time.monotonic() < until:
+            sum(range(300))
+        mine = time.thread_time() - before
+        competitor.kill()
+        competitor.communicate()
+        os.sched_setaffinity(0, cores)
+        others = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert mine > (others.ru_utime + others.ru_stime) / 5
+    assert handle.result(30.0)[0] == 2.0

@@ -188,6 +188,38 @@ def test_every_way_across_hosts_gives_the_same_bits(layout: list[int]) -> None:
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+@pytest.mark.parametrize("layout", [[0, 1], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 1, 2]], ids=str)
+@pytest.mark.parametrize("chunk_size", [16 * 1024, 256 * 1024])
+def test_bytes_move_across_hosts(layout: list[int], chunk_size: int) -> None:
+    """Through few lanes and many chunks, or many lanes and few chunks."""
+    size = len(layout)
+
+    def rows_of(sender: int, receiver: int, n: int) -> int:
+        return (sender * 3 + receiver * 5) % 4 * n // 3
+
+    def values(sender: int, receiver: int, n: int) -> np.ndarray:
+        return np.arange(rows_of(sender, receiver, n), dtype=np.int64) * (100 * sender + receiver + 1)
+
+    def rank() -> None:
+        me = hvd.rank()
+        for n in (0, 1, 50, 30_000):
+            parts = [np.full((rows_of(r, 0, n), 3), r, np.int32) for r in range(size)]
+            assert (hvd.allgather(parts[me], name=f"g{n}") == np.concatenate(parts)).all()
+            for root in range(size):
+                sent = np.full(n, me, np.float64)
+                assert (hvd.broadcast(sent, root, name=f"b{n}.{root}") == root).all()
+            splits = [rows_of(me, r, n) for r in range(size)]
+            data = np.concatenate([values(me, r, n) for r in range(size)])
+            out, received = hvd.alltoall(data, splits, name=f"a{n}")
+            assert received.tolist() == [rows_of(r, me, n) for r in range(size)]
+            assert (out == np.concatenate([values(r, me, n) for r in range(size)])).all()
+            if n and size in (2, 4):
+                same = hvd.allreduce(np.arange(n) + 1.0, name=f"d{n}", op=hvd.Adasum)
+                assert np.allclose(same, np.arange(n) + 1.0)
+
+    run_ranks(size, rank, timeout=SECONDS, hosts=layout, knobs={"chunk_size": chunk_size})
+
+
 def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptureFixture) -> None:
     """The ranks of the other host have marked it, some of them or all."""
     late = (1, 3)

@@ -206,6 +206,93 @@ static void exchange(player *p) {
         fail("rank %d, round %d: exchanged with %d", p->rank, (int)p->round, partner);
 }
 
+/* A move over several hosts: each rank sends a block to each other rank, or one block to all. */
+typedef struct {
+    int shared, lanes;
+    int64_t sizes[MOST_RANKS][MOST_RANKS]; /* by sender and receiver; [sender][0] if shared */
+    int64_t starts[MOST_RANKS];            /* by sender: of its block for this rank, in `recv` */
+    pyhvd_part sources[MOST_RANKS], targets[MOST_RANKS];
+    int64_t lane_bytes[2 * MOST_HOSTS], out[MOST_HOSTS], in[MOST_HOSTS];
+    pyhvd_move move;
+} moving;
+
+static int64_t size_of(const moving *m, int from, int to) {
+    return m->shared ? m->sizes[from][0] : from == to ? 0 : m->sizes[from][to];
+}
+
+/* Lay out the lane from host h to host g, and this rank's parts of it. */
+static void lay_out(player *p, moving *m, int lane, int h, int g) {
+    const layout *l = p->s->hosts;
+    int to = m->shared ? 0 : l->first[g], end = m->shared ? 1 : l->first[g + 1];
+    int64_t at = 0;
+    for (int q = l->first[h]; q < l->first[h + 1]; q++)
+        for (int k = to; k < end; k++) {
+            int64_t n = size_of(m, q, k), from = m->shared ? 0 : k * (int64_t)MOST(p->s->capacity);
+            from /= p->size;
+            pyhvd_part part = {lane, at, n, 0};
+            at += n;
+            if (q == p->rank && n) {
+                part.address = (int64_t)(intptr_t)(p->send + from);
+                m->sources[m->move.source_count++] = part;
+            }
+            if (q != p->rank && n && (m->shared || k == p->rank)) {
+                part.address = (int64_t)(intptr_t)(p->recv + m->starts[q]);
+                m->targets[m->move.target_count++] = part;
+            }
+        }
+    m->lane_bytes[lane] = at;
+}
+
+/* Return the number of chunks that the longest lane of any two hosts needs. */
+static int64_t chunks_of(const player *p, const moving *m) {
+    const layout *l = p->s->hosts;
+    int64_t longest = 0;
+    for (int h = 0; h < l->hosts; h++)
+        for (int g = 0; g < l->hosts; g++) {
+            int64_t bytes = 0;
+            for (int q = l->first[h]; q < l->first[h + 1]; q++)
+                for (int k = l->first[g]; k < l->first[g + 1]; k++)
+                    bytes += k == l->first[g] || !m->shared ? size_of(m, q, k) : 0;
+            longest = bytes > longest ? bytes : longest;
+        }
+    return (longest / l->slices + 16 + m->move.room - 1) / m->move.room;
+}
+
+static void move(player *p) {
+    const layout *l = p->s->hosts;
+    moving m = {.shared = (int)roll(&p->plan, 2)};
+    int here = l->host_of[p->rank], hosts = l->hosts, owned = 1;
+    int64_t most = (int64_t)MOST(p->s->capacity) / p->size, at = 0;
+    m.lanes = m.shared ? hosts : 2 * hosts;
+    for (int q = 0; q < p->size; q++)
+        for (int k = 0; k < p->size; k++) m.sizes[q][k] = (int64_t)draw_bytes(p, (size_t)most);
+    for (int q = 0; q < p->size; at += size_of(&m, q++, p->rank)) m.starts[q] = at;
+    for (int k = 0; k < (m.shared ? 1 : p->size); k++)
+        fill_in(p, p->send + k * most, (size_t)size_of(&m, p->rank, k), PYHVD_UINT8, p->rank, k);
+    for (int g = 0; g < hosts; g++) {
+        owned = (l->slices + l->ranks[g] - 1) / l->ranks[g] > owned
+                    ? (l->slices + l->ranks[g] - 1) / l->ranks[g]
+                    : owned;
+        m.out[g] = m.shared ? here : g;
+        m.in[g] = m.shared ? g : hosts + g;
+        lay_out(p, &m, g, m.shared ? g : here, g);
+    }
+    for (int g = 0; g < hosts && !m.shared; g++)
+        if (g != here) lay_out(p, &m, hosts + g, g, here);
+    m.move.room = (int64_t)p->w.chunk / (m.lanes * owned) & ~(int64_t)15;
+    m.move.chunks = chunks_of(p, &m);
+    m.move.sources = m.sources, m.move.targets = m.targets, m.move.lane_bytes = m.lane_bytes;
+    m.move.lanes = m.lanes, m.move.single = !m.shared, m.move.out = m.out, m.move.in = m.in;
+    linger(&p->draw);
+    if (pyhvd_window_move(&p->w, &m.move)) fail("rank %d: no rank has aborted", p->rank);
+    for (int q = 0; q < p->size; q++) {
+        size_t n = q == p->rank ? 0 : (size_t)size_of(&m, q, p->rank);
+        fill_in(p, p->expected, n, PYHVD_UINT8, q, m.shared ? 0 : p->rank);
+        if (memcmp(p->expected, p->recv + m.starts[q], n))
+            fail("rank %d, round %d: moved from %d", p->rank, (int)p->round, q);
+    }
+}
+
 /* A rank that returns from a barrier sees what the others wrote before it; `shared` is not
  * atomic. */
 static void barrier(player *p) {
@@ -250,8 +337,10 @@ static void use(int rank, void *what) {
     for (p.round = 1; p.round <= (uint64_t)s->t->rounds; p.round++) {
         uint64_t kind = roll(&p.plan, 16);
         linger(&p.draw);
-        if (kind < 10 || (s->hosts && kind != 14))
+        if (kind < 10)
             allreduce(&p);
+        else if (s->hosts && kind != 14)
+            move(&p);
         else if (kind < 12)
             gather(&p);
         else if (kind < 13)

@@ -405,8 +405,9 @@ static int run_batch(pyhvd_fast_path *path) {
     pyhvd_progress *p = &path->progress;
     pyhvd_window *window = path->setup.sets[p->set].window;
     window->interruptible = 1;
+    window->never_yields = p->alone && !atomic_load_explicit(&path->waiters, memory_order_relaxed);
     int status = p->has_results ? PYHVD_OK : pyhvd_window_proceed(window, &p->cursor);
-    window->interruptible = 0;
+    window->interruptible = window->never_yields = 0;
     if (status == PYHVD_LATER) return PYHVD_LATE;
     if (status) {
         give_up(path, p->set);
@@ -671,7 +672,9 @@ static int progress_alone(pyhvd_fast_path *path) {
     if (path->setup.table.agreement) pyhvd_agreement_receive(&path->setup.table);
     if ((!left_over && !pyhvd_ready_table_behind(&path->setup.table)) || !try_lock_progress(path))
         return 0;
+    path->progress.alone = 1;
     int status = make_progress(path, NULL, 0, 0);
+    path->progress.alone = 0;
     uint64_t known = path->background.known_list, number = 0;
     if (status == PYHVD_AT_LIST) number = pyhvd_ready_table_next(&path->setup.table)->number;
     path->background.known_list = number;

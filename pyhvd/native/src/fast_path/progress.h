@@ -158,6 +158,7 @@ typedef struct {
     pyhvd_job job;
     pyhvd_job_cursor cursor;
     int running;                      /* whether the batch has begun; other threads look at it */
+    int alone;                        /* whether the holder is the background thread */
     int64_t ready_ns;                 /* when the batch was ready; 0: it is not timed */
     int64_t trace_ready, trace_begin; /* for the trace; 0: not recorded */
     int spin_budget;                  /* yields before the holder falls asleep */
@@ -186,6 +187,7 @@ typedef struct {
     _Atomic uint32_t background_watches; /* whether the background thread soon looks by itself */
     /* futex word of threads without the progress lock; how many sleep on it */
     _Atomic uint32_t wakeups, waiters;
+    _Atomic int64_t offers_again_ns; /* when a thread that polls offers its core again */
     _Atomic uint32_t closed;
     /* 1 + the set whose window was aborted, 1 + PYHVD_MAX_SETS if another host is lost, or 0; stored
      * before the wake-up */
@@ -264,6 +266,17 @@ int pyhvd_fast_path_wait(pyhvd_fast_path *path, const pyhvd_call *call, uint64_t
 static inline void pyhvd_fast_path_waited(pyhvd_fast_path *path, int64_t began) {
     if (pyhvd_is_timed(&path->counters))
         pyhvd_observe_shared(&path->counters.waits, (uint64_t)(pyhvd_now() - began));
+}
+
+/* Offer the core to other threads, which may be ranks that have yet to submit: a thread has polled a
+ * call in vain. It then keeps the core for as long as others had it. So a thread that polls and
+ * computes in turn gives away half of its time at most. */
+static inline void pyhvd_fast_path_offer_core(pyhvd_fast_path *path) {
+    int64_t before = pyhvd_now();
+    if (before < atomic_load_explicit(&path->offers_again_ns, memory_order_relaxed)) return;
+    sched_yield();
+    int64_t now = pyhvd_now();
+    atomic_store_explicit(&path->offers_again_ns, now + (now - before), memory_order_relaxed);
 }
 
 static inline int pyhvd_call_finished(const pyhvd_call *call, uint64_t turn) {

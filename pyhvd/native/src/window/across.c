@@ -22,11 +22,6 @@
  * cores. */
 #define ACROSS_YIELDS 200
 
-/* What `advance` functions return, besides errors. */
-enum { NOTHING = 0, MOVED = 1, ENDED = 2 };
-
-enum { PACK, REDUCE, EXCHANGE, UNPACK };
-
 /* The chunks of a job. */
 typedef struct {
     int64_t total, per_chunk, count;
@@ -46,14 +41,6 @@ static span owned_span(const pyhvd_window *w, chunks all, int64_t index, int ran
     s.mine_from = s.from + n * pyhvd_first_slice(e, rank, w->size) / e->slices;
     s.mine_to = s.from + n * pyhvd_first_slice(e, rank + 1, w->size) / e->slices;
     return s;
-}
-
-static int all_reached(const pyhvd_window *w, int counter, uint64_t value) {
-    for (int q = 0; q < w->size; q++)
-        if (q != w->rank && atomic_load_explicit(&control_of(w, q)->counters[counter].value,
-                                                 memory_order_acquire) < value)
-            return 0;
-    return 1;
 }
 
 /* On a rank that is alone on its host: return the address (of `bases`: srcs or dsts) of the chunk's
@@ -171,14 +158,13 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     return MOVED;
 }
 
-static int exchange_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
+int pyhvd_across_exchange(pyhvd_window *w, pyhvd_job_cursor *c) {
     uint64_t from = w->chunks + (uint64_t)c->next[EXCHANGE];
     uint64_t to = w->chunks + (uint64_t)c->next[REDUCE];
     int moved = pyhvd_exchange_progress(w->exchange, c->job, from, to);
     if (moved < 0) return moved;
     for (; from < to && pyhvd_exchange_has_ended(w->exchange, from); from++, moved = MOVED) {
         c->next[EXCHANGE]++;
-        pyhvd_exchange_time(w->exchange, c->next[EXCHANGE], all.count, w->chunk);
         if (w->size > 1) pyhvd_announce(w, REDUCED, from + 1);
     }
     if (from == to && w->exchange->trace_kind == PYHVD_EXCHANGING) end_stretch(w);
@@ -206,7 +192,10 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
 static int advance_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
     chunks all = chunks_of(w, c->job);
     int moved = pack_next(w, c, all) | reduce_next(w, c, all);
-    int exchanged = exchange_next(w, c, all);
+    int64_t ended = c->next[EXCHANGE];
+    int exchanged = pyhvd_across_exchange(w, c);
+    while (ended < c->next[EXCHANGE])
+        pyhvd_exchange_time(w->exchange, ++ended, all.count, w->chunk);
     if (exchanged < 0) return exchanged;
     moved |= exchanged | unpack_next(w, c, all);
     if (c->next[UNPACK] < all.count) return moved;
@@ -256,6 +245,7 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
 }
 
 static int advance(pyhvd_window *w, pyhvd_job_cursor *c) {
+    if (c->move) return pyhvd_move_advance(w, c);
     size_t bytes = (size_t)c->job->starts[c->job->n] * pyhvd_itemsize(c->job->dtype);
     return bytes <= PYHVD_FLAT ? advance_flat(w, c) : advance_chunks(w, c);
 }
@@ -304,14 +294,15 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
 
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
     pyhvd_exchange *e = w->exchange;
-    int yields = ACROSS_YIELDS, status = NOTHING;
+    const int most = w->never_yields ? 0 : ACROSS_YIELDS;
+    int yields = most, status = NOTHING;
     while (status == NOTHING || status == MOVED) {
         status = advance(w, c);
-        if (status == MOVED) yields = ACROSS_YIELDS;
+        if (status == MOVED) yields = most;
         if (status != NOTHING) continue;
         if (pyhvd_exchange_waits(e))
             e->waited = 1;
-        else
+        else if (!c->move) /* a move records nothing */
             begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
             sched_yield();

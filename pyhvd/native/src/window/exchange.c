@@ -12,7 +12,7 @@
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 /* The kind of a frame: the last two bits of its tag. */
-enum { CONTRIBUTION, RESULT, FLAT };
+enum { CONTRIBUTION, RESULT, FLAT, MOVED };
 
 /* How long what is in flight takes at the link's rate, and how many bytes are in flight at least. At
  * 1 Gbit/s, an echo beside a large operation takes half as long with 512 KiB in flight as with 1 MiB,
@@ -31,13 +31,14 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
     e->box = MAX(MAX(slice / hosts + 16, whole), PYHVD_FLAT);
     e->links = calloc(owned * hosts, sizeof *e->links);
     e->under_way = calloc(PYHVD_DEPTH * owned, sizeof *e->under_way);
+    e->places = calloc(PYHVD_DEPTH * owned * hosts, sizeof *e->places);
     e->boxes = malloc(PYHVD_DEPTH * owned * hosts * e->box);
     e->flat_partial = malloc(PYHVD_FLAT);
     e->polls = malloc((owned * hosts + 1) * sizeof *e->polls);
     e->counters = e->own_counters = calloc(hosts, sizeof *e->counters);
     for (uint32_t g = 0; g < hosts; g++) e->numbers[g] = g;
-    if (!e->links || !e->under_way || !e->polls || !e->boxes || !e->flat_partial || !e->counters)
-        return 0;
+    if (!e->links || !e->under_way || !e->places || !e->polls || !e->boxes) return 0;
+    if (!e->flat_partial || !e->counters) return 0;
     for (size_t k = 0; k < PYHVD_DEPTH * owned; k++) e->under_way[k].tag = NEVER;
     e->flat.tag = NEVER;
     e->depth = PYHVD_DEPTH;
@@ -47,6 +48,7 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
 void pyhvd_exchange_free(pyhvd_exchange *e) {
     free(e->links);
     free(e->under_way);
+    free(e->places);
     free(e->boxes);
     free(e->flat_partial);
     free(e->polls);
@@ -64,6 +66,11 @@ static pyhvd_slice *slice_of(const pyhvd_exchange *e, uint64_t chunk, int own) {
 static uint8_t *box_of(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
     size_t k = (chunk % PYHVD_DEPTH) * (size_t)e->owned + (size_t)own;
     return e->boxes + (k * (size_t)e->hosts + (size_t)host) * e->box;
+}
+
+static pyhvd_place *place_of(const pyhvd_exchange *e, uint64_t chunk, int own, int host) {
+    size_t k = (chunk % PYHVD_DEPTH) * (size_t)e->owned + (size_t)own;
+    return &e->places[k * (size_t)e->hosts + (size_t)host];
 }
 
 /* Where host g's part of a slice begins (an element); the end of the last part for g = hosts. */
@@ -96,10 +103,11 @@ static void post_parts(const pyhvd_exchange *e, pyhvd_slice *s, int own, size_t 
     }
 }
 
-/* Post the contributions to a chunk. */
+/* Post the contributions to a chunk. The frames of a moved one are posted when it begins. */
 static void post_chunk(const pyhvd_exchange *e, uint64_t chunk, size_t item) {
     for (int own = 0; own < e->owned; own++) {
         pyhvd_slice *s = slice_of(e, chunk, own);
+        if ((s->tag & 3) == MOVED) continue;
         if (s->whole)
             post_to_all(e, s, own, s->tag, s->in, (size_t)s->count * item);
         else
@@ -123,6 +131,21 @@ void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_
         .results = whole ? 0 : others,
     };
     count_frames(e, s, own);
+}
+
+void pyhvd_exchange_begin_move(const pyhvd_exchange *e, uint64_t chunk, int own,
+                               const pyhvd_place *out, const pyhvd_place *in) {
+    pyhvd_slice *s = slice_of(e, chunk, own);
+    *s = (pyhvd_slice){.tag = chunk * 4 + MOVED, .reduced = 1};
+    for (int k = 1; k < e->hosts; k++) {
+        int to = (e->host + k) % e->hosts, from = (e->host + e->hosts - k) % e->hosts;
+        *place_of(e, chunk, own, from) = in[from];
+        s->results += in[from].bytes > 0;
+        link_of(e, own, from)->awaited += in[from].bytes > 0;
+        if (!out[to].bytes) continue;
+        s->unsent++;
+        pyhvd_link_post(link_of(e, own, to), s->tag, out[to].at, out[to].bytes, &s->unsent);
+    }
 }
 
 void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes) {
@@ -187,6 +210,16 @@ static int fits(const pyhvd_exchange *e, const pyhvd_job *job, const pyhvd_slice
     return frame->bytes == (uint64_t)(part_of(e, s, of + 1) - part_of(e, s, of)) * item;
 }
 
+/* Take the place of an arriving frame of a moved slice, so that no second frame goes there. */
+static uint8_t *take_place(pyhvd_link *link, pyhvd_place *place) {
+    if (!place->bytes || link->arriving.bytes != place->bytes) {
+        link->error = EPROTO;
+        return NULL;
+    }
+    place->bytes = 0;
+    return place->at;
+}
+
 /* Return where the arriving frame's bytes go; NULL if its chunk has not begun here (or, with
  * link->error set, if it cannot be right). */
 static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own, int from) {
@@ -195,8 +228,8 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
     uint64_t chunk = frame->tag / 4, kind = frame->tag & 3;
     const pyhvd_slice *s = kind == FLAT ? &e->flat : slice_of(e, chunk, own);
     if (kind != RESULT && s->tag != frame->tag) return NULL;
-    if (kind > FLAT || (kind == RESULT && s->tag + 1 != frame->tag) ||
-        !fits(e, job, s, from, frame)) {
+    if (kind == MOVED) return take_place(link, place_of(e, chunk, own, from));
+    if ((kind == RESULT && s->tag + 1 != frame->tag) || !fits(e, job, s, from, frame)) {
         link->error = EPROTO;
         return NULL;
     }
@@ -237,7 +270,7 @@ static void count_arrival(pyhvd_exchange *e, int own, int host) {
     uint64_t tag = link_of(e, own, host)->arriving.tag;
     pyhvd_slice *s = (tag & 3) == FLAT ? &e->flat : slice_of(e, tag / 4, own);
     link_of(e, own, host)->awaited--;
-    if ((tag & 3) == RESULT)
+    if ((tag & 3) == RESULT || (tag & 3) == MOVED)
         s->results--;
     else
         s->contributions--;

@@ -34,6 +34,9 @@
  *   What is in flight beyond what the link holds waits in the network's queues, and the agreement's
  *   small messages wait behind it. So the depth follows the rate at which the chunks of large
  *   operations have lately ended on this rank: chunks for 4 ms, and for 512 KiB at least.
+ *
+ * A chunk can also be moved (move_across.c): nothing is reduced, each frame has its own memory at both
+ * ends, and hosts may send each other different numbers of bytes. The invariants hold too.
  */
 #ifndef PYHVD_EXCHANGE_H
 #define PYHVD_EXCHANGE_H
@@ -60,6 +63,12 @@ typedef struct {
     uint32_t unsent;                 /* own frames that are not sent */
 } pyhvd_slice;
 
+/* The bytes of a frame of a moved slice: where they come from, or go to. */
+typedef struct {
+    uint8_t *at;
+    size_t bytes; /* 0: there is no frame */
+} pyhvd_place;
+
 struct pyhvd_exchange {
     int host, hosts;
     int slices;                        /* of a chunk */
@@ -73,6 +82,7 @@ struct pyhvd_exchange {
     int64_t timed_ns;                  /* when the timed part of an operation began */
     pyhvd_link *links;                 /* [owned][hosts]; the own host's are not used */
     pyhvd_slice *under_way;            /* [PYHVD_DEPTH][owned] */
+    pyhvd_place *places;               /* of frames to come: [PYHVD_DEPTH][owned][hosts] */
     uint8_t *boxes;        /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
     size_t box;            /* bytes */
     pyhvd_slice flat;      /* one on all rails: all rails carry the same bytes */
@@ -107,6 +117,10 @@ void pyhvd_exchange_free(pyhvd_exchange *e);
 /* Begin an owned slice (0 .. owned-1) of a chunk with the job's type and op; `progress` posts it. */
 void pyhvd_exchange_begin(const pyhvd_exchange *e, const pyhvd_job *job, uint64_t chunk, int own,
                           uint8_t *in, uint8_t *out, int64_t count);
+
+/* Begin an owned slice of a chunk that is moved: send out[g] to host g, and receive in[g] from it. */
+void pyhvd_exchange_begin_move(const pyhvd_exchange *e, uint64_t chunk, int own,
+                               const pyhvd_place *out, const pyhvd_place *in);
 
 /* Begin a flat operation: `flat_partial` has `bytes` bytes of this host. */
 void pyhvd_exchange_begin_flat(pyhvd_exchange *e, uint64_t number, size_t bytes);

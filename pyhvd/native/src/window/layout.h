@@ -1,5 +1,5 @@
-/* What lies in a window, and how its ranks wait for each other; for window.c (reductions) and
- * move.c (the rest). */
+/* What lies in a window, and how its ranks wait for each other; for window.c (reductions), move.c
+ * (the rest), and across.c and move_across.c (the same over several hosts). */
 #ifndef PYHVD_LAYOUT_H
 #define PYHVD_LAYOUT_H
 
@@ -64,7 +64,27 @@ static inline void pyhvd_add_stage(pyhvd_window *w, uint32_t kind, int64_t begin
     pyhvd_trace_add(w->trace, kind, begin, 0, 0, chunk, (uint32_t)w->rank);
 }
 
-/* Proceed with a reduction over several hosts, as pyhvd_window_proceed does. */
+/* Whether all other ranks' counters have reached a value. */
+static inline int all_reached(const pyhvd_window *w, int counter, uint64_t value) {
+    for (int q = 0; q < w->size; q++)
+        if (q != w->rank && atomic_load_explicit(&control_of(w, q)->counters[counter].value,
+                                                 memory_order_acquire) < value)
+            return 0;
+    return 1;
+}
+
+/* Over several hosts: the stages of a chunk (see across.c), and what functions return that advance
+ * one, besides errors. */
+enum { PACK, REDUCE, EXCHANGE, UNPACK };
+enum { NOTHING = 0, MOVED = 1, ENDED = 2 };
+
+/* Proceed with a reduction or a move over several hosts, as pyhvd_window_proceed does. */
 int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c);
+
+/* Advance the exchange of the chunks under way, and announce those that have ended here. */
+int pyhvd_across_exchange(pyhvd_window *w, pyhvd_job_cursor *c);
+
+/* Advance a move. */
+int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c);
 
 #endif

@@ -57,14 +57,14 @@ static int nap_until(pyhvd_window *w, const _Atomic uint64_t *counter, uint64_t 
 int pyhvd_await(pyhvd_window *w, int rank, int counter, uint64_t value) {
     const _Atomic uint64_t *theirs = &control_of(w, rank)->counters[counter].value;
     const _Atomic uint32_t *bell = &control_of(w, w->rank)->bell;
-    int yields = w->spin_budget, status = PYHVD_LATER;
+    int yields = w->never_yields ? PYHVD_YIELDS : w->spin_budget, status = PYHVD_LATER;
     do {
         for (int spin = 0; spin < PYHVD_SPINS; spin++) {
             if (reached(theirs, value)) return PYHVD_OK;
             pyhvd_pause();
         }
         leave_shared_core(w);
-    } while (pyhvd_yield(&yields));
+    } while (w->never_yields ? yields-- > 0 : pyhvd_yield(&yields));
     while (status == PYHVD_LATER) {
         uint32_t before = atomic_load_explicit(bell, memory_order_relaxed);
         status = nap_until(w, theirs, value);

@@ -34,7 +34,9 @@
  *      hold anything.
  *
  * Waiting
- *   1. A rank spins, then yields, then sleeps on `bell`.
+ *   1. A rank spins, then yields, then sleeps on `bell`. With `never_yields` it spins longer, and
+ *      does not yield: from 6.18 on, Linux lets a thread that yields to a computing one wait for
+ *      milliseconds. A thread that sleeps little runs at once when it is woken.
  *   2. A sleeper sets `asleep`, then looks again; an announcer stores its counter, then looks at
  *      `asleep`. Sequentially consistent fences between the two steps of each make one of them see
  *      the other.
@@ -80,6 +82,7 @@ typedef struct {
     int64_t left_core_ns;     /* see pyhvd_leave_shared_core */
     int spin_budget;          /* yields before this rank falls asleep */
     int interruptible;        /* whether pyhvd_window_proceed may return before the end */
+    int never_yields;         /* see "Waiting" */
     int slots;                /* of each rank */
     pyhvd_exchange *exchange; /* with other hosts; NULL: all ranks of the set are here */
     pyhvd_trace *trace;       /* NULL: nothing is recorded */
@@ -100,10 +103,32 @@ typedef struct {
     int direct;
 } pyhvd_job;
 
-/* How far a reduction has come: the chunk step, the stage, and the tensor at which each stage
- * is. */
+/* Bytes of this rank's memory that go into a lane of a move, or come out of it. */
+typedef struct {
+    int64_t lane, offset, bytes, address;
+} pyhvd_part;
+
+/* One rank's part of a move over several hosts; move_across.c explains it. */
+typedef struct {
+    /* Sorted by lane and offset; none is empty, and the sources of all local ranks do not overlap. */
+    const pyhvd_part *sources, *targets;
+    size_t source_count, target_count;
+    const int64_t *lane_bytes; /* of each lane */
+    int lanes;
+    /* By host: the lane whose bytes go there, and the lane whose bytes come from there; -1: none.
+     * For the own host, `out` is the lane from which local ranks copy each other's bytes. */
+    const int64_t *out, *in;
+    int single;   /* whether each byte that comes has one target among the local ranks */
+    int64_t room; /* bytes of a lane in a slice of a chunk */
+    int64_t
+        chunks; /* enough for each lane; `lanes`, `room`, `chunks` are equal on all hosts' ranks */
+} pyhvd_move;
+
+/* How far a reduction or a move has come: the chunk step, the stage, and the tensor at which each
+ * stage is. */
 typedef struct {
     const pyhvd_job *job;
+    const pyhvd_move *move; /* NULL: a reduction */
     int64_t step;
     int stage;
     int64_t next[4]; /* over several hosts: the next chunk of each stage; see across.c */
@@ -134,6 +159,9 @@ int pyhvd_window_alltoall(pyhvd_window *w, const uint8_t *send, const int64_t *s
 /* Exchange bytes with a partner. All ranks call it, in pairs. */
 int pyhvd_window_exchange(pyhvd_window *w, int partner, const uint8_t *send, int64_t send_count,
                           uint8_t *recv, int64_t recv_count);
+
+/* Move bytes between the ranks of several hosts. */
+int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move);
 
 /* Return when every rank has called it. */
 int pyhvd_window_barrier(pyhvd_window *w);

@@ -1,0 +1,200 @@
+/* Moves over several hosts: bytes that are copied, not reduced, from ranks to ranks. exchange.h states
+ * the invariants of the frames, window.h those of the counters.
+ *
+ * The bytes of a move lie in *lanes*. A lane is a sequence of bytes from the ranks of one host, which
+ * goes to one host or to several, or to ranks of the same host. The caller lays it out: each rank
+ * knows which parts of its memory go into which lanes, and come out of them. The ranks of a host know
+ * the length of each lane that leaves or reaches the host.
+ *
+ * A lane is cut into as many slices as a chunk has. Chunk c has from each slice of each lane the c-th
+ * `room` bytes, in a slot of the slice's owner. A chunk goes through the stages of across.c:
+ *
+ *   1. pack      copy the own parts into the owners' slots                  -> counter PACKED
+ *   2. reduce    nothing is reduced: each owner begins the exchange of its slices, when it has packed
+ *                the chunk; and the others have, too, if they pack what the owner sends
+ *   3. exchange  each lane's bytes are sent once to each of its hosts       -> counter REDUCED
+ *   4. unpack    copy the own parts out of the owners' slots                -> counter TAKEN
+ *
+ * Invariants
+ *   1. A rank packs chunk c when all local ranks have taken chunk c - slots. So no rank reads, sends
+ *      or receives what lies in the slots: an owner takes a chunk only after its exchange has ended.
+ *   2. Local ranks write different bytes of a slot. A lane that leaves the host is not one that comes.
+ *   3. Bytes that no local rank copies are not packed if they lie within one part of the owner: they
+ *      are sent from there. In the same way bytes that one local rank alone needs are received where
+ *      it needs them, if it owns the slice.
+ *   4. A rank unpacks a chunk when all local ranks have announced REDUCED. So all have packed it, and
+ *      all owners have received what comes. */
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "window/exchange.h"
+#include "window/layout.h"
+
+/* Boundaries of slices are multiples of this: the largest item of a tensor. */
+#define ALIGNED 16
+
+/* What a slice of a lane has in a chunk: bytes [from, to) of the lane, and where they lie in the
+ * owner's slot. */
+typedef struct {
+    int64_t from, to;
+    uint8_t *slot;
+    int owner;
+} cell;
+
+static int64_t slice_start(int64_t bytes, int64_t k, int64_t slices) {
+    return k == slices ? bytes : bytes * k / slices & ~(int64_t)(ALIGNED - 1);
+}
+
+static cell cell_of(const pyhvd_window *w, const pyhvd_move *m, int64_t index, int lane, int k) {
+    const pyhvd_exchange *e = w->exchange;
+    int owner = (int)((int64_t)k * w->size / e->slices);
+    int own = k - pyhvd_first_slice(e, owner, w->size);
+    int64_t start = slice_start(m->lane_bytes[lane], k, e->slices);
+    int64_t end = slice_start(m->lane_bytes[lane], k + 1, e->slices);
+    uint8_t *slot = slot_of(w, owner, w->chunks + (uint64_t)index);
+    return (cell){MIN(end, start + index * m->room), MIN(end, start + (index + 1) * m->room),
+                  slot + ((int64_t)own * m->lanes + lane) * m->room, owner};
+}
+
+/* Return the first part that ends behind byte `from` of a lane, or lies in a later lane. */
+static size_t first_part(const pyhvd_part *parts, size_t n, int lane, int64_t from) {
+    size_t low = 0, high = n;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        const pyhvd_part *p = &parts[middle];
+        if (p->lane < lane || (p->lane == lane && p->offset + p->bytes <= from))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Copy the bytes of a cell between the slot and this rank's parts. */
+static void copy_parts(const pyhvd_part *parts, size_t n, int lane, cell c, int pack) {
+    for (size_t k = first_part(parts, n, lane, c.from);
+         k < n && parts[k].lane == lane && parts[k].offset < c.to; k++) {
+        int64_t from = MAX(c.from, parts[k].offset);
+        size_t bytes = (size_t)(MIN(c.to, parts[k].offset + parts[k].bytes) - from);
+        uint8_t *mine = (uint8_t *)(intptr_t)(parts[k].address + from - parts[k].offset);
+        uint8_t *slot = c.slot + (from - c.from);
+        memcpy(pack ? slot : mine, pack ? mine : slot, bytes);
+    }
+}
+
+/* Return where a cell's bytes lie if one part has all of them, else NULL. */
+static uint8_t *within_one_part(const pyhvd_part *parts, size_t n, int lane, cell c) {
+    size_t k = first_part(parts, n, lane, c.from);
+    if (k == n || parts[k].lane != lane) return NULL;
+    if (parts[k].offset > c.from || parts[k].offset + parts[k].bytes < c.to) return NULL;
+    return (uint8_t *)(intptr_t)(parts[k].address + c.from - parts[k].offset);
+}
+
+/* Return the address from which this rank sends a cell, without packing it; or NULL. */
+static uint8_t *sent_from(const pyhvd_window *w, const pyhvd_move *m, int lane, cell c) {
+    if (c.owner != w->rank || (w->size > 1 && lane == m->out[w->exchange->host])) return NULL;
+    return within_one_part(m->sources, m->source_count, lane, c);
+}
+
+/* Return the address where this rank receives a cell, without copying it out; or NULL. */
+static uint8_t *received_at(const pyhvd_window *w, const pyhvd_move *m, int lane, cell c) {
+    int shared = !m->single || lane == m->out[w->exchange->host];
+    if (c.owner != w->rank || (w->size > 1 && shared)) return NULL;
+    return within_one_part(m->targets, m->target_count, lane, c);
+}
+
+static int pack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_move *m = c->move;
+    int64_t index = c->next[PACK];
+    uint64_t chunk = w->chunks + (uint64_t)index, slots = (uint64_t)w->slots;
+    if (index == m->chunks || index - c->next[UNPACK] >= PYHVD_DEPTH ||
+        (chunk >= slots && !all_reached(w, TAKEN, chunk - slots + 1)))
+        return NOTHING;
+    for (int lane = 0; lane < m->lanes; lane++)
+        for (int k = 0; k < w->exchange->slices; k++) {
+            cell each = cell_of(w, m, index, lane, k);
+            if (each.from < each.to && !sent_from(w, m, lane, each))
+                copy_parts(m->sources, m->source_count, lane, each, 1);
+        }
+    if (w->size > 1) pyhvd_announce(w, PACKED, chunk + 1);
+    c->next[PACK]++;
+    return MOVED;
+}
+
+static pyhvd_place place_of(cell c, uint8_t *direct) {
+    return (pyhvd_place){direct ? direct : c.slot, (size_t)(c.to - c.from)};
+}
+
+/* Whether an own slice of a chunk has bytes for other hosts that local ranks pack. */
+static int sends_from_slot(const pyhvd_window *w, const pyhvd_move *m, int64_t index) {
+    const pyhvd_exchange *e = w->exchange;
+    for (int own = 0; own < e->owned; own++)
+        for (int g = 0; g < e->hosts; g++) {
+            if (g == e->host || m->out[g] < 0) continue;
+            cell each = cell_of(w, m, index, (int)m->out[g], e->first + own);
+            if (each.from < each.to && !sent_from(w, m, (int)m->out[g], each)) return 1;
+        }
+    return 0;
+}
+
+static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_exchange *e = w->exchange;
+    const pyhvd_move *m = c->move;
+    int64_t index = c->next[REDUCE];
+    uint64_t chunk = w->chunks + (uint64_t)index;
+    if (index == c->next[PACK]) return NOTHING;
+    if (!all_reached(w, PACKED, chunk + 1) && sends_from_slot(w, m, index)) return NOTHING;
+    for (int own = 0; own < e->owned; own++) {
+        pyhvd_place out[PYHVD_MAX_HOSTS] = {0}, in[PYHVD_MAX_HOSTS] = {0};
+        for (int g = 0; g < e->hosts; g++) {
+            int to = (int)m->out[g], from = (int)m->in[g];
+            if (g == e->host) continue;
+            if (to >= 0) {
+                cell each = cell_of(w, m, index, to, e->first + own);
+                out[g] = place_of(each, sent_from(w, m, to, each));
+            }
+            if (from >= 0) {
+                cell each = cell_of(w, m, index, from, e->first + own);
+                in[g] = place_of(each, received_at(w, m, from, each));
+            }
+        }
+        pyhvd_exchange_begin_move(e, chunk, own, out, in);
+    }
+    c->next[REDUCE]++;
+    return MOVED;
+}
+
+static int unpack_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
+    const pyhvd_move *m = c->move;
+    int64_t index = c->next[UNPACK];
+    uint64_t chunk = w->chunks + (uint64_t)index;
+    if (index == c->next[EXCHANGE] || !all_reached(w, REDUCED, chunk + 1)) return NOTHING;
+    for (int lane = 0; lane < m->lanes; lane++)
+        for (int k = 0; k < w->exchange->slices; k++) {
+            cell each = cell_of(w, m, index, lane, k);
+            if (each.from < each.to && !received_at(w, m, lane, each))
+                copy_parts(m->targets, m->target_count, lane, each, 0);
+        }
+    if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
+    c->next[UNPACK]++;
+    return MOVED;
+}
+
+int pyhvd_move_advance(pyhvd_window *w, pyhvd_job_cursor *c) {
+    int moved = pack_next(w, c) | begin_next(w, c);
+    int exchanged = pyhvd_across_exchange(w, c);
+    if (exchanged < 0) return exchanged;
+    moved |= exchanged | unpack_next(w, c);
+    if (c->next[UNPACK] < c->move->chunks) return moved;
+    w->chunks += (uint64_t)c->move->chunks;
+    return ENDED;
+}
+
+int pyhvd_window_move(pyhvd_window *w, const pyhvd_move *move) {
+    static const pyhvd_job bytes = {.dtype = PYHVD_UINT8};
+    pyhvd_job_cursor cursor;
+    pyhvd_window_begin(&cursor, &bytes);
+    cursor.move = move;
+    w->interruptible = 0;
+    return pyhvd_across_proceed(w, &cursor);
+}

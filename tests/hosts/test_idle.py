@@ -1,0 +1,71 @@
+"""Ranks on several hosts sleep: without work, and while a rank of another host is late."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import numpy as np
+import pytest
+
+import pyhvd as hvd
+from tests.hosts.jobs import HostsJob, name_of
+
+# After the last message a rank looks for another one, ever more rarely.
+SETTLE_S = 4.0
+WHILE_S = 4.0
+SHARE = 0.002
+# Of a rank's threads: its beats, beats of the other hosts, and a look at the messages.
+WAKES_PER_S = {2: 4.0, 4: 7.0}
+LATE_S = 2.0
+LATE_CPU_S = 0.03
+REDUCING_CPU_S = 0.1  # 16 MiB
+
+
+def _used() -> tuple[float, float, int]:
+    """Return the time, the CPU seconds of this process, and how often its threads have slept."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.monotonic(), used.ru_utime + used.ru_stime, used.ru_nvcsw
+
+
+def _sleep_without_work(wakes_per_s: float) -> None:
+    hvd.init()
+    for _ in range(20):
+        assert hvd.allreduce(np.ones(100), op=hvd.Sum, name="warm")[0] == hvd.size()
+    time.sleep(SETTLE_S)
+    before = _used()
+    time.sleep(WHILE_S)
+    passed, cpu, wakes = (now - then for now, then in zip(_used(), before, strict=True))
+    hvd.barrier()
+    hvd.shutdown()
+    assert cpu < SHARE * passed, f"an idle rank used {cpu / passed:.2%} of a core"
+    assert wakes < wakes_per_s * passed, f"an idle rank woke {wakes / passed:.1f} times per second"
+
+
+def _wait_for_a_late_rank() -> None:
+    hvd.init()
+    for count, limit in ((1, LATE_CPU_S), (4 << 20, LATE_CPU_S + REDUCING_CPU_S)):
+        array = np.ones(count, np.float32)
+        for _ in range(3):
+            hvd.allreduce_(array, op=hvd.Max, name=f"late.{count}")
+        hvd.barrier()
+        if hvd.rank() == 0:
+            time.sleep(LATE_S)
+        before = _used()
+        hvd.allreduce_(array, op=hvd.Max, name=f"late.{count}")
+        passed, cpu, _ = (now - then for now, then in zip(_used(), before, strict=True))
+        if hvd.rank():
+            assert passed > LATE_S / 2
+            assert cpu < limit, f"{cpu:.3f} s of CPU to wait {passed:.1f} s for {count} floats"
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("job", [(2, 2), (1, 1, 1, 1)], indirect=True, ids=name_of)
+def test_ranks_without_work_sleep(job: HostsJob) -> None:
+    job.run(_sleep_without_work, wakes_per_s=WAKES_PER_S[len(job.shape)])
+
+
+@pytest.mark.parametrize("job", [(2, 2)], indirect=True, ids=name_of)
+def test_waiting_for_a_late_rank_costs_no_cpu(job: HostsJob) -> None:
+    job.run(_wait_for_a_late_rank)

@@ -1,0 +1,233 @@
+"""Moves over several hosts: bytes between windows that are linked by sockets, compared with numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pyhvd import _fusion
+from pyhvd.arrays import address
+from pyhvd.dtypes import Code, ReduceOp
+from pyhvd.native import shared_memory
+from pyhvd.transport.moves import Move, MoveLayout
+from tests.thinning import examples
+from tests.unit.native.test_exchange import CHUNK, LAYOUTS, Hosts, oracle, reduce
+from tests.unit.native.test_window import Array
+
+LENGTHS = (0, 0, 1, 15, 16, 100, 5000, 40_000, 200_000)
+
+
+def places(layout: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each host."""
+    numbers = iter(range(sum(layout)))
+    return [[next(numbers) for _ in range(ranks)] for ranks in layout]
+
+
+def run(window: shared_memory.Window, moves: Iterable[Move]) -> bool:
+    return all(
+        window.move(
+            each.sources, each.targets, each.lanes, each.out, each.into, each.single, each.room, each.chunks
+        )
+        for each in moves
+    )
+
+
+def gather(window: shared_memory.Window, layout: MoveLayout, blocks: list[Array], rank: int) -> Array:
+    """Gather every rank's block."""
+    counts = [len(block) for block in blocks]
+    out = np.zeros(sum(counts), np.uint8)
+    first = sum(counts[:rank])
+    out[first : first + counts[rank]] = blocks[rank]
+    assert run(window, layout.gather(address(out) + first, address(out), counts, window.chunk))
+    return out
+
+
+def alltoall(
+    window: shared_memory.Window, layout: MoveLayout, blocks: list[list[Array]], rank: int, chunks: int
+) -> Array:
+    """Exchange blocks; every rank knows all of them here, so `chunks` is enough for each move."""
+    size = len(blocks)
+    table = np.array(
+        [
+            [[len(blocks[q][r]) for r in range(size)], [len(blocks[r][q]) for r in range(size)]]
+            for q in layout.order[layout.order.tolist().index(rank) - layout.local :][: layout.ranks]
+        ],
+        np.int64,
+    )
+    send, recv = np.concatenate(blocks[rank]), np.zeros(table[layout.local, 1].sum(), np.uint8)
+    at, own = sum(len(blocks[q][rank]) for q in range(rank)), blocks[rank][rank]
+    recv[at : at + len(own)] = own
+    moves = layout.alltoall(address(send), address(recv), table, window.chunk)
+    assert run(window, [dataclasses.replace(each, chunks=chunks) for each in moves])
+    return recv
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(data=st.data(), layout=st.sampled_from([*LAYOUTS, (1, 1, 2, 1, 1, 1)]))
+def test_random_moves_one_behind_the_other(data: st.DataObject, layout: tuple[int, ...]) -> None:
+    size, hosts = sum(layout), Hosts(layout, CHUNK, 8 * CHUNK)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    kinds = data.draw(
+        st.lists(st.sampled_from(["gather", "alltoall", "reduce", "resize"]), min_size=1, max_size=8)
+    )
+    plan: list[tuple[str, list[list[Array]]]] = []
+    for kind in kinds:
+        lengths = rng.choice(LENGTHS, (size, size)) // (size if kind == "alltoall" else 1)
+        plan.append((kind, [[rng.integers(0, 256, n, np.uint8) for n in row] for row in lengths]))
+    chunk_sizes = [CHUNK * int(rng.integers(1, 9)) for _ in plan]
+
+    def job(rank: int, window: shared_memory.Window) -> list[Array]:
+        mine, results = MoveLayout(places(layout), rank), []
+        for (kind, blocks), chunk in zip(plan, chunk_sizes, strict=True):
+            if kind == "gather":
+                results.append(gather(window, mine, [row[0] for row in blocks], rank))
+            elif kind == "alltoall":
+                results.append(alltoall(window, mine, blocks, rank, 100 * size))
+            elif kind == "reduce":
+                out = np.full(len(blocks[0][0]) // 4, rank, np.float32)
+                assert reduce(window, [out], [out], [out.size])
+                results.append(out)
+            else:
+                window.resize(chunk)
+        return results
+
+    for rank, results in enumerate(hosts.run(job)):
+        found = iter(results)
+        for kind, blocks in plan:
+            if kind == "gather":
+                assert next(found).tobytes() == b"".join(row[0].tobytes() for row in blocks)
+            elif kind == "alltoall":
+                assert next(found).tobytes() == b"".join(row[rank].tobytes() for row in blocks)
+            elif kind == "reduce":
+                assert (next(found) == sum(range(size))).all()
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (3, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("count", [1, 1000, 300_000])
+def test_rows_are_summed_host_by_host(layout: tuple[int, ...], count: int) -> None:
+    """As a reducescatter does it: portions among local ranks, then partial results."""
+    size, hosts = sum(layout), Hosts(layout)
+    counts = [count + rank % 2 for rank in range(size)]
+    parts = [np.random.default_rng(r).normal(size=sum(counts)).astype(np.float32) for r in range(size)]
+    whole = oracle(layout, parts, Code.FLOAT32, ReduceOp.SUM, 1.0)
+
+    def job(rank: int, window: shared_memory.Window) -> Array:
+        mine, nbytes = MoveLayout(places(layout), rank), [4 * n for n in counts]
+        send, totals = parts[rank].copy(), mine.per_host(nbytes)
+        portion = mine.portions(totals, mine.local)
+        box = np.zeros((mine.ranks, int(portion.size.sum())), np.uint8)
+        assert run(window, [mine.collect_portions(address(send), address(box), totals, window.chunk)])
+        for g in range(len(layout)):
+            at = address(send) + int(totals[:g].sum() + portion.first[g])
+            rows = address(box) + int(portion.size[:g].sum()) + box.shape[1] * np.arange(mine.ranks)
+            rows[mine.local] = at
+            if mine.ranks > 1:
+                _fusion.reduce(at, rows, int(portion.size[g]) // 4, Code.FLOAT32, ReduceOp.SUM, 1.0)
+        partials = np.zeros((len(layout), counts[rank]), np.float32)
+        moves = mine.trade_partials(address(send), address(partials), nbytes, window.chunk)
+        assert run(window, moves)
+        if mine.ranks == 1:
+            partials[mine.here] = send[sum(counts[:rank]) :][: counts[rank]]
+        out, rows = (
+            np.empty(counts[rank], np.float32),
+            address(partials) + 4 * counts[rank] * np.arange(len(layout)),
+        )
+        _fusion.reduce(address(out), rows, counts[rank], Code.FLOAT32, ReduceOp.SUM, 1.0)
+        return out
+
+    for rank, out in enumerate(hosts.run(job)):
+        first = sum(counts[:rank])
+        assert out.tobytes() == whole[first : first + counts[rank]].tobytes()
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
+def test_a_late_rank_is_waited_for_asleep(layout: tuple[int, ...]) -> None:
+    hosts, used = Hosts(layout), []
+    blocks = [np.full(100_000, rank, np.uint8) for rank in range(sum(layout))]
+
+    def job(rank: int, window: shared_memory.Window) -> Array:
+        if rank == 0:
+            time.sleep(1.0)
+        before = time.thread_time()
+        out = gather(window, MoveLayout(places(layout), rank), blocks, rank)
+        if rank:
+            used.append(time.thread_time() - before)
+        return out
+
+    for out in hosts.run(job):
+        assert out.tobytes() == np.concatenate(blocks).tobytes()
+    assert max(used) < 0.3, used
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("count", [100, 1_000_000])
+def test_a_lost_connection_names_the_host(layout: tuple[int, ...], count: int) -> None:
+    hosts = Hosts(layout)
+    missing = sum(layout) - 1
+
+    def job(rank: int, window: shared_memory.Window) -> bool | None:
+        if rank == missing:
+            hosts.cut(len(layout) - 1)
+            window.abort(b"gone")
+            return None
+        out = np.zeros(count * sum(layout), np.uint8)
+        at, counts = address(out), [count] * sum(layout)
+        moves = MoveLayout(places(layout), rank).gather(at + rank * count, at, counts, window.chunk)
+        done = run(window, moves)
+        # Others may not notice by themselves, if they only wait for this rank.
+        window.abort(b"lost")
+        hosts.cut(next(g for g, ranks in enumerate(places(layout)) if rank in ranks))
+        return done
+
+    last = layout[-1]
+    assert hosts.run(job)[:-last] == [False] * (sum(layout) - last)
+    lost = [exchange.lost[0] for exchange in hosts.exchanges[:-last] if exchange.lost is not None]
+    assert len(layout) - 1 in lost
+
+
+def test_a_frame_of_another_length_is_an_error() -> None:
+    hosts = Hosts((1, 1), 2 * CHUNK)
+
+    def job(rank: int, window: shared_memory.Window) -> bool:
+        out = np.zeros(300, np.uint8)
+        counts, at = [100 + rank, 100 + rank], address(out)
+        return run(window, MoveLayout([[0], [1]], rank).gather(at, at, counts, window.chunk))
+
+    assert hosts.run(job) == [False, False]
+    assert {exchange.lost for exchange in hosts.exchanges} & {(0, 71), (1, 71)}
+
+
+def test_each_byte_crosses_once_per_host() -> None:
+    """An allgather and a broadcast send a host's bytes to each host, not to each rank."""
+    layout, count = (2, 2), 100_000
+    for rank in range(4):
+        mine = MoveLayout(places(layout), rank)
+        for counts, sent in (([count] * 4, 2 * count), ([0, count, 0, 0], count * (rank < 2))):
+            (move,) = mine.gather(4096, 4096, counts, CHUNK * 16)
+            lanes = [move.out[g] for g in range(2) if g != mine.here]
+            assert sum(int(move.lanes[lane]) for lane in lanes if lane >= 0) == sent
+
+
+def test_wrong_arguments_are_refused() -> None:
+    window = Hosts((1, 1)).windows[0]
+    none, lanes = np.empty((0, 4), np.int64), np.array([100], np.int64)
+    to, back = np.array([-1, 0], np.int64), np.array([-1, -1], np.int64)
+    with pytest.raises(ValueError, match="1 lanes of 24 bytes do not suit"):
+        window.move(none, none, lanes, to, back, False, 24, 1)
+    with pytest.raises(ValueError, match="0 lanes of 16 bytes do not suit"):
+        window.move(none, none, lanes[:0], to, back, False, 16, 1)
+    with pytest.raises(ValueError, match="expected 2 lane numbers"):
+        window.move(none, none, lanes, to[:1], back, False, 16, 1)
+    with pytest.raises(ValueError, match="there is no lane 1"):
+        window.move(none, none, lanes, to + 1, back, False, 16, 1)
+    part = np.array([[0, 50, 60, 4096]], np.int64)
+    with pytest.raises(ValueError, match="part 0 is not within a lane"):
+        window.move(part, none, lanes, to, back, False, 16, 1)
+    twice = np.array([[0, 50, 6, 4096]] * 2, np.int64)
+    with pytest.raises(ValueError, match="part 1 is not behind"):
+        window.move(none, twice, lanes, to, back, False, 16, 1)
