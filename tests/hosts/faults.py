@@ -39,7 +39,7 @@ Exception: Open MPI ends the job when a launch agent ends, which on the bed has 
 WITHIN_S = 6.0
 """From a fault to the error of the last rank."""
 
-_CACHES = ("1024", "1024", "0")
+_KNOBS: tuple[dict[str, str], ...] = ({}, {}, {"PYHVD_CACHE_CAPACITY": "0"}, {"PYHVD_CHECK": "results"})
 _START_S = 60.0  # the kernel makes and removes network namespaces one after the other
 _LEFT_S = 2.0
 _LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
@@ -62,8 +62,10 @@ class Fault:
         The struck host, and a rank on it.
     moment : float
         Seconds from the first step of the last rank to the fault.
-    cache : str
-        The capacity of the response cache; with 0 all tensors are agreed by messages.
+    knobs : dict of str to str
+        The job's knobs: without a response cache, and with checks, messages agree on all tensors.
+    verb : str
+        A verb of :data:`tests.hosts.fault_programs.VERBS`, if the program makes only its steps.
     """
 
     seed: int
@@ -72,7 +74,8 @@ class Fault:
     host: int
     rank: int
     moment: float
-    cache: str = _CACHES[0]
+    knobs: dict[str, str] = field(default_factory=dict)
+    verb: str = ""
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -83,7 +86,7 @@ class Fault:
         host = draw.randrange(len(shape))
         rank = sum(shape[:host]) + draw.randrange(shape[host])
         moment = draw.uniform(0, draw.choice(_MOMENTS_S))
-        return cls(seed, kind, shape, host, rank, moment, draw.choice(_CACHES))
+        return cls(seed, kind, shape, host, rank, moment, draw.choice(_KNOBS))
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
@@ -114,14 +117,13 @@ class Ending:
 class FaultyJob:
     """A job whose ranks run a random program until a call raises; close it after use."""
 
-    def __init__(self, site: Site, fault: Fault, verb: str = "") -> None:
+    def __init__(self, site: Site, fault: Fault) -> None:
         self._size = sum(fault.shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
-        command = site.command(fault.shape, sys.executable, *program, *([verb] if verb else []))
-        env = {"PYTHONPATH": str(ROOT), "PYHVD_CACHE_CAPACITY": fault.cache}
-        self._job = MpiJob(command, self._folder, env, ROOT)
+        program = ["tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
+        command = site.command(fault.shape, sys.executable, "-m", *program, *filter(None, [fault.verb]))
+        self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT), **fault.knobs}, ROOT)
 
     def wait_for_steps(self) -> bool:
         """Wait until every rank has begun a step; return whether so."""
@@ -202,22 +204,21 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def try_fault(site: Site, fault: Fault, verb: str = "") -> Outcome:
-    """Run a program, or only a verb; strike, and look at the ends of all ranks.
-
-    The hosts are whole afterwards.
-    """
+def try_fault(site: Site, fault: Fault) -> Outcome:
+    """Run a program, strike, and look at the ends of all ranks; the hosts are whole afterwards."""
     outcome = Outcome(fault)
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
-    job = FaultyJob(site, fault, verb)
+    job = FaultyJob(site, fault)
     struck = False
     try:
-        if not job.wait_for_steps():
-            outcome.wrong.append(f"no step of every rank in {_START_S:g} s{job.output()}")
+        begun = job.wait_for_steps()
+        time.sleep(fault.moment if begun else 0)
+        victim = job.ranks().get(fault.rank)
+        if not begun or victim is None:
+            outcome.wrong.append(f"not every rank makes steps{job.output()}")
             return outcome
-        time.sleep(fault.moment)
-        victim, struck = job.ranks()[fault.rank], True
+        struck = True
         strike(site.bed, fault.kind, hosts[fault.host], victim)
         _look_at_errors(outcome, job, time.time(), [host.name for host in hosts])
         if not outcome.wrong:

@@ -34,7 +34,7 @@ def test_every_rank_that_waits_gets_an_error(faulty: Site, seed: int) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_cut_host_ends_each_verb(faulty: Site, verb: str) -> None:
-    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5), verb)
+    outcome = try_fault(faulty, Fault(0, "cut", (2, 2), host=1, rank=2, moment=0.5, verb=verb))
     assert not outcome.wrong, "\n".join(outcome.wrong)
 
 
