@@ -92,6 +92,16 @@ def _log_level(text: str) -> str:
     return word
 
 
+_CARRIERS = ("auto", "tcp", "mpi")
+
+
+def _carrier(text: str) -> str:
+    word = text.strip().lower()
+    if word not in _CARRIERS:
+        raise ValueError(f"expected one of {', '.join(_CARRIERS)}")
+    return word
+
+
 _CHECKS = ("results", "finite")
 
 
@@ -192,6 +202,11 @@ class Config:
     )
     link_interfaces: str = _shared(
         "", _text, "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"
+    )
+    link_carrier: str = _shared(
+        "auto",
+        _carrier,
+        "tcp or mpi carries the data of links; auto: tcp, and with RDMA ports the faster one",
     )
     timeline: str = _shared(
         "", _text, "record to this file or directory from the start; DYNAMIC: from start_timeline() on"

@@ -195,7 +195,8 @@ class Context:
         config, topology = self.config, self.topology
         open_window = self._world.open_window if config.fast_lane else None
         interfaces = tuple(each.strip() for each in config.link_interfaces.split(",") if each.strip())
-        links = LinkOptions(interfaces) if config.links else None
+        options = LinkOptions(interfaces, carrier=config.link_carrier, open_mpi=self._world.open_mpi)
+        links = options if config.links else None
         pieces = Pieces(config.chunk_size, config.staging_size)
         largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size
 

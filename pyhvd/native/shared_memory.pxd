@@ -44,6 +44,24 @@ cdef extern from "links/link.h" nogil:
     void pyhvd_link_open(pyhvd_link* link, int fd)
 
 
+cdef extern from "links/mpi.h" nogil:
+    cpdef enum:
+        MPI_MOST "PYHVD_MPI_MOST"
+
+    ctypedef struct pyhvd_mpi:
+        void* isend
+        void* issend
+        void* irecv
+        void* improbe
+        void* imrecv
+        void* test
+        int64_t communicator
+        int64_t byte
+        int64_t no_request
+
+    void pyhvd_link_carry(pyhvd_link* link, const pyhvd_mpi* mpi, int peer, int tag)
+
+
 cdef extern from "common/counters.h" nogil:
     ctypedef struct pyhvd_rail_counters:
         uint64_t sent
@@ -76,6 +94,7 @@ cdef extern from "window/window.h" nogil:
         const void* lost_host
         int depth
         pyhvd_link* links
+        const pyhvd_mpi* mpi
         int* bells
         pyhvd_rail_counters* counters
         uint32_t* numbers
@@ -395,6 +414,7 @@ cdef class RailCounters:
 cdef class Exchange:
     cdef pyhvd_exchange c
     cdef list rails
+    cdef object carrier
     cdef RailCounters counters
 
     cdef int open(self, size_t capacity) except -1

@@ -120,6 +120,30 @@ cdef class Trace:
         return pyhvd_trace_dropped(self.ring)
 
 
+cdef class MpiCarrier:
+    """MPI as a carrier of links; see ``links/mpi.h``.
+
+    Parameters
+    ----------
+    functions : mapping of str to int
+        The addresses of MPI_Isend, MPI_Issend, MPI_Irecv, MPI_Improbe, MPI_Imrecv and MPI_Test.
+    communicator, byte, no_request : int
+        Handles: a communicator of the links' own, which returns errors; MPI_BYTE; MPI_REQUEST_NULL.
+    """
+
+    cdef pyhvd_mpi c
+
+    def __cinit__(self, functions, uint64_t communicator, uint64_t byte, uint64_t no_request):
+        self.c.isend = <void*><uintptr_t>functions["MPI_Isend"]
+        self.c.issend = <void*><uintptr_t>functions["MPI_Issend"]
+        self.c.irecv = <void*><uintptr_t>functions["MPI_Irecv"]
+        self.c.improbe = <void*><uintptr_t>functions["MPI_Improbe"]
+        self.c.imrecv = <void*><uintptr_t>functions["MPI_Imrecv"]
+        self.c.test = <void*><uintptr_t>functions["MPI_Test"]
+        self.c.communicator, self.c.byte = <int64_t>communicator, <int64_t>byte
+        self.c.no_request = <int64_t>no_request
+
+
 cdef class RailCounters:
     """What one rank counts of each of ``hosts`` hosts, over the exchanges of all its process sets."""
 
@@ -192,6 +216,25 @@ cdef class Exchange:
             for host, fd in enumerate(rails):
                 pyhvd_link_open(&self.c.links[<int>own * self.c.hosts + <int>host], fd)
         return 0
+
+    def carry_by(self, MpiCarrier carrier, peers):
+        """Change the carrier of all links; while no rank is in an operation.
+
+        Parameters
+        ----------
+        carrier : MpiCarrier or None
+            None: the sockets.
+        peers : sequence of sequence of int
+            The rank of each rail's peer in the carrier's communicator; any number for the own host.
+        """
+        self.carrier = carrier
+        self.c.mpi = NULL if carrier is None else &carrier.c
+        for own, row in enumerate(peers):
+            for host, peer in enumerate(row):
+                pyhvd_link_carry(
+                    &self.c.links[<int>own * self.c.hosts + <int>host],
+                    self.c.mpi, peer, 2 * (self.c.first + <int>own)
+                )
 
     def count_in(self, RailCounters counters, numbers):
         """Count host g in ``counters`` as host ``numbers[g]``; call it before the exchange is used."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,12 +17,16 @@ from pyhvd.common.text import describe_ranks
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native import shared_memory
 from pyhvd.transport.fabric import Aborted, Fabric, LinkLost, allgather_bytes
+from pyhvd.transport.link_carrier import OpenCarrier, choose_carrier
 from pyhvd.transport.link_layout import hosts_in_order, parents_of
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
 from pyhvd.transport.moves import Move, MoveLayout
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
 
 _NOTE_SECONDS = 0.5
+# The reduction by which carriers are compared: its number of float32, and how often it is done.
+_TRIAL = 1 << 18
+_TRIALS = 5
 
 
 class HostsFabric(ShmFabric):
@@ -69,6 +74,7 @@ class HostsFabric(ShmFabric):
         self.layout = MoveLayout(self.hosts, inner.rank)
         self._exchange = exchange
         self._links = links
+        self.carrier: OpenCarrier | None = None
         self._followers: list[HostsFabric] = []  # of the fabric of all ranks: all sets' fabrics
         self._all = self
         super().__init__(inner, segment, window)
@@ -118,6 +124,41 @@ class HostsFabric(ShmFabric):
             parts = (each.sources, each.targets, each.lanes, each.out, each.into)
             self.check(self.window.move(*parts, each.single, each.room, each.chunks))
 
+    def choose_carrier(self, options: LinkOptions, largest_chunk: int) -> None:
+        """Choose what carries the bytes of the rails; collective, before the first operation."""
+
+        def open_mpi(fabric: Fabric) -> OpenCarrier | str:
+            if options.open_mpi is None:
+                return "the ranks are not processes of MPI"
+            if largest_chunk > shared_memory.MPI_MOST:
+                return f"a chunk of {largest_chunk} bytes is too large for a message of MPI"
+            return options.open_mpi(fabric)
+
+        self.carrier = choose_carrier(self.inner, options.carrier, open_mpi, self._measure)
+        self._carry_by(None if self.carrier is None else self.carrier.native)
+
+    def _carry_by(self, carrier: shared_memory.MpiCarrier | None) -> None:
+        """Change the carrier, after all ranks have ended their operations."""
+        rails = self._links.rails
+        owned = [k for k, rail in enumerate(rails) if any(peer is not None for peer in rail)]
+        peers = [[ranks[k * len(ranks) // len(rails)] for ranks in self.hosts] for k in owned]
+        self.inner.barrier()
+        self._exchange.carry_by(carrier, peers)
+        self.inner.barrier()
+
+    def _measure(self, carrier: shared_memory.MpiCarrier | None) -> float:
+        """Return the seconds of the fastest of some reductions by a carrier."""
+        self._carry_by(carrier)
+        array = np.zeros(_TRIAL, np.float32)
+        where = np.array([address(array.view(np.uint8))], np.int64)
+        starts = np.array([0, _TRIAL], np.int64)
+        best = float("inf")
+        for _ in range(_TRIALS):
+            begun = time.perf_counter()
+            self.check(self.window.allreduce(where, where, starts, Code.FLOAT32, ReduceOp.SUM, 1.0, 1.0))
+            best = min(best, time.perf_counter() - begun)
+        return best
+
     def make_agreement(self) -> shared_memory.Agreement:
         """Return the agreement between the hosts over this rank's links."""
         links = self._links
@@ -157,7 +198,7 @@ class HostsFabric(ShmFabric):
         """Interrupt the ranks of this host, and end the connections to all others."""
         if self._fast_path is not None:
             self._fast_path.tell_hosts(note)
-        for peer in (peer for rail in self._links.rails for peer in rail if peer is not None):
+        for peer in self._rails():
             with contextlib.suppress(OSError):  # it has failed already, or is closed
                 peer.shutdown(socket.SHUT_RDWR)
         super().abort(note)
@@ -166,8 +207,16 @@ class HostsFabric(ShmFabric):
         """Free window, links and fabric; collective."""
         if self in self._all._followers:
             self._all._followers.remove(self)
+        if self.carrier is not None:
+            for peer in self._rails():
+                with contextlib.suppress(OSError):  # the peer has left already
+                    peer.send(b"\0")  # native/src/links/link.h, invariant 7
+            self.carrier.close()
         self._links.close()
         super().close()
+
+    def _rails(self) -> list[socket.socket]:
+        return [peer for rail in self._links.rails for peer in rail if peer is not None]
 
     def check(self, done: bool) -> None:
         """Raise LinkLost if a connection has failed, or Aborted if a local rank has aborted the window."""
@@ -255,4 +304,6 @@ def open_hosts_fabric(
         links.host, links.hosts, links.local_rank, links.local_size, slices, rails, links.bells
     )
     window = shared_memory.Window(links.local_rank, opened.areas, chunk_size, largest_chunk, exchange)
-    return HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
+    made = HostsFabric(fabric, opened, window, exchange, links, by_host, ranks)
+    made.choose_carrier(options, largest_chunk)
+    return made

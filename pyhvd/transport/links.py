@@ -28,6 +28,7 @@ from pyhvd.common.processes import node_of
 from pyhvd.transport import link_sharing
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
+from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_handshakes import Handshakes
 from pyhvd.transport.link_layout import Kind, Layout, Role
 from pyhvd.transport.tcp.connection import Address, listen, new_key
@@ -46,10 +47,16 @@ class LinkOptions:
         Names of interfaces, addresses or subnets whose addresses may be used; empty: any.
     timeout : float
         Time limit for all connections, in seconds. Sharing descriptors on a host may take 1 s more.
+    carrier : str
+        The carrier of the rails: ``auto``, ``tcp`` or ``mpi``; see :mod:`pyhvd.transport.link_carrier`.
+    open_mpi : callable or None
+        Opens MPI as a carrier.
     """
 
     interfaces: tuple[str, ...] = ()
     timeout: float = 10.0
+    carrier: str = "auto"
+    open_mpi: OpenMpi | None = None
 
 
 @dataclass(frozen=True, slots=True)

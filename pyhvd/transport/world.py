@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pyhvd.transport.arena import Arena, NoArena
 from pyhvd.transport.control import Bell, ControlTransport
 from pyhvd.transport.fabric import Fabric
+from pyhvd.transport.link_carrier import OpenMpi
 from pyhvd.transport.link_layout import hosts_in_order
 from pyhvd.transport.shm import OpenWindow
 
@@ -74,6 +75,8 @@ class World:
         Makes memory that the ranks of a fabric share; see :data:`pyhvd.transport.shm.OpenWindow`.
     open_arena : callable
         ``open_arena(fabric)`` makes shared memory for the arrays of a node's ranks; collective.
+    open_mpi : callable or None
+        Opens MPI as a carrier of links; None: the ranks have no MPI.
     """
 
     topology: Topology
@@ -84,3 +87,4 @@ class World:
     threads: bool
     open_window: OpenWindow
     open_arena: Callable[[Fabric], Arena | NoArena]
+    open_mpi: OpenMpi | None = None

@@ -39,7 +39,8 @@ Exception: Open MPI ends the job when a launch agent ends, which on the bed has 
 WITHIN_S = 6.0
 """From a fault to the error of the last rank."""
 
-_START_S = 30.0
+_CACHES = ("1024", "1024", "0")
+_START_S = 60.0  # the kernel makes and removes network namespaces one after the other
 _LEFT_S = 2.0
 _LEAVE_S = 8.0  # from the last rank's error to the end of all ranks on hosts that still run
 _MOMENTS_S = (0.03, 0.3, 1.5)  # after the first step: in the first steps, soon, or later
@@ -61,6 +62,8 @@ class Fault:
         The struck host, and a rank on it.
     moment : float
         Seconds from the first step of the last rank to the fault.
+    cache : str
+        The capacity of the response cache; with 0 all tensors are agreed by messages.
     """
 
     seed: int
@@ -69,6 +72,7 @@ class Fault:
     host: int
     rank: int
     moment: float
+    cache: str = _CACHES[0]
 
     @classmethod
     def of(cls, seed: int) -> Fault:
@@ -78,7 +82,8 @@ class Fault:
         shape = SHAPES[seed // len(KINDS) % len(SHAPES)]
         host = draw.randrange(len(shape))
         rank = sum(shape[:host]) + draw.randrange(shape[host])
-        return cls(seed, kind, shape, host, rank, draw.uniform(0, draw.choice(_MOMENTS_S)))
+        moment = draw.uniform(0, draw.choice(_MOMENTS_S))
+        return cls(seed, kind, shape, host, rank, moment, draw.choice(_CACHES))
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of a host."""
@@ -109,23 +114,20 @@ class Ending:
 class FaultyJob:
     """A job whose ranks run a random program until a call raises; close it after use."""
 
-    def __init__(self, site: Site, shape: Sequence[int], seed: int, verb: str = "") -> None:
-        self._size = sum(shape)
+    def __init__(self, site: Site, fault: Fault, verb: str = "") -> None:
+        self._size = sum(fault.shape)
         self._place = job_directory()
         self._folder = self._place.__enter__()
-        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(seed), str(self._size)]
-        command = site.command(shape, sys.executable, *program, *([verb] if verb else []))
-        self._job = MpiJob(command, self._folder, {"PYTHONPATH": str(ROOT)}, ROOT)
+        program = ["-m", "tests.hosts.fault_programs", str(self._folder), str(fault.seed), str(self._size)]
+        command = site.command(fault.shape, sys.executable, *program, *([verb] if verb else []))
+        env = {"PYTHONPATH": str(ROOT), "PYHVD_CACHE_CAPACITY": fault.cache}
+        self._job = MpiJob(command, self._folder, env, ROOT)
 
-    def wait_for_steps(self, count: int) -> None:
-        """Wait until every rank has begun that many steps."""
+    def wait_for_steps(self) -> bool:
+        """Wait until every rank has begun a step; return whether so."""
         files = [self._folder / f"steps{rank}" for rank in range(self._size)]
-
-        def begun() -> bool:
-            return all(path.exists() and path.stat().st_size >= count for path in files)
-
-        if not self.wait(begun, time.time() + _START_S) or self.has_ended():
-            raise AssertionError(f"not in {_START_S:g} s: {count} steps of every rank{self.output()}")
+        until = time.time() + _START_S
+        return self.wait(lambda: all(path.exists() for path in files), until) and not self.has_ended()
 
     def wait(self, true: Callable[[], bool], until: float) -> bool:
         """Wait until a condition holds or the job has ended, at most until a time; return whether so."""
@@ -208,17 +210,22 @@ def try_fault(site: Site, fault: Fault, verb: str = "") -> Outcome:
     outcome = Outcome(fault)
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
-    job = FaultyJob(site, fault.shape, fault.seed, verb)
+    job = FaultyJob(site, fault, verb)
+    struck = False
     try:
-        job.wait_for_steps(1)
+        if not job.wait_for_steps():
+            outcome.wrong.append(f"no step of every rank in {_START_S:g} s{job.output()}")
+            return outcome
         time.sleep(fault.moment)
-        strike(site.bed, fault.kind, hosts[fault.host], job.ranks()[fault.rank])
+        victim, struck = job.ranks()[fault.rank], True
+        strike(site.bed, fault.kind, hosts[fault.host], victim)
         _look_at_errors(outcome, job, time.time(), [host.name for host in hosts])
         if not outcome.wrong:
             _look_at_ranks(outcome, job)
     finally:
         left = job.close()
-        heal(site.bed, fault.kind, hosts[fault.host])
+        if struck:
+            heal(site.bed, fault.kind, hosts[fault.host])
     until = time.time() + _LEFT_S
     while (after := {host.name: len(host.processes()) for host in hosts}) != before and time.time() < until:
         time.sleep(0.05)

@@ -33,6 +33,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "fast_lane": ("FAST_LANE", "off", False),
     "links": ("LINKS", "0", False),
     "link_interfaces": ("LINK_INTERFACES", "eth0, 10.0.0.0/8", "eth0, 10.0.0.0/8"),
+    "link_carrier": ("LINK_CARRIER", "MPI", "mpi"),
     "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
     "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
     "check": ("CHECK", "Finite, results", "results,finite"),

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from pyhvd.errors import TransportError
 from pyhvd.transport.control import Bell, ControlTransport
 from pyhvd.transport.doorbell import Doorbell, host_id
+from pyhvd.transport.mpi.carrier import open_mpi_carrier
 from pyhvd.transport.mpi.control import MpiTransport
 from pyhvd.transport.mpi.fabric import MpiFabric, open_mpi_arena, open_mpi_window
 from pyhvd.transport.tree import Tree
@@ -63,6 +64,7 @@ def mpi_world(comm: object, owned: bool = False) -> World:
         threads=level == MPI.THREAD_MULTIPLE,
         open_window=open_mpi_window,
         open_arena=open_mpi_arena,
+        open_mpi=open_mpi_carrier,
     )
 
 

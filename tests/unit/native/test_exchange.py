@@ -299,10 +299,19 @@ def test_what_crosses_is_counted(layout: tuple[int, ...], total: int) -> None:
         exchange.count_in(each, number[: len(layout)])
     begun = threading.Barrier(sum(layout))
 
+    others = counters[: sum(layout[:-1])]
+
+    def bytes_sent() -> list[int]:
+        return [sum(row[0] for row in each.read()) for each in others]
+
     def job(rank: int, window: shared_memory.Window) -> None:
         for late in (False, True):
             begun.wait()
-            if late and rank >= sum(layout[:-1]):
+            before, until = bytes_sent(), time.monotonic() + 10
+            begun.wait()
+            if late and rank >= len(others):
+                while any(map(int.__eq__, before, bytes_sent())) and time.monotonic() < until:
+                    time.sleep(0.001)  # the others have yet to begin
                 time.sleep(0.3)
             array = np.ones(total, np.float32)
             assert reduce(window, [array], [array], [total])

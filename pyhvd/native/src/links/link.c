@@ -1,5 +1,5 @@
 /* Links over stream sockets; link.h states the invariants. */
-#include "links/link.h"
+#include "links/mpi.h"
 
 #include <errno.h>
 #include <string.h>
@@ -55,6 +55,7 @@ static size_t list_parts(pyhvd_link *link, struct iovec *parts) {
 int pyhvd_link_send(pyhvd_link *link) {
     struct iovec parts[2 * PARTS];
     if (link->error || link->first == link->last) return 0;
+    if (link->mpi) return pyhvd_mpi_send(link);
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = list_parts(link, parts)};
     ssize_t sent = sendmsg(link->fd, &message, MSG_NOSIGNAL);
     if (sent <= 0) {
@@ -101,11 +102,25 @@ static size_t fetch(pyhvd_link *link, uint8_t *to, size_t n) {
     return n;
 }
 
+int pyhvd_link_holds(pyhvd_link *link, uint64_t tag) {
+    for (uint32_t k = link->first; k != link->last; k++)
+        if (posted_at(link, k)->header.tag == tag) return 1;
+    return 0;
+}
+
+void pyhvd_link_look(pyhvd_link *link) {
+    uint8_t byte;
+    ssize_t got = recv(link->fd, &byte, 1, MSG_PEEK);
+    if (!got) link->error = PYHVD_LINK_CLOSED;
+    if (got < 0) note_error(link);
+}
+
 int pyhvd_link_receive(pyhvd_link *link) {
     while (!link->error) {
         size_t got, at = link->received;
         if (at < HEADER) {
-            got = fetch(link, (uint8_t *)&link->arriving + at, HEADER - at);
+            got = link->mpi ? pyhvd_mpi_fetch(link, &link->arriving, HEADER)
+                            : fetch(link, (uint8_t *)&link->arriving + at, HEADER - at);
         } else if (!link->into) {
             return PYHVD_LINK_ASKS;
         } else if (at == HEADER + link->arriving.bytes) {
@@ -113,7 +128,9 @@ int pyhvd_link_receive(pyhvd_link *link) {
             link->into = NULL;
             return PYHVD_LINK_ARRIVED;
         } else {
-            got = fetch(link, link->into + (at - HEADER), HEADER + link->arriving.bytes - at);
+            size_t left = HEADER + link->arriving.bytes - at;
+            got = link->mpi ? pyhvd_mpi_fetch(link, link->into, left)
+                            : fetch(link, link->into + (at - HEADER), left);
         }
         if (!got) break;
         link->received += got;

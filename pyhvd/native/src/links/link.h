@@ -1,5 +1,5 @@
 /* A link: a stream of frames between two ranks on different hosts, over a connected, non-blocking
- * stream socket. No function blocks.
+ * stream socket, or over MPI (mpi.h). No function blocks.
  *
  * A frame is a header, with a tag and a length, and that many bytes. The frames of a link arrive in
  * the order of posting. The receiver learns a frame's header first, and then says where its bytes
@@ -12,6 +12,10 @@
  *   3. The length of an arriving frame is the receiver's to check, before it accepts the frame.
  *   4. Once `error` is set, the link moves nothing any more.
  *   5. Headers are in the machine's byte order: all hosts of a job have the same one.
+ *   6. The carrier changes only while no frame is in the link, at either end.
+ *   7. Over MPI the socket stays open. A rank that leaves in order sends one byte, because the peer
+ *      may still be receiving its last frames. The socket's end without it means that the rank is
+ *      lost.
  */
 #ifndef PYHVD_LINK_H
 #define PYHVD_LINK_H
@@ -21,6 +25,8 @@
 
 #define PYHVD_LINK_FRAMES 32   /* frames that wait in a link, at most; a power of two */
 #define PYHVD_LINK_STAGED 4096 /* bytes: shorter reads go through a buffer */
+typedef struct pyhvd_mpi pyhvd_mpi;
+
 #define PYHVD_LINK_CLOSED \
     10000 /* `error` after the peer's orderly close; no errno has this value */
 
@@ -50,6 +56,13 @@ typedef struct {
     /* Bytes that were read ahead. */
     uint32_t staged_from, staged_to;
     uint8_t staged[PYHVD_LINK_STAGED];
+    /* Over MPI: the peer's rank; the tag of headers (the next one is that of bytes); the requests of
+     * frames first to started - 1, of their headers and their bytes; and of what arrives. */
+    const pyhvd_mpi *mpi; /* NULL: over the socket */
+    int peer, mpi_tag;
+    uint32_t started;
+    int64_t sending[PYHVD_LINK_FRAMES][2], receiving;
+    int is_receiving;
 } pyhvd_link;
 
 /* What pyhvd_link_receive returns. */
@@ -71,6 +84,12 @@ int pyhvd_link_send(pyhvd_link *link);
 
 /* Receive until something is to be decided; on an error PYHVD_LINK_WAITS. */
 int pyhvd_link_receive(pyhvd_link *link);
+
+/* Whether a frame with this tag waits in the link. */
+int pyhvd_link_holds(pyhvd_link *link, uint64_t tag);
+
+/* Over MPI: look whether the peer is lost. */
+void pyhvd_link_look(pyhvd_link *link);
 
 static inline void pyhvd_link_accept(pyhvd_link *link, uint8_t *into) { link->into = into; }
 

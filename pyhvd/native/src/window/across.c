@@ -21,6 +21,9 @@
 /* Yields before a sleep. In a prototype, fewer, or spinning before each, was slower where ranks share
  * cores. */
 #define ACROSS_YIELDS 200
+/* Sleeps over MPI, which has no descriptor to poll: the first one, and the longest (ns). */
+#define MPI_NAP 20000
+#define MPI_NAP_MOST 1000000
 
 /* The chunks of a job. */
 typedef struct {
@@ -186,16 +189,14 @@ static int unpack_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
     add_stage(w, PYHVD_UNPACKING, begin, chunk);
     if (w->size > 1) pyhvd_announce(w, TAKEN, chunk + 1);
     c->next[UNPACK]++;
+    pyhvd_exchange_time(w->exchange, c->next[UNPACK], all.count, w->chunk);
     return MOVED;
 }
 
 static int advance_chunks(pyhvd_window *w, pyhvd_job_cursor *c) {
     chunks all = chunks_of(w, c->job);
     int moved = pack_next(w, c, all) | reduce_next(w, c, all);
-    int64_t ended = c->next[EXCHANGE];
     int exchanged = pyhvd_across_exchange(w, c);
-    while (ended < c->next[EXCHANGE])
-        pyhvd_exchange_time(w->exchange, ++ended, all.count, w->chunk);
     if (exchanged < 0) return exchanged;
     moved |= exchanged | unpack_next(w, c, all);
     if (c->next[UNPACK] < all.count) return moved;
@@ -257,7 +258,7 @@ static nfds_t list_polls(const pyhvd_exchange *e, int bell, struct pollfd *polls
     polls[n++] = (struct pollfd){.fd = bell, .events = POLLIN};
     for (int k = 0; k < e->owned * e->hosts; k++) {
         const pyhvd_link *link = &e->links[k];
-        if (k % e->hosts == e->host || link->error) continue;
+        if (k % e->hosts == e->host || link->error || link->mpi) continue;
         short events = pyhvd_link_stands_still(link) ? 0 : POLLIN;
         if (pyhvd_link_has_unsent(link)) events |= POLLOUT;
         if (events) polls[n++] = (struct pollfd){.fd = link->fd, .events = events};
@@ -270,6 +271,17 @@ static int is_host_lost(const pyhvd_exchange *e) {
     return e->lost_host && atomic_load_explicit(e->lost_host, memory_order_acquire) != 0;
 }
 
+/* Sleep until a link or a local rank has news, or over MPI for a short time. */
+static void nap(pyhvd_exchange *e, int bell, int64_t ns) {
+    nfds_t n = list_polls(e, bell, e->polls);
+    int64_t before = pyhvd_exchange_waits(e) ? pyhvd_now() : 0;
+    if (e->mpi) pyhvd_nap(ns);
+    poll(e->polls, n, e->mpi ? 0 : (int)(ns / 1000000));
+    if (before) e->slept += pyhvd_now() - before;
+    if (e->polls[0].revents) pyhvd_empty_bell(bell);
+    if (e->mpi) pyhvd_exchange_look(e);
+}
+
 /* Sleep until a link or a local rank has news; return as `advance` does. First set `asleep`, then
  * look again: a local rank that announces later finds the flag set, and rings the bell. */
 static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
@@ -278,13 +290,12 @@ static int sleep_for_news(pyhvd_window *w, pyhvd_job_cursor *c) {
     atomic_store_explicit(&mine->asleep, PYHVD_POLLS, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     int status = advance(w, c);
-    if (status == NOTHING && !pyhvd_window_is_aborted(w)) {
-        nfds_t n = list_polls(e, e->bells[w->rank], e->polls);
-        int64_t before = pyhvd_exchange_waits(e) ? pyhvd_now() : 0;
-        poll(e->polls, n, PYHVD_NAP / 1000000);
-        if (before) e->slept += pyhvd_now() - before;
-        if (e->polls[0].revents) pyhvd_empty_bell(e->bells[w->rank]);
+    int64_t ns = e->mpi ? MPI_NAP : PYHVD_NAP;
+    for (int64_t left = PYHVD_NAP; left > 0 && status == NOTHING; left -= ns) {
+        if (pyhvd_window_is_aborted(w) || is_host_lost(e)) break;
+        nap(e, e->bells[w->rank], ns);
         status = advance(w, c);
+        if (e->mpi) ns = MIN(2 * ns, MPI_NAP_MOST);
     }
     atomic_store_explicit(&mine->asleep, 0, memory_order_relaxed);
     if (status != NOTHING) return status;

@@ -7,6 +7,7 @@
 
 #include "common/futex.h"
 #include "kernels/kernels.h"
+#include "links/mpi.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -46,6 +47,9 @@ int pyhvd_exchange_init(pyhvd_exchange *e, size_t capacity) {
 }
 
 void pyhvd_exchange_free(pyhvd_exchange *e) {
+    /* MPI cannot take back what has begun: after a failure it may still write into the boxes. */
+    for (int k = 0; e->links && k < e->owned * e->hosts; k++)
+        if (pyhvd_mpi_is_busy(&e->links[k])) return;
     free(e->links);
     free(e->under_way);
     free(e->places);
@@ -220,8 +224,8 @@ static uint8_t *take_place(pyhvd_link *link, pyhvd_place *place) {
     return place->at;
 }
 
-/* Return where the arriving frame's bytes go; NULL if its chunk has not begun here (or, with
- * link->error set, if it cannot be right). */
+/* Return where the arriving frame's bytes go; NULL if its chunk has not begun here, or its place is
+ * still being sent (or, with link->error set, if it cannot be right). */
 static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own, int from) {
     pyhvd_link *link = link_of(e, own, from);
     const pyhvd_frame *frame = &link->arriving;
@@ -235,6 +239,7 @@ static uint8_t *place_for(const pyhvd_exchange *e, const pyhvd_job *job, int own
     }
     if (kind == FLAT) return box_of(e, 0, own, from);
     if (kind == CONTRIBUTION) return box_of(e, chunk, own, from);
+    if (pyhvd_link_holds(link, s->tag)) return NULL;
     return s->out + (size_t)part_of(e, s, from) * pyhvd_itemsize(job->dtype);
 }
 
@@ -312,6 +317,11 @@ int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t fr
     for (uint64_t chunk = from; chunk < to; chunk++)
         for (int own = 0; own < e->owned; own++) moved |= reduce_part(e, job, chunk, own);
     return e->lost ? PYHVD_LOST : moved;
+}
+
+void pyhvd_exchange_look(const pyhvd_exchange *e) {
+    for (int k = 0; k < e->owned * e->hosts; k++)
+        if (k % e->hosts != e->host) pyhvd_link_look(&e->links[k]);
 }
 
 void pyhvd_exchange_time(pyhvd_exchange *e, int64_t ended, int64_t count, size_t chunk) {

@@ -24,7 +24,8 @@
  *      c - PYHVD_DEPTH, so it has posted all frames of that chunk before, and frames keep their
  *      order.
  *   4. A result arrives where the own contribution was. It comes after its sender has received all
- *      of this contribution, so those bytes have left.
+ *      of this contribution. It is accepted when the own link has sent them too: MPI may say so
+ *      later.
  *   5. A chunk has ended when all results have arrived and all own frames have been sent.
  *   6. A rank posts its contributions to chunk c when it has begun c and its chunk c - depth has
  *      ended; each rank chooses its own depth, 2 to PYHVD_DEPTH. This blocks nothing: all ranks post
@@ -81,6 +82,7 @@ struct pyhvd_exchange {
     double rate;                       /* bytes per ns: the estimate of the link's rate */
     int64_t timed_ns;                  /* when the timed part of an operation began */
     pyhvd_link *links;                 /* [owned][hosts]; the own host's are not used */
+    const pyhvd_mpi *mpi;              /* the carrier of all links; NULL: TCP */
     pyhvd_slice *under_way;            /* [PYHVD_DEPTH][owned] */
     pyhvd_place *places;               /* of frames to come: [PYHVD_DEPTH][owned][hosts] */
     uint8_t *boxes;        /* contributions that arrive: [PYHVD_DEPTH][owned][hosts][box] */
@@ -131,6 +133,9 @@ void pyhvd_exchange_flat_parts(const pyhvd_exchange *e, int64_t *parts);
 /* Post and move what can be, and reduce what has arrived of the chunks [from, to), which are under
  * way. Return whether anything was done, or PYHVD_LOST. */
 int pyhvd_exchange_progress(pyhvd_exchange *e, const pyhvd_job *job, uint64_t from, uint64_t to);
+
+/* Over MPI: look whether a peer is lost. */
+void pyhvd_exchange_look(const pyhvd_exchange *e);
 
 /* Whether frames are still to come, or to be sent. */
 int pyhvd_exchange_waits(const pyhvd_exchange *e);
