@@ -55,6 +55,11 @@ cdef class Agreement:
         """Return whether a set can agree here: it has ranks on one host, or on all."""
         return self.spans(ranks) or len({self.places[rank][0] for rank in ranks}) == 1
 
+    cdef bint tells_last_rank(self, int host) except -1:
+        """Return whether an announcement of another host is that of one rank: it stands for no other host."""
+        is_flat = self.c.tree.tops == self.c.tree.hosts
+        return is_flat and host != <int>self.c.tree.host and len(self.hosts[host]) == 1
+
     cdef int note_recall(self, int set_id, bits) except -1:
         cdef dict fresh = self.delegated.get(set_id, {})
         for slot in [slot for slot in fresh if bits >> slot & 1]:

@@ -171,7 +171,7 @@ cdef class ReadyTableEnd:
     def lateness(self):
         """Return, for each rank, how many tensors it marked last, and how long (ns) the others waited.
 
-        Of another host it is known only if the host has one rank.
+        Of another host it is known only if the host has one rank, and not in a tree of hosts.
         """
         cdef pyhvd_rank_state* states = self.c.setup.table.shared.rank_states
         cdef int number
@@ -179,7 +179,7 @@ cdef class ReadyTableEnd:
         for number, rank in enumerate(self.ranks):
             late[rank] = states[number].late, states[number].awaited
         for host, (_, _, tensors, waited) in enumerate(self.host_counts()):
-            if host != <int>self.agreement.c.tree.host and len(self.agreement.hosts[host]) == 1:
+            if self.agreement.tells_last_rank(host):
                 late[self.agreement.hosts[host][0]] = tensors, waited
         return late
 

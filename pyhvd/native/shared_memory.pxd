@@ -203,6 +203,7 @@ cdef extern from "fast_path/agreement.h" nogil:
     ctypedef struct pyhvd_host_tree:
         uint32_t host
         uint32_t hosts
+        uint32_t tops
 
     ctypedef struct pyhvd_agreement:
         pyhvd_host_tree tree
