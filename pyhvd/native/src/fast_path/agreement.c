@@ -433,9 +433,9 @@ static void handle_message(pyhvd_ready_table *t, uint32_t source, const uint8_t 
     t->agreement->relays = 0;
     if (!status) pyhvd_agreement_carry_on(t, &audience);
     pyhvd_ready_table_unlock(t, &audience);
-    /* Of this rank another thread may sleep, as `unlock` wakes the other ranks only. */
-    pyhvd_ready_table_wake_progress(t, t->rank);
-    pyhvd_ready_table_wake_background(t, t->rank);
+    /* `unlock` wakes the other ranks only. If this thread makes progress itself, no other wakes up. */
+    if (audience.ranks[t->rank / 64] >> (t->rank % 64) & 1)
+        pyhvd_ready_table_wake_for_entry(t, t->rank);
     if (status) lose(t, source, EPROTO);
 }
 

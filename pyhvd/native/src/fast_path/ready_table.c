@@ -90,17 +90,19 @@ void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank) {
     wake_sleeper(&state->background_asleep, &state->background_bell, bells, rank);
 }
 
+void pyhvd_ready_table_wake_for_entry(const pyhvd_ready_table *t, int rank) {
+    if (atomic_load_explicit(&t->shared->rank_states[rank].progress_lock, memory_order_relaxed))
+        pyhvd_ready_table_wake_progress(t, rank);
+    else
+        pyhvd_ready_table_wake_background(t, rank);
+}
+
 void pyhvd_ready_table_unlock(pyhvd_ready_table *t, const pyhvd_ranks *audience) {
     atomic_store_explicit(&t->shared->lock, 0, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
-    for (int rank = 0; rank < t->size; rank++) {
-        if (rank == t->rank || !(audience->ranks[rank / 64] >> (rank % 64) & 1)) continue;
-        /* Wake the thread that makes progress there, or will. */
-        if (atomic_load_explicit(&t->shared->rank_states[rank].progress_lock, memory_order_relaxed))
-            pyhvd_ready_table_wake_progress(t, rank);
-        else
-            pyhvd_ready_table_wake_background(t, rank);
-    }
+    for (int rank = 0; rank < t->size; rank++)
+        if (rank != t->rank && (audience->ranks[rank / 64] >> (rank % 64) & 1))
+            pyhvd_ready_table_wake_for_entry(t, rank);
 }
 
 void pyhvd_ready_table_wake(pyhvd_ready_table *t, int rank, uint32_t reasons) {

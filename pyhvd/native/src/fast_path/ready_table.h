@@ -243,6 +243,10 @@ void pyhvd_ready_table_advance(pyhvd_ready_table *t);
 void pyhvd_ready_table_wake_progress(const pyhvd_ready_table *t, int rank);
 void pyhvd_ready_table_wake_background(const pyhvd_ready_table *t, int rank);
 
+/* After an entry was appended, and a sequentially consistent fence: wake the thread of a rank that
+ * makes progress, or will. */
+void pyhvd_ready_table_wake_for_entry(const pyhvd_ready_table *t, int rank);
+
 /* Append what found no room in the log, or in the connections to other hosts. */
 void pyhvd_ready_table_retry(pyhvd_ready_table *t);
 
