@@ -616,10 +616,16 @@ static int64_t gather(pyhvd_fast_path *path) {
     b->seen_holds = holds;
     if (!atomic_load_explicit(&path->submissions.held_count, memory_order_acquire)) {
         b->settled_ns = now;
+        b->found_held = 0;
         if (!settled) b->unattended = 0;
         return 0;
     }
+    /* Another batch costs little on one host, but a message and an exchange between hosts: begin the
+     * cycle with the calls, not with the last look, which may be long ago. */
+    if (!b->found_held && path->setup.table.agreement) since = b->settled_ns = now;
+    b->found_held = 1;
     if (!settled && now - since < b->cycle_ns) return GATHER_NS;
+    b->found_held = 0;
     b->settled_ns = now;
     b->unattended = 1;
     b->quiet_looks = 0;

@@ -175,6 +175,7 @@ typedef struct {
     uint32_t idle_looks;  /* looks since the last call was held */
     int unattended;       /* whether no thread waited for the last calls */
     int64_t settled_ns;   /* when no call was held any more */
+    int found_held;       /* whether the last look found held calls */
     int short_turns;
 } pyhvd_background;
 
