@@ -9,8 +9,10 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyhvd.arrays import Bytes, address
 from pyhvd.common.text import describe_ranks
@@ -150,12 +152,10 @@ class HostsFabric(ShmFabric):
         """Return the seconds of the fastest of some reductions by a carrier."""
         self._carry_by(carrier)
         array = np.zeros(_TRIAL, np.float32)
-        where = np.array([address(array.view(np.uint8))], np.int64)
-        starts = np.array([0, _TRIAL], np.int64)
         best = float("inf")
         for _ in range(_TRIALS):
             begun = time.perf_counter()
-            self.check(self.window.allreduce(where, where, starts, Code.FLOAT32, ReduceOp.SUM, 1.0, 1.0))
+            self._reduce(array, Code.FLOAT32, ReduceOp.SUM)
             best = min(best, time.perf_counter() - begun)
         return best
 
@@ -237,9 +237,13 @@ class HostsFabric(ShmFabric):
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Return the largest of all ranks' values, for each."""
         array = np.array(values, np.int64)
-        at, starts = np.array([address(array)], np.int64), np.array([0, len(array)], np.int64)
-        self.check(self.window.allreduce(at, at, starts, Code.INT64, ReduceOp.MAX, 1.0, 1.0))
+        self._reduce(array, Code.INT64, ReduceOp.MAX)
         return [int(value) for value in array]
+
+    def _reduce(self, array: NDArray[Any], code: Code, op: ReduceOp) -> None:
+        """Reduce an array of all ranks, in place."""
+        at, starts = np.array([address(array)], np.int64), np.array([0, len(array)], np.int64)
+        self.check(self.window.allreduce(at, at, starts, code, op, 1.0, 1.0))
 
     def error_of(self, host: int, number: int, note: bytes) -> Aborted | LinkLost:
         """Return the exception for a host that has sent a note, or whose connection failed (errno or 0)."""

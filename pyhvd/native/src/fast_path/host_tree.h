@@ -22,7 +22,7 @@
  *      has taken it above. So an announcement that counts is not older than any recall in the
  *      parent's log.
  *   4. A parent takes an entry only if the rings of all orders below have room for any list. A child
- *      makes room as every host does (host_order.h, invariant 10).
+ *      makes room as every host does (host_order.h, invariant 11).
  *   5. A parent owes nothing below: its own message completes a slot or is a list, so its count is at
  *      the time of every entry.
  *

@@ -64,14 +64,8 @@ void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, i
     if (!has_payloads(t) || !t->shared->sets[item.set].spans || staged->n == PYHVD_PAYLOAD_SLOTS ||
         bytes_of(&item) > PYHVD_PAYLOAD - staged->bytes)
         return;
-    uint8_t *to = staged->values + staged->bytes;
-    const void *from = (const void *)(intptr_t)src;
-    if (!src)
-        pyhvd_fill(to, item.count, item.dtype, item.op);
-    else if (prescale != 1.0)
-        pyhvd_scale(to, from, item.count, item.dtype, prescale);
-    else
-        memcpy(to, from, bytes_of(&item));
+    int64_t count = item.count;
+    pyhvd_pack(staged->values + staged->bytes, &src, &count, 1, item.dtype, item.op, prescale);
     item.at = staged->bytes;
     staged->bytes += (uint32_t)bytes_of(&item);
     staged->items[staged->n++] = item;
@@ -146,9 +140,9 @@ size_t pyhvd_payloads_collect(pyhvd_ready_table *t, uint32_t set, uint32_t first
     return sizeof head + items + payload->bytes;
 }
 
-/* Whether an entry that was just taken (NULL: none), or an earlier one, has ended an item's round. A round with as
- * many recalls, and the other parity, is over if the entry decides the slot. Otherwise the item's host
- * is ahead by one decision. */
+/* Whether an entry that was just taken (NULL: none), or an earlier one, has ended an item's round. A
+ * round with as many recalls, and the other parity, is over if the entry decides the slot. Otherwise
+ * the item's host is ahead by one decision. */
 static int is_over(const pyhvd_ready_table *t, const pyhvd_payload_item *item,
                    const pyhvd_order_entry *entry) {
     uint64_t now = round_of(t, item->set, item->slot);

@@ -44,9 +44,6 @@ typedef struct {
     uint32_t box, n, bytes, unused;
 } pyhvd_payload_head;
 
-#define PYHVD_PAYLOAD_FRAME \
-    (sizeof(pyhvd_payload_head) + PYHVD_PAYLOAD_SLOTS * sizeof(pyhvd_payload_item) + PYHVD_PAYLOAD)
-
 /* Drop what this rank has staged and no longer marks; before it marks slots. */
 void pyhvd_payloads_tidy(pyhvd_ready_table *t);
 
@@ -56,7 +53,7 @@ void pyhvd_payloads_stage(const pyhvd_ready_table *t, pyhvd_payload_item item, i
                           double prescale);
 
 /* Collect the values of the slots in words [first, end) that this host is about to announce, and
- * write the frame to `out`, with room for PYHVD_PAYLOAD_FRAME bytes. Return its bytes, or 0 if the
+ * write the frame to `out`, with room for a head, all items and all values. Return its bytes, or 0 if the
  * announcement goes without a payload. */
 size_t pyhvd_payloads_collect(pyhvd_ready_table *t, uint32_t set, uint32_t first, uint32_t end,
                               const uint64_t *words, uint8_t *out);
