@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -32,6 +33,7 @@ IMPATIENT = LinkOptions(timeout=1.0)
 
 @pytest.fixture(autouse=True)
 def _no_descriptor_is_left() -> Iterator[None]:
+    gc.collect()  # what earlier tests of the process left
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before

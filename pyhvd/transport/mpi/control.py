@@ -60,7 +60,7 @@ class MpiTransport:
         This rank's place in the tree of messages.
     """
 
-    _YIELDS = 10
+    _PROBES = 10
     _FIRST_PAUSE = 50e-6
     _LAST_PAUSE = 10e-3
     _SHORTEST_SLEEP = 1e-3
@@ -117,7 +117,7 @@ class MpiTransport:
     def wait(self, timeout: float | None) -> None:
         """Sleep; see :class:`pyhvd.transport.control.ControlTransport`."""
         until = None if timeout is None else time.monotonic() + timeout
-        for _ in range(self._YIELDS):
+        for _ in range(self._PROBES):
             if self._progress() or self._comm.Iprobe():
                 return
             os.sched_yield()
@@ -130,7 +130,7 @@ class MpiTransport:
             if self._sleep(left, self._longest_sleep(now, pause)):
                 self._last_event = time.monotonic()
                 return
-            if self._comm.Iprobe():
+            if any(self._comm.Iprobe() for _ in range(self._PROBES)):
                 return
             pause = min(pause * 1.5, 1e-3 if self._under_way() else self._LAST_PAUSE)
 
