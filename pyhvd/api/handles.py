@@ -166,7 +166,9 @@ def poll(handle: Handle) -> bool:
     ValueError
         ``handle`` was not returned by an ``*_async`` function.
     """
-    return _checked(handle).done()
+    if isinstance(handle, Handle):
+        return handle.done()
+    raise _no_handle(handle)
 
 
 def synchronize(handle: Handle) -> Any:
@@ -181,10 +183,10 @@ def synchronize(handle: Handle) -> Any:
     HorovodInternalError
         The collective failed.
     """
-    return _checked(handle).result()
+    if isinstance(handle, Handle):
+        return handle.result()
+    raise _no_handle(handle)
 
 
-def _checked(handle: Handle) -> Handle:
-    if not isinstance(handle, Handle):
-        raise ValueError(f"expected a handle from one of pyhvd's *_async functions, not {handle!r}")
-    return handle
+def _no_handle(found: object) -> ValueError:
+    return ValueError(f"expected a handle from one of pyhvd's *_async functions, not {found!r}")

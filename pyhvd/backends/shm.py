@@ -20,7 +20,7 @@ from pyhvd.backends.host import HostBackend
 from pyhvd.dtypes import ReduceSpec
 from pyhvd.native.shared_memory import Window
 from pyhvd.transport.fabric import Fabric
-from pyhvd.transport.hosts import HostsFabric, open_hosts_fabric
+from pyhvd.transport.hosts import HostsFabric, chunk_across, open_hosts_fabric
 from pyhvd.transport.links import LinkOptions, NoLinks
 from pyhvd.transport.moves import Ints, before
 from pyhvd.transport.shm import NoWindow, OpenWindow, Segment, ShmFabric, area_bytes
@@ -65,6 +65,11 @@ class HostsBackend(ShmBackend):
         self._moves = fabric
         self._layout = fabric.layout
         self._order = [int(rank) for rank in fabric.layout.order]
+
+    def resize(self, pieces: Pieces) -> None:
+        """Change the size of the window's chunks and of other pieces."""
+        HostBackend.resize(self, pieces)
+        self.window.resize(chunk_across(pieces.chunk_size))
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
         """Send ``counts[r]`` to rank r; return each rank's count for this rank."""
