@@ -106,6 +106,15 @@ def _cause_of(opened: Segment | NoWindow) -> bytes:
     return b"" if isinstance(opened, Segment) else opened.cause.encode()
 
 
+def _slots_of(calls: Iterable[CachedCall]) -> dict[int, bytes]:
+    """Return the slots of calls, by process set, as bit vectors."""
+    slots: dict[int, int] = {}
+    for call in calls:
+        for slot in call.slots():
+            slots[call.set_id] = slots.get(call.set_id, 0) | 1 << slot
+    return {set_id: bits_to_bytes(bits) for set_id, bits in slots.items()}
+
+
 def _code_of(dtype: np.dtype[Any]) -> int:
     try:
         return int(lookup(dtype).code)
@@ -229,12 +238,11 @@ class FastPathAdapter(NoFastPath):
     def waiting(self, patience: float) -> dict[int, bytes]:
         """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
         since = time.monotonic_ns() - int(patience * 1e9)
-        slots: dict[int, int] = {}
-        for call in self._fast_path.in_flight():
-            if 0 < call.marked_ns() <= since:
-                for slot in call.slots():
-                    slots[call.set_id] = slots.get(call.set_id, 0) | 1 << slot
-        return {set_id: bits_to_bytes(bits) for set_id, bits in slots.items()}
+        return _slots_of(call for call in self._fast_path.in_flight() if 0 < call.marked_ns() <= since)
+
+    def open_slots(self, set_id: int) -> dict[int, bytes]:
+        """Return, by process set, the slots of a set's calls that may yet go by message."""
+        return _slots_of(call for call in self._fast_path.in_flight(set_id) if call.is_open())
 
     def tune(self, threshold: int, cycle: float) -> None:
         """Use another fusion threshold (bytes) and cycle time (s)."""

@@ -40,6 +40,7 @@ from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.messages import (
+    GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -48,6 +49,7 @@ from pyhvd.negotiation.messages import (
     RelayedList,
     Request,
     RequestList,
+    RequestType,
     Response,
     ResponseList,
     StillWaiting,
@@ -137,6 +139,10 @@ class NoFastPath:
 
     def waiting(self, patience: float) -> dict[int, bytes]:  # noqa: ARG002
         """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
+        return {}
+
+    def open_slots(self, set_id: int) -> dict[int, bytes]:  # noqa: ARG002
+        """Return, by process set, the slots of a set's calls that may yet go by message."""
         return {}
 
     def tune(self, threshold: int, cycle: float) -> None:
@@ -323,6 +329,7 @@ class Runtime:
         self._recorder.members = self._worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)
         self._outgoing: ResponseList | None = None
+        self._held_join: list[tuple[int, Request]] = []
         self._lists = ResponseQueue(control)
         self._abandoned = self.broken = False
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
@@ -584,7 +591,7 @@ class Runtime:
         for process_set, request in fresh:
             if request.error:
                 self._queue.refusal_sent(process_set, request.name)
-        fresh = [each for each in fresh if self._is_known(*each)]
+        fresh = self._hold_join([each for each in fresh if self._is_known(*each)])
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
@@ -593,6 +600,34 @@ class Runtime:
             self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
         self._send_up(message)
         return True
+
+    def _hold_join(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return the requests to send now: a join waits until no call before it can come by message.
+
+        On several hosts the coordinator does not see the marks of the slots that a join recalls: the ranks
+        submit these tensors again. The tensor of a rank that has joined would come too late, and be taken for
+        the next one of its name. So the slots are recalled first.
+        """
+        held, self._held_join = self._held_join, []
+        joins = held + [each for each in fresh if each[1].type == RequestType.JOIN and not each[1].error]
+        if not (joins and self._fast_path.across):
+            return fresh
+        others = [each for each in fresh if each not in joins]
+        slots = self._fast_path.open_slots(GLOBAL_SET)
+        if not slots:
+            return others + joins
+        self._held_join = joins
+        if not held:
+            self._have_recalled(slots)
+        return others
+
+    def _have_recalled(self, slots: dict[int, bytes]) -> None:
+        """Let the ranks submit by message the tensors of these slots, by process set."""
+        message = StillWaiting(PROTOCOL_VERSION, slots)
+        if self._coordinator is not None:
+            self._coordinator.recall(message)
+        else:
+            self._control.send(0, encode_out_of_band(message))
 
     def _is_known(self, process_set: int, request: Request) -> bool:
         """Return whether a set still exists; a thread may submit to a set during its removal."""
@@ -607,7 +642,7 @@ class Runtime:
         due = self._queue.sleep_until()
         now = time.monotonic()
         look = self._inspect(now)
-        retry = now + 1e-3 if self._outgoing is not None else None
+        retry = now + 1e-3 if self._outgoing is not None or self._held_join else None
         drain = self._executor.look(now)
         merged = self._leader.due if self._leader is not None else None
         times = [
@@ -632,8 +667,7 @@ class Runtime:
         if now >= self._waiting_due:
             self._waiting_due = now + period
             if slots := self._fast_path.waiting(period):
-                message = StillWaiting(PROTOCOL_VERSION, slots)
-                self._control.send(0, encode_out_of_band(message))
+                self._have_recalled(slots)
         return self._waiting_due
 
     def _inspect(self, now: float) -> float | None:

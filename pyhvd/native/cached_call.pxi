@@ -212,6 +212,14 @@ cdef class CachedCall:
         pthread_mutex_unlock(&self.path.c.submissions.mutex)
         return marked
 
+    def is_open(self):
+        """Return whether it is in flight, and not taken: it may yet be refused, and then go by message."""
+        cdef bint taken
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
+        taken = self.c.state == PYHVD_TAKEN
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
+        return not taken and self.in_flight()
+
     def slots(self):
         """Return the slots of its tensors, ascending."""
         return [self.c.slots.ids[k] for k in range(self.c.slots.n)]

@@ -17,7 +17,8 @@ import pytest
 import pyhvd as hvd
 from pyhvd.engine.context import current
 from pyhvd.engine.fast_path import FastPathAdapter
-from pyhvd.negotiation.messages import Request
+from pyhvd.engine.runtime import Runtime
+from pyhvd.negotiation.messages import JOIN_NAME, Request, RequestList
 from pyhvd.testing import run_ranks
 from pyhvd.transport import link_layout
 from pyhvd.transport.tree import Tree
@@ -249,6 +250,41 @@ def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptur
         run_ranks(4, rank, timeout=SECONDS, knobs={"stall_check_time_seconds": 0.3}, hosts=[0, 0, 1, 1])
     finally:
         logging.getLogger("pyhvd").removeHandler(handler)
+
+
+def test_a_join_comes_after_the_messages_about_tensors_marked_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The join recalls their slots, so the rank submits them again, and rank 0 would not expect that."""
+    sent: list[str] = []
+    joined, send_up = Event(), Runtime._send_up
+
+    def send(runtime: Runtime, message: RequestList) -> None:
+        send_up(runtime, message)
+        if current().topology.rank == 1:
+            sent.extend("x" for _ in message.bits)
+            sent.extend(request.name for _, request in message.requests)
+            if JOIN_NAME in sent:
+                joined.set()
+
+    def rank() -> None:
+        mine = np.array([10.0 ** hvd.rank()])
+        for _ in range(3):
+            hvd.allreduce(mine, name="x", op=hvd.Sum)
+        if hvd.rank() == 1:
+            sent.clear()
+            handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
+            handle.flush()
+        else:
+            assert joined.wait(20)
+            handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
+        hvd.join()
+        assert handle.result().tolist() == [11.0]
+        assert hvd.allreduce(mine, name="x", op=hvd.Sum).tolist() == [11.0]
+
+    monkeypatch.setattr(Runtime, "_send_up", send)
+    run_ranks(2, rank, timeout=SECONDS, hosts=[0, 1])
+    assert sent[:2] == ["x", JOIN_NAME]
 
 
 @pytest.mark.parametrize("alone", [2, 3])
