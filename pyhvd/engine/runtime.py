@@ -334,8 +334,7 @@ class Runtime:
         self._abandoned = self.broken = False
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
-        self._stop_sent = False
-        self._waiting_due = 0.0
+        self._stop_sent, self._waiting_due = False, 0.0
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
