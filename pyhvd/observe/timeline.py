@@ -48,7 +48,7 @@ from pyhvd.negotiation.messages import RequestType, Response, TimelineOrder
 from pyhvd.observe.hooks import Instrument, Instruments, read_clock
 from pyhvd.observe.trace.clocks import Reading, measure
 from pyhvd.observe.trace.files import CLOCK, END, FORMAT, HEADER, Event, TraceWriter, metadata, rank_path
-from pyhvd.observe.trace.rows import EXCHANGE, Rows, Tensor
+from pyhvd.observe.trace.rows import Rows, Tensor
 from pyhvd.queue import TensorEntry
 from pyhvd.transport.fabric import Fabric
 
@@ -213,8 +213,7 @@ class Timeline(Instrument):
             elif kind == AWAITING:
                 self._append(end, self._awaited, begin, end, rank)
             elif kind == EXCHANGING:
-                what = {"bytes": number, "last_host": self._hosts[rank]}
-                self._append(end, partial(rows.phase, EXCHANGE, begin, end, **what))
+                self._append(end, rows.exchanged, begin, end, number, self._hosts[rank])
             else:
                 self._append(end, rows.phase, _STAGES[kind], begin, end)
 

@@ -186,3 +186,28 @@ def test_the_exchange_is_in_the_timeline(hosts: list[int], tmp_path: Path) -> No
     assert across.last.total() == 2 * steps * len(hosts)
     assert everything.parts["between hosts"] == pytest.approx(across.time)
     assert (everything.parts["wait"] > 0) == (slices > 1)
+
+
+def test_the_exchange_of_other_verbs_is_in_the_timeline(tmp_path: Path) -> None:
+    hosts = [0, 0, 1, 1]
+    part = np.ones(100_000, np.float32)
+
+    def rank() -> None:
+        hvd.allgather(part, name="g")
+        hvd.broadcast(part, 3, name="b")
+        hvd.alltoall(part, name="a")
+        hvd.reducescatter(part, name="s", op=hvd.Sum)
+
+    run_ranks(4, rank, hosts=hosts, knobs={"timeline": f"{tmp_path}/"})
+    names = names_of(hosts)
+    for trace in load([str(tmp_path)]):
+        check_events(json.loads(trace.path.read_text()))
+        verb_of = {turn.batch: turn.key[1] for turn in trace.turns}
+        moved: dict[str, int] = {}
+        for each in trace.phases:
+            if each.name == "LINKS_EXCHANGE" and each.nbytes > 10_000:  # not the exchange of sizes
+                assert each.last_host == names[(trace.rank + 2) % 4]
+                verb = verb_of[each.batch]
+                moved[verb] = moved.get(verb, 0) + each.nbytes
+        # A rank sends and receives its slice, half of what its host does.
+        assert sorted(moved) == ["ALLGATHER", "ALLTOALL", "BROADCAST", "REDUCESCATTER"]

@@ -153,6 +153,11 @@ class Rows:
         event["dur"] = (stop - start) / 1000
         event["args"] = {"batch": self._batch, **args}
 
+    def exchanged(self, begin: int, end: int, nbytes: int, last_host: str) -> None:
+        """Record an exchange between hosts, if it belongs to a batch; measuring clocks does not."""
+        if self._path.open:
+            self.phase(EXCHANGE, begin, end, bytes=nbytes, last_host=last_host)
+
     def posted(self, at: int, rank: int, tensors: Iterable[Tensor]) -> None:
         """Record that this rank marked tensors ready."""
         for tensor in tensors:

@@ -64,7 +64,7 @@ static uint8_t *whole_chunk(const pyhvd_window *w, const pyhvd_job *job, size_t 
 
 #define STRETCH_NS 1000 /* shorter ones are not recorded */
 
-static void begin_stretch(const pyhvd_window *w, uint32_t kind) {
+void pyhvd_begin_stretch(const pyhvd_window *w, uint32_t kind) {
     pyhvd_exchange *e = w->exchange;
     if (!pyhvd_traced(w->trace) || e->trace_begin) return;
     e->trace_kind = kind;
@@ -88,7 +88,7 @@ static int64_t end_stretch(const pyhvd_window *w) {
 
 static void add_stage(pyhvd_window *w, uint32_t kind, int64_t begin, uint64_t chunk) {
     pyhvd_add_stage(w, kind, begin, chunk);
-    if (begin && pyhvd_exchange_waits(w->exchange)) begin_stretch(w, PYHVD_EXCHANGING);
+    if (begin && pyhvd_exchange_waits(w->exchange)) pyhvd_begin_stretch(w, PYHVD_EXCHANGING);
 }
 
 /* ---- stages ---- */
@@ -157,7 +157,7 @@ static int reduce_next(pyhvd_window *w, pyhvd_job_cursor *c, chunks all) {
         pyhvd_exchange_begin(e, c->job, chunk, own, (in ? in : slot) + at, (out ? out : slot) + at,
                              to - from);
     }
-    begin_stretch(w, PYHVD_EXCHANGING);
+    pyhvd_begin_stretch(w, PYHVD_EXCHANGING);
     c->next[REDUCE]++;
     return MOVED;
 }
@@ -229,7 +229,7 @@ static int advance_flat(pyhvd_window *w, pyhvd_job_cursor *c) {
             pyhvd_reduce(e->flat_partial, blocks, (size_t)w->size, (size_t)total, job->dtype,
                          job->op, 1.0);
         pyhvd_exchange_begin_flat(e, w->flats, (size_t)total * item);
-        begin_stretch(w, PYHVD_EXCHANGING);
+        pyhvd_begin_stretch(w, PYHVD_EXCHANGING);
         c->stage = EXCHANGE;
     }
     int moved = pyhvd_exchange_progress(e, job, 0, 0);
@@ -322,8 +322,8 @@ int pyhvd_across_proceed(pyhvd_window *w, pyhvd_job_cursor *c) {
         }
         if (pyhvd_exchange_waits(e))
             note_wait(e, most - yields, yields);
-        else if (!c->move) /* a move records nothing */
-            begin_stretch(w, PYHVD_AWAITING);
+        else if (!c->move) /* a move records its exchange alone */
+            pyhvd_begin_stretch(w, PYHVD_AWAITING);
         if (yields-- > 0) {
             sched_yield();
             continue;

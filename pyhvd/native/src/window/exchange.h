@@ -144,6 +144,10 @@ int pyhvd_exchange_waits(const pyhvd_exchange *e);
 /* Bytes that this rank has sent and received. */
 uint64_t pyhvd_exchange_bytes(const pyhvd_exchange *e);
 
+/* For the trace: begin a stretch of the rank's time, PYHVD_EXCHANGING or PYHVD_AWAITING, unless one has
+ * begun. */
+void pyhvd_begin_stretch(const pyhvd_window *w, uint32_t kind);
+
 /* Count the time of a wait, which has ended. */
 static inline void pyhvd_exchange_end_wait(pyhvd_exchange *e) {
     if (e->idle_since) e->slept += pyhvd_now() - e->idle_since;

@@ -160,6 +160,7 @@ static int begin_next(const pyhvd_window *w, pyhvd_job_cursor *c) {
         }
         pyhvd_exchange_begin_move(e, chunk, own, out, in);
     }
+    pyhvd_begin_stretch(w, PYHVD_EXCHANGING);
     c->next[REDUCE]++;
     return MOVED;
 }
