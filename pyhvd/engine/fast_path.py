@@ -106,6 +106,10 @@ def _cause_of(opened: Segment | NoWindow) -> bytes:
     return b"" if isinstance(opened, Segment) else opened.cause.encode()
 
 
+def _is_join(request: Request) -> bool:
+    return request.type == RequestType.JOIN and not request.error
+
+
 def _slots_of(calls: Iterable[CachedCall]) -> dict[int, bytes]:
     """Return the slots of calls, by process set, as bit vectors."""
     slots: dict[int, int] = {}
@@ -159,6 +163,9 @@ class FastPathAdapter(NoFastPath):
         self._queue = queue
         self._meter = meter
         self._unsent: list[tuple[int, Request]] = []
+        self._held: list[tuple[int, Request]] = []
+        self._to_recall: dict[int, bytes] = {}
+        self._recalled: set[CachedCall] = set()  # for what is held back
         if arena is not None:
             fast_path.know_arena(arena.start, arena.nbytes)
         fast_path.attach(queue.entries, queue.groups, queue.refusals, queue.flush)
@@ -197,6 +204,9 @@ class FastPathAdapter(NoFastPath):
 
         1. Calls that the ready table refused go by message first.
         2. A tensor that this rank rejected is frozen: its next call must not match the others' current call.
+        3. On several hosts the coordinator does not see the marks of slots that a message recalls: the ranks
+           submit these tensors again. So a join, or a refusal, waits for the calls that it concerns, and
+           whatever the rank submits later to that set waits behind it.
         """
         if fresh:
             self._fast_path.mark_ready()
@@ -205,6 +215,7 @@ class FastPathAdapter(NoFastPath):
             _, entries = self._entries(call)
             self._queue.adopt(entries)
             first += [(entry.process_set, entry.request) for entry in entries]
+        fresh = self._hold_back(fresh) if self.across else fresh
         for set_id, request in fresh:
             if request.error and self._fast_path.has_set(set_id):
                 for slot in self._worker.slots_of(set_id, request.name):
@@ -219,6 +230,42 @@ class FastPathAdapter(NoFastPath):
     def flush(self) -> None:
         """Mark held calls as ready: a thread waits."""
         self._fast_path.flush()
+
+    def _hold_back(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
+        """Return the requests that need not wait for marked calls, in order."""
+        if not self._held and not any(request.error or _is_join(request) for _, request in fresh):
+            return fresh
+        leaving: list[tuple[int, Request]] = []
+        held: list[tuple[int, Request]] = []
+        blocking: set[CachedCall] = set()
+        for set_id, request in self._held + fresh:
+            calls = self._open_calls(set_id, request)
+            blocking.update(calls)
+            if calls or any(set_id == each for each, _ in held):
+                held.append((set_id, request))
+            else:
+                leaving.append((set_id, request))
+        self._held, self.holds_back = held, bool(held)
+        self._to_recall = _slots_of(blocking - self._recalled)
+        self._recalled = blocking
+        return leaving
+
+    def _open_calls(self, set_id: int, request: Request) -> list[CachedCall]:
+        """Return the calls in flight that may yet go by message, and that a join or a refusal concerns."""
+        if not (request.error or _is_join(request)) or not self._fast_path.has_set(set_id):
+            return []
+        names = (request.name, request.group) if request.group else (request.name,)
+        slots = {slot for name in names for slot in self._worker.slots_of(set_id, name)}
+        return [
+            call
+            for call in self._fast_path.in_flight(set_id)
+            if call.is_open() and (_is_join(request) or not slots.isdisjoint(call.slots()))
+        ]
+
+    def to_recall(self) -> dict[int, bytes]:
+        """Return, by process set, the slots that the coordinator must recall for what is held back; once."""
+        slots, self._to_recall = self._to_recall, {}
+        return slots
 
     def announce(self, number: int, ranks: int) -> bool:
         """Give a response list its place in the ready log; return False if the log is full."""
@@ -239,10 +286,6 @@ class FastPathAdapter(NoFastPath):
         """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
         since = time.monotonic_ns() - int(patience * 1e9)
         return _slots_of(call for call in self._fast_path.in_flight() if 0 < call.marked_ns() <= since)
-
-    def open_slots(self, set_id: int) -> dict[int, bytes]:
-        """Return, by process set, the slots of a set's calls that may yet go by message."""
-        return _slots_of(call for call in self._fast_path.in_flight(set_id) if call.is_open())
 
     def tune(self, threshold: int, cycle: float) -> None:
         """Use another fusion threshold (bytes) and cycle time (s)."""
@@ -266,8 +309,8 @@ class FastPathAdapter(NoFastPath):
             if response.slot >= 0 and self._fast_path.has_set(response.process_set):
                 own = self._worker.request_of(response.process_set, response.slot)
                 call = self._fast_path.retire(response.process_set, response.slot, own)
-                if call is not None:
-                    self._convert(call)
+                if call is not None:  # on several hosts the coordinator knows of no recalled mark
+                    self._convert(call, known=not self.across)
 
     def install(self, todo: Sequence[Response]) -> None:
         """Accept the calls that a finished response list has put into the cache."""
@@ -289,20 +332,20 @@ class FastPathAdapter(NoFastPath):
             if (call := self._fast_path.find(set_id, name)) is not None:
                 self._convert(call)
 
-    def _convert(self, call: CachedCall) -> None:
-        """Move a call from the fast path to the queue."""
-        known, entries = self._entries(call)
+    def _convert(self, call: CachedCall, known: bool = True) -> None:
+        """Move a call from the fast path to the queue; ``known``: the coordinator knows of its marks."""
+        marked, entries = self._entries(call)
         self._queue.adopt(entries)
-        if known:
+        if marked and known:
             self._meter.submitted(len(entries), 0)
         for entry in entries:
-            if known:
+            if marked and known:
                 self._worker.adopt(entry.process_set, entry.request)
             else:
                 self._unsent.append((entry.process_set, entry.request))
 
     def _entries(self, call: CachedCall) -> tuple[bool, list[TensorEntry]]:
-        """Take a call; return whether the coordinator may know of it, and its tensors."""
+        """Take a call; return whether it was marked, and its tensors."""
         taken = call.take()
         if taken is None:
             return False, []

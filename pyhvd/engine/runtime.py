@@ -40,7 +40,6 @@ from pyhvd.native.shared_memory import FastPath
 from pyhvd.negotiation.fusion import plan
 from pyhvd.negotiation.leader import Leader
 from pyhvd.negotiation.messages import (
-    GLOBAL_SET,
     PROTOCOL_VERSION,
     ErrorInfo,
     ErrorKind,
@@ -49,7 +48,6 @@ from pyhvd.negotiation.messages import (
     RelayedList,
     Request,
     RequestList,
-    RequestType,
     Response,
     ResponseList,
     StillWaiting,
@@ -94,9 +92,12 @@ class NoFastPath:
     ----------
     across : bool
         Whether the ranks are on several hosts.
+    holds_back : bool
+        Whether a request is held back: look again soon.
     """
 
     across = False
+    holds_back = False
 
     def open_set(self, set_id: int, backend: HostBackend) -> None:
         """Let a process set's allreduces use the fast path, if its ranks share a window."""
@@ -141,8 +142,8 @@ class NoFastPath:
         """Return, by process set, the slots that this rank marked so long (s) ago; rank 0 may not see it."""
         return {}
 
-    def open_slots(self, set_id: int) -> dict[int, bytes]:  # noqa: ARG002
-        """Return, by process set, the slots of a set's calls that may yet go by message."""
+    def to_recall(self) -> dict[int, bytes]:
+        """Return, by process set, the slots that the coordinator must recall for what is held back; once."""
         return {}
 
     def tune(self, threshold: int, cycle: float) -> None:
@@ -329,12 +330,12 @@ class Runtime:
         self._recorder.members = self._worker.sets
         self._shutdown_barrier = ShutdownBarrier(control)
         self._outgoing: ResponseList | None = None
-        self._held_join: list[tuple[int, Request]] = []
         self._lists = ResponseQueue(control)
         self._abandoned = self.broken = False
         # Any thread writes it before wake(); the runtime's thread reads it after it has woken.
         self._stop: ErrorInfo | None = None
-        self._stop_sent, self._waiting_due = False, 0.0
+        self._stop_sent = self._recalls_due = False
+        self._waiting_due = 0.0
         # As _stop, but written by the watchdog: the reason why this rank gives up.
         self._verdict: HorovodInternalError | None = None
         self._over = threading.Event()
@@ -490,7 +491,7 @@ class Runtime:
     def _announce_recalls(self) -> None:
         """Tell the other hosts which slots the coordinator has recalled, before the next list does."""
         if self._coordinator is not None and self._fast_path.across:
-            self._fast_path.announce(0, 0)
+            self._recalls_due = not self._fast_path.announce(0, 0)
 
     def _take_out_of_band(self, source: int, message: OutOfBand) -> None:
         if not isinstance(message, StillWaiting):
@@ -590,7 +591,9 @@ class Runtime:
         for process_set, request in fresh:
             if request.error:
                 self._queue.refusal_sent(process_set, request.name)
-        fresh = self._hold_join([each for each in fresh if self._is_known(*each)])
+        fresh = [each for each in fresh if self._is_known(*each)]
+        if slots := self._fast_path.to_recall():
+            self._have_recalled(slots)
         if not fresh and stop is None:
             return False
         self._stop_sent = self._stop_sent or stop is not None
@@ -599,26 +602,6 @@ class Runtime:
             self._queue.stamp([(set_id, request.name) for set_id, request in fresh], now)
         self._send_up(message)
         return True
-
-    def _hold_join(self, fresh: list[tuple[int, Request]]) -> list[tuple[int, Request]]:
-        """Return the requests to send now: a join waits until no call before it can come by message.
-
-        On several hosts the coordinator does not see the marks of the slots that a join recalls: the ranks
-        submit these tensors again. The tensor of a rank that has joined would come too late, and be taken for
-        the next one of its name. So the slots are recalled first.
-        """
-        held, self._held_join = self._held_join, []
-        joins = held + [each for each in fresh if each[1].type == RequestType.JOIN and not each[1].error]
-        if not (joins and self._fast_path.across):
-            return fresh
-        others = [each for each in fresh if each not in joins]
-        slots = self._fast_path.open_slots(GLOBAL_SET)
-        if not slots:
-            return others + joins
-        self._held_join = joins
-        if not held:
-            self._have_recalled(slots)
-        return others
 
     def _have_recalled(self, slots: dict[int, bytes]) -> None:
         """Let the ranks submit by message the tensors of these slots, by process set."""
@@ -641,7 +624,8 @@ class Runtime:
         due = self._queue.sleep_until()
         now = time.monotonic()
         look = self._inspect(now)
-        retry = now + 1e-3 if self._outgoing is not None or self._held_join else None
+        again = self._outgoing is not None or self._recalls_due or self._fast_path.holds_back
+        retry = now + 1e-3 if again else None
         drain = self._executor.look(now)
         merged = self._leader.due if self._leader is not None else None
         times = [

@@ -67,7 +67,8 @@ class Delegation:
         self._cache = cache
         self._ready_table = ready_table
         self._first_seen: dict[int, float] = {}
-        ready_table.open_ready_set(set_id, ranks)
+        if not ready_table.partial:  # else each rank does, at the place of the set's creation in the order
+            ready_table.open_ready_set(set_id, ranks)
 
     def delegate(self, slot: int) -> None:
         """Delegate a slot if it holds an allreduce in host memory."""

@@ -18,7 +18,7 @@ import pyhvd as hvd
 from pyhvd.engine.context import current
 from pyhvd.engine.fast_path import FastPathAdapter
 from pyhvd.engine.runtime import Runtime
-from pyhvd.negotiation.messages import JOIN_NAME, Request, RequestList
+from pyhvd.negotiation.messages import Request, RequestList, RequestType
 from pyhvd.testing import run_ranks
 from pyhvd.transport import link_layout
 from pyhvd.transport.tree import Tree
@@ -252,20 +252,23 @@ def test_a_cached_tensor_that_waits_names_the_late_rank(caplog: pytest.LogCaptur
         logging.getLogger("pyhvd").removeHandler(handler)
 
 
-def test_a_join_comes_after_the_messages_about_tensors_marked_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("what", ["join", "refusal"])
+def test_it_comes_after_the_messages_about_tensors_marked_before_it(
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The join recalls their slots, so the rank submits them again, and rank 0 would not expect that."""
+    """It recalls their slots, so the rank submits them again, and rank 0 would not expect that."""
     sent: list[str] = []
-    joined, send_up = Event(), Runtime._send_up
+    told, send_up = Event(), Runtime._send_up
 
     def send(runtime: Runtime, message: RequestList) -> None:
         send_up(runtime, message)
         if current().topology.rank == 1:
-            sent.extend("x" for _ in message.bits)
-            sent.extend(request.name for _, request in message.requests)
-            if JOIN_NAME in sent:
-                joined.set()
+            sent.extend("tensor" for _ in message.bits)
+            for _, request in message.requests:
+                kind = "join" if request.type == RequestType.JOIN else "tensor"
+                sent.append("refusal" if request.error else kind)
+            if what in sent:
+                told.set()
 
     def rank() -> None:
         mine = np.array([10.0 ** hvd.rank()])
@@ -275,16 +278,43 @@ def test_a_join_comes_after_the_messages_about_tensors_marked_before_it(
             sent.clear()
             handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
             handle.flush()
+            if what == "refusal":
+                with pytest.raises(hvd.DuplicateNameError):
+                    hvd.allreduce_async(mine, name="x", op=hvd.Sum)
         else:
-            assert joined.wait(20)
+            assert told.wait(20)
             handle = hvd.allreduce_async(mine, name="x", op=hvd.Sum)
-        hvd.join()
+        if what == "join":
+            hvd.join()
         assert handle.result().tolist() == [11.0]
+        if what == "refusal" and hvd.rank() == 0:
+            with pytest.raises(hvd.RankFailedError, match="rank 1 refused it"):
+                hvd.allreduce(mine, name="x", op=hvd.Sum)
         assert hvd.allreduce(mine, name="x", op=hvd.Sum).tolist() == [11.0]
 
     monkeypatch.setattr(Runtime, "_send_up", send)
     run_ranks(2, rank, timeout=SECONDS, hosts=[0, 1])
-    assert sent[:2] == ["x", JOIN_NAME]
+    assert sent[:2] == ["tensor", what]
+
+
+def test_a_marked_tensor_whose_cache_slot_another_takes() -> None:
+    """The slot is recalled and given away at one place of the order; the tensor must go by message."""
+    one = np.ones(1)
+
+    def rank() -> None:
+        for step in range(5):
+            for _ in range(3):
+                for name in ("x", "y"):
+                    hvd.allreduce(one, name=f"{name}{step}", op=hvd.Sum)
+            if early := hvd.rank() == 1:
+                handle = hvd.allreduce_async(one, name=f"x{step}", op=hvd.Sum)
+                handle.flush()
+            hvd.allreduce(one, name=f"z{step}", op=hvd.Sum)
+            if not early:
+                handle = hvd.allreduce_async(one, name=f"x{step}", op=hvd.Sum)
+            assert handle.result().tolist() == [2.0]
+
+    run_ranks(2, rank, timeout=SECONDS, hosts=[0, 1], knobs={"cache_capacity": 2})
 
 
 @pytest.mark.parametrize("alone", [2, 3])

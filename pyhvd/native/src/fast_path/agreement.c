@@ -335,9 +335,9 @@ static int waits(const pyhvd_peer_host *peer) {
            atomic_load_explicit(&peer->sent, memory_order_acquire);
 }
 
-/* Whether a child has not been sent all frames. */
-static int owes_children(const pyhvd_agreement *a) {
-    for (uint32_t k = a->tree.above; k < a->tree.n; k++)
+/* Whether another host has not been sent all frames. */
+static int owes_frames(const pyhvd_agreement *a) {
+    for (uint32_t k = 0; k < a->tree.n; k++)
         if (waits(&a->shared->peers[a->tree.neighbours[k]])) return 1;
     return 0;
 }
@@ -347,9 +347,9 @@ void pyhvd_agreement_leave(pyhvd_ready_table *t) {
     uint32_t before = atomic_fetch_add_explicit(&a->shared->leavers, 1, memory_order_relaxed);
     if (before + 1 != (uint32_t)t->size) return;
     tell(t, a->tree.host, GOODBYE, "", 0);
-    /* Nobody here sends later on, and a child may need the last list. */
+    /* Nobody here sends later on, and others may need these frames for the last list. */
     int64_t until = pyhvd_after(LOCK_NS);
-    while (owes_children(a) && !pyhvd_agreement_lost(t) && pyhvd_now() < until) {
+    while (owes_frames(a) && !pyhvd_agreement_lost(t) && pyhvd_now() < until) {
         pyhvd_nap(LAST_NAP_NS);
         pyhvd_agreement_send(t);
     }
