@@ -247,10 +247,12 @@ def _look_at_errors(outcome: Outcome, job: FaultyJob, struck: float, names: Sequ
         outcome.wrong.append(f"no error of ranks {missing}{job.output()}")
     elif not told or outcome.seconds > WITHIN_S:
         outcome.wrong.append(f"an error came after {outcome.seconds:.2f} s")
+    # Open MPI's mpiexec ends all ranks after a killed one, so another host may seem to have ended first.
+    ends_all = outcome.fault.kind == "kill" and _is_openmpi()
     for rank in set(survivors) & set(endings):
         ending = endings[rank]
         ours = [f"connection to host {names[host]} " in ending.text for host in survivors[rank]]
-        if ending.error != "RankFailedError" or not any(ours):
+        if ending.error != "RankFailedError" or not (ends_all or any(ours)):
             outcome.wrong.append(f"rank {rank}: {ending.error}: {ending.text}")
 
 
