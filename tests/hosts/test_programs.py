@@ -15,6 +15,7 @@ SEEDS = 4 if thinning.full else 2
 WAYS = {
     "links": {"PYHVD_FAST_LANE": "1"},
     "links, by message": {"PYHVD_CACHE_CAPACITY": "0"},
+    "links, few cache slots": {"PYHVD_CACHE_CAPACITY": "4"},
     "MPI": {"PYHVD_LINKS": "0"},
     "MPI, without windows": {"PYHVD_FAST_LANE": "0"},
 }
