@@ -76,6 +76,7 @@ class Program:
     def _move(self, verb: str = "", length: int = 12_000) -> None:
         verb = verb or self._plan.choice(VERBS[:-1])  # Adasum needs a power of two of ranks
         size, root = hvd.size(), self._plan.randrange(hvd.size())
+        length -= length % size  # for alltoall
         mine, name = np.full(length, hvd.rank() + 1, np.float32), f"{verb}{length}"
         if verb == "allgather":
             assert (hvd.allgather(mine, name=name)[::length] == np.arange(size) + 1).all()
