@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.bed import Bed, Host, bed
-from tests.hosts.jobs import Shape, name_of
+from tests.hosts.jobs import DAEMON_CRASHED, Shape, name_of
 from tests.hosts.launch import Site
 from tests.mpi.launch import ROOT, MpiJob, job_directory, mpi_version
 
@@ -206,6 +206,13 @@ class Outcome:
 
 def try_fault(site: Site, fault: Fault) -> Outcome:
     """Run a program, strike, and look at the ends of all ranks; the hosts are whole afterwards."""
+    outcome = _try_once(site, fault)
+    if any(DAEMON_CRASHED in text for text in outcome.wrong):
+        return _try_once(site, fault)
+    return outcome
+
+
+def _try_once(site: Site, fault: Fault) -> Outcome:
     outcome = Outcome(fault)
     hosts = list(site.bed.hosts.values())[: len(fault.shape)]
     before = {host.name: len(host.processes()) for host in hosts}
