@@ -258,8 +258,9 @@ def _look_at_errors(outcome: Outcome, job: FaultyJob, struck: float, names: Sequ
     ends_all = outcome.fault.kind == "kill" and _is_openmpi()
     for rank in set(survivors) & set(endings):
         ending = endings[rank]
-        ours = [f"connection to host {names[host]} " in ending.text for host in survivors[rank]]
-        if ending.error != "RankFailedError" or not (ends_all or any(ours)):
+        lost = names if ends_all else [names[host] for host in survivors[rank]]
+        ours = [f"connection to host {name} " in ending.text for name in lost]
+        if ending.error != "RankFailedError" or not any(ours):
             outcome.wrong.append(f"rank {rank}: {ending.error}: {ending.text}")
 
 

@@ -203,11 +203,9 @@ def test_the_exchange_of_other_verbs_is_in_the_timeline(tmp_path: Path) -> None:
     for trace in load([str(tmp_path)]):
         check_events(json.loads(trace.path.read_text()))
         verb_of = {turn.batch: turn.key[1] for turn in trace.turns}
-        moved: dict[str, int] = {}
+        moved: set[str] = set()
         for each in trace.phases:
             if each.name == "LINKS_EXCHANGE" and each.nbytes > 10_000:  # not the exchange of sizes
                 assert each.last_host == names[(trace.rank + 2) % 4]
-                verb = verb_of[each.batch]
-                moved[verb] = moved.get(verb, 0) + each.nbytes
-        # A rank sends and receives its slice, half of what its host does.
-        assert sorted(moved) == ["ALLGATHER", "ALLTOALL", "BROADCAST", "REDUCESCATTER"]
+                moved.add(verb_of[each.batch])
+        assert moved == {"ALLGATHER", "ALLTOALL", "BROADCAST", "REDUCESCATTER"}
