@@ -269,14 +269,18 @@ def main(arguments: Sequence[str]) -> int:
     if reason := why_not("1gbit"):
         raise SystemExit(f"no simulated hosts on this machine: {reason}")
     report = Report("hosts", TITLE, ours, *_measured(given))
+    publish(report, given.results / f"hosts-{ours}.json")
+    return 0
+
+
+def publish(report: Report, data: Path) -> None:
+    """Print a report, and save its figures and its picture."""
     for run in report.runs:
-        print_run(TITLE, run)
+        print_run(report.title, run)
     print_verdicts([report])
-    data = given.results / f"hosts-{ours}.json"
     save(data, report)
     plot_grid(data.with_suffix(".png"), report)
     print(f"the figures are in {data}, the picture beside it")
-    return 0
 
 
 def _measured(given: argparse.Namespace) -> tuple[list[Run], list[Verdict]]:

@@ -283,6 +283,12 @@ class Bed:
         for nic in range(self._nics):
             self.head.do("bridge", "link", "set", "dev", _port(host, nic), "state", state)
 
+    def separate(self, nic: int, separated: bool = True) -> None:
+        """Drop all packets between the hosts on network `nic`, but none to or from the head; or undo it."""
+        for host in self.hosts.values():
+            state = "on" if separated else "off"
+            self.head.do("bridge", "link", "set", "dev", _port(host, nic), "isolated", state)
+
     def power_off(self, host: Host) -> None:
         """End a host without notice to the others."""
         self.cut_off(host)

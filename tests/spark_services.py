@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import cloudpickle
 
-from pyhvd.job.agent import run_task
-from pyhvd.job.driver import DriverService, JobSpec
-from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import Task, encode
+from pyhvd.job.driver import DriverService, JobSpec, epoch
+from pyhvd.job.machine import JobMachine
+from pyhvd.job.messages import Member, encode
+from pyhvd.job.result import load
 from pyhvd.spark.errors import SparkError
-from pyhvd.transport.tcp.connection import Connection, connect
+from pyhvd.spark.task_body import run_task
+from pyhvd.transport.tcp.connection import Connection, Secret, connect
 
 PATIENCE_S = 60.0
 Show = Callable[[int, int, bytes], None]
@@ -25,7 +26,7 @@ Result = tuple[int, bytes] | None
 class Threads:
     """A job in Spark, as the driver sees it: here a thread per task."""
 
-    def __init__(self, tasks: list[Callable[[], Result]]) -> None:
+    def __init__(self, tasks: list[Callable[[], Any]]) -> None:
         self._wake, self._waker = os.pipe()
         self._left = len(tasks)
         self._lock = threading.Lock()
@@ -35,10 +36,12 @@ class Threads:
         for thread in self._threads:
             thread.start()
 
-    def _run(self, task: Callable[[], Result]) -> None:
+    def _run(self, task: Callable[[], Any]) -> None:
         try:
             result = task()
-            if result is not None:
+            if isinstance(result, list):
+                self._results += result
+            elif result is not None:
                 self._results.append(result)
         except Exception as exc:
             self.errors.append(exc)
@@ -104,13 +107,16 @@ class Bench:
         secret: Secret | None = None,
         rendezvous: Any = None,
         display: Any = None,
+        agents: int | None = None,
         **spec: Any,
     ) -> None:
         self.secret = secret or Secret()
         call = cloudpickle.dumps((function, (), {}))
         self.display = display or cast(Any, EagerDisplay(show))
+        job = JobSpec(size, call, **spec)
+        machine = JobMachine(size, agents or size, job.start_timeout, epoch())
         self.service = DriverService(
-            JobSpec(size, call, **spec), self.secret, ["127.0.0.1"], self.display, rendezvous
+            job, self.secret, ["127.0.0.1"], self.display, rendezvous, machine=machine
         )
         self.addresses = [("127.0.0.1", self.service.ports[0])]
 
@@ -120,7 +126,7 @@ class Bench:
     def run(self, *tasks: Callable[[], Any]) -> list[Any]:
         job = Threads(list(tasks))
         try:
-            return [cloudpickle.loads(result) for result in self.service.run(job)]
+            return [load(bytearray(result)) for result in self.service.run(job)]
         finally:
             self.service.stop("the test is over", 10)
             self.service.close()
@@ -130,7 +136,7 @@ class Bench:
     def register(self, index: int, attempt: int = 0, host: str = "a") -> Connection:
         """Register as a task that sends nothing more by itself."""
         connection = connect(self.addresses, self.secret.reveal(), PATIENCE_S)
-        connection.send(encode(Task(index, attempt, host, host)))
+        connection.send(encode(Member(index, attempt, host, host)))
         return connection
 
 

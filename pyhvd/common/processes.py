@@ -13,6 +13,8 @@ import time
 
 import msgspec
 
+from pyhvd.common.host_id import node_of
+
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """The host and the id of a process."""
@@ -46,27 +48,6 @@ class State(enum.Enum):
 def here() -> Place:
     """Return the place of this process."""
     return Place(socket.gethostname(), os.getpid(), node_of("pid"))
-
-
-def boot_id() -> str:
-    """Return the id of the running kernel's boot; empty if /proc does not have it."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
-def node_of(namespace: str) -> str:
-    """Return an id of this process's kernel and namespace; empty if /proc does not have it.
-
-    ``namespace`` is a name from namespaces(7): ``"pid"``, ``"net"``, ...
-    """
-    boot = boot_id()
-    try:
-        return f"{boot}/{os.stat(f'/proc/self/ns/{namespace}').st_ino}" if boot else ""
-    except OSError:
-        return ""
 
 
 def state_of(place: Place, seen_from: Place) -> State:

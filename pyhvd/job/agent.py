@@ -1,166 +1,187 @@
-"""One task of a job: it registers with the driver, starts its rank, and supervises it to its end.
+"""The agent of a job: it registers with the driver, starts ranks, and supervises them to their end.
 
-It runs in Spark's Python worker, which later runs other tasks. So it runs no code of the user, loads no MPI,
-and leaves nothing behind. Spark's collect carries the result, as the task's own.
+A task of Spark is the agent of one rank, in Spark's Python worker, which later runs other tasks. A host has
+one agent for all its ranks (:mod:`pyhvd.job.host_agent`). An agent runs no code of the user, loads no MPI,
+and leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import os
+import errno
 import selectors
-import socket
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-import msgspec
-
-from pyhvd.job.host_id import host_hash
-from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
+    RESULT_CREDIT,
+    Again,
     Beat,
     Code,
     DaemonEnded,
     DaemonOutput,
+    Dial,
     EndDaemon,
     Ended,
     EnteringInit,
+    Exit,
     Failed,
-    FromTask,
+    FromAgent,
+    FromDriver,
+    Input,
+    InputAck,
+    Listen,
+    Member,
     OutputAck,
     Pmi,
+    PmiValues,
     RankOutput,
+    Result,
+    ResultAck,
+    Signal,
     Start,
     StartDaemon,
     Stop,
-    Task,
     decode_from_driver,
     encode,
     parts,
 )
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
+from pyhvd.job.mpi.pmi import answer_get
+from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
-from pyhvd.job.rank_process import RankProcess
-from pyhvd.transport.tcp.connection import Address, connect
+from pyhvd.job.process.signals import PAUSING
+from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
-# A lost driver is silent. This is long enough for a suspended driver to find its ranks again.
-_DRIVER_SILENT_S = 20.0
-# How long to wait for the driver to end the job after a failure, or to receive the last messages.
+# How long to wait for the driver to end the job after a failure.
 _DRIVER_ANSWER_S = 5.0
+DRIVER_SILENT_S = 20.0
+"""A lost driver is silent. This is long enough for a suspended driver to find its ranks again."""
+LAST_MESSAGES_S = 5.0
+"""How long an agent waits at its end for the driver to receive the last messages."""
+
+_TOO_LARGE = ". Its environment is too large: send less of it (--no-env), or raise 'ulimit -s' on its host"
 
 
-class TaskStoppedError(RuntimeError):
-    """A task of the job ended without a result; the driver's error says more."""
+class AgentStoppedError(RuntimeError):
+    """An agent ended without the results of its ranks; the driver's error says more."""
 
 
-class _Dismissed(Exception):
-    """The driver has ended the job, and needs no result."""
+class Dismissed(Exception):
+    """The driver has ended the job, and needs no results."""
 
 
-def run_task(
-    addresses: Sequence[Address],
-    secret: Secret,
-    index: int,
-    attempt: int,
-    files: Mapping[str, int] = {},
-    env: Mapping[str, str] = {},
-) -> tuple[int, bytes] | None:
-    """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+MakeRank = Callable[[Start, bytes, RankEvents], RankProcess]
+"""Starts the process of a rank; the bytes are the code that :class:`~pyhvd.job.driver.JobSpec` has."""
+
+
+@dataclass
+class _Owned:
+    """A rank of this agent; the counts are of bytes that the driver has not acknowledged."""
+
+    process: RankProcess
+    output: int = 0
+    result: int = 0
+    told_end: bool = False
+
+
+@dataclass
+class Agent:
+    """Starts and supervises the ranks that the driver gives it, in the thread that calls :meth:`run`.
 
     Parameters
     ----------
-    addresses : sequence of (str, int)
-        Where the driver listens.
-    secret : Secret
-        The job's key.
-    index, attempt : int
-        The task, and this attempt at it; a later attempt has a larger number.
-    files : mapping of str to int
-        Descriptors that the rank inherits; variables of these names hold their numbers.
-    env : mapping of str to str
-        The rank's variables, in addition to those that the driver sends.
-
-    Raises
-    ------
-    TaskStoppedError
-        The rank failed, the driver is gone, or the driver refused this attempt.
-    ChannelError
-        The driver cannot be reached, or does not hold the job's key.
+    driver : Connection
+        Authenticated; it stays the caller's.
+    make_rank : callable
+        See :data:`MakeRank`.
     """
-    task = _Task(addresses, secret, files, env)
-    host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
-    try:
-        return task.run(Task(index, attempt, host, socket.gethostname()))
-    except _Dismissed:
-        return None
-    finally:
-        task.close()
 
+    driver: Connection
+    make_rank: MakeRank
+    again: bool = False  # the driver has begun the next job, while mpiexec's daemon was still ending
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _code: list[bytes] = field(default_factory=list)
+    _ranks: dict[int, _Owned] = field(default_factory=dict)
+    _daemon: Daemon | None = None
+    _prober: Prober | None = None
+    _pmi_values: PmiValues = PmiValues("", {})  # noqa: RUF009 - it is frozen
+    _slots: int = 0
+    _failed: int | None = None  # the rank that failed first
+    _failed_at: float = 0.0
+    _next_beat: float = 0.0
+    _paused: bool = False  # by Ctrl-Z
+    _silent_since: float = field(default_factory=time.monotonic)  # not silent from an earlier time
 
-class _Task:
-    def __init__(
-        self,
-        addresses: Sequence[Address],
-        secret: Secret,
-        files: Mapping[str, int],
-        env: Mapping[str, str],
-    ) -> None:
-        self._driver = connect(addresses, secret.reveal())
-        self._addresses = addresses
-        self._secret = secret
-        self._files = files
-        self._env = env
-        self._selector = selectors.DefaultSelector()
-        self._code: list[bytes] = []
-        self._process: RankProcess | None = None
-        self._daemon: Daemon | None = None
-        self._rank = -1
-        self._told_end = False
-        self._unacknowledged = 0  # bytes of the rank's output
-        self._failed_at = 0.0
-        self._next_beat = 0.0
-        self._silent_since = time.monotonic()  # the driver does not count as silent from an earlier time
+    def run(self, registration: Member) -> dict[int, bytes]:
+        """Register, and return the pickled result of each rank, if it was not sent to the driver.
 
-    def run(self, registration: Task) -> tuple[int, bytes]:
+        Raises
+        ------
+        AgentStoppedError
+            A rank failed, the driver is gone, or the driver refused this agent.
+        Dismissed
+            The driver has ended the job, and needs no results.
+        ChannelError
+            The driver broke the protocol.
+        """
+        self._slots = registration.slots
         self._send(registration)
-        self._selector.register(self._driver, selectors.EVENT_READ, self._receive)
-        while True:
+        self._selector.register(self.driver, selectors.EVENT_READ, self._receive)
+        while not self._is_over():
             self._turn()
-            process = self._process
-            if process is not None and process.failure is not None:
-                self._fail(process.failure)
-            elif process is not None and process.ended and process.result is not None:
-                if not self._told_end:
-                    self._told_end = True
-                    self._send(Ended())
-                if self._daemon is None or self._daemon.ended:  # the daemon serves other ranks too
-                    self._driver.finish(_DRIVER_ANSWER_S)
-                    return self._rank, process.result
-            if self._failed_at and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
-                raise TaskStoppedError(f"rank {self._rank} failed")
+            for rank, owned in self._ranks.items():
+                self._follow(rank, owned)
+            if self._failed is not None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
+                raise AgentStoppedError(f"rank {self._failed} failed")
+        return {rank: owned.process.result or b"" for rank, owned in self._ranks.items()}
 
     def close(self) -> None:
-        """Close everything, even if one part raises."""
+        """Close everything but the connection, even if one part raises."""
         with ExitStack() as stack:
-            stack.callback(self._driver.close)
             stack.callback(self._selector.close)
+            stack.callback(self._end_probe)
             if self._daemon is not None:
                 stack.callback(self._daemon.close)
-            if self._process is not None:
-                stack.callback(self._process.close)
+            for owned in self._ranks.values():
+                stack.callback(owned.process.close)
+            for owned in self._ranks.values():  # all end at the same time, and are then waited for in turn
+                stack.callback(owned.process.end)
+
+    def _is_over(self) -> bool:
+        """Return whether all ranks ended without error; mpiexec's daemon serves other hosts' ranks too."""
+        all_ended = len(self._ranks) == self._slots and all(owned.told_end for owned in self._ranks.values())
+        return all_ended and self._failed is None and (self._daemon is None or self._daemon.ended)
+
+    def _follow(self, rank: int, owned: _Owned) -> None:
+        """Report how a rank has ended."""
+        process = owned.process
+        process.check(time.monotonic())
+        if owned.told_end:
+            return
+        if process.failure is not None:
+            owned.told_end = True
+            self._fail(process.failure)
+        elif process.ended and process.result is not None:
+            owned.told_end = True
+            self._send(Ended(rank))
 
     def _turn(self) -> None:
         """Wait for events, at most half a beat, and handle them."""
         before = time.monotonic()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._driver.wants_write else 0)
-        self._selector.modify(self._driver, wanted, self._receive)
-        if self._process is not None:
-            self._process.hold_output(self._unacknowledged >= OUTPUT_CREDIT or self._driver.full)
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.driver.wants_write else 0)
+        self._selector.modify(self.driver, wanted, self._receive)
+        for owned in self._ranks.values():
+            owned.process.hold_output(owned.output >= OUTPUT_CREDIT or self.driver.full)
+            owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
-            self._daemon.hold_output(self._driver.full)
+            self._daemon.hold_output(self.driver.full)
         for key, _ in self._selector.select(BEAT_S / 2):
             key.data()
         now = time.monotonic()
@@ -169,52 +190,105 @@ class _Task:
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._send(Beat())
-        if now > max(self._driver.heard, self._silent_since) + _DRIVER_SILENT_S:
-            raise TaskStoppedError(f"the driver has been silent for {_DRIVER_SILENT_S:g} s")
+        if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
+            raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
 
     def _receive(self) -> None:
-        self._driver.pump_out()
-        for record in self._driver.pump_in():
-            message = decode_from_driver(record)
-            if isinstance(message, Stop):
-                if message.quietly:
-                    raise _Dismissed
-                raise TaskStoppedError(f"the driver has ended this task: {message.reason}")
-            if isinstance(message, Code):
-                self._code.append(message.part)
-            elif isinstance(message, Pmi) and self._process is not None:
-                self._process.answer_pmi(message.line)
-            elif isinstance(message, OutputAck):
-                self._unacknowledged -= message.count
-            elif isinstance(message, Start):
-                self._start_rank(message)
-            elif isinstance(message, StartDaemon):
-                self._start_daemon(message)
-            elif isinstance(message, EndDaemon) and self._daemon is not None:
-                self._daemon.end()
-        if not self._driver.open:
-            raise TaskStoppedError("the driver is gone")
+        self.driver.pump_out()
+        for record in self.driver.pump_in():
+            self._handle(decode_from_driver(record))
+        if not self.driver.open:
+            raise AgentStoppedError("the driver is gone")
+
+    def _handle(self, message: FromDriver) -> None:
+        if isinstance(message, Stop):
+            if message.quietly:
+                raise Dismissed
+            raise AgentStoppedError(f"the driver has ended this task: {message.reason}")
+        if isinstance(message, Code):
+            self._code.append(message.part)
+        elif isinstance(message, Pmi | PmiValues):
+            self._hear_pmi(message)
+        elif isinstance(message, OutputAck) and message.rank in self._ranks:
+            self._ranks[message.rank].output -= message.count
+        elif isinstance(message, ResultAck) and message.rank in self._ranks:
+            self._ranks[message.rank].result -= message.count
+        elif isinstance(message, Input) and 0 in self._ranks:
+            self._ranks[0].process.feed(message.data)
+        elif isinstance(message, Signal):
+            self._pass_on(message.number)
+        elif isinstance(message, Listen | Dial):
+            self._probe(message)
+        elif isinstance(message, Start):
+            self._end_probe()
+            self._start_rank(message)
+        elif isinstance(message, StartDaemon):
+            self._start_daemon(message)
+        elif isinstance(message, Exit) and self._daemon is not None:
+            self._daemon.server.tell_all(message)
+        elif isinstance(message, EndDaemon | Again) and self._daemon is not None:
+            self._daemon.end()
+            self.again = isinstance(message, Again)
+
+    def _take_pmi(self, rank: int, line: str) -> None:
+        """Answer a rank's line of PMI-1 by a value that is here, or pass it on to the driver."""
+        answer = answer_get(line, self._pmi_values.world, self._pmi_values.values)
+        if answer is None:
+            self._send(Pmi(rank, line))
+        else:
+            self._ranks[rank].process.answer_pmi(answer)
+
+    def _hear_pmi(self, message: Pmi | PmiValues) -> None:
+        """Pass on an answer to a rank, or keep values by which to answer ranks here."""
+        if isinstance(message, PmiValues):
+            if message.world == self._pmi_values.world:
+                message = PmiValues(message.world, self._pmi_values.values | message.values)
+            self._pmi_values = message
+        elif message.rank in self._ranks:
+            self._ranks[message.rank].process.answer_pmi(message.line)
+
+    def _pass_on(self, number: int) -> None:
+        if number in PAUSING:  # the driver stops too, and sends no beats
+            self._paused = number == signal.SIGTSTP
+            self._silent_since = time.monotonic()
+        for owned in self._ranks.values():
+            owned.process.signal(number)
+
+    def _probe(self, message: Listen | Dial) -> None:
+        """Find out which other hosts this one reaches."""
+        if isinstance(message, Listen):
+            self._end_probe()
+            self._prober = Prober(message, self._selector, self._send)
+        elif self._prober is not None:
+            self._prober.dial(message)
+
+    def _end_probe(self) -> None:
+        if self._prober is not None:
+            self._prober.close()
+            self._prober = None
 
     def _start_rank(self, start: Start) -> None:
-        if self._process is not None:
-            raise ChannelError("the driver started this task's rank twice")
-        self._rank = start.rank
-        start = msgspec.structs.replace(start, env={**start.env, **self._env})
-        code = b"".join(self._code)
-        self._code.clear()
+        if start.rank in self._ranks or len(self._ranks) >= self._slots:
+            raise ChannelError(f"the driver started rank {start.rank} twice, or too many ranks")
+        rank = start.rank
+        self._code = [b"".join(self._code)]
+        events = RankEvents(
+            on_pmi=lambda line: self._take_pmi(rank, line),
+            on_enter=lambda: self._send(EnteringInit(rank)),
+            on_output=lambda stream, data: self._send_output(rank, stream, data),
+            on_taken=lambda count: self._send(InputAck(count)),
+            on_result=lambda data: self._send_result(rank, data),
+        )
         try:
-            self._process = RankProcess(
-                start,
-                code,
-                on_pmi=lambda line: self._send(Pmi(line)),
-                on_enter=lambda: self._send(EnteringInit()),
-                on_output=self._send_output,
-                files=self._files,
-            )
+            process = self.make_rank(start, self._code[0], events)
         except (OSError, ValueError) as exc:
-            self._fail(Failed(ExitReport(start.rank, EXIT, 1, f"could not be started: {exc}")))
-        else:
-            self._process.register(self._selector)
+            hint = _TOO_LARGE if isinstance(exc, OSError) and exc.errno == errno.E2BIG else ""
+            self._fail(Failed(ExitReport(rank, EXIT, 1, f"could not be started: {exc}{hint}")))
+            return
+        self._ranks[rank] = _Owned(process)
+        process.register(self._selector)
+        if len(self._ranks) == self._slots:
+            self._code.clear()
 
     def _start_daemon(self, wanted: StartDaemon) -> None:
         if self._daemon is not None:
@@ -222,8 +296,7 @@ class _Task:
         try:
             self._daemon = Daemon(
                 wanted,
-                self._addresses,
-                self._secret,
+                self._send,
                 lambda data: self._send(DaemonOutput(data)),
                 lambda code: self._send(DaemonEnded(code)),
             )
@@ -234,16 +307,22 @@ class _Task:
             self._daemon.register(self._selector)
 
     def _fail(self, failure: Failed) -> None:
-        """Report the failure to the driver, once; the driver then ends the job."""
-        if not self._failed_at:
+        """Report a rank's failure to the driver, which then ends the job."""
+        if self._failed is None:
             self._failed_at = time.monotonic()
-            self._send(failure)
+            self._failed = failure.report.rank
+        self._send(failure)
 
-    def _send_output(self, stream: int, data: bytes) -> None:
-        self._unacknowledged += len(data)
+    def _send_output(self, rank: int, stream: int, data: bytes) -> None:
+        self._ranks[rank].output += len(data)
         for part in parts(data):
-            self._send(RankOutput(stream, part))
+            self._send(RankOutput(rank, stream, part))
 
-    def _send(self, message: FromTask) -> None:
-        if self._driver.open:
-            self._driver.send(encode(message))
+    def _send_result(self, rank: int, data: bytes) -> None:
+        self._ranks[rank].result += len(data)
+        for part in parts(data):
+            self._send(Result(rank, part))
+
+    def _send(self, message: FromAgent) -> None:
+        if self.driver.open:
+            self.driver.send(encode(message))

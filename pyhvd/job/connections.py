@@ -12,35 +12,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pyhvd.job.job_key import Secret
-from pyhvd.job.messages import Beat, FromDriver, FromTask, Task, decode_from_task, encode
-from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, listen
+from pyhvd.job.messages import Beat, FromAgent, FromDriver, Member, decode_from_agent, encode
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 _BEAT_S = 1.0
-# A task that misses this many beats is frozen, cut off, or without power.
+# An agent that misses this many beats is frozen, cut off, or without power.
 SILENT_S = 5.0
 # After this long, a peer is unlikely to answer.
 _LATE_S = 2.5
 _TICK_S = 0.25
-# How many unauthenticated connections may be open beside those of the job's own tasks.
+# How many unauthenticated connections may be open beside those of the job's own agents.
 _STRANGERS = 64
 
 
 @dataclass(eq=False)
 class Peer:
-    """A connected process: a task after it has registered, a rank's task after the ranks have started.
+    """A connected process: an agent after it has registered, with ranks after they have started.
 
-    `feed` yields messages to send as fast as the peer receives them; `ended` says that its rank ended without
-    error.
+    `feed` yields messages to send as fast as the peer receives them. The driver itself started the process of
+    an `adopted` peer.
     """
 
     connection: Connection
-    task: Task | None = None
-    rank: int = -1
-    ended: bool = False
+    member: Member | None = None
+    ranks: frozenset[int] = frozenset()
     feed: Iterator[FromDriver] = field(default_factory=lambda: iter(()))
     events: int = selectors.EVENT_READ
+    adopted: bool = False
 
     def send(self, message: FromDriver) -> None:
         """Send a message now; do nothing if the connection is closed."""
@@ -51,7 +50,7 @@ class Peer:
 class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
-    It calls `on_message` with a peer and each of its messages. Before it disconnects a task, it calls
+    It calls `on_message` with a peer and each of its messages. Before it disconnects an agent, it calls
     `on_lost` with the peer, the reason, and whether it took SILENT_S to see.
     """
 
@@ -60,8 +59,9 @@ class ConnectionServer:
         secret: Secret,
         hosts: Sequence[str],
         size: int,
-        on_message: Callable[[Peer, FromTask], None],
+        on_message: Callable[[Peer, FromAgent], None],
         on_lost: Callable[[Peer, str, bool], None],
+        gone: str = "its agent is gone",
     ) -> None:
         self.peers: list[Peer] = []
         # Each turn calls the data of its ready keys, without arguments.
@@ -70,6 +70,7 @@ class ConnectionServer:
         self._most_strangers = size + _STRANGERS
         self._on_message = on_message
         self._on_lost = on_lost
+        self._gone = gone  # why a connection may end
         self._next_beat = 0.0
         self._silent_since = time.monotonic()  # no peer counts as silent from an earlier time
         self._listeners: list[socket.socket] = []
@@ -95,12 +96,26 @@ class ConnectionServer:
         if beat:
             self._next_beat = now + _BEAT_S
         for peer in list(self.peers):
-            if beat and peer.task is not None:
+            if beat and peer.member is not None:
                 peer.send(Beat())
             self._check(peer, now)
 
+    def adopt(self, connection: Connection) -> Peer:
+        """Serve a connection to a process that the driver has started; return the peer.
+
+        Such a peer may take long to authenticate itself. Its loss is always told.
+        """
+        peer = Peer(connection, adopted=True)
+        self._add(peer)
+        return peer
+
+    def release(self, peer: Peer) -> None:
+        """Serve a connection no longer, and leave it open."""
+        self.selector.unregister(peer.connection)
+        self.peers.remove(peer)
+
     def hears(self, peer: Peer) -> bool:
-        """Return whether a peer spoke recently; the tasks of a lost host fall silent together."""
+        """Return whether a peer spoke recently; the agents of a lost host fall silent together."""
         return time.monotonic() <= max(peer.connection.heard, self._silent_since) + _LATE_S
 
     def close(self) -> None:
@@ -124,7 +139,9 @@ class ConnectionServer:
         if sum(not peer.connection.authenticated for peer in self.peers) >= self._most_strangers:
             sock.close()
             return
-        peer = Peer(Connection(sock, Session(self._secret.reveal(), Role.SERVER)))
+        self._add(Peer(Connection(sock, Session(self._secret.reveal(), Role.SERVER))))
+
+    def _add(self, peer: Peer) -> None:
         self.peers.append(peer)
         self.selector.register(peer.connection, selectors.EVENT_READ, lambda: self._hear(peer))
 
@@ -143,23 +160,24 @@ class ConnectionServer:
         peer.connection.pump_out()
         try:
             for record in peer.connection.pump_in():
-                self._on_message(peer, decode_from_task(record))
+                self._on_message(peer, decode_from_agent(record))
         except ChannelError as exc:
-            self._drop(peer, f"broke the connection: {exc}")
+            self.drop(peer, f"broke the connection: {exc}")
             return
         if not peer.connection.open:
-            self._drop(peer, "is lost: its Spark task is gone (Python worker, executor or host)")
+            self.drop(peer, f"is lost: {self._gone}")
 
     def _check(self, peer: Peer, now: float) -> None:
         if not peer.connection.authenticated:
-            if now > peer.connection.began + HANDSHAKE_S:
-                self._drop(peer, "did not authenticate itself")
-        elif peer.task is not None and now > max(peer.connection.heard, self._silent_since) + SILENT_S:
+            if not peer.adopted and now > peer.connection.began + HANDSHAKE_S:
+                self.drop(peer, "did not authenticate itself")
+        elif peer.member is not None and now > max(peer.connection.heard, self._silent_since) + SILENT_S:
             why = "its host is frozen, cut off or without power"
-            self._drop(peer, f"has been silent for {SILENT_S:g} s: {why}", waited=True)
+            self.drop(peer, f"has been silent for {SILENT_S:g} s: {why}", waited=True)
 
-    def _drop(self, peer: Peer, why: str, waited: bool = False) -> None:
-        if peer.task is not None:
+    def drop(self, peer: Peer, why: str, waited: bool = False) -> None:
+        """Disconnect a peer, and tell its loss."""
+        if peer.member is not None or peer.adopted:
             self._on_lost(peer, why, waited)
         self.selector.unregister(peer.connection)
         peer.connection.close()

@@ -1,11 +1,11 @@
-"""The driver's side of a job: tasks register, become ranks, and are watched until the job is over.
+"""The driver's side of a job: agents register, start ranks, and are watched until the job is over.
 
 The thread that calls :meth:`DriverService.run` does all the work; the service starts no thread. Its parts:
 
-1. :mod:`pyhvd.job.connections` holds the connections to the tasks.
-2. :mod:`pyhvd.job.placement` decides which rank a task becomes.
+1. :mod:`pyhvd.job.connections` holds the connections to the agents.
+2. :mod:`pyhvd.job.placement` decides which ranks an agent owns.
 3. :mod:`pyhvd.job.rendezvous` makes the ranks one MPI world.
-4. :mod:`pyhvd.job.failure` finds the cause of a failure.
+4. :mod:`pyhvd.job.machine` decides when ranks start, and what ends the job.
 """
 
 from __future__ import annotations
@@ -14,42 +14,47 @@ import contextlib
 import math
 import selectors
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from pyhvd.job.connections import ConnectionServer, Peer
-from pyhvd.job.errors import LaunchError, StartTimeoutError
-from pyhvd.job.failure import FailureAnalysis
-from pyhvd.job.job_key import Secret
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.machine import NEWER_ATTEMPT, Action, Begin, End, JobMachine, Late
 from pyhvd.job.messages import (
     Beat,
     Code,
     DaemonEnded,
     DaemonOutput,
+    Dialed,
     Ended,
     EnteringInit,
     Failed,
+    FromAgent,
     FromDriver,
-    FromTask,
-    Launch,
+    Hello,
+    InputAck,
+    Listening,
+    Member,
     OutputAck,
     Pmi,
     RankOutput,
     RankProxy,
+    Result,
     Start,
     Stop,
-    Task,
     parts,
 )
 from pyhvd.job.output import Output
-from pyhvd.job.placement import RankPlacement, Registry
-from pyhvd.job.process.exit_report import EXIT, LOST, ExitReport
+from pyhvd.job.placement import RankPlacement
+from pyhvd.job.process.exit_report import EXIT
 from pyhvd.job.rendezvous import PmiRendezvous, Rendezvous
+from pyhvd.transport.tcp.connection import Secret
 
 # After the Spark job has failed, its ranks have this long to report the cause.
 _LAST_REPORTS_S = 1.0
-_NEWER_ATTEMPT = "a newer attempt of this task has registered"
+_GONE = "its Spark task is gone (Python worker, executor or host)"
 
 
 class SparkJob(Protocol):
@@ -70,8 +75,8 @@ class SparkJob(Protocol):
 class JobSpec:
     """Says what the ranks of a job run.
 
-    `code` is the pickled function with its args and kwargs. `env` is added to each task's own environment.
-    `executable` is the ranks' Python; None for the tasks' own. All tasks must register, and the ranks must
+    `code` is the pickled function with its args and kwargs. `env` is added to each agent's own environment.
+    `executable` is the ranks' Python; None for the agents' own. All agents must register, and the ranks must
     find each other, within `start_timeout` seconds.
     """
 
@@ -82,8 +87,16 @@ class JobSpec:
     start_timeout: float = 600.0
 
 
+def epoch() -> float:
+    """Return the wall-clock time when the monotonic clock was 0."""
+    return time.time() - time.monotonic()
+
+
 class DriverService:
-    """Serves one job, on all addresses in `hosts`. By default the ranks find each other by PMI-1."""
+    """Serves one job, on all addresses in `hosts`. By default the ranks find each other by PMI-1.
+
+    `gone` says why a connection to an agent may end. The `machine` decides.
+    """
 
     def __init__(
         self,
@@ -92,23 +105,27 @@ class DriverService:
         hosts: Sequence[str],
         display: Output,
         rendezvous: Rendezvous | None = None,
+        gone: str = _GONE,
+        machine: JobMachine | None = None,
     ) -> None:
         self._spec = spec
         self._display = display
-        self._registry = Registry(spec.size)
-        self._failures = FailureAnalysis()
+        self._machine = machine or JobMachine(spec.size, spec.size, spec.start_timeout, epoch())
         self._rendezvous: Rendezvous = rendezvous or PmiRendezvous()
-        self._all_registered = False
         self._by_rank: dict[int, Peer] = {}
-        self.placements: list[RankPlacement] = []
         self._stop_reason: str | None = None
-        self._connections = ConnectionServer(secret, hosts, spec.size, self._handle, self._lose)
+        self._connections = ConnectionServer(secret, hosts, spec.size, self._handle, self._lose, gone)
         self._connections.selector.register(display, selectors.EVENT_READ, self._acknowledge_output)
 
     @property
     def ports(self) -> list[int]:
         """The port of each address."""
         return self._connections.ports
+
+    @property
+    def placements(self) -> list[RankPlacement]:
+        """Where the ranks are; empty before they start."""
+        return self._machine.placements
 
     @property
     def selector(self) -> selectors.BaseSelector:
@@ -139,16 +156,10 @@ class DriverService:
             self.selector.unregister(job)
 
     def _serve(self, job: SparkJob) -> list[bytes]:
-        until = time.monotonic() + self._spec.start_timeout
+        self._machine.until = time.monotonic() + self._spec.start_timeout
         job_ended = math.inf
         while True:
-            self._connections.turn()
-            now = time.monotonic()
-            self._rendezvous.check(now)
-            if now >= self._failures.settled_at:
-                raise self._failures.error(self.placements)
-            if not self.placements:
-                self._start_or_time_out(now, until)
+            now = self._step()
             if not job.done:
                 continue
             self._forget(job)
@@ -156,16 +167,41 @@ class DriverService:
                 by_rank = dict(job.results())
             except LaunchError:
                 job_ended = min(job_ended, now)
-                if now > job_ended + _LAST_REPORTS_S and self._failures.settled_at == math.inf:
+                if now > job_ended + _LAST_REPORTS_S and not self._machine.failing:
                     raise
             else:
                 self._receive_the_rest()
                 return [by_rank[rank] for rank in range(self._spec.size)]
 
+    def _step(self) -> float:
+        """Handle events for at most one tick, and do what is due; return the time."""
+        self._connections.turn()
+        now = time.monotonic()
+        self._rendezvous.check(now)
+        self._perform_all(self._machine.tick(now))
+        if self._machine.all_registered and not self.placements:
+            placements = self._rendezvous.placements()
+            if placements:
+                self._start(placements)
+        return now
+
+    def _perform_all(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Begin):
+            self._rendezvous.begin(self, action.groups)
+        elif isinstance(action, Late):
+            raise self._machine.late_error(self._rendezvous.waits_for())
+        elif isinstance(action, End):
+            raise action.error
+
     def _receive_the_rest(self) -> None:
-        """Receive what the ranks' tasks sent before they ended, until they disconnect or fall silent."""
-        while any(peer.rank >= 0 and self._connections.hears(peer) for peer in self._connections.peers):
+        """Receive what the ranks' agents sent before they ended, until they disconnect or fall silent."""
+        while any(peer.ranks and self._connections.hears(peer) for peer in self._connections.peers):
             self._connections.turn()
+            self._rendezvous.check(time.monotonic())
 
     def stop(self, reason: str, timeout: float) -> None:
         """Tell all tasks to kill their ranks; wait at most `timeout` seconds until they have disconnected.
@@ -189,127 +225,94 @@ class DriverService:
         finally:
             self._connections.close()
 
-    def _start_or_time_out(self, now: float, until: float) -> None:
-        missing = self._registry.missing
-        if not missing and not self._all_registered:
-            self._all_registered = True
-            self._rendezvous.begin(self, self._registry.groups())
-        if self._all_registered and (placements := self._rendezvous.placements()):
-            self._start(placements)
-        elif now > until and self._all_registered:
-            raise StartTimeoutError(
-                f"all {self._spec.size} Spark tasks have started, but not all ranks within"
-                f" {self._spec.start_timeout:g} s: {self._rendezvous.waits_for()}"
-            )
-        elif now > until:
-            size, indices = self._spec.size, ", ".join(map(str, missing))
-            raise StartTimeoutError(
-                f"{len(missing)} of {size} Spark tasks have not started within"
-                f" {self._spec.start_timeout:g} s: index {indices}. Does the cluster have {size} free slots?"
-                " Ask for fewer ranks with num_proc, stop what uses the slots, or wait longer with"
-                " start_timeout or PYHVD_SPARK_START_TIMEOUT",
-                missing,
-            )
-
     def _start(self, placements: list[RankPlacement]) -> None:
-        self.placements = placements
+        self._machine.place(placements)
         code = parts(self._spec.code)
-        by_index = {placement.index: placement for placement in placements}
         for peer in self._connections.peers:
-            if peer.task is None:
+            if peer.member is None:
                 continue
-            placement = by_index[peer.task.index]
-            peer.rank = placement.rank
-            self._by_rank[placement.rank] = peer
-            peer.feed = self._start_messages(placement, code)
+            peer.ranks = self._machine.ranks_of(peer.member.index)
+            owned = [placement for placement in placements if placement.rank in peer.ranks]
+            self._by_rank |= dict.fromkeys(peer.ranks, peer)
+            peer.feed = chain(map(Code, code), map(self._start_message, owned))
 
-    def _start_messages(self, placement: RankPlacement, code: list[bytes]) -> Iterator[FromDriver]:
-        for part in code:
-            yield Code(part)
-        yield Start(
+    def _start_message(self, placement: RankPlacement) -> Start:
+        return Start(
             rank=placement.rank,
             size=self._spec.size,
             local_rank=placement.local_rank,
             local_size=placement.local_size,
-            env={**self._spec.env, **self._rendezvous.variables(placement.rank)},
+            env={**self._variables(placement), **self._rendezvous.variables(placement.rank)},
             executable=self._spec.executable,
             pmi=self._rendezvous.speaks_pmi,
         )
 
-    def _handle(self, peer: Peer, message: FromTask) -> None:
-        if isinstance(message, Task):
+    def _variables(self, placement: RankPlacement) -> Mapping[str, str]:  # noqa: ARG002
+        """Return the variables of a rank, in addition to those of its agent and of its MPI."""
+        return self._spec.env
+
+    def _handle(self, peer: Peer, message: FromAgent) -> None:
+        if isinstance(message, Member):
             self._register(peer, message)
-        elif isinstance(message, Launch | RankProxy | DaemonOutput | DaemonEnded):
+        elif isinstance(message, RankProxy | DaemonOutput | DaemonEnded):
             if self._stop_reason is None:
                 self._rendezvous.hear(peer, message)
-        elif peer.rank < 0 or isinstance(message, Beat):
+        elif isinstance(message, Beat | Hello | InputAck | Result | Listening | Dialed):
             return
-        elif isinstance(message, RankOutput):
-            self._display.write(peer.rank, message.stream, message.data)
+        elif isinstance(message, Failed):
+            if message.report.rank in peer.ranks:
+                self._note_failure(message)
+        elif message.rank in peer.ranks:
+            self._handle_of_rank(peer, message)
+
+    def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
+        if isinstance(message, RankOutput):
+            self._display.write(message.rank, message.stream, message.data)
         elif isinstance(message, Pmi):
             self._rendezvous.hear(peer, message)
         elif isinstance(message, EnteringInit):
-            self._rendezvous.enter(peer.rank)
-        elif isinstance(message, Failed):
-            self._note_failure(message)
-        elif isinstance(message, Ended):
-            peer.ended = True
-            self._rendezvous.leave(peer.rank)
+            self._rendezvous.enter(message.rank)
+        else:
+            self._machine.end(message.rank)
+            self._rendezvous.leave(message.rank)
 
     def _acknowledge_output(self) -> None:
         for rank, count in self._display.take_shown().items():
-            self.tell_rank(rank, OutputAck(count))
+            self.tell_rank(rank, OutputAck(rank, count))
 
     def _note_failure(self, failed: Failed) -> None:
-        report = failed.report
-        if failed.silent and self._rendezvous.ends_ranks:
-            # MPI may have ended this rank because another one was lost. Like a lost task, this failure gets
-            # the time of the driver's clock: the earliest of these failures explains the others.
-            self.blame(report.rank, report.text, report.code, LOST)
-        else:
-            self._failures.add(report, time.monotonic())
+        ended = failed.silent and self._rendezvous.ends_ranks
+        self._machine.report(failed.report, time.monotonic(), ended=ended)
 
-    def _register(self, peer: Peer, task: Task) -> None:
+    def _register(self, peer: Peer, member: Member) -> None:
         if self._stop_reason is not None:  # Spark has reused a Spark slot that became free as the job ended
             peer.send(Stop(self._stop_reason, quietly=True))
             return
-        if self._all_registered:
-            peer.send(Stop("all tasks of the job have registered already, and none can be replaced"))
-            return
-        if not self._registry.add(task):
-            peer.send(Stop(_NEWER_ATTEMPT))
+        if refused := self._machine.register(member):
+            peer.send(Stop(refused))
             return
         for other in self._connections.peers:
-            if other.task is not None and other.task.index == task.index:
-                other.task = None
-                other.send(Stop(_NEWER_ATTEMPT))
-        peer.task = task
+            if other.member is not None and other.member.index == member.index:
+                other.member = None
+                other.send(Stop(NEWER_ATTEMPT))
+        peer.member = member
 
     def tell_rank(self, rank: int, message: FromDriver) -> None:
-        """Send a message to a rank's task."""
-        if rank in self._by_rank:  # else its task was lost before the ranks started
+        """Send a message to a rank's agent."""
+        if rank in self._by_rank:  # else its agent was lost before the ranks started
             self._by_rank[rank].send(message)
 
-    def tell_task(self, index: int, message: FromDriver) -> None:
-        """Send a message to a task."""
+    def tell_agent(self, index: int, message: FromDriver) -> None:
+        """Send a message to an agent."""
         for peer in self._connections.peers:
-            if peer.task is not None and peer.task.index == index:
+            if peer.member is not None and peer.member.index == index:
                 peer.send(message)
 
     def blame(self, rank: int, text: str, code: int, kind: str = EXIT) -> None:
         """Record a failure of a rank; rank -1 for a failure that belongs to no rank."""
-        self._failures.add(ExitReport(rank, kind, code, text), time.monotonic())
+        self._machine.blame(rank, text, code, time.monotonic(), kind)
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
-        """Handle the loss of a task.
-
-        Before all tasks have registered, Spark may replace the task. Later the loss is a failure, unless the
-        task's rank has ended without error.
-        """
-        assert peer.task is not None
-        if peer.rank < 0 and self._all_registered:
-            self.blame(-1, f"Spark task {peer.task.index} on host {peer.task.host} {why}", 1, LOST)
-        elif peer.rank < 0:
-            self._registry.remove(peer.task)
-        elif not peer.ended and not self._failures.has(peer.rank):
-            self._failures.add(ExitReport(peer.rank, LOST, 1, why), time.monotonic(), waited=waited)
+        """Handle the loss of an agent; before all have registered, Spark may replace the task."""
+        assert peer.member is not None
+        self._machine.lose(peer.member, why, time.monotonic(), waited=waited)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pyhvd.errors import HorovodInternalError, RankFailedError, RemoteError
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.placement import RankPlacement
-from pyhvd.job.process.exit_report import INTERRUPT, LOST, SECONDARY, SIGNAL, ExitReport, root_cause
+from pyhvd.job.process.exit_report import ENDED, INTERRUPT, LOST, SECONDARY, SIGNAL, ExitReport, root_cause
 
 # How long a failure that may follow from another one waits for that one to be reported.
 _BETTER_CAUSE_S = 1.0
@@ -31,7 +31,7 @@ class FailureAnalysis:
     def add(self, report: ExitReport, now: float, waited: bool = False) -> None:
         """Note that a rank has failed; `waited` says that the wait for a better cause is over already."""
         self._reports.append(report)
-        may_follow = report.kind in (SECONDARY, LOST, INTERRUPT) or _is_crash(report)
+        may_follow = report.kind in (SECONDARY, LOST, ENDED, INTERRUPT) or _is_crash(report)
         self._settled_at = min(
             self._settled_at, now + (_BETTER_CAUSE_S if may_follow and not waited else 0.0)
         )
@@ -48,7 +48,7 @@ class FailureAnalysis:
     def error(self, placements: Iterable[RankPlacement]) -> HorovodInternalError:
         """Return the one error of the job."""
         by_rank = {placement.rank: placement for placement in placements}
-        cause = self._cause(by_rank)
+        cause = self.cause(by_rank)
         placement = by_rank.get(cause.rank)
         if placement is None:
             return LaunchError(cause.text)
@@ -61,7 +61,8 @@ class FailureAnalysis:
             error.__cause__ = RemoteError(cause.rank, cause.traceback)
         return error
 
-    def _cause(self, by_rank: Mapping[int, RankPlacement]) -> ExitReport:
+    def cause(self, by_rank: Mapping[int, RankPlacement]) -> ExitReport:
+        """Return the failure that explains the others; there must be one."""
         cause = root_cause(self._reports)
         assert cause is not None
         if cause.kind == SECONDARY or _is_crash(cause):
@@ -70,6 +71,10 @@ class FailureAnalysis:
             lost = (report for report in self._reports if report.kind == LOST)
             elsewhere = (report for report in lost if _first_rank_of_host(by_rank, report.rank) != here)
             cause = root_cause(elsewhere) or cause
+        if cause.kind in (SECONDARY, ENDED):
+            ended = (report for report in self._reports if report.kind == ENDED and report.rank in by_rank)
+            by_mpiexec = cause.kind == ENDED  # the rank's end says more than mpiexec's
+            cause = root_cause(each for each in ended if by_mpiexec or each.when < cause.when) or cause
         return cause
 
 

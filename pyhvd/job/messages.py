@@ -1,12 +1,12 @@
-"""The messages between the driver and the tasks, after each has authenticated the other.
+"""The messages between the driver and the agents, after each has authenticated the other.
 
 A message is one record of the channel, in MessagePack. msgspec checks types as it decodes: a message holds
-data, never code. The tasks pass functions and results on as bytes; only ranks and the driver unpickle them.
+data, never code. Agents pass functions and results on as bytes; only ranks and the driver unpickle them.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -15,33 +15,191 @@ from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
 """Most bytes of data in one message; longer data travel in parts."""
+INPUT_CREDIT = 1 << 18
+"""Most bytes of rank 0's stdin that the driver has sent and rank 0 has not taken."""
 OUTPUT_CREDIT = 1 << 18
 """A rank's writes block when this many bytes of its output have not been shown yet."""
+TOKEN = 16
+"""Bytes of a token by which an agent knows that it has reached another one."""
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN, max_length=TOKEN)]
+RESULT_CREDIT = 1 << 22
+"""Most bytes of a rank's result that its agent has sent and the driver has not received."""
 
 
-class Task(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver, first: this task has started.
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Agent of a host to driver, first: the versions of its pyhvd and its Python, and its wall-clock time."""
+
+    pyhvd: str
+    python: str
+    clock: float
+
+
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent of a host, whose last job is over: say :class:`Hello` again, for the next job."""
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent of a host, in answer to :class:`Hello`: what the agent shall own, and look for.
 
     Attributes
     ----------
     index : int
-        Its partition.
+        The agent's number.
+    slots : int
+        How many ranks it shall own.
+    directory : str
+        Where the ranks shall run.
+    script : str
+        The file that they shall run, relative to the directory; empty if they run no file.
+    function : bool
+        Whether they run a function, whose results the agent sends. Then it waits for another job at the end.
+    """
+
+    index: int
+    slots: int
+    directory: str
+    script: str
+    function: bool = False
+
+
+class Interface(msgspec.Struct, frozen=True, array_like=True):
+    """One address of a network interface that is up.
+
+    Attributes
+    ----------
+    name : str
+        The interface.
+    cidr : str
+        The address and the length of its subnet's prefix: ``10.0.0.1/24``.
+    speed : int
+        In Mbit/s; 0 if unknown.
+    bridge : bool
+        Whether it is a bridge.
+    """
+
+    name: str
+    cidr: str
+    speed: int = 0
+    bridge: bool = False
+
+
+class Network(msgspec.Struct, frozen=True):
+    """How a host is connected.
+
+    Attributes
+    ----------
+    namespace : str
+        Hosts with the same one have the same interfaces; empty if unknown.
+    interfaces : list of Interface
+        In the kernel's order.
+    rdma : list of str
+        The active RDMA ports, such as ``mlx5_0:1``.
+    """
+
+    namespace: str = ""
+    interfaces: list[Interface] = []
+    rdma: list[str] = []
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a host has for its ranks.
+
+    Attributes
+    ----------
+    mpi : str
+        Family of its MPI; empty if there is none.
+    mpi_name : str
+        The MPI's name and version, or why there is none.
+    has_directory : bool
+        Whether the ranks can enter their directory.
+    script : str
+        SHA-256 of the script's file; empty if there is none.
+    network : Network
+        Its network interfaces.
+    """
+
+    mpi: str
+    mpi_name: str
+    has_directory: bool
+    script: str
+    network: Network = msgspec.field(default_factory=Network)
+
+
+class Member(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: this agent is ready to start ranks.
+
+    Attributes
+    ----------
+    index : int
+        Its number: in Spark, that of its partition.
     attempt : int
-        Spark's id of this attempt. Spark may retry a task; the attempt with the largest id counts.
+        Spark may retry a task, which is an agent; the attempt with the largest number counts.
     host_hash : str
-        See :func:`pyhvd.job.host_id.host_hash`.
+        See :func:`pyhvd.common.host_id.host_hash`.
     host : str
         Name of its host, for messages.
+    slots : int
+        How many ranks it shall own.
+    facts : Facts or None
+        What its host has; None in Spark.
     """
 
     index: int
     attempt: int
     host_hash: str
     host: str
+    slots: int = 1
+    facts: Facts | None = None
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: listen on a free port of each address, and send the token to whoever connects.
+
+    This ends the sockets of an earlier probe. `probe` is the number of this one. The ports are from the first
+    to the last of `ports`; 0 is any port.
+    """
+
+    probe: int
+    token: Token
+    addresses: list[str]
+    ports: tuple[int, int] = (0, 0)
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the port of each address of :class:`Listen`; 0 where it cannot listen."""
+
+    probe: int
+    ports: list[int]
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """An address at which another agent listens, and the token that it sends."""
+
+    address: str
+    port: int
+    token: Token
+
+
+class Dial(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: connect to each target, and read its token."""
+
+    probe: int
+    targets: list[Target]
+
+
+class Dialed(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the target of this number was reached, or an `error` says why it was not."""
+
+    probe: int
+    target: int
+    error: str = ""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: start this rank. The parts of its code were sent before; `pmi`: it speaks PMI-1."""
+    """Driver to agent: start this rank. The parts of its code were sent before; `pmi`: it speaks PMI-1.
+
+    Of `defaults`, the rank gets the variables that neither its host nor the user has set.
+    """
 
     rank: int
     size: int
@@ -50,49 +208,95 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     env: dict[str, str]
     executable: str | None = None
     pmi: bool = True
+    defaults: dict[str, str] = {}
 
 
 class Code(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: the next part of the pickled function, args and kwargs."""
+    """Driver to agent: the next part of what its ranks run, such as a pickled function with its arguments."""
 
     part: bytes
 
 
 class Pmi(msgspec.Struct, frozen=True, tag=True):
-    """A line of PMI-1 from the task's rank or to it."""
+    """A line of PMI-1 from a rank or to it."""
 
+    rank: int
     line: str
 
 
-class RankOutput(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: bytes that the rank wrote to its descriptor 1 or 2."""
+class PmiValues(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: values that ranks have put, by which the agent answers its ranks; none ever changes.
 
+    `world` is PMI's name of the ranks' world.
+    """
+
+    world: str
+    values: dict[str, str]
+
+
+class RankOutput(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: bytes that a rank wrote to its descriptor 1 or 2."""
+
+    rank: int
     stream: int
     data: bytes
 
 
 class OutputAck(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: `count` more bytes of the rank's output have been shown."""
+    """Driver to agent: `count` more bytes of a rank's output have been shown."""
+
+    rank: int
+    count: int
+
+
+class Input(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: the next bytes for the stdin of rank 0; none at their end."""
+
+    data: bytes
+
+
+class InputAck(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: rank 0 has taken `count` more bytes of its stdin, or will take none of them."""
 
     count: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank failed.
+    """Agent to driver: a rank failed.
 
-    If it is `silent`, the rank reported nothing: its MPI may have ended it because another rank failed.
+    If it is `silent`, the rank reported nothing: its MPI may have ended it because another rank failed. The
+    `exception` is the pickled one that its function raised; empty if there is none, or it cannot be sent.
     """
 
     report: ExitReport
     silent: bool = False
+    exception: bytes = b""
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the next part of what a rank's function returned, pickled; the last before Ended."""
+
+    rank: int
+    data: bytes
+
+
+class ResultAck(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: `count` more bytes of a rank's result have been received."""
+
+    rank: int
+    count: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank ended without error, and its result travels through Spark."""
+    """Agent to driver: a rank ended without error. In Spark its result travels with Spark's task."""
+
+    rank: int
 
 
 class EnteringInit(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: the rank is about to call MPI_Init, where it waits for the other ranks."""
+    """Agent to driver: a rank is about to call MPI_Init, where it waits for the other ranks."""
+
+    rank: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -100,13 +304,19 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: kill the rank, if it runs, and end.
+    """Driver to agent: kill the ranks that run, and end.
 
-    If the driver has told its user already, do so `quietly`: Spark then shows no error of this task too.
+    If the driver has told its user already, do so `quietly`: Spark then shows no error of this task.
     """
 
     reason: str
     quietly: bool = False
+
+
+class Signal(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent: send this signal to each rank."""
+
+    number: int
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -117,26 +327,25 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankProxy(msgspec.Struct, frozen=True, tag=True):
-    """Rank proxy to driver, first: mpiexec's daemon has started this proxy as a rank, and set its `env`."""
+    """Rank proxy to the agent beside the daemon, and on to the driver: the daemon set `env` for this rank."""
 
-    host: str
     rank: int
     local_rank: int
     env: dict[str, str]
 
 
 class Exit(msgspec.Struct, frozen=True, tag=True):
-    """Driver to launch agent or rank proxy: exit with this code, as the process it represents did."""
+    """Driver to launch agent, and to the rank proxies of an agent: exit with this code."""
 
     code: int
 
 
 class StartDaemon(msgspec.Struct, frozen=True, tag=True):
-    """Driver to the first task of a host: run mpiexec's daemon.
+    """Driver to the first agent of a host: run mpiexec's daemon.
 
     Attributes
     ----------
-    host, command : str
+    command : str
         As in :class:`Launch`.
     prefix : str
         Where the driver's MPI is installed; paths in the command begin with it.
@@ -144,57 +353,85 @@ class StartDaemon(msgspec.Struct, frozen=True, tag=True):
         The ranks' Python; this host's MPI may be installed beside it.
     """
 
-    host: str
     command: str
     prefix: str
     executable: str | None = None
 
 
 class EndDaemon(msgspec.Struct, frozen=True, tag=True):
-    """Driver to task: end mpiexec's daemon, which still runs although all ranks have ended."""
+    """Driver to agent: end mpiexec's daemon, which still runs although all ranks have ended."""
 
 
 class DaemonOutput(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: bytes that mpiexec's daemon wrote."""
+    """Agent to driver: bytes that mpiexec's daemon wrote."""
 
     data: bytes
 
 
 class DaemonEnded(msgspec.Struct, frozen=True, tag=True):
-    """Task to driver: mpiexec's daemon ended with this code; negative for a signal."""
+    """Agent to driver: mpiexec's daemon ended with this code; negative for a signal."""
 
     code: int
 
 
-FromTask = (
-    Task
+FromAgent = (
+    Hello
+    | Member
     | Pmi
     | RankOutput
+    | InputAck
     | EnteringInit
     | Failed
     | Ended
+    | Result
     | Beat
-    | Launch
     | RankProxy
     | DaemonOutput
     | DaemonEnded
+    | Listening
+    | Dialed
 )
-FromDriver = Code | Start | Pmi | OutputAck | Beat | Stop | Exit | StartDaemon | EndDaemon
+FromProgram = Launch | RankProxy
+FromDriver = (
+    Again
+    | Prepare
+    | Listen
+    | Dial
+    | Code
+    | Input
+    | Start
+    | Pmi
+    | PmiValues
+    | OutputAck
+    | ResultAck
+    | Beat
+    | Stop
+    | Signal
+    | Exit
+    | StartDaemon
+    | EndDaemon
+)
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()
-_from_task: msgspec.msgpack.Decoder[FromTask] = msgspec.msgpack.Decoder(FromTask)
+_from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+_from_program: msgspec.msgpack.Decoder[FromProgram] = msgspec.msgpack.Decoder(FromProgram)
 _from_driver: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
 
 
-def encode(message: FromTask | FromDriver) -> bytes:
+def encode(message: FromAgent | FromDriver | FromProgram) -> bytes:
     """Return a message as one record."""
     return _encoder.encode(message)
 
 
-def decode_from_task(record: bytes) -> FromTask:
-    """Return the message that a task sent; raise ChannelError if the record is not one."""
-    return _decode(_from_task, record, "a task")
+def decode_from_agent(record: bytes) -> FromAgent:
+    """Return the message that an agent sent; raise ChannelError if the record is not one."""
+    return _decode(_from_agent, record, "an agent")
+
+
+def decode_from_program(record: bytes) -> FromProgram:
+    """Return the message of a launch agent or rank proxy; raise ChannelError if the record is not one."""
+    return _decode(_from_program, record, "a program of mpiexec")
 
 
 def decode_from_driver(record: bytes) -> FromDriver:

@@ -1,10 +1,10 @@
-"""The rank itself: it receives the function from its task, runs it, and sends the result.
+"""The rank itself: it receives the function from its agent, runs it, and sends the result.
 
-The task sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
+The agent sends the length (8 bytes) and the pickle of function, args and kwargs on the control socket. The
 rank sends messages of a kind (1 byte), a length and a payload:
 
 1. ENTERING_INIT, without a payload, when it is about to call MPI_Init;
-2. RESULT with the pickled result, or FAILURE with a :class:`~pyhvd.job.messages.Failed`.
+2. RESULT with the bytes of :mod:`pyhvd.job.result`, or FAILURE with a :class:`~pyhvd.job.messages.Failed`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,16 +25,25 @@ from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
+from pyhvd.job.result import dump
+from pyhvd.transport.tcp.session import MAX_RECORD
 
 LENGTH = struct.Struct("!Q")
 RESULT = b"R"
 FAILURE = b"F"
 ENTERING_INIT = b"E"
+PATHS = "_PYHVD_JOB_PATHS"
+"""The variable with the directories in which a rank looks for modules before those of its Python."""
 _FLUSH_S = 0.5
+# A pickled exception travels in one message, together with its report.
+_MOST_EXCEPTION = MAX_RECORD // 2
 
 
-def run_rank(control: socket.socket) -> int:
-    """Run the function and send its result; return the exit code 0. After a failure, report it and exit."""
+def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
+    """Run the function and send its result; return the exit code 0. After a failure, report it and exit.
+
+    The report has the exception itself if `sends_exception`, and its text in any case.
+    """
     launcher_hooks.supervised = True
     rank_env = read_rank_env()
     assert rank_env is not None
@@ -41,18 +51,19 @@ def run_rank(control: socket.socket) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     # An MPI that ends the process in MPI_Init says why itself: no tentative text is needed.
-    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, lambda: _send(control, ENTERING_INIT, b""))
+    watch_mpi_import(rank_env, lambda _: None, _describe_mismatch, lambda: _send(control, ENTERING_INIT, []))
     import cloudpickle
 
     try:
-        function, args, kwargs = cloudpickle.loads(_read(control))
-        payload = cloudpickle.dumps(function(*args, **kwargs))
+        function, args, kwargs = cloudpickle.loads(read_code(control))
+        pieces = dump(function(*args, **kwargs))
     except BaseException as exc:
         report = describe_failure(exc, rank_env.rank)
         _flush()
-        _send(control, FAILURE, encode(Failed(report)))
+        exception = _pickled(exc) if sends_exception else b""
+        _send(control, FAILURE, [encode(Failed(report, exception=exception))])
         _leave(report.code)
-    _send(control, RESULT, payload)
+    _send(control, RESULT, pieces)
     return 0
 
 
@@ -72,7 +83,21 @@ def describe_failure(exc: BaseException, rank: int) -> ExitReport:
     return ExitReport(rank, kind, 1, f"failed: {describe_exception(exc)}", traceback=traceback)
 
 
-def _read(control: socket.socket) -> bytearray:
+def _pickled(exc: BaseException) -> bytes:
+    """Return an exception, pickled; empty if it cannot be pickled, is too large, or only asks for the end."""
+    import cloudpickle
+
+    if not isinstance(exc, Exception):
+        return b""
+    try:
+        pickled: bytes = cloudpickle.dumps(exc)
+    except Exception:
+        return b""
+    return pickled if len(pickled) <= _MOST_EXCEPTION else b""
+
+
+def read_code(control: socket.socket) -> bytearray:
+    """Return the code that the rank's agent sends first."""
     (length,) = LENGTH.unpack(_read_exactly(control, LENGTH.size))
     return _read_exactly(control, length)
 
@@ -88,9 +113,10 @@ def _read_exactly(control: socket.socket, size: int) -> bytearray:
     return data
 
 
-def _send(control: socket.socket, kind: bytes, payload: bytes) -> None:
-    control.sendall(kind + LENGTH.pack(len(payload)))
-    control.sendall(payload)
+def _send(control: socket.socket, kind: bytes, pieces: Sequence[bytes | memoryview]) -> None:
+    control.sendall(kind + LENGTH.pack(sum(map(len, pieces))))
+    for piece in pieces:
+        control.sendall(piece)
 
 
 def _flush() -> bool:

@@ -1,4 +1,4 @@
-"""A rank's process as its task sees it: the lines to it, and how it ended.
+"""A rank's process as its agent sees it: the lines to it, and how it ended.
 
 Owns the rank's control socket and its line to PMI-1. Knows neither Spark nor the driver.
 """
@@ -9,10 +9,13 @@ import contextlib
 import os
 import selectors
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from pyhvd.job.messages import Failed, Start, decode_from_task
+from pyhvd.job.messages import Failed, Start, decode_from_agent
+from pyhvd.job.mpi.openmpi.settings import PARAMETERS
 from pyhvd.job.mpi.pmi import MAX_LINE
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import EXIT, LOST, SIGNAL, ExitReport
@@ -22,25 +25,30 @@ from pyhvd.job.rank import ENTERING_INIT, FAILURE, LENGTH, RESULT
 from pyhvd.transport.tcp.session import ChannelError
 
 _CHUNK = 1 << 16
+# A socket holds little less than this.
+_ANSWER_CHUNK = 1 << 18
 # Variables of the job that the executor itself belongs to.
 _OF_THE_EXECUTOR = ("SLURM_", "HYDRA_", "OMPI_", "PRTE_")
 # Users set Open MPI's parameters by spark.executorEnv. orte_ and ess_ are Open MPI 4's for its own job.
-_PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
 _OF_A_JOB = ("OMPI_MCA_orte_", "OMPI_MCA_ess_")
 
 
 def rank_environment(environ: Mapping[str, str], start: Start) -> dict[str, str]:
     """Return the environment of a rank: the task's, the job's, and with PMI-1 the variables of Hydra."""
-    env = own_environment(environ) | start.env
-    if start.pmi:
-        env |= {
-            "PMI_RANK": str(start.rank),
-            "PMI_SIZE": str(start.size),
-            "PMI_SPAWNED": "0",
-            "MPI_LOCALRANKID": str(start.local_rank),
-            "MPI_LOCALNRANKS": str(start.local_size),
-        }
-    return env
+    return own_environment(environ) | start.env | pmi_variables(start)
+
+
+def pmi_variables(start: Start) -> dict[str, str]:
+    """Return the variables of Hydra that a rank of PMI-1 needs, without its descriptor."""
+    if not start.pmi:
+        return {}
+    return {
+        "PMI_RANK": str(start.rank),
+        "PMI_SIZE": str(start.size),
+        "PMI_SPAWNED": "0",
+        "MPI_LOCALRANKID": str(start.local_rank),
+        "MPI_LOCALNRANKS": str(start.local_size),
+    }
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -52,9 +60,34 @@ def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     wanted = set(environ.get("PYTHONPATH", "").split(os.pathsep))
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
     paths = [path for path in sys.path if path and (path in wanted or not path.startswith(installed))]
-    parameters = {name: value for name, value in environ.items() if name.startswith(_PARAMETERS)}
+    parameters = {name: value for name, value in environ.items() if name.startswith(PARAMETERS)}
     own = without(environ, *OF_RANKS, *_OF_THE_EXECUTOR) | without(parameters, *_OF_A_JOB)
     return own | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """What the owner of a rank's process is told, by calls.
+
+    Attributes
+    ----------
+    on_pmi : callable
+        Called with each line that the rank sends to its PMI server.
+    on_enter : callable
+        Called when the rank is about to call MPI_Init.
+    on_output : callable
+        Called with 1 or 2 and what the rank has written there.
+    on_taken : callable
+        Called with how many bytes of its stdin the rank has taken, if it has one.
+    on_result : callable
+        Called with parts of the result, if it does not become the attribute `result`.
+    """
+
+    on_pmi: Callable[[str], None]
+    on_enter: Callable[[], None]
+    on_output: Callable[[int, bytes], None]
+    on_taken: Callable[[int], None]
+    on_result: Callable[[bytes], None]
 
 
 class RankProcess(SupervisedProcess):
@@ -64,57 +97,62 @@ class RankProcess(SupervisedProcess):
     ----------
     start : Start
         Which rank it is.
-    code : bytes
+    code : bytes or memoryview
         The pickled function, args and kwargs.
-    on_pmi : callable
-        Called with each line that the rank sends to its PMI server.
-    on_enter : callable
-        Called when the rank is about to call MPI_Init.
-    on_output : callable
-        See :class:`SupervisedProcess`.
+    events : RankEvents
+        The owner's.
     files : mapping of str to int
         Descriptors that the rank inherits; variables of these names hold their numbers.
+    env : mapping of str to str
+        The rank's variables, in addition to those of `start`.
+    module, flags, directory, stdin
+        See :class:`SupervisedProcess`.
 
     Attributes
     ----------
     failure : Failed or None
         How the rank failed, by its own report or by its exit code.
     result : bytes or None
-        The pickled result.
+        The result, as :mod:`pyhvd.job.result` has it; empty if its parts were passed on.
     """
 
     def __init__(
         self,
         start: Start,
-        code: bytes,
-        on_pmi: Callable[[str], None],
-        on_enter: Callable[[], None],
-        on_output: Callable[[int, bytes], None],
-        files: Mapping[str, int],
+        code: bytes | memoryview,
+        events: RankEvents,
+        files: Mapping[str, int] = {},
+        env: Mapping[str, str] = {},
+        module: str = "pyhvd.job.process.guardian",
+        flags: Sequence[str] = (),
+        directory: str | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.failure: Failed | None = None
         self.result: bytes | None = None
         self._rank = start.rank
-        self._on_pmi = on_pmi
-        self._on_enter = on_enter
-        self._to_rank = memoryview(LENGTH.pack(len(code)) + code)
+        self._events = events
+        self._to_rank = memoryview(b"".join((LENGTH.pack(len(code)), code)))
         self._answer = bytearray()
         self._pmi_line = b""
         self._control, control = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
-        env = rank_environment(os.environ, start)
+        variables = {**self._environment(start), **env}
         if start.pmi:
-            env["PMI_FD"] = str(pmi.fileno())
-        env |= {name: str(number) for name, number in files.items()}
+            variables["PMI_FD"] = str(pmi.fileno())
+        variables |= {name: str(number) for name, number in files.items()}
         try:
             super().__init__(
-                "pyhvd.job.process.guardian",
+                module,
                 [str(control.fileno())],
-                env,
-                on_output,
+                variables,
+                events.on_output,
                 self._note_rank_end,
                 descriptors=(control.fileno(), pmi.fileno(), *files.values()),
                 python=start.executable,
+                flags=flags,
+                directory=directory,
+                stdin=stdin,
             )
         except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
             self._control.close()
@@ -125,6 +163,18 @@ class RankProcess(SupervisedProcess):
             pmi.close()
         self._control.setblocking(False)
         self._pmi.setblocking(False)
+
+    def feed(self, data: bytes) -> None:
+        """Pass bytes on to the rank's stdin, and its end for none; without effect if it has /dev/null."""
+
+    def hold_result(self, held: bool) -> None:
+        """Stop passing on the result, or go on; without effect if it becomes the attribute `result`."""
+
+    def check(self, now: float) -> None:
+        """Do what is due at this time (time.monotonic); the agent calls it in each turn."""
+
+    def _environment(self, start: Start) -> dict[str, str]:
+        return rank_environment(os.environ, start)
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
@@ -163,7 +213,7 @@ class RankProcess(SupervisedProcess):
 
     def _receive(self) -> bool:
         """Receive what the rank has sent; return whether there may be more."""
-        data = read_some(self._control.fileno())
+        data = read_some(self._control.fileno(), _ANSWER_CHUNK)
         if data:
             self._answer += data
             self._take_answer()
@@ -182,12 +232,12 @@ class RankProcess(SupervisedProcess):
         payload = bytes(self._answer[head : head + length])
         del self._answer[: head + length]
         if kind == ENTERING_INIT:
-            self._on_enter()
+            self._events.on_enter()
             self._take_answer()
         elif kind == RESULT:
             self.result = payload
         elif kind == FAILURE:
-            failed = decode_from_task(payload)
+            failed = decode_from_agent(payload)
             if not isinstance(failed, Failed):
                 raise ChannelError("the rank sent an invalid failure")
             self.failure = failed
@@ -204,7 +254,7 @@ class RankProcess(SupervisedProcess):
             self.failure = self._failed(EXIT, 1, "wrote to the descriptor of its PMI server")
             return
         for line in lines:
-            self._on_pmi(line.decode(errors="replace"))
+            self._events.on_pmi(line.decode(errors="replace"))
 
     def _note_rank_end(self) -> None:
         while self._receive():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.job.connections import Peer
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.messages import FromTask, Pmi, Task
+from pyhvd.job.messages import PART, FromAgent, Member, Pmi, PmiValues
 from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer
 from pyhvd.job.placement import RankPlacement, assign
 
@@ -33,13 +33,13 @@ class Rendezvous:
     speaks_pmi = True
     ends_ranks = False
 
-    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
-        """Begin, with the tasks of each host in the order of :meth:`Registry.groups`.
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Member]]) -> None:
+        """Begin, with the agents of each host in the order of :meth:`Registry.groups`.
 
         Raises
         ------
         LaunchError
-            These tasks cannot become one world.
+            These agents cannot become one world.
         """
         raise NotImplementedError
 
@@ -47,7 +47,7 @@ class Rendezvous:
         """Return the placements in rank order; empty until they are known."""
         raise NotImplementedError
 
-    def hear(self, peer: Peer, message: FromTask) -> None:
+    def hear(self, peer: Peer, message: FromAgent) -> None:
         """Handle a message about the rendezvous."""
         raise NotImplementedError
 
@@ -79,30 +79,41 @@ class Rendezvous:
 class PmiRendezvous(Rendezvous):
     """The driver serves PMI-1 itself, and starts no further process."""
 
-    def begin(self, driver: DriverService, groups: Sequence[Sequence[Task]]) -> None:
+    def begin(self, driver: DriverService, groups: Sequence[Sequence[Member]]) -> None:
         self._driver = driver
         try:
-            self._server = PmiServer([len(group) for group in groups])
+            self._server = PmiServer([sum(member.slots for member in group) for group in groups])
         except PmiError as exc:
             raise LaunchError(str(exc)) from exc
-        self._placements = assign(chain.from_iterable(groups))
+        self._placements = assign(
+            chain.from_iterable([member] * member.slots for group in groups for member in group)
+        )
 
     def placements(self) -> list[RankPlacement]:
         return self._placements
 
-    def hear(self, peer: Peer, message: FromTask) -> None:
+    def hear(self, peer: Peer, message: FromAgent) -> None:  # noqa: ARG002
         """Answer a rank's line of PMI-1."""
         if not isinstance(message, Pmi):
             return
         try:
-            answers = self._server.handle(peer.rank, message.line)
+            answers = self._server.handle(message.rank, message.line)
         except Abort as abort:
             self._driver.blame(abort.rank, f"called MPI_Abort with code {abort.code}", abort.code)
         except PmiError as exc:
-            self._driver.blame(peer.rank, f"cannot continue: {exc}", 1)
+            self._driver.blame(message.rank, f"cannot continue: {exc}", 1)
         else:
+            if len(answers) > 1:  # all have passed the barrier, and will ask for what the others have put
+                self._share()
             for rank, answer in answers:
-                self._driver.tell_rank(rank, Pmi(answer))
+                self._driver.tell_rank(rank, Pmi(rank, answer))
+
+    def _share(self) -> None:
+        """Send every agent the values that are new, so that its ranks need not ask here."""
+        first_ranks = {each.index: each.rank for each in reversed(self._placements)}
+        for values in self._server.take_unshared(PART // 2):
+            for rank in first_ranks.values():
+                self._driver.tell_rank(rank, PmiValues(self._server.name, values))
 
     def leave(self, rank: int) -> None:
         try:

@@ -2,27 +2,113 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from pyhvd.job.mpi.rank_env import read_rank_env
-from pyhvd.run.cli import parse
+from pyhvd.job.mpi.rank_env import OTHER, RankEnv, read_rank_env
+from pyhvd.run.cli import Options, parse, usage_error, without_python
+from pyhvd.run.clusters.marks import has_marks
 
 
 def main() -> int:
     """Run the command line in ``sys.argv``; return the exit code."""
-    rank_env = read_rank_env()
-    options = parse(sys.argv[1:], under_mpiexec=rank_env is not None)
+    rank_env, launcher, sole = _find_rank()
+    options = parse(sys.argv[1:], under_mpiexec=rank_env is not None and not sole, launcher=launcher)
+    if sole and options.starts_ranks:
+        rank_env = None
     if options.check_build:
         from pyhvd.run.check_build import check_build
 
         return check_build(options.verbose) if rank_env is None or rank_env.rank == 0 else 0
-    if rank_env is not None:
-        from pyhvd.run.rank_entry import run_rank
+    if rank_env is None:
+        try:
+            return _launch(options)
+        except KeyboardInterrupt:  # before the launcher handles signals, or after
+            from pyhvd.job.status_line import say
 
-        return run_rank(options, rank_env)
+            say("pyhvd: ended by SIGINT")
+            return 130
+    if options.show_config:
+        if rank_env.rank == 0:
+            print(f"rule: {launcher} has started this process as {rank_env.title}")
+        return 0
+    _enter(options)
+    from pyhvd.run.rank_entry import run_rank
+
+    return run_rank(options, rank_env)
+
+
+def horovodrun() -> int:
+    """Run a command line of horovodrun in ``sys.argv``; return the exit code."""
+    sys.argv[1:] = without_python(sys.argv[1:])
+    return main()
+
+
+def _enter(options: Options) -> None:
+    """Go to the directory of ``--chdir``."""
+    if options.directory is not None:
+        try:
+            os.chdir(options.directory)
+        except OSError as exc:
+            usage_error(f"argument --chdir: {exc.strerror}: {options.directory}")
+
+
+def _find_rank() -> tuple[RankEnv | None, str, bool]:
+    """Return this rank's numbers, or None; its launcher; and whether the process may as well be a shell."""
+    rank_env = read_rank_env()
+    if (rank_env is None or rank_env.launcher == OTHER) and has_marks(os.environ):
+        from pyhvd.run.clusters.detection import find_rank
+
+        rank = find_rank(os.environ)
+        if rank is not None:
+            return rank.numbers, rank.launcher, rank.sole
+    return rank_env, "mpiexec", False
+
+
+def _launch(options: Options) -> int:
+    """Start the ranks, or show where they would run; return the exit code."""
+    here = options.num_proc is not None and not options.chooses_hosts and options.launcher != "pmi"
+    if options.num_proc is None or not here or options.show_config or has_marks(os.environ):
+        return _launch_on_hosts(options)
+    return _launch_here(options, options.num_proc)
+
+
+def _launch_on_hosts(options: Options) -> int:
+    """Start the ranks on the hosts that the user or the cluster gives; return the exit code."""
+    from pyhvd.run.clusters.results import Surroundings
+    from pyhvd.run.clusters.torchrun import explain_refusal
+    from pyhvd.run.hosts import HostsError
+    from pyhvd.run.own_host import find_own
+    from pyhvd.run.selection import read_file, select
+
+    refusal = explain_refusal(os.environ)
+    if refusal is not None:
+        usage_error(refusal)
+    try:
+        selection = select(options, Surroundings(os.environ, read_file, options.slots_per_host), find_own)
+    except HostsError as exc:
+        usage_error(str(exc))
+    if options.show_config:
+        from pyhvd.run.show_config import describe
+
+        print(describe(selection))
+        return 0
+    if selection.seats is None:
+        usage_error(selection.note)
+    if selection.seats.on_this_host and options.launcher != "pmi":
+        return _launch_here(options, selection.seats.size)
+    from pyhvd.run.many_hosts import run
+
+    return run(options, selection.seats)
+
+
+def _launch_here(options: Options, size: int) -> int:
+    from dataclasses import replace
+
     from pyhvd.run.local import launch
 
-    return launch(options)
+    _enter(options)
+    return launch(replace(options, num_proc=size))
 
 
 if __name__ == "__main__":

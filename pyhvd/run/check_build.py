@@ -21,6 +21,7 @@ from pyhvd.job.mpi.flavour import INSTALL, judge_library
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.signals import describe_exit
 from pyhvd.run.control_socket import JOB_DIR
+from pyhvd.run.horovod_name import HorovodName, find_horovod
 from pyhvd.transport.mpi import probe
 
 FRAMEWORKS = ("numpy", "cupy", "torch")
@@ -127,8 +128,14 @@ def find_nccl() -> Importable:
     return Importable("NCCL", works, version if works else _last_line(err) or "CuPy finds none")
 
 
-def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Importable, verbose: bool) -> str:
-    """Return Horovod's three lists, and what was found of MPI; `verbose` shows the reasons too."""
+def describe_build(
+    mpi: MpiFacts,
+    frameworks: Sequence[Importable],
+    nccl: Importable,
+    verbose: bool,
+    horovod: HorovodName,
+) -> str:
+    """Return Horovod's three lists, and what was found of MPI and under its name; `verbose` adds reasons."""
     rows = []
     for each in frameworks:
         works, why = each.works, each.reason
@@ -164,13 +171,15 @@ def describe_build(mpi: MpiFacts, frameworks: Sequence[Importable], nccl: Import
         f"    {mpi.library or 'no library'}{where}",
         f"    thread level: {mpi.threads or 'unknown'}",
     ]
-    return "\n".join([*lines, *([f"    error: {mpi.error}"] if mpi.error else [])])
+    lines += [f"    error: {mpi.error}"] if mpi.error else []
+    lines += ["", "import horovod:", f"    {horovod.found}"]
+    return "\n".join([*lines, *([f"    error: {horovod.remedy}"] if horovod.remedy else [])])
 
 
 def check_build(verbose: bool) -> int:
     """Print what pyhvd can use; return 0, as Horovod does."""
     frameworks = [try_import(name) for name in FRAMEWORKS]
-    print(describe_build(probe_mpi(), frameworks, find_nccl(), verbose))
+    print(describe_build(probe_mpi(), frameworks, find_nccl(), verbose, find_horovod()))
     return 0
 
 

@@ -99,9 +99,8 @@ class Line:
         self._peer.close()
 
     def remove_traces(self) -> None:
-        """Remove the job's directory, as a killed launcher cannot; harmless if the launcher lives."""
+        """Remove the job's directory, as a killed launcher cannot; leave it if the launcher lives."""
         if self._job_dir is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._job_dir, _SOCKET_NAME))
-            with contextlib.suppress(OSError):
-                os.rmdir(self._job_dir)
+            from pyhvd.job.process.private_folder import remove_abandoned
+
+            remove_abandoned(self._job_dir)

@@ -10,11 +10,9 @@ import contextlib
 import os
 import selectors
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from types import FrameType
 
@@ -24,18 +22,23 @@ from pyhvd.job.mpi.openmpi.settings import mpiexec_settings, short_temporary_dir
 from pyhvd.job.mpi.rank_env import OPENMPI
 from pyhvd.job.process.exit_report import INTERRUPT, LOST, ExitReport, root_cause
 from pyhvd.job.process.guardian import signal_group
-from pyhvd.job.process.signals import ENDING, shell_code, wake_on_signals
+from pyhvd.job.process.private_folder import PrivateFolder
+from pyhvd.job.process.signals import (
+    ENDING,
+    GRACE_S,
+    SAY_WAITING_S,
+    describe_waiting,
+    shell_code,
+    wake_on_signals,
+)
+from pyhvd.job.status_line import say
 from pyhvd.run.cli import Options
 from pyhvd.run.control_socket import JOB_DIR, Line, listen
 
-# After a signal, ranks have this long to clean up. A second signal ends them at once.
-_GRACE_S = 5.0
 # A failed rank ends the job itself; if the job still runs after this long, the launcher ends it.
 _FAILED_S = 1.5
 # After SIGTERM, mpiexec has this long to end.
 _MPIEXEC_S = 1.0
-# Ranks that have not stopped after this long are named.
-_SAY_WAITING_S = 1.0
 
 
 def launch(options: Options) -> int:
@@ -43,26 +46,27 @@ def launch(options: Options) -> int:
     program = options.program[0]
     if program not in ("-m", "-c") and not os.path.exists(program):
         name = os.path.basename(sys.executable)
-        _say(f"{name}: can't open file {os.path.abspath(program)!r}: [Errno 2] No such file or directory")
+        say(f"{name}: can't open file {os.path.abspath(program)!r}: [Errno 2] No such file or directory")
         return 2
     try:
         library = find_library()
         mpiexec = find_mpiexec(library)
     except LaunchError as exc:
-        _say(f"pyhvd: {exc}")
+        say(f"pyhvd: {exc}")
         return 1
-    job_dir = tempfile.mkdtemp(prefix="pyhvd-", dir=short_temporary_directory())
-    try:
+    with contextlib.closing(PrivateFolder(short_temporary_directory())) as folder:
+        job_dir = folder.path
         settings = {JOB_DIR: job_dir, **options.settings}
         if library.family == OPENMPI:
             settings |= _openmpi_settings(job_dir)
-        command = [mpiexec, "-n", str(options.num_proc), *options.mpi_args, *_rank_command(options)]
-        if options.verbose:
-            _say(f"pyhvd: mpi4py is built on {library.name}")
-            _say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in settings.items()), *command]))
+        arguments = ["-n", str(options.num_proc), *options.mpi_args, *options.binding_args]
+        command = [mpiexec, *arguments, *_rank_command(options)]
+        if options.verbose or options.dry_run:
+            say(f"pyhvd: mpi4py is built on {library.name}")
+            say("pyhvd: " + shlex.join([*(f"{name}={value}" for name, value in settings.items()), *command]))
+        if options.dry_run:
+            return 0
         return _Job(command, {**os.environ, **settings}, job_dir, options).run()
-    finally:
-        shutil.rmtree(job_dir, ignore_errors=True)
 
 
 class _Job:
@@ -123,10 +127,10 @@ class _Job:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number in ENDING:
-            grace = 0.0 if self._stopped_by else _GRACE_S  # the second signal ends them now
+            grace = 0.0 if self._stopped_by else GRACE_S  # the second signal ends them now
             self._stopped_by = self._stopped_by or number
             self._end_by(grace)
-            self._say_waiting_at = time.monotonic() + _SAY_WAITING_S if grace else None
+            self._say_waiting_at = time.monotonic() + SAY_WAITING_S if grace else None
         for line, rank in self._ranks.items():
             if rank >= 0:  # the answer to a hello tells the others
                 line.send("signal", number)
@@ -137,11 +141,8 @@ class _Job:
 
     def _say_waiting(self) -> None:
         self._say_waiting_at = None
-        slow = ", ".join(map(str, sorted(self._seen - self._ended)[:20]))
-        if slow:
-            _say(
-                f"pyhvd: ranks {slow} are still stopping, and have {_GRACE_S:g} s; Ctrl-C again ends them now"
-            )
+        if slow := sorted(self._seen - self._ended):
+            say(describe_waiting(slow))
 
     def _end(self, mpiexec: subprocess.Popen[bytes]) -> None:
         """End the job: supervisors kill their ranks when their lines close; then mpiexec ends too."""
@@ -216,24 +217,24 @@ class _Job:
         if self._stopped_by:
             shown = root_cause(report for report in self._reports if report.kind == INTERRUPT)
             if shown is not None:
-                _say(shown.text)
-            _say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
+                say(shown.text)
+            say(f"pyhvd: ended by {signal.Signals(self._stopped_by).name}")
             return 128 + self._stopped_by
         if self._start_failed:
             missing = sorted(set(range(self._size)) - self._seen)
-            _say(
+            say(
                 f"pyhvd: only {len(self._seen)} of {self._size} ranks started in {self._start_timeout:g} s"
                 f" (missing: {', '.join(map(str, missing[:20]))}); see --start-timeout and --verbose"
             )
             return 1
         if cause is not None:
-            _say(cause.text)
+            say(cause.text)
             return cause.code
         if code and not self._seen:
             command = shlex.join(self._command)
-            _say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
+            say(f"pyhvd: mpiexec failed before any rank started (exit code {code}): {command}")
         elif code:
-            _say(f"pyhvd: mpiexec exited with code {code}, and no rank reported a failure")
+            say(f"pyhvd: mpiexec exited with code {code}, and no rank reported a failure")
         return code
 
 
@@ -244,7 +245,7 @@ def _rank_command(options: Options) -> list[str]:
         if word.startswith("-m") or (not word.startswith("-") and flags[-1:] not in (["-X"], ["-W"])):
             break  # -m pyhvd.run, or the pyhvdrun script
         flags.append(word)
-    return [sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
+    return [options.python or sys.executable, *flags, "-m", "pyhvd.run", *options.rank_arguments()]
 
 
 def _openmpi_settings(job_dir: str) -> dict[str, str]:
@@ -263,8 +264,3 @@ def _die_with_launcher() -> None:
 
 
 _LAUNCHER = os.getpid()
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    print(text.rstrip(), file=sys.stderr, flush=True)

@@ -32,7 +32,11 @@ def run_rank(options: Options, rank_env: RankEnv) -> int:
         print(message, file=sys.stderr, flush=True)
     try:
         relays = make_relays(
-            rank_env, options.output_filename, options.prefix_output, options.prefix_timestamp
+            rank_env,
+            options.output_filename,
+            options.prefix_output,
+            options.prefix_timestamp,
+            shown=options.ranks is None or rank_env.rank in options.ranks,
         )
     except OSError as exc:
         return _refuse(rank_env, line, f"cannot write the files of --output-filename: {exc}")

@@ -18,21 +18,20 @@ from types import FrameType
 from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, drain_stderr, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process.exit_report import (
+    ENTERING,
     EXCEPTION,
-    EXIT,
     INTERRUPT,
     SECONDARY,
-    SIGNAL,
     TENTATIVE,
     UP,
     ExitReport,
+    describe_unreported,
 )
 from pyhvd.job.process.guardian import find_end, signal_group
 from pyhvd.job.process.output import Relay
 from pyhvd.job.process.signals import (
     BLOCKED_OVER_FORK,
     ENDING,
-    describe_exit,
     shell_code,
     wake_on_signals,
 )
@@ -151,7 +150,7 @@ class Supervisor:
                 self._tentative = report.text
             elif report.kind == UP:
                 self._up = bool(report.code)
-            else:
+            elif report.kind != ENTERING:
                 self._reported = True
                 self._deadline = time.monotonic() + _EXIT_HANDLERS_S
                 self._announce(report)
@@ -164,18 +163,7 @@ class Supervisor:
 
     def _describe_end(self, exit_code: int) -> ExitReport:
         """Return the report of a rank that ended without one."""
-        kind, code, text = EXIT, exit_code or 1, describe_exit(exit_code)
-        if exit_code < 0:
-            kind, code = SIGNAL, shell_code(exit_code)
-        elif self._tentative:
-            code, text = 1, f"{text}: {self._tentative}"
-        elif exit_code:
-            text += ", without a Python exception"
-        else:
-            text += (
-                " while pyhvd was up, without its exit handlers (as os._exit does):"
-                " the other ranks still counted on it; call pyhvd.shutdown() first"
-            )
+        kind, code, text = describe_unreported(exit_code, self._tentative)
         who = f"pyhvd: {self._rank_env.title} (pid {self._pid})"
         return ExitReport(self._rank_env.rank, kind, code, f"{who} {text}")
 

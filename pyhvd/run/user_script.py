@@ -19,6 +19,7 @@ from pyhvd.job.mpi.abort import can_end_job, drain_stderr
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process.exit_report import (
+    ENTERING,
     EXCEPTION,
     EXIT,
     INTERRUPT,
@@ -28,6 +29,7 @@ from pyhvd.job.process.exit_report import (
     ExitReport,
     is_secondary,
 )
+from pyhvd.run.horovod_name import offer_horovod
 
 
 def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
@@ -39,10 +41,11 @@ def run_script(program: list[str], rank_env: RankEnv, report_fd: int) -> int:
         # By lines, so that a killed rank loses none. Not unbuffered, as with PYTHONUNBUFFERED: print would
         # write a line and its end apart, while ranks share the screen.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    offer_horovod()
     ending = _Ending(rank_env, report_fd)
     launcher_hooks.supervised = True
     launcher_hooks.tell_up = ending.tell_up
-    watch_mpi_import(rank_env, ending.tell_tentative)
+    watch_mpi_import(rank_env, ending.tell_tentative, enter=ending.tell_entering)
     atexit.register(ending.leave)  # the first registered runs last
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
         name = os.path.basename(sys.executable)
@@ -92,6 +95,10 @@ class _Ending:
     def tell_tentative(self, text: str) -> None:
         """Tell the supervisor what to show if this rank ends without a report; "" withdraws it."""
         self._send(ExitReport(self._rank_env.rank, TENTATIVE, 1, text))
+
+    def tell_entering(self) -> None:
+        """Tell the supervisor that this rank is about to call MPI_Init."""
+        self._send(ExitReport(self._rank_env.rank, ENTERING, 0, ""))
 
     def tell_up(self, up: bool) -> None:
         """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
-import numbers
 import os
-import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from pyhvd.common.text import describe_exception, sendable
 from pyhvd.errors import ConfigError
-from pyhvd.job.addresses import interface_addresses
+from pyhvd.job import errors as job_errors
+from pyhvd.job.call import (
+    check_call,
+    check_size,
+    check_text_files,
+    expect,
+    interface_names,
+    is_duration,
+    load_result,
+    rank_variables,
+)
 from pyhvd.job.driver import DriverService, JobSpec
 from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
-from pyhvd.job.job_key import Secret
+from pyhvd.job.interfaces import interface_addresses
 from pyhvd.job.mpi.openmpi.rendezvous import MpiexecRendezvous, find
 from pyhvd.job.output import Output
 from pyhvd.spark.data.partition import deal
 from pyhvd.spark.data.schema import Selection, check_frame
-from pyhvd.spark.errors import SparkError, as_spark_errors
+from pyhvd.spark.errors import SparkError, StartTimeoutError
 from pyhvd.spark.job import CollectJob
 from pyhvd.spark.slots import count_slots, wait_for_slots
 from pyhvd.spark.task_body import TaskBody
-from pyhvd.transport.tcp.connection import Address
-from pyhvd.transport.tcp.session import MAX_RECORD
+from pyhvd.transport.tcp.connection import Address, Secret
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -38,8 +44,6 @@ _START_TIMEOUT_S = 600.0
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
 _JOB_END_S = 15.0
-# Most bytes of the ranks' variables: they travel in one message.
-_MOST_ENV = MAX_RECORD // 2
 
 
 def run(
@@ -99,7 +103,7 @@ def run(
         A rank failed (the ``__cause__``); tasks did not start; Spark ended the job; no rows; bad argument.
     """
     extra = _mpiexec_arguments(extra_mpi_args, launcher, use_gloo, use_mpi)
-    shown = Output(*_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
+    shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     return _run((fn, args, kwargs), num_proc, start_timeout, env, nics, executable, shown, verbose, df, extra)
 
 
@@ -115,10 +119,13 @@ def _run(
     df: DataFrame | None,
     mpiexec_arguments: list[str] | None,
 ) -> list[Any]:
-    _check(call, env, verbose, executable, df)
-    chosen = _interfaces(nics)
+    check_call(call, env, executable)
+    expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
+    if df is not None:
+        check_frame(df)
+    chosen = interface_names(nics)
     timeout = _start_timeout(start_timeout, os.environ)
-    size = None if num_proc is None else _positive(num_proc)
+    size = None if num_proc is None else check_size(num_proc)
     context = _active_context()
     conf = context.getConf()
     if size is None:
@@ -128,14 +135,12 @@ def _run(
 
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    spec = JobSpec(size, code, _rank_env(env, chosen), executable, timeout)
+    spec = JobSpec(size, code, rank_variables(env, chosen), executable, timeout)
     bound, announced = _driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
-    rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, secret, executable)
+    rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, executable)
     with as_spark_errors(), output:
         service = DriverService(spec, secret, bound, output, rendezvous)
-        if rendezvous is not None:
-            rendezvous.listen_at(zip(bound, service.ports, strict=True))
         addresses = list(zip(announced, service.ports, strict=True))
         try:
             results = _drive(context, service, size, addresses, secret, dealt)
@@ -143,17 +148,7 @@ def _run(
             service.close()
             for each in service.placements if verbose >= 2 else ():
                 _log.warning("rank %d was Spark task %d on %s", each.rank, each.index, each.host)
-    return [_unpickle(rank, result) for rank, result in enumerate(results)]
-
-
-def _unpickle(rank: int, result: bytes) -> Any:
-    import cloudpickle
-
-    try:
-        return cloudpickle.loads(result)
-    except Exception as exc:
-        why = describe_exception(exc)
-        raise SparkError(f"what rank {rank} returned cannot be unpickled on the driver: {why}") from exc
+        return [load_result(rank, bytearray(result)) for rank, result in enumerate(results)]
 
 
 def _drive(
@@ -180,34 +175,6 @@ def _drive(
         job.close()
 
 
-def _check(call: Any, env: Any, verbose: Any, executable: Any, df: Any) -> None:
-    fn, args, kwargs = call
-    _expect(callable(fn), "fn", fn, "a function")
-    many = isinstance(args, Iterable) and not isinstance(args, (str, bytes, Mapping))
-    _expect(many, "args", args, "a sequence of arguments")
-    named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
-    _expect(named, "kwargs", kwargs, "a mapping of names to arguments")
-    _expect(env is None or isinstance(env, Mapping), "env", env, "a mapping of names to values")
-    _expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
-    path = isinstance(executable, str) and executable
-    _expect(executable is None or path, "executable", executable, "the path of a Python, as str")
-    if df is not None:
-        check_frame(df)
-
-
-def _text_files(stdout: TextIO | None, stderr: TextIO | None) -> tuple[TextIO | None, TextIO | None]:
-    given: dict[str, Any] = {"stdout": stdout, "stderr": stderr}
-    for name, file in given.items():
-        text = hasattr(file, "write") and not isinstance(file, (io.RawIOBase, io.BufferedIOBase))
-        _expect(file is None or text, name, file, "a file that is open for text")
-    return stdout, stderr
-
-
-def _expect(right: object, name: str, value: object, expected: str) -> None:
-    if not right:
-        raise ValueError(f"{name}={reprlib.repr(value)}: expected {expected}")
-
-
 def _refuse(use_gloo: bool | None, use_mpi: bool | None) -> None:
     if use_gloo:
         raise ValueError(
@@ -225,7 +192,7 @@ def _mpiexec_arguments(
     if launcher not in ("pmi", "mpiexec"):
         raise UnsupportedLauncherError(f"launcher={launcher!r}: use 'pmi' or 'mpiexec'")
     text = extra_mpi_args is None or isinstance(extra_mpi_args, str)
-    _expect(text, "extra_mpi_args", extra_mpi_args, "one string, as in a shell")
+    expect(text, "extra_mpi_args", extra_mpi_args, "one string, as in a shell")
     if launcher == "pmi" and extra_mpi_args:
         raise ValueError(
             "extra_mpi_args are for mpiexec, which launcher='pmi' does not run: set MPI's variables with env,"
@@ -239,9 +206,9 @@ def _mpiexec_arguments(
         raise ValueError(f"extra_mpi_args={extra_mpi_args!r}: {exc}") from None
 
 
-def _mpiexec(arguments: list[str], secret: Secret, executable: str | None) -> MpiexecRendezvous:
+def _mpiexec(arguments: list[str], executable: str | None) -> MpiexecRendezvous:
     try:
-        return MpiexecRendezvous(find(), arguments, secret, executable)
+        return MpiexecRendezvous(find(), arguments, executable)
     except LaunchError as exc:
         raise SparkError(f"launcher='mpiexec' needs an mpiexec on the driver: {exc}") from None
 
@@ -273,12 +240,6 @@ def _driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
     return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
-def _positive(num_proc: int) -> int:
-    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
-        raise ValueError(f"num_proc={num_proc!r}: expected a number of ranks, 1 at least")
-    return num_proc
-
-
 def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     """Return the argument, else the environment's value, else the default."""
     source, value = "start_timeout", cast(Any, given)
@@ -291,48 +252,11 @@ def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
                 value = math.nan
     if value is None:
         return _START_TIMEOUT_S
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    seconds = float(value) if is_number else math.nan
-    if not 0 < seconds < math.inf:
+    if not is_duration(value):
         kind = ValueError if source == "start_timeout" else ConfigError
         text = value if source == "start_timeout" else environ[source]
         raise kind(f"{source}={text!r}: expected a number of seconds above 0")
-    return seconds
-
-
-def _interfaces(nics: Iterable[str] | None) -> list[str] | None:
-    """Return each interface once, in the given order; sorted if they are a set."""
-    if nics is None:
-        return None
-    if isinstance(nics, str):
-        return [nics]
-    _expect(isinstance(nics, Iterable), "nics", nics, "names of network interfaces")
-    names = list(dict.fromkeys(nics))
-    _expect(all(isinstance(name, str) for name in names), "nics", names, "names of network interfaces")
-    return sorted(names) if isinstance(nics, (set, frozenset)) else names
-
-
-def _rank_env(env: Mapping[str, str] | None, nics: list[str] | None) -> dict[str, str]:
-    chosen = dict(env or {})
-    for name, value in chosen.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"env: {name!r}={value!r}: names and values are strings")
-        if not name or "=" in name or "\0" in name + value:
-            raise ValueError(
-                f"env: {name!r}: invalid name or value: a name is not empty and has no '='; neither has NUL"
-            )
-        if sendable(name + value) != name + value:
-            raise ValueError(f"env: {name!r}: it is not UTF-8, and cannot be sent to the executors")
-    size = sum(len(f"{name}={value}".encode()) for name, value in chosen.items())
-    if size > _MOST_ENV:
-        raise ValueError(f"env: {size} bytes in all; {_MOST_ENV} are the most: give the ranks more by args")
-    for nic in (nics or [])[:1]:
-        # MPICH uses one of these between hosts, depending on how it was built.
-        chosen.setdefault("UCX_NET_DEVICES", nic)
-        chosen.setdefault("FI_TCP_IFACE", nic)
-        # Open MPI uses this.
-        chosen.setdefault("OMPI_MCA_btl_tcp_if_include", nic)
-    return chosen
+    return float(value)
 
 
 def _use_barrier(conf: Any) -> bool:
@@ -351,3 +275,16 @@ def _is_dynamic(conf: Any) -> bool:
     """Return whether Spark starts and ends executors as its jobs need them."""
     given: str = conf.get("spark.dynamicAllocation.enabled", "false")
     return given.lower() == "true"
+
+
+@contextmanager
+def as_spark_errors() -> Iterator[None]:
+    """Raise errors of pyhvd.job as errors of pyhvd.spark, which users catch."""
+    try:
+        yield
+    except SparkError:
+        raise
+    except job_errors.StartTimeoutError as exc:
+        raise StartTimeoutError(str(exc), exc.missing) from exc.__cause__
+    except LaunchError as exc:
+        raise SparkError(str(exc)) from exc.__cause__

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from pyhvd.common.text import exception_text, shorten
 from pyhvd.job import errors
@@ -22,19 +21,6 @@ class StartTimeoutError(SparkError, errors.StartTimeoutError):
     missing : list of int
         The indices of the tasks that did not start.
     """
-
-
-@contextmanager
-def as_spark_errors() -> Iterator[None]:
-    """Raise errors of pyhvd.job as errors of pyhvd.spark, which users catch."""
-    try:
-        yield
-    except SparkError:
-        raise
-    except errors.StartTimeoutError as exc:
-        raise StartTimeoutError(str(exc), exc.missing) from exc.__cause__
-    except LaunchError as exc:
-        raise SparkError(str(exc)) from exc.__cause__
 
 
 class JavaNotFoundError(SparkError):

@@ -1,15 +1,21 @@
-"""The function that Spark runs for each partition: a task, which starts and supervises one rank."""
+"""The function that Spark runs for each partition: a task, which is the agent of one rank."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pyhvd.job.agent import run_task
-from pyhvd.job.job_key import Secret
+from pyhvd.common.host_id import host_hash
+from pyhvd.job.agent import LAST_MESSAGES_S, Agent, Dismissed
+from pyhvd.job.messages import Member
+from pyhvd.job.rank_process import RankProcess
 from pyhvd.spark.resources import RESOURCES
-from pyhvd.transport.tcp.connection import Address
+from pyhvd.transport.tcp.connection import Address, Secret, connect
 
 
 class TaskBody:
@@ -27,7 +33,7 @@ class TaskBody:
             yield result
 
     def run(self, index: int, files: Mapping[str, int]) -> tuple[int, bytes] | None:
-        """Run task `index`, whose rank gets `files`; see :func:`pyhvd.job.agent.run_task`."""
+        """Run task `index`, whose rank gets `files`; see :func:`run_task`."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -37,3 +43,47 @@ class TaskBody:
         resources = {name: list(each.addresses) for name, each in context.resources().items()}
         env = {RESOURCES: json.dumps(resources)}
         return run_task(self._addresses, self._secret, index, attempt, files, env)
+
+
+def run_task(
+    addresses: Sequence[Address],
+    secret: Secret,
+    index: int,
+    attempt: int,
+    files: Mapping[str, int] = {},
+    env: Mapping[str, str] = {},
+) -> tuple[int, bytes] | None:
+    """Run task `index` of the job; return its rank and the pickled result, None if the driver wants none.
+
+    Parameters
+    ----------
+    addresses : sequence of (str, int)
+        Where the driver listens.
+    secret : Secret
+        The job's key.
+    index, attempt : int
+        The task, and this attempt at it; a later attempt has a larger number.
+    files : mapping of str to int
+        Descriptors that the rank inherits; variables of these names hold their numbers.
+    env : mapping of str to str
+        The rank's variables, in addition to those that the driver sends.
+
+    Raises
+    ------
+    AgentStoppedError
+        The rank failed, the driver is gone, or the driver refused this attempt.
+    ChannelError
+        The driver cannot be reached, or does not hold the job's key.
+    """
+    driver = connect(addresses, secret.reveal())
+    agent = Agent(driver, functools.partial(RankProcess, files=files, env=env))
+    host = host_hash(os.environ.get("PYHVD_SPARK_HOST_SALT", ""))
+    try:
+        ((rank, result),) = agent.run(Member(index, attempt, host, socket.gethostname())).items()
+        driver.finish(LAST_MESSAGES_S)
+    except Dismissed:
+        return None
+    finally:
+        with contextlib.closing(driver):
+            agent.close()
+    return rank, result

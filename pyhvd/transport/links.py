@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pyhvd.common.processes import node_of
+from pyhvd.common.host_id import node_of
 from pyhvd.transport import link_sharing
 from pyhvd.transport.fabric import Fabric, allgather_bytes
 from pyhvd.transport.link_addresses import HostAddress, candidates, host_addresses
@@ -51,12 +51,15 @@ class LinkOptions:
         The carrier of the rails: ``auto``, ``tcp`` or ``mpi``; see :mod:`pyhvd.transport.link_carrier`.
     open_mpi : callable or None
         Opens MPI as a carrier.
+    ports : range
+        The ports on which to listen; 0 is any.
     """
 
     interfaces: tuple[str, ...] = ()
     timeout: float = 10.0
     carrier: str = "auto"
     open_mpi: OpenMpi | None = None
+    ports: range = range(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,8 @@ class _Opening:
 
     def _listen_on(self, host: str) -> int:
         """Return the port of a new listening socket."""
-        listener = self._stack.enter_context(listen(host, len(self._layout.accepts) + socket.SOMAXCONN))
+        backlog = len(self._layout.accepts) + socket.SOMAXCONN
+        listener = self._stack.enter_context(listen(host, backlog, self._options.ports))
         self._listeners.append(listener)
         return int(listener.getsockname()[1])
 

@@ -20,6 +20,10 @@ _AGENT = """#!/bin/sh
 [ "$1" != -x ] || shift
 host=$1
 shift
+# Hosts share files. Open MPI's daemons name a folder by their process id, which two hosts may both have.
+TMPDIR=${TMPDIR:-/tmp}/$host
+export TMPDIR
+mkdir -p "$TMPDIR"
 case $host in
 {cases}
 *) echo "no host $host on this bed" >&2; exit 1;;

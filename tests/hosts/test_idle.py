@@ -39,7 +39,8 @@ def _sleep_without_work(wakes_per_s: float) -> None:
     hvd.barrier()
     hvd.shutdown()
     assert cpu < SHARE * passed, f"an idle rank used {cpu / passed:.2%} of a core"
-    assert wakes < wakes_per_s * passed, f"an idle rank woke {wakes / passed:.1f} times per second"
+    # What happens once a second happens up to n + 1 times in n seconds.
+    assert wakes < wakes_per_s * (passed + 1), f"an idle rank woke {wakes / passed:.1f} times per second"
 
 
 def _wait_for_a_late_rank() -> None:

@@ -147,24 +147,6 @@ def read_pids(job: subprocess.Popen[str], ranks: int) -> list[int]:
     return sorted(pids)
 
 
-def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
-    """Wait until none of these processes runs; a zombie counts as gone."""
-    until = time.monotonic() + seconds
-    while left := [pid for pid in pids if _runs(pid)]:
-        assert time.monotonic() < until, f"processes left behind: {left}"
-        time.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return sys.platform == "darwin"
-
-
 def parent_of(pid: int) -> int:
     """Return the parent of a process; a rank's parent is its supervisor."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

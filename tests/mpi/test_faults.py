@@ -78,12 +78,12 @@ class _NoMemory:
 
 @on_ranks(2, 4)
 def test_no_memory_for_an_output_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyhvd.engine import executor
+    from pyhvd import arrays
 
     hvd.init()
     allocator = _NoMemory()
     if is_last():
-        monkeypatch.setattr(executor, "np", allocator)
+        monkeypatch.setattr(arrays, "np", allocator)
     for verb in (hvd.allgather, hvd.alltoall):
         rows = np.ones((7 * (hvd.size() if verb is hvd.alltoall else 1), 2))
         for _ in range(2):

@@ -16,6 +16,7 @@ import pytest
 
 from tests.mpi.harness import JobReport, SharedJobs, on_ranks, run_function, run_mpi
 from tests.mpi.launch import ROOT
+from tests.waiting import runs, wait_gone
 
 
 @on_ranks(1, 2, 4)
@@ -193,7 +194,7 @@ def _leave_a_child() -> None:
 def test_nothing_survives_the_job() -> None:
     report = run_function(1, _leave_a_child)
     assert report.outcome == "passed", report.text
-    assert not _runs(int(report.output.split()[1]))
+    assert not runs(int(report.output.split()[1]))
 
 
 def test_run_mpi_returns_code_and_output(tmp_path: Path) -> None:
@@ -352,13 +353,4 @@ def test_no_rank_outlives_a_killed_pytest() -> None:
     done = subprocess.run([sys.executable, "-c", USER], cwd=ROOT, capture_output=True, text=True, timeout=60)
     pids = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(pids) == 2, done.stderr
-    until = time.monotonic() + 30
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < until, "a rank is left"
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process runs; a zombie that its new parent has not reaped yet does not."""
-    status = Path("/proc", str(pid), "status")
-    return status.exists() and "State:\tZ" not in status.read_text()
+    wait_gone(pids)

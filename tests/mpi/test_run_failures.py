@@ -19,8 +19,8 @@ from tests.mpi.run_support import (
     read_pids,
     script,
     started,
-    wait_gone,
 )
+from tests.waiting import wait_gone
 
 RANK = 'import os; rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))\n'
 # All ranks have started; ranks that do not fail would run for a minute.
@@ -28,6 +28,7 @@ TOGETHER = RANK + (
     "import sys, time\nfrom mpi4py import MPI\n"
     "MPI.COMM_WORLD.Barrier(); open(__file__ + '.together', 'w').close()\n"
 )
+
 WITHIN_S = 4.0  # 2 s, and a margin for a busy machine, after all ranks have started
 OTHERS = {
     "sleep": "time.sleep(60)",

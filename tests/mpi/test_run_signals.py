@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pyhvd.job.process.private_folder import PrivateFolder
 from tests.mpi.run_support import (
     TIMEOUT_S,
     bare_command,
@@ -18,8 +19,8 @@ from tests.mpi.run_support import (
     read_pids,
     script,
     started,
-    wait_gone,
 )
+from tests.waiting import wait_gone
 
 READY = """
 import os, signal, sys, time
@@ -115,8 +116,8 @@ def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
             assert list(Path(own).glob("pyhvd-*"))
             job.kill()
             wait_gone([*pids, *supervisors, *mpiexec])
-        left = list(Path(own).glob("pyhvd-*"))
-        assert [path for folder in left for path in folder.rglob("*") if path.is_file()] == []
+        PrivateFolder(own).close()  # as the next job does
+        assert list(Path(own).glob("pyhvd-*")) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -75,8 +76,13 @@ def _judge(text: str, *known: tuple[str, str, str]) -> Flavour:
 
 def find_library() -> Flavour:
     """Return the flavour of mpi4py's MPI; a process of its own loads it, as this one must not."""
+    return _ask_library(sys.executable)
+
+
+@functools.cache
+def _ask_library(python: str) -> Flavour:
     probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [python, "-c", _PROBE], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     if probe.returncode != 0:
         why = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]

@@ -8,8 +8,8 @@ the commands that MPI_Init, MPI_Abort and MPI_Finalize use in a world without dy
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_LINE = 1024
@@ -65,6 +65,10 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
     return text
 
 
+_GOT = "cmd=get_result rc=0 msg=success value={}"
+_NOT_FOUND = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+
+
 class Barrier:
     """The ranks that wait in PMI's barrier, which `size` ranks must enter, and those that no longer can."""
 
@@ -109,9 +113,26 @@ class PmiServer:
     def __init__(self, ranks_per_host: Sequence[int]) -> None:
         self.size = sum(ranks_per_host)
         # MPICH uses the name for its shared memory, so worlds that run at the same time need different names.
-        self.name = f"pyhvd-{secrets.token_hex(8)}"
+        self.name = f"pyhvd-{os.urandom(8).hex()}"
         self._values = {"PMI_process_mapping": process_mapping(ranks_per_host)}
         self._barrier = Barrier(self.size)
+        self._unshared: dict[str, str] = {}  # put since the last call of take_unshared
+
+    def take_unshared(self, limit: int) -> list[dict[str, str]]:
+        """Return what was put since the last call, in parts of about `limit` characters.
+
+        A value never changes. So agents may answer their ranks by it, once all ranks have passed the barrier.
+        """
+        parts: list[dict[str, str]] = []
+        size = limit
+        for key, value in self._unshared.items():
+            if size >= limit:
+                parts.append({})
+                size = 0
+            parts[-1][key] = value
+            size += len(key) + len(value)
+        self._unshared = {}
+        return parts
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
         """Return the answers to a rank's line: (rank, line) each, with the lines' ends.
@@ -123,7 +144,7 @@ class PmiServer:
         PmiError
             The command is unknown, or the rank entered a barrier that another rank can no longer enter.
         """
-        words = {name: value for name, _, value in (word.partition("=") for word in line.split())}
+        words = _words_of(line)
         command = words.get("cmd", "")
         if command == "barrier_in":
             return self._enter(rank)
@@ -152,9 +173,7 @@ class PmiServer:
             return self._put(words)
         if command == "get":
             value = self._values.get(words.get("key", ""))
-            if value is None:
-                return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
-            return f"cmd=get_result rc=0 msg=success value={value}"
+            return _GOT.format(value) if value is not None else _NOT_FOUND
         return {
             "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
             "get_maxes": f"cmd=maxes kvsname_max=256 keylen_max={_MAX_KEY} vallen_max={_MAX_VALUE}",
@@ -173,7 +192,21 @@ class PmiServer:
             return "cmd=put_result rc=-1 msg=too_long"
         if self._values.setdefault(key, value) != value:
             return f"cmd=put_result rc=-1 msg=duplicate_key_{key}"
+        self._unshared[key] = value
         return "cmd=put_result rc=0 msg=success"
+
+
+def answer_get(line: str, world: str, values: Mapping[str, str]) -> str | None:
+    """Return the answer to a rank's line if it asks for one of these values of a world; else None."""
+    words = _words_of(line)
+    if words.get("cmd") != "get" or words.get("kvsname") != world:
+        return None
+    value = values.get(words.get("key", ""))
+    return None if value is None else _GOT.format(value) + "\n"
+
+
+def _words_of(line: str) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in line.split())}
 
 
 def _exit_code(text: str) -> int:

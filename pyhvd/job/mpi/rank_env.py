@@ -101,7 +101,7 @@ def without(environ: Mapping[str, str], *prefixes: str) -> dict[str, str]:
 
 
 def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | None:
-    """Set OMP_NUM_THREADS, and make waiting ranks yield if there are more ranks than cores.
+    """Set OMP_NUM_THREADS, let SIGHUP end a rank, and make waiting ranks yield if there are too few cores.
 
     Variables that the user has set stay. Call it in the process that mpiexec started: its parent must be
     mpiexec's process.
@@ -115,6 +115,8 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     if rank_env.local_size > cores:
         for name, value in _YIELD.get(rank_env.launcher, {}).items():
             environ.setdefault(name, value)
+    if rank_env.launcher == MPICH:  # mpiexec of Open MPI does not pass on that nohup ignores SIGHUP
+        let_hangup_end(environ)
     if "OMP_NUM_THREADS" in environ:
         return None
     threads = mine if mine < cores else max(1, cores // rank_env.local_size)
@@ -122,6 +124,11 @@ def set_defaults(rank_env: RankEnv, environ: MutableMapping[str, str]) -> str | 
     bound = f", bound to {mine} each" if mine < cores else ""
     counted = f"{cores} cores, {rank_env.local_size} local ranks{bound}"
     return f"pyhvd: OMP_NUM_THREADS={threads} on each rank ({counted}); set it yourself to change this"
+
+
+def let_hangup_end(environ: MutableMapping[str, str]) -> None:
+    """Let SIGHUP end this rank: else UCX takes it, and stops the rank for a debugger."""
+    environ.setdefault("UCX_DEBUG_SIGNO", "0")
 
 
 def _count_cores() -> tuple[int, int]:

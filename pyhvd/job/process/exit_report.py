@@ -7,22 +7,28 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
+from pyhvd.job.process.signals import describe_exit, shell_code
+
 # The kinds of failures, by how well they explain a failed job:
 # 1. a rank's own error, exit or death explains all others;
 # 2. an interrupt explains what follows from it;
 # 3. a secondary error only says that another rank failed;
-# 4. a lost rank reported nothing, and may have been ended together with the job.
+# 4. a lost rank reported nothing, and may have been ended together with the job;
+# 5. Open MPI ended the rank, or mpiexec ended, as it does when any rank or host fails.
 EXCEPTION = "exception"
 EXIT = "exit"
 SIGNAL = "signal"
 INTERRUPT = "interrupt"
 SECONDARY = "secondary"
 LOST = "lost"
-_ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4}
+ENDED = "ended"
+_ORDER = {EXCEPTION: 1, EXIT: 1, SIGNAL: 1, INTERRUPT: 2, SECONDARY: 3, LOST: 4, ENDED: 5}
 # No failure yet: the text to show if the rank ends without a further report. An empty text withdraws it.
 TENTATIVE = "tentative"
 # No failure: pyhvd has started in the rank (code 1), or shut down (code 0).
 UP = "up"
+# No failure: the rank is about to call MPI_Init, where it waits for the other ranks.
+ENTERING = "entering"
 
 # Errors of pyhvd.errors that a rank raises because another rank failed or left; named, to import nothing.
 _SECONDARY_NAMES = {"RankFailedError", "ShutDownError"}
@@ -44,6 +50,8 @@ class ExitReport:
         Wall-clock time of the failure, as hosts share no other clock.
     traceback : str
         The rank's own, if the text does not contain it.
+    titled : bool
+        Whether the text names the rank and its host.
     """
 
     rank: int
@@ -52,6 +60,7 @@ class ExitReport:
     text: str
     when: float = field(default_factory=time.time)
     traceback: str = ""
+    titled: bool = False
 
     def dump(self) -> bytes:
         """Return the report as a line of JSON."""
@@ -66,6 +75,31 @@ class ExitReport:
 def root_cause(reports: Iterable[ExitReport]) -> ExitReport | None:
     """Return the report that explains the others: the best kind, then the earliest."""
     return min(reports, key=lambda report: (_ORDER[report.kind], report.when), default=None)
+
+
+def describe_unreported(code: int, tentative: str) -> tuple[str, int, str]:
+    """Return kind, exit code and text for a rank that ended, and failed, without a report of its own.
+
+    Parameters
+    ----------
+    code : int
+        How the rank's process ended; the negative number of a signal.
+    tentative : str
+        The text of its last tentative report.
+    """
+    text = describe_exit(code)
+    if code < 0:
+        return SIGNAL, shell_code(code), text
+    if tentative:
+        return EXIT, 1, f"{text}: {tentative}"
+    if code:
+        return EXIT, code, f"{text}, without a Python exception"
+    return (
+        EXIT,
+        1,
+        f"{text} while pyhvd was up, without its exit handlers (as os._exit does):"
+        " the other ranks still counted on it; call pyhvd.shutdown() first",
+    )
 
 
 def is_secondary(exc: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from typing import BinaryIO
@@ -12,12 +13,15 @@ from pyhvd.job.mpi.rank_env import RankEnv
 
 STREAMS = {1: "stdout", 2: "stderr"}
 _CHUNK = 1 << 16
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+# Foregrounds of the ranks' prefixes: all but black, red and white.
+_COLOURS = (36, 33, 32, 35, 34)
 # A line that grows longer than this is passed on in pieces.
 _LONGEST = 1 << 16
 
 
 class LinePrefixer:
-    """Puts the rank before each line of one of its streams.
+    """Puts the rank before each line of one of its streams. A carriage return ends a line too.
 
     Parameters
     ----------
@@ -27,30 +31,43 @@ class LinePrefixer:
         The rank's descriptor.
     timestamp : bool
         Whether the time of day precedes the prefix.
-    ends_pieces : bool
-        Whether a piece of a line ends like a line, because another stream's line may follow.
+    coloured : bool
+        Whether the prefix has a colour, by rank.
     """
 
-    def __init__(self, rank: int | None, stream: int, timestamp: bool, ends_pieces: bool = False) -> None:
+    def __init__(self, rank: int | None, stream: int, timestamp: bool, coloured: bool = False) -> None:
         self._prefix = b"" if rank is None else f"[{rank}]<{STREAMS[stream]}>:".encode()
+        if coloured and rank is not None:
+            self._prefix = b"\x1b[%dm%b\x1b[m" % (_COLOURS[rank % len(_COLOURS)], self._prefix)
         self._timestamp = timestamp
-        self._ends_pieces = ends_pieces
         self._begun = b""
         self._continues = False  # the line's first piece has been returned
 
+    @property
+    def waits(self) -> bool:
+        """Whether a line has begun, of which :meth:`flush` would return a piece."""
+        return bool(self._begun)
+
     def take(self, data: bytes) -> bytes:
         """Return the lines that are complete now."""
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        text = b"".join(self._decorate(line + b"\n") for line in lines)
+        data = self._begun + data
+        # A carriage return at the end may be the first half of a line's end.
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
+        self._begun = data[end:]
+        text = b"".join(self._decorate(line) for line in _LINE.findall(data[:end]))
         return text + self.flush() if len(self._begun) > _LONGEST else text
 
     def flush(self) -> bytes:
-        """Return a line that has begun but not ended."""
+        """Return a line that has begun but not ended; its rest follows without a prefix."""
         if not self._begun:
             return b""
-        piece, self._begun = self._decorate(self._begun + b"\n" * self._ends_pieces), b""
-        self._continues = not self._ends_pieces
+        piece, self._begun = self._decorate(self._begun), b""
+        self._continues = not piece.endswith(b"\r")
         return piece
+
+    def interrupt(self) -> None:
+        """Note that another line has begun after a piece: the rest gets a prefix too."""
+        self._continues = False
 
     def _decorate(self, line: bytes) -> bytes:
         if self._continues:
@@ -60,14 +77,63 @@ class LinePrefixer:
         return now + self._prefix + line
 
 
-class Relay:
-    """Passes what a rank writes to a descriptor on to the same descriptor here, and unchanged to a file."""
+class OutputFile:
+    """A new file that gets a copy of a rank's output, until writing fails: the job matters more.
 
-    def __init__(self, target: int, lines: LinePrefixer, path: str | None) -> None:
+    Parameters
+    ----------
+    path : str
+        Its path.
+    failures : set of int
+        The error numbers of all files of a job, so that a full disk is told once.
+    """
+
+    def __init__(self, path: str, failures: set[int]) -> None:
+        self._path = path
+        self._failures = failures
+        self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        """Write to the file; if that fails, say so on stderr, but only for the first file."""
+        if self._file is None:
+            return
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as exc:
+            self.close()
+            if exc.errno in self._failures:
+                return
+            self._failures.add(exc.errno or 0)
+            with contextlib.suppress(OSError):
+                os.write(2, f"pyhvd: {self._path} gets no more output: {exc.strerror}\n".encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def rank_files(directory: str, rank: int, size: int, failures: set[int]) -> dict[int, OutputFile]:
+    """Return new files for the stdout and stderr of a rank, in a folder of its own; may raise OSError.
+
+    For `failures`, see :class:`OutputFile`.
+    """
+    digits = len(str(size - 1))
+    folder = os.path.join(directory, f"rank.{rank:0{digits}d}")
+    os.makedirs(folder, exist_ok=True)
+    return {stream: OutputFile(os.path.join(folder, name), failures) for stream, name in STREAMS.items()}
+
+
+class Relay:
+    """Passes what a rank writes to a descriptor on: if `shown`, to the same one here; unchanged to a file."""
+
+    def __init__(self, target: int, lines: LinePrefixer, file: OutputFile | None, shown: bool = True) -> None:
         self._target = target
         self._lines = lines
-        self._path = path
-        self._file: BinaryIO | None = open(path, "wb", buffering=0) if path is not None else None  # noqa: SIM115
+        self._file = file
+        self._shown = shown
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         self.closed = False
@@ -97,21 +163,9 @@ class Relay:
         if not chunk:
             self.closed = True
             return
-        self._write_file(chunk)
+        if self._file is not None:
+            self._file.write(chunk)
         self._show(self._lines.take(chunk))
-
-    def _write_file(self, chunk: bytes) -> None:
-        """Write to the file; if that fails, say so and stop writing to it, as the job matters more."""
-        if self._file is None:
-            return
-        try:
-            while chunk:
-                chunk = chunk[self._file.write(chunk) :]
-        except OSError as exc:
-            self._file.close()
-            self._file = None
-            with contextlib.suppress(OSError):
-                os.write(2, f"pyhvd: {self._path} gets no more output: {exc.strerror}\n".encode())
 
     def flush(self) -> None:
         """Pass on a line that has begun but not ended."""
@@ -127,24 +181,23 @@ class Relay:
 
     def _show(self, text: bytes) -> None:
         with contextlib.suppress(OSError):  # the reader is gone; the file still gets the output
-            while text:
+            while text and self._shown:
                 text = text[os.write(self._target, text) :]
 
 
-def make_relays(rank_env: RankEnv, directory: str | None, prefix: bool, timestamp: bool) -> list[Relay]:
-    """Return a relay each for stdout and stderr; none if neither files nor prefixes are wanted."""
-    if directory is None and not prefix:
+def make_relays(
+    rank_env: RankEnv, directory: str | None, prefix: bool, timestamp: bool, shown: bool = True
+) -> list[Relay]:
+    """Return a relay each for stdout and stderr; none if the rank may write to them itself."""
+    if directory is None and not prefix and shown:
         return []
-    folder = None
-    if directory is not None:
-        digits = len(str(rank_env.size - 1))
-        folder = os.path.join(directory, f"rank.{rank_env.rank:0{digits}d}")
-        os.makedirs(folder, exist_ok=True)
+    files = {} if directory is None else rank_files(directory, rank_env.rank, rank_env.size, set())
     return [
         Relay(
             target,
             LinePrefixer(rank_env.rank if prefix else None, target, timestamp),
-            None if folder is None else os.path.join(folder, name),
+            files.get(target),
+            shown,
         )
-        for target, name in STREAMS.items()
+        for target in STREAMS
     ]

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PAUSING = (signal.SIGTSTP, signal.SIGCONT)
+"""Ctrl-Z, and what follows it: they stop a whole job, and let it go on."""
+GRACE_S = 5.0
+"""After a signal that ends the job, ranks have this long to clean up. A second signal ends them at once."""
+SAY_WAITING_S = 1.0
+"""Ranks that have not ended so long after the signal are named."""
 BLOCKED_OVER_FORK = (*FORWARDED, signal.SIGCHLD)
 
+_NAMED = 20
 _HINTS = {
     signal.SIGKILL: "; was it out of memory? (see dmesg)",
     signal.SIGSEGV: "; set PYTHONFAULTHANDLER=1 to see where",
@@ -35,6 +42,12 @@ def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
         signal.signal(number, handler)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return read
+
+
+def describe_waiting(ranks: Sequence[int]) -> str:
+    """Return the line about ranks that are still stopping after a signal."""
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    return f"pyhvd: ranks {named} are still stopping, and have {GRACE_S:g} s; Ctrl-C again ends them now"
 
 
 def describe_exit(code: int) -> str:

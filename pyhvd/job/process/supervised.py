@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pyhvd.job.process.guardian import signal_group
+from pyhvd.job.process.signals import PAUSING
 
 _CHUNK = 1 << 16
 # After the process has ended, at most this many chunks are read: its children may go on writing.
@@ -40,6 +41,12 @@ class SupervisedProcess:
         The guardian's Python; this one by default.
     kill_s : float
         How long to wait for the process after it was killed.
+    flags : sequence of str
+        Options of the guardian's Python.
+    directory : str, optional
+        Where the process runs; by default in this one's working directory.
+    stdin : int
+        The process's stdin, by default /dev/null; the caller closes it here.
 
     Attributes
     ----------
@@ -62,6 +69,9 @@ class SupervisedProcess:
         descriptors: Sequence[int] = (),
         python: str | None = None,
         kill_s: float = 2.0,
+        flags: Sequence[str] = (),
+        directory: str | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         self.ended = False
         self.code: int | None = None
@@ -76,9 +86,10 @@ class SupervisedProcess:
         self._err, err = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [python or sys.executable, "-m", module, str(life.fileno()), *arguments],
+                [python or sys.executable, *flags, "-m", module, str(life.fileno()), *arguments],
                 env=env,
-                stdin=subprocess.DEVNULL,
+                cwd=directory,
+                stdin=stdin,
                 stdout=out,
                 stderr=err,
                 pass_fds=(life.fileno(), *descriptors),
@@ -99,6 +110,12 @@ class SupervisedProcess:
     def began(self) -> bool:
         """Whether the guardian has told the process's id."""
         return b"\n" in self._told
+
+    @property
+    def pid(self) -> int:
+        """The process's id; 0 until the guardian has told it."""
+        pid = self._told.partition(b"\n")[0]
+        return int(pid) if self.began and pid.isdigit() else 0
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Register this object's callbacks, as the data of the selector's keys."""
@@ -122,6 +139,17 @@ class SupervisedProcess:
         """Make the guardian end the process and all that it started; do not wait."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, unless it has not begun or is over.
+
+        Ctrl-Z stops its group: a process that no shell controls ignores SIGTSTP.
+        """
+        if self.pid and not self.ended and number in PAUSING:
+            signal_group(self.pid, signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGCONT)
+        elif self.pid and not self.ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
 
     def close(self) -> None:
         """End the process and all that it started, wait for it, and close every descriptor."""
@@ -190,15 +218,14 @@ class SupervisedProcess:
 
         The group keeps the process's id as its number as long as any member of the group lives.
         """
-        pid = self._told.partition(b"\n")[0]
-        if pid.isdigit():
-            signal_group(int(pid), signal.SIGKILL)
+        if self.pid:
+            signal_group(self.pid, signal.SIGKILL)
 
 
-def read_some(fd: int) -> bytes | None:
-    """Return what has arrived; None if nothing has, and empty at the end."""
+def read_some(fd: int, size: int = _CHUNK) -> bytes | None:
+    """Return what has arrived, at most `size` bytes; None if nothing has, and empty at the end."""
     try:
-        return os.read(fd, _CHUNK)
+        return os.read(fd, size)
     except (BlockingIOError, InterruptedError):
         return None
     except OSError:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import pyhvd as hvd
+import pyhvd.torch as hvd
 from pyhvd.spark.errors import DataError
 from pyhvd.spark.ml.training import Batch, Metric, Training, apply_metrics, means_over
 
@@ -40,18 +40,19 @@ class TorchTrainer:
     def __call__(self, training: Training) -> TorchPredictor:
         """Train on this rank; return the function that predicts."""
         torch.manual_seed(training.seed + hvd.rank())
-        optimizer = self._make_optimizer(self._module.parameters())
-        self._restore(training, optimizer)
-        with _GradientAverages(self._module) as averages:
-            for epoch in training.epochs():
-                self._module.train()
-                step = functools.partial(self._step, optimizer, averages)
-                measures = means_over(training, training.batches(epoch), step)
-                self._share_buffers()
-                self._module.eval()
-                measures |= training.validate(self._measure)
-                state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
-                training.end_epoch(state, measures)
+        own = self._make_optimizer(self._module.parameters())
+        self._restore(training, own)
+        optimizer = hvd.DistributedOptimizer(own, self._module.named_parameters())
+        for epoch in training.epochs():
+            self._module.train()
+            step = functools.partial(self._step, optimizer)
+            measures = means_over(training, training.batches(epoch), step)
+            hvd.broadcast_buffers(self._module)  # e.g. the running means of a batch normalisation
+            self._module.eval()
+            measures |= training.validate(self._measure)
+            state = {"module": self._module.state_dict(), "optimizer": optimizer.state_dict()}
+            training.end_epoch(state, measures)
+        optimizer.remove()
         return TorchPredictor(self._module)
 
     def _restore(self, training: Training, optimizer: torch.optim.Optimizer) -> None:
@@ -69,29 +70,17 @@ class TorchTrainer:
                 " run_id"
             ) from exc
 
-    def _step(
-        self, optimizer: torch.optim.Optimizer, averages: _GradientAverages, batch: Batch
-    ) -> dict[str, float]:
+    def _step(self, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, float]:
         """Update the parameters; return the loss of this rank's rows."""
         optimizer.zero_grad()
         loss = self._loss_of(self._module(*_tensors(self._module, batch.features)), batch)
         torch.autograd.backward(loss)
-        averages.wait()
         optimizer.step()
         return {"loss": float(loss.detach())}
 
     def _loss_of(self, output: Any, batch: Batch) -> torch.Tensor:
         labels = _tensors(self._module, batch.labels)
         return self._loss(output, labels[0] if len(labels) == 1 else labels)
-
-    def _share_buffers(self) -> None:
-        """Copy rank 0's buffers, e.g. the running means of a batch normalisation, to every rank."""
-        handles = [
-            hvd.broadcast_async_(buffer.numpy(), 0, name=f"buffer.{name}")
-            for name, buffer in self._module.named_buffers()
-        ]
-        for handle in handles:
-            handle.result()
 
     def _measure(self, batch: Batch) -> dict[str, float]:
         with torch.no_grad():
@@ -110,46 +99,6 @@ class TorchPredictor:
         """Return the module's output for each row: an array, or a tuple of arrays."""
         with torch.no_grad():
             return _arrays(self.module(*_tensors(self.module, features)))
-
-
-class _GradientAverages:
-    """Averages each gradient over the ranks as soon as backward has computed it."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._parameters = {
-            name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-        }
-        self._handles: dict[str, hvd.Handle] = {}
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> _GradientAverages:
-        for name, parameter in self._parameters.items():
-            self._hooks.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda ready, name=name: self._start(name, ready)
-                )
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def wait(self) -> None:
-        """Wait until every gradient is the ranks' average; unused parameters contribute zeros."""
-        for name, parameter in self._parameters.items():
-            if name not in self._handles:
-                parameter.grad = torch.zeros_like(parameter)
-                self._start(name, parameter)
-        for handle in self._handles.values():
-            handle.result()
-        self._handles.clear()
-
-    def _start(self, name: str, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self._handles[name] = hvd.allreduce_async_(
-            parameter.grad.numpy(), name=f"gradient.{name}", op=hvd.Average
-        )
 
 
 def check_module(module: torch.nn.Module) -> None:

@@ -264,6 +264,11 @@ def _check_variables(facts: Facts) -> Findings:
             yield note("environment", notice)
 
 
+def _check_horovod(facts: Facts) -> Findings:
+    if facts.horovod.remedy:
+        yield problem("horovod", facts.horovod.remedy)
+
+
 def _check_limits(facts: Facts) -> Findings:
     limits = facts.limits
     if limits.open_files is not None and limits.open_files < FEW_FILES:
@@ -292,7 +297,8 @@ def _check_end(trial: Trial) -> Findings:
     parts = [f"{describe_ranks(ranks)} at {stage!r}" for stage, ranks in where.items()]
     if silent := sorted(set(range(trial.ranks)) - set(trial.stages)):
         parts.append(f"{describe_ranks(silent)} had not started")
-    yield problem("trial", f"{trial.error}. When it ended: {'; '.join(parts)}")
+    ended = f". When it ended: {'; '.join(parts)}" if parts else ""
+    yield problem("trial", f"{trial.error}{ended}")
 
 
 def _check_binding(facts: Facts, found: TrialFacts) -> Findings:
@@ -420,6 +426,7 @@ def _check(facts: Facts, ranks: int, trial: Trial | None) -> Findings:
     yield from _check_memory(facts)
     yield from _check_gpus(facts, ranks)
     yield from _check_variables(facts)
+    yield from _check_horovod(facts)
     yield from _check_limits(facts)
     if trial is None:
         return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -18,14 +21,18 @@ from pyhvd.run.cli import positive_float, positive_int
 from pyhvd.tools.doctor.advice import examine
 from pyhvd.tools.doctor.facts import Facts, gather
 from pyhvd.tools.doctor.screen import Report, show
-from pyhvd.tools.doctor.trial import try_out
+from pyhvd.tools.doctor.trial import run_job, try_out
 from pyhvd.tools.doctor.trial_facts import Trial
 
 _PROBE_S = 20.0
+_FLAGS_OF_HOSTS = (
+    *("num_proc", "hosts", "hostfile", "ssh_port", "ssh_identity_file", "launch_agent", "python", "chdir"),
+)
 _EXAMPLES = """\
 examples:
   python -m pyhvd doctor                         this host, and a trial of 2 ranks on it
   python -m pyhvd doctor -np 8                   ... of as many as you mean to run
+  python -m pyhvd doctor -H h1,h2                these hosts, over ssh, and the network between them
   python -m pyhvd doctor --no-run                facts only, no ranks
   python -m pyhvd doctor --json > report.json    for a bug report
   mpiexec -n 16 -ppn 8 python -m pyhvd doctor    the very ranks and hosts of a job
@@ -75,10 +82,22 @@ def _parse(argv: list[str], *, under_mpiexec: bool) -> argparse.Namespace:
         metavar="S",
         help="give MPI, and then the trial, up after S seconds (default: 60; MPI by itself: 20 at most)",
     )
+    parser.add_argument(
+        "-H", "--hosts", metavar="HOSTS", help="look at these hosts, with a rank each, or as h1:4,h2:4 says"
+    )
+    parser.add_argument("--hostfile", metavar="FILE", help="look at the hosts of a file")
+    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="the port of the hosts' sshd")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
+    parser.add_argument("--launch-agent", metavar="COMMAND", help="as pyhvdrun's: reach hosts by COMMAND")
+    parser.add_argument("--python", metavar="PATH", help="the hosts' Python (default: this one)")
+    parser.add_argument("--chdir", metavar="DIR", help="a directory that all hosts must have (default: this)")
     options = parser.parse_args(argv)
     if under_mpiexec and options.num_proc is not None:
         parser.error("mpiexec has started these ranks already: leave out -np")
-    if options.num_proc is None:
+    options.on_hosts = options.hosts is not None or options.hostfile is not None
+    if options.on_hosts and (options.no_run or under_mpiexec):
+        parser.error("-H and --hostfile start ranks: leave out --no-run and mpiexec")
+    if options.num_proc is None and not options.on_hosts:
         options.num_proc = 2
     return options
 
@@ -91,12 +110,36 @@ def _from_outside(options: argparse.Namespace) -> Report:
         _say("looking around")
         facts = gather(min(options.timeout, _PROBE_S))
         trial = None
+        if options.on_hosts:
+            return _on_hosts(options, facts)
         sound = facts.mpiexec and not facts.mpi.error and not any(facts.extensions.values())
         if sound and not options.no_run:
             trial = try_out(options.num_proc, options.timeout, _say)
     finally:
         _say("")
     return Report([facts], {facts.host: examine(facts, options.num_proc, trial)}, trial)
+
+
+def _on_hosts(options: argparse.Namespace, facts: Facts) -> Report:
+    """Run the doctor as the ranks of a job on hosts; return its report, or why there is none."""
+    flags = [
+        word
+        for name in _FLAGS_OF_HOSTS
+        if (value := getattr(options, name)) is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    program = ["-m", "pyhvd", "doctor", "--json", "--timeout", str(options.timeout)]
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
+        folder = Path(name)
+        wanted = [*flags, "--start-timeout", f"{options.timeout / 2:g}", "--output-filename", name, *program]
+        error = run_job(wanted, "the ranks", options.timeout, folder, lambda: _say("trying the hosts out"))
+        said = next(folder.glob("rank.*0/stdout"), None)
+        with contextlib.suppress(msgspec.DecodeError):
+            if said is not None:  # a report of problems ends the job with code 1
+                return msgspec.json.decode(said.read_bytes(), type=Report)
+    trial = Trial(0, time.monotonic() - begun, error=error or "rank 0 has sent no report")
+    return Report([facts], {facts.host: examine(facts, 0, trial)}, trial)
 
 
 def _say(text: str) -> None:

@@ -27,6 +27,7 @@ from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_mpiexec, judge_library
 from pyhvd.run.check_build import MpiFacts, probe_mpi
 from pyhvd.run.control_socket import JOB_DIR
+from pyhvd.run.horovod_name import HorovodName, find_horovod
 from pyhvd.tools.doctor.gpus import CudaFacts, probe_cuda
 
 EXTENSIONS = ("_fusion", "native.shared_memory")
@@ -122,6 +123,7 @@ class Facts:
     gpus: list[str] = field(default_factory=list)
     cuda: CudaFacts = field(default_factory=CudaFacts)
     packages: dict[str, str] = field(default_factory=dict)
+    horovod: HorovodName = field(default_factory=HorovodName)
     schedulers: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
@@ -154,6 +156,7 @@ def gather(timeout: float) -> Facts:
         gpus=gpus(),
         cuda=probe_cuda(),
         packages={name: _version(name) for name in OPTIONAL},
+        horovod=find_horovod(),
         schedulers=[
             f"{words} {os.environ[name]}" for name, words in _SCHEDULERS.items() if name in os.environ
         ],
@@ -162,9 +165,13 @@ def gather(timeout: float) -> Facts:
     )
 
 
+_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+_OF_THE_LAUNCHER = {JOB_DIR, "PYHVD_HOST_SALT", *(f"HOROVOD_{name}" for name in _NUMBERS)}
+
+
 def knob_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are, or resemble, pyhvd's; without values that may be secret."""
-    names = sorted(n for n in environ if n.startswith(("PYHVD_", "HOROVOD_")) and n != JOB_DIR)
+    names = sorted(n for n in environ if n.startswith(("PYHVD_", "HOROVOD_")) and n not in _OF_THE_LAUNCHER)
     found = {name: environ[name] for name in names}
     return {n: "(not shown)" if any(word in n for word in _SECRET) else v for n, v in found.items()}
 

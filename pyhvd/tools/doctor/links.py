@@ -16,7 +16,7 @@ import numpy as np
 
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.shm import make_backend
-from pyhvd.config import Config
+from pyhvd.config import Config, port_range
 from pyhvd.dtypes import Code, ReduceOp
 from pyhvd.native.shared_memory import Window
 from pyhvd.tools.doctor.trial_facts import LinkFacts
@@ -74,7 +74,7 @@ def _measure_pair(world: World, config: Config, pair: tuple[int, int], tag: int)
         pair,
         pair,
         world.open_window,
-        LinkOptions(interfaces, _CONNECT_S),
+        LinkOptions(interfaces, _CONNECT_S, ports=port_range(config.link_ports)),
         False,
         Pieces(config.chunk_size, config.staging_size),
         config.chunk_size,

@@ -61,6 +61,7 @@ def host_rows(facts: Facts) -> Rows:
     locked_text = "unlimited" if locked is None else size(locked)
     yield "limits", f"{'unlimited' if files is None else files} open files, {locked_text} of locked memory"
     yield from _package_rows(facts)
+    yield "horovod", facts.horovod.found
     yield "scheduler", ", ".join(facts.schedulers) or "none"
     variables = " ".join(f"{name}={value}" for name, value in facts.variables.items())
     yield "environment", variables or "nothing of pyhvd's is set"
@@ -102,7 +103,7 @@ def trial_rows(trial: Trial) -> Rows:
     """Yield the rows of a trial."""
     found = trial.found
     if found is None:
-        yield "trial", f"{trial.ranks} ranks, ended after {span(trial.seconds)}"
+        yield "trial", f"{trial.ranks or 'no'} ranks, ended after {span(trial.seconds)}"
         return
     hosts = ", ".join(sorted({each.host for each in found.ranks}))
     yield "trial", f"{len(found.ranks)} ranks on {hosts}, {span(trial.seconds)}"

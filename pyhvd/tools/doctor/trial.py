@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,34 +32,59 @@ def try_out(ranks: int, timeout: float, progress: Callable[[str], None]) -> Tria
     with tempfile.TemporaryDirectory(prefix="pyhvd-doctor-") as name:
         folder = Path(name)
         # The start gets half of the time, so that the launcher can still name the missing ranks.
-        launcher = ["-m", "pyhvd.run", "-n", str(ranks), "--start-timeout", f"{timeout / 2:g}"]
-        command = [sys.executable, *launcher, "-m", "pyhvd.tools.doctor.ranks", name]
-        with open(folder / "output", "w+b") as output:
-            job = subprocess.Popen(
-                command,
-                env=_surroundings(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                hung = not _wait(job, begun + timeout, folder, progress)
-            finally:
-                _end(job)
+        flags = ["-n", str(ranks), "--start-timeout", f"{timeout / 2:g}"]
+        error = run_job(
+            [*flags, "-m", "pyhvd.tools.doctor.ranks", name],
+            f"{ranks} ranks",
+            timeout,
+            folder,
+            lambda: progress(read_stages(folder, 1).get(0, "starting ranks")),
+        )
         seconds = time.monotonic() - begun
-        if hung:
-            error = f"{ranks} ranks have not ended within {timeout:g} s"
-        elif job.returncode != 0:
-            said = (folder / "output").read_text(errors="replace").strip().splitlines()
-            tail = " / ".join(line.strip() for line in said[-_TAIL_LINES:]) or "without a word"
-            error = f"{ranks} ranks ended with code {job.returncode}: {tail}"
-        else:
-            error = ""
         if error:
             return Trial(ranks, seconds, error=error, stages=read_stages(folder, ranks))
         found = msgspec.json.decode((folder / "found.json").read_bytes(), type=TrialFacts)
         return Trial(ranks, seconds, found)
+
+
+def run_job(
+    arguments: Sequence[str], who: str, timeout: float, folder: Path, progress: Callable[[], None]
+) -> str:
+    """Run a job of pyhvdrun to its end; return why it failed, or an empty string.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        pyhvdrun's.
+    who : str
+        The job's ranks, for messages.
+    timeout : float
+        Seconds after which the job is ended, by SIGTERM and then by SIGKILL.
+    folder : Path
+        A folder of the caller's, for the job's output.
+    progress : callable
+        Called repeatedly while the job runs.
+    """
+    with open(folder / "output", "w+b") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "pyhvd.run", *arguments],
+            env=_surroundings(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            hung = not _wait(job, time.monotonic() + timeout, progress)
+        finally:
+            _end(job)
+    if hung:
+        return f"{who} have not ended within {timeout:g} s"
+    if job.returncode == 0:
+        return ""
+    said = (folder / "output").read_text(errors="replace").strip().splitlines()
+    tail = " / ".join(line.strip() for line in said[-_TAIL_LINES:]) or "without a word"
+    return f"{who} ended with code {job.returncode}: {tail}"
 
 
 def _surroundings() -> dict[str, str]:
@@ -80,13 +105,13 @@ def read_stages(folder: Path, ranks: int) -> dict[int, str]:
     return stages
 
 
-def _wait(job: subprocess.Popen[bytes], until: float, folder: Path, progress: Callable[[str], None]) -> bool:
+def _wait(job: subprocess.Popen[bytes], until: float, progress: Callable[[], None]) -> bool:
     """Wait for the job's end; return whether it ended in time."""
     while time.monotonic() < until:
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(_POLL_S)
             return True
-        progress(read_stages(folder, 1).get(0, "starting ranks"))
+        progress()
     return False
 
 

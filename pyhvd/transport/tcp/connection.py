@@ -1,4 +1,7 @@
-"""A session over a TCP socket that does not block once connected, and buffers a bounded number of bytes.
+"""A session over a stream socket that does not block once connected, and buffers a bounded number of bytes.
+
+The socket is one of TCP, or one end of a socket pair whose other end is the stdin and stdout of a command.
+That command has two pipes in place of a socket, if sshd made them.
 
 Owns sockets and deadlines; knows nothing of the messages' contents.
 """
@@ -7,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import socket
 import time
 from collections.abc import Sequence
 
+from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 Address = tuple[str, int]
@@ -29,8 +34,8 @@ class Connection:
 
     Parameters
     ----------
-    peer : socket.socket
-        A connected socket; owned.
+    peer : socket.socket or PipePair
+        A connected socket, or two pipes; owned.
     session : Session
         In its initial state.
 
@@ -42,13 +47,14 @@ class Connection:
         Time of the last bytes from the peer (time.monotonic).
     """
 
-    def __init__(self, peer: socket.socket, session: Session) -> None:
+    def __init__(self, peer: socket.socket | PipePair, session: Session) -> None:
         peer.setblocking(False)
-        with contextlib.suppress(OSError):
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not isinstance(peer, PipePair):
+            with contextlib.suppress(OSError):
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = peer
         self._session = session
-        self._out = bytearray(session.take_outgoing())
+        self._out = session.take_outgoing()
         self.open = True
         self.heard = time.monotonic()
         self.began = self.heard
@@ -63,6 +69,11 @@ class Connection:
         return self._session.authenticated
 
     @property
+    def skipped(self) -> bytes:
+        """What arrived before the peer's first bytes of the protocol; see :class:`Session`."""
+        return self._session.skipped
+
+    @property
     def wants_write(self) -> bool:
         """Whether there are unsent bytes."""
         return bool(self._out)
@@ -75,7 +86,11 @@ class Connection:
     def send(self, payload: bytes) -> None:
         """Queue one message, and send without blocking; only reading notices a lost peer."""
         self._session.send(payload)
-        self._out += self._session.take_outgoing()
+        outgoing = self._session.take_outgoing()
+        if self._out:
+            self._out += outgoing
+        else:
+            self._out = outgoing
         self.pump_out()
 
     def pump_out(self) -> None:
@@ -127,13 +142,37 @@ class Connection:
             if len(self._out) < before:
                 until = time.monotonic() + timeout
 
+    def shake_hands(self, timeout: float) -> None:
+        """Wait until the peer has proved that it holds the key, as a client whose first message is not sent.
+
+        Raises
+        ------
+        ChannelError
+            The peer does not hold the key, is gone, or did not answer within `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        self.pump_out()
+        while not self.authenticated:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise ChannelError(f"the server did not answer within {timeout:g} s")
+            self.wait(left)
+            self.pump_out()
+            # A server sends messages only after the client's proof, which it cannot have answered yet.
+            if self.pump_in():
+                raise ChannelError("the server sent a message before the client's first")
+
     def finish(self, timeout: float) -> None:
         """Send all unsent bytes and the end of the stream, wait until the peer closes, then close.
 
         Closing a socket with unread bytes resets the connection: the peer would lose bytes that it has not
-        read. Gives up after `timeout` s without progress of the peer.
+        read. Pipes lose none, and an ssh whose stdin is its stdout shows the end of a command's output only
+        after the command has exited. Gives up after `timeout` s without progress of the peer.
         """
         self.drain(timeout)
+        if isinstance(self._socket, PipePair):
+            self.close()
+            return
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         until = time.monotonic() + timeout
@@ -151,6 +190,7 @@ class Connection:
 
     def detach(self) -> socket.socket:
         """Return the socket, which the caller owns now; it belongs to no connection any more."""
+        assert not isinstance(self._socket, PipePair)
         return self._socket
 
     def wait(self, timeout: float | None = None) -> None:
@@ -160,7 +200,11 @@ class Connection:
     def _wait(self, events: int, timeout: float | None) -> None:
         """Wait for one of these events; select() would refuse descriptors above 1023."""
         poll = select.poll()
-        poll.register(self, events)
+        if isinstance(self._socket, PipePair) and events & select.POLLOUT:
+            poll.register(self._socket.writer, select.POLLOUT)
+            events &= ~select.POLLOUT
+        if events:
+            poll.register(self, events)
         poll.poll(None if timeout is None else timeout * 1000)
 
 
@@ -187,29 +231,31 @@ def connect(addresses: Sequence[Address], key: bytes, timeout: float = HANDSHAKE
 def _connect_one(address: Address, key: bytes, timeout: float) -> Connection:
     until = time.monotonic() + timeout
     connection = Connection(socket.create_connection(address, timeout=timeout), Session(key, Role.CLIENT))
-    connection.pump_out()
     try:
-        while not connection.authenticated:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise ChannelError(f"the server did not answer within {timeout:g} s")
-            connection.wait(left)
-            connection.pump_out()
-            # The server does not know this client yet, so it sends nothing but the handshake.
-            if connection.pump_in():
-                raise ChannelError("the server sent a message before the client's first")
+        connection.shake_hands(until - time.monotonic())
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def listen(host: str, backlog: int) -> socket.socket:
-    """Return a non-blocking listening socket on a free port of `host`."""
+def listen(host: str, backlog: int, ports: Sequence[int] = (0,)) -> socket.socket:
+    """Return a non-blocking listening socket on a free port of `host`: on one of `ports`; 0 is any."""
+    first = random.randrange(len(ports))  # processes that look at the same time rarely try the same
+    *others, last = [*ports[first:], *ports[:first]]
+    for port in others:
+        with contextlib.suppress(OSError):
+            return _listen_on(host, port, backlog)
+    return _listen_on(host, last, backlog)
+
+
+def _listen_on(host: str, port: int, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((host, 0))
+        if port:  # connections of an earlier job may linger there
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
         listener.listen(backlog)
         listener.setblocking(False)
     except OSError:
@@ -221,3 +267,26 @@ def listen(host: str, backlog: int) -> socket.socket:
 def new_key() -> bytes:
     """Return a new random key."""
     return os.urandom(32)
+
+
+class Secret:
+    """A key, a new one by default, that neither repr, nor str, nor an error's text shows.
+
+    In Spark it travels to the tasks inside the closure that Spark sends them. On many hosts it is the first
+    line of each agent's stdin.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = new_key() if key is None else key
+
+    def reveal(self) -> bytes:
+        """Return the key."""
+        return self._key
+
+    def __repr__(self) -> str:
+        return "<Secret>"
+
+    def __reduce__(self) -> tuple[type[Secret], tuple[bytes]]:
+        return Secret, (self._key,)

@@ -17,6 +17,7 @@ that comes out was sent by a holder of the key, in this session, in this order, 
    detected.
 4. Records are not encrypted.
 5. After an error the session accepts nothing more.
+6. A session over a command's output may skip what a login shell prints before the magic.
 """
 
 from __future__ import annotations
@@ -62,17 +63,23 @@ class Session:
         The shared key, at least 16 random bytes.
     role : Role
         Which end this is.
+    skip : int
+        How many bytes to skip at most before the peer's magic.
 
     Attributes
     ----------
     authenticated : bool
         Whether the peer has proved that it holds the key.
+    skipped : bytes
+        What has arrived before the peer's magic.
     """
 
-    def __init__(self, key: bytes, role: Role) -> None:
+    def __init__(self, key: bytes, role: Role, skip: int = 0) -> None:
         if len(key) < 16:
             raise ValueError(f"the key has {len(key)} bytes; expected are at least 16 random bytes")
         self.authenticated = False
+        self.skipped = b""
+        self._skip = skip
         self._key = key
         self._role = role
         self._nonce = os.urandom(_NONCE)
@@ -89,10 +96,9 @@ class Session:
         state = "broken" if self._broken else "authenticated" if self.authenticated else "new"
         return f"<Session {self._role.name.lower()} {state}>"
 
-    def take_outgoing(self) -> bytes:
+    def take_outgoing(self) -> bytearray:
         """Remove and return the bytes to send."""
-        out = bytes(self._out)
-        self._out.clear()
+        out, self._out = self._out, bytearray()
         return out
 
     def send(self, payload: bytes) -> None:
@@ -111,9 +117,10 @@ class Session:
             raise ValueError(f"the message has {len(payload)} bytes; at most {MAX_RECORD} can be sent")
         mac = _record_mac(self._send_key, self._sent, payload)
         self._sent += 1
-        self._out += _LENGTH.pack(len(payload)) + mac + payload
+        self._out += _LENGTH.pack(len(payload)) + mac
+        self._out += payload
 
-    def receive(self, data: bytes) -> list[bytes]:
+    def receive(self, data: bytes | bytearray) -> list[bytes]:
         """Process received bytes; return the complete messages.
 
         Raises
@@ -146,6 +153,7 @@ class Session:
     def _shake_hands(self) -> bool:
         """Make one step of the handshake; return whether it may go on without further bytes."""
         if self._peer_nonce is None:
+            self._skip_to_magic()
             hello = self._take(_HELLO, _MAGIC)
             if hello is None:
                 return False
@@ -164,6 +172,19 @@ class Session:
         self._key = b""
         self.authenticated = True
         return True
+
+    def _skip_to_magic(self) -> None:
+        """Move what precedes the magic, or the bytes that may begin it, to `skipped`."""
+        if not self._skip:
+            return
+        start = self._in.find(_MAGIC)
+        if start < 0:
+            begun = (size for size in range(len(_MAGIC), 0, -1) if self._in.endswith(_MAGIC[:size]))
+            start = len(self._in) - next(begun, 0)
+        self.skipped += bytes(self._in[:start])
+        del self._in[:start]
+        if len(self.skipped) > self._skip:
+            raise ChannelError(f"more than {self._skip} bytes arrived, but not the beginning of the protocol")
 
     def _take(self, size: int, prefix: bytes = b"") -> bytes | None:
         if not prefix.startswith(self._in[: len(prefix)]):
@@ -195,7 +216,8 @@ class Session:
             if len(self._in) - start < head + length:
                 break
             mac = bytes(self._in[start + _LENGTH.size : start + head])
-            payload = bytes(self._in[start + head : start + head + length])
+            with memoryview(self._in) as view:
+                payload = bytes(view[start + head : start + head + length])
             if not hmac.compare_digest(mac, _record_mac(self._receive_key, self._received, payload)):
                 raise ChannelError("a message was changed, repeated, dropped or reordered")
             self._received += 1
@@ -206,4 +228,6 @@ class Session:
 
 
 def _record_mac(key: bytes, number: int, payload: bytes) -> bytes:
-    return hmac.digest(key, _NUMBERED.pack(number, len(payload)) + payload, "sha256")
+    mac = hmac.new(key, _NUMBERED.pack(number, len(payload)), "sha256")
+    mac.update(payload)
+    return mac.digest()

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pyhvd.common.processes import Place, State, here, node_of, state_of
+from pyhvd.common.host_id import node_of
+from pyhvd.common.processes import Place, State, here, state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -238,11 +239,39 @@ def test_characters_that_a_file_does_not_have(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "[0]<stdout>:f\\xfcr\n"
 
 
+def test_a_line_that_has_begun_is_shown_and_its_rest_follows() -> None:
+    out = io.StringIO()
+    with Output(out, out) as output:
+        output.write(0, 1, b"Name: ")
+        until = time.monotonic() + PATIENCE_S
+        while not out.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert out.getvalue() == "[0]<stdout>:Name: "
+        output.write(0, 1, b"x\n")
+    assert out.getvalue() == "[0]<stdout>:Name: x\n"
+
+
+def test_only_the_ranks_that_are_asked_for_are_shown_and_all_counts() -> None:
+    out = io.StringIO()
+    with Output(out, out, ranks={1}) as output:
+        output.write(0, 1, b"zero\n")
+        output.write(1, 1, b"one\n")
+        assert wait_for_shown(output, 9) == {0: 5, 1: 4}
+    assert out.getvalue() == "[1]<stdout>:one\n"
+
+
+def test_bytes_that_are_no_utf_8_pass_unchanged() -> None:
+    script = "from pyhvd.job.output import Output\nwith Output() as out: out.write(0, 1, b'\\xff\\xfc\\n')"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env, check=True)
+    assert ended.stdout == b"[0]<stdout>:\xff\xfc\n"
+
+
 @given(st.lists(st.integers(0, 3 * _AT_ONCE), max_size=12), st.booleans())
 def test_pieces_are_whole_lines_and_not_much_longer_than_they_must_be(lengths: list[int], end: bool) -> None:
-    text = "\n".join("x" * length for length in lengths) + "\n" * end
+    text = b"\n".join(b"x" * length for length in lengths) + b"\n" * end
     cut = list(pieces(text))
-    assert "".join(cut) == text
-    assert all(piece.endswith("\n") for piece in cut[:-1])
+    assert b"".join(cut) == text
+    assert all(piece.endswith(b"\n") for piece in cut[:-1])
     for piece in cut:
         assert len(piece) <= _AT_ONCE + max(map(len, piece.splitlines())) + 1

@@ -7,6 +7,7 @@ import math
 import re
 from itertools import chain, pairwise
 from pathlib import Path
+from struct import pack
 from typing import Any
 
 import pytest
@@ -14,21 +15,19 @@ from hypothesis import given, strategies as st
 
 import pyhvd.spark
 from pyhvd.errors import ConfigError, RankFailedError
-from pyhvd.job.addresses import interface_addresses
-from pyhvd.job.errors import UnsupportedLauncherError
+from pyhvd.job.call import interface_names, load_result, rank_variables
+from pyhvd.job.errors import LaunchError, UnsupportedLauncherError
 from pyhvd.job.failure import FailureAnalysis
-from pyhvd.job.messages import Start, Task, encode
+from pyhvd.job.interfaces import interface_addresses
+from pyhvd.job.messages import Member, Start, encode
 from pyhvd.job.placement import RankPlacement, Registry, assign
-from pyhvd.job.process.exit_report import EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
+from pyhvd.job.process.exit_report import ENDED, EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.spark import java
 from pyhvd.spark.api import (
     _driver_hosts,
-    _interfaces,
     _mpiexec_arguments,
-    _rank_env,
     _refuse,
     _start_timeout,
-    _unpickle,
     _use_barrier,
 )
 from pyhvd.spark.errors import JavaNotFoundError, SparkError
@@ -42,7 +41,7 @@ def placements_of(hosts: list[str]) -> list[RankPlacement]:
 def registry_of(hosts: list[str]) -> Registry:
     registry = Registry(len(hosts))
     for index, host in reversed(list(enumerate(hosts))):
-        assert registry.add(Task(index, 0, host, host))
+        assert registry.add(Member(index, 0, host, host))
     return registry
 
 
@@ -77,7 +76,7 @@ def test_every_task_becomes_one_rank_and_hosts_stay_together(hosts: list[str]) -
 
 def test_only_a_newer_attempt_replaces_a_task() -> None:
     registry = Registry(2)
-    old, new = Task(1, 0, "a", "a"), Task(1, 1, "b", "b")
+    old, new = Member(1, 0, "a", "a"), Member(1, 1, "b", "b")
     assert registry.add(old)
     assert registry.add(new)
     assert not registry.add(old)
@@ -85,7 +84,7 @@ def test_only_a_newer_attempt_replaces_a_task() -> None:
     assert registry.missing == [0]
     registry.remove(new)
     assert registry.missing == [0, 1]
-    assert not registry.add(Task(2, 0, "a", "a"))
+    assert not registry.add(Member(2, 0, "a", "a"))
 
 
 def test_the_cause_is_the_rank_that_failed_by_itself() -> None:
@@ -129,6 +128,29 @@ def test_a_rank_that_was_killed_from_outside_is_the_cause_at_once() -> None:
     assert str(failures.error(placements)) == "rank 0 of 3 on host a (Spark task 0) was killed by SIGKILL"
 
 
+_ENDED_2 = ExitReport(2, ENDED, 14, "exited with code 14", 10.2)
+_MPIEXEC = ExitReport(-1, ENDED, 1, "mpiexec exited with code 1", 9.9)
+
+
+@pytest.mark.parametrize(
+    ("report", "is_cause"),
+    [
+        (ExitReport(0, SIGNAL, 139, "was killed by SIGSEGV", 10.3), True),
+        (ExitReport(0, LOST, 1, "is lost", 10.3), True),
+        (ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 2", 10.1), True),
+        (ExitReport(0, SECONDARY, 1, "failed: RankFailedError: rank 2", 10.3), False),
+        (ExitReport(1, ENDED, 14, "exited with code 14", 10.3), False),
+    ],
+)
+def test_a_rank_that_open_mpi_may_have_ended(report: ExitReport, is_cause: bool) -> None:
+    failures = FailureAnalysis()
+    for each in (_MPIEXEC, _ENDED_2, report):
+        failures.add(each, now=100.0)
+        assert failures.settled_at > 100.0 or each.kind == SIGNAL
+    by_rank = {placement.rank: placement for placement in placements_of(["a", "a", "b"])}
+    assert failures.cause(by_rank) == (report if is_cause else _ENDED_2)
+
+
 def test_start_timeout_comes_from_argument_then_environment() -> None:
     both = {"PYHVD_SPARK_START_TIMEOUT": "5", "HOROVOD_SPARK_START_TIMEOUT": "6"}
     assert _start_timeout(4, both) == 4
@@ -146,22 +168,22 @@ def test_start_timeout_comes_from_argument_then_environment() -> None:
 )
 def test_variables_that_no_environment_can_have(env: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"env: {next(iter(env))!r}")):
-        _rank_env(env, None)
+        rank_variables(env, None)
 
 
 def test_variables_go_into_one_message() -> None:
     env = {f"A{number}": "\N{EURO SIGN}" * 40000 for number in range(4)}
-    assert len(encode(Start(0, 1, 0, 1, _rank_env(env, None)))) <= MAX_RECORD
+    assert len(encode(Start(0, 1, 0, 1, rank_variables(env, None)))) <= MAX_RECORD
     with pytest.raises(ValueError, match=r"env: 600015 bytes in all; 524288 are the most"):
-        _rank_env(env | {"A4": "\N{EURO SIGN}" * 40000}, None)
+        rank_variables(env | {"A4": "\N{EURO SIGN}" * 40000}, None)
 
 
 def test_the_first_interface_is_mpis() -> None:
-    assert _interfaces(["eth1", "eth0", "eth1"]) == ["eth1", "eth0"]
-    assert _interfaces({"eth1", "eth0"}) == ["eth0", "eth1"]
-    assert _interfaces("eth0") == ["eth0"]
-    assert _interfaces(None) is None
-    env = _rank_env({"A": ""}, _interfaces(["eth1", "eth0"]))
+    assert interface_names(["eth1", "eth0", "eth1"]) == ["eth1", "eth0"]
+    assert interface_names({"eth1", "eth0"}) == ["eth0", "eth1"]
+    assert interface_names("eth0") == ["eth0"]
+    assert interface_names(None) is None
+    env = rank_variables({"A": ""}, interface_names(["eth1", "eth0"]))
     assert (env["A"], env["UCX_NET_DEVICES"], env["FI_TCP_IFACE"]) == ("", "eth1", "eth1")
 
 
@@ -295,8 +317,9 @@ def test_barrier_mode_unless_executors_come_and_go() -> None:
 
 
 def test_a_result_that_the_driver_cannot_unpickle() -> None:
-    assert _unpickle(0, b"N.") is None
+    good, bad = (bytearray(pack(">QQ", 1, len(data)) + data) for data in (b"N.", b"cnonesuch\nThing\n."))
+    assert load_result(0, good) is None
     with pytest.raises(
-        SparkError, match=r"rank 3 returned .* on the driver: ModuleNotFoundError: .*nonesuch"
+        LaunchError, match=r"rank 3 returned .* on the driver: ModuleNotFoundError: .*nonesuch"
     ):
-        _unpickle(3, b"cnonesuch\nThing\n.")
+        load_result(3, bad)

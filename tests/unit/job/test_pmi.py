@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library
-from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, process_mapping
+from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, answer_get, process_mapping
 from pyhvd.job.mpi.rank_env import MPICH
 
 
@@ -65,6 +65,23 @@ def test_scripted_start() -> None:
         (1, "cmd=get_result rc=-1 msg=key_not_found value=unknown\n")
     ]
     assert server.handle(0, "cmd=finalize") == [(0, "cmd=finalize_ack\n")]
+
+
+def test_what_was_put_is_shared_once_in_parts_and_answers_like_the_server() -> None:
+    server = PmiServer([2])
+    for number in range(5):
+        server.handle(0, f"cmd=put kvsname={server.name} key=k{number} value={'v' * 10}{number}")
+    parts = server.take_unshared(20)
+    assert [sorted(part) for part in parts] == [["k0", "k1"], ["k2", "k3"], ["k4"]]
+    assert server.take_unshared(20) == []
+    values = {key: value for part in parts for key, value in part.items()}
+    for line in (f"cmd=get kvsname={server.name} key=k{number}" for number in range(5)):
+        assert [(1, answer_get(line, server.name, values))] == server.handle(1, line)
+        assert answer_get(line, "another world", values) is None
+    assert answer_get(f"cmd=get kvsname={server.name} key=absent", server.name, values) is None
+    assert answer_get(f"cmd=put kvsname={server.name} key=k1 value=x", server.name, values) is None
+    server.handle(1, f"cmd=put kvsname={server.name} key=late value=x")
+    assert server.take_unshared(20) == [{"late": "x"}]
 
 
 @given(st.integers(1, 6), st.data())

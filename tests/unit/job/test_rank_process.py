@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
-from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import Start
 from pyhvd.job.mpi.openmpi.daemon import daemon_environment
 from pyhvd.job.process.exit_report import LOST
 from pyhvd.job.process.supervised import SupervisedProcess
-from pyhvd.job.rank_process import RankProcess, rank_environment
+from pyhvd.job.rank_process import RankEvents, RankProcess, rank_environment
 from tests.spark_services import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
@@ -31,10 +32,17 @@ def test_a_rank_that_ends_before_it_has_taken_its_code(tmp_path: Path) -> None:
     assert process.failure.report.kind == LOST
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
+_EVENTS = RankEvents(_ignore, _ignore, _ignore, _ignore, _ignore)
+
+
 def _end_under(python: Path) -> RankProcess:
     """Return a rank that has ended before it has taken its code; its guardian is in the file `python`."""
     start = Start(0, 1, 0, 1, {}, str(python))
-    process = RankProcess(start, bytes(1 << 24), lambda _: None, lambda: None, lambda *_: None, {})
+    process = RankProcess(start, bytes(1 << 24), _EVENTS)
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the rank has reported, and nobody reads the code
     _see_to_the_end(process)
     return process
@@ -94,7 +102,7 @@ os._exit(0 if sorted(left) == sorted([0, 1, 2, guarded, life]) else 1)
 def test_a_rank_that_cannot_be_started_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match="null byte"):
-        RankProcess(Start(0, 1, 0, 1, {"A": "\0"}), b"", lambda _: None, lambda: None, lambda *_: None, {})
+        RankProcess(Start(0, 1, 0, 1, {"A": "\0"}), b"", _EVENTS)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -115,7 +123,43 @@ def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
     given = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_plm": "x", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1"}
     given |= {"OMPI_MCA_ess_base_jobid": "7", "OMPI_MCA_orte_hnp_uri": "u", "PRTE_LAUNCHED": "1", "A": "b"}
     rank = rank_environment(given, Start(0, 1, 0, 1, {}))
-    daemon = daemon_environment(given, "host", [("driver", 1)], Secret())
+    daemon = daemon_environment(given)
     for env in (rank, daemon):
         assert {name for name in given if name in env} == {"OMPI_MCA_btl", "PRTE_MCA_plm", "A"}
     assert rank_environment(given, Start(0, 1, 0, 1, {"OMPI_MCA_btl": "sm"}))["OMPI_MCA_btl"] == "sm"
+
+
+def test_a_guardian_removes_the_shared_memory_that_mpi_left() -> None:
+    """It knows MPI's files by their names, and keeps all others."""
+    names = [f"{prefix}{uuid.uuid4().hex}" for prefix in ("mpich_shm_", "sm_segment.", "own_")]
+    program = f"""
+import mmap, socket, sys, time
+from pyhvd.job.process.guardian import guard
+
+def body():
+    kept = []
+    for name in {names!r}:
+        with open(f"/dev/shm/{{name}}", "w+b") as file:
+            file.truncate(4096)
+            kept.append(mmap.mmap(file.fileno(), 4096))
+    print("ready", flush=True)
+    time.sleep(1000)
+
+guard(int(sys.argv[1]), body)
+"""
+    mine, its = socket.socketpair()
+    with mine, its:
+        argv = [sys.executable, "-c", program, str(its.fileno())]
+        guardian = subprocess.Popen(argv, stdout=subprocess.PIPE, pass_fds=[its.fileno()])
+        its.close()
+        assert guardian.stdout is not None
+        try:
+            assert guardian.stdout.readline() == b"ready\n"
+            mine.shutdown(socket.SHUT_WR)
+            assert guardian.wait(10) == 0
+            assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, False, True]
+        finally:
+            guardian.kill()
+            guardian.stdout.close()
+            for name in names:
+                Path(f"/dev/shm/{name}").unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,31 +19,35 @@ from unittest.mock import patch
 import cloudpickle
 import pytest
 
+from pyhvd.common.host_id import host_hash
 from pyhvd.common.text import MAX_TEXT
 from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.job.agent import Agent
 from pyhvd.job.connections import SILENT_S, Peer
 from pyhvd.job.errors import LaunchError, StartTimeoutError
-from pyhvd.job.host_id import host_hash
-from pyhvd.job.job_key import Secret
 from pyhvd.job.messages import (
     OUTPUT_CREDIT,
     Beat,
     Ended,
+    Member,
     Pmi,
     RankOutput,
     Start,
     Stop,
-    Task,
     decode_from_driver,
     encode,
 )
+from pyhvd.job.rank_process import RankProcess
 from pyhvd.job.rendezvous import PmiRendezvous
+from pyhvd.job.result import dump
 from pyhvd.spark import errors as spark_errors
-from pyhvd.spark.errors import SparkError, as_spark_errors, reason_of
+from pyhvd.spark.api import as_spark_errors
+from pyhvd.spark.errors import SparkError, reason_of
 from pyhvd.spark.job import CollectJob
-from pyhvd.transport.tcp.connection import Connection, connect, new_key
+from pyhvd.transport.tcp.connection import Connection, Secret, connect, new_key
 from pyhvd.transport.tcp.session import ChannelError
 from tests.spark_services import PATIENCE_S, Bench, EagerDisplay, drop
+from tests.waiting import wait_gone, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Spark's ranks need Linux")
 
@@ -55,6 +59,33 @@ def rank() -> int:
 def test_results_in_rank_order_whatever_the_tasks_order() -> None:
     bench = Bench(rank, 3, drop)
     assert bench.run(bench.task(2), bench.task(0), bench.task(1)) == [0, 1, 2]
+
+
+def test_an_agent_owns_several_ranks() -> None:
+    shown: list[tuple[int, int, bytes]] = []
+
+    def local_rank() -> tuple[str, str]:
+        print(os.environ["PMI_RANK"])
+        return os.environ["MPI_LOCALRANKID"], os.environ["MPI_LOCALNRANKS"]
+
+    bench = Bench(local_rank, 5, lambda *what: shown.append(what), agents=2)
+    ended: list[list[int]] = []
+
+    def agent(index: int, slots: int) -> Callable[[], Any]:
+        def run() -> Any:
+            driver = connect(bench.addresses, bench.secret.reveal(), PATIENCE_S)
+            with closing(driver), closing(Agent(driver, RankProcess)) as made:
+                results = made.run(Member(index, 0, str(index), f"host {index}", slots))
+                driver.finish(PATIENCE_S)
+            ended.append(sorted(results))
+            return list(results.items())
+
+        return run
+
+    results = bench.run(agent(0, 3), agent(1, 2))
+    assert results == [("0", "3"), ("1", "3"), ("2", "3"), ("0", "2"), ("1", "2")]
+    assert sorted(ended) == [[0, 1, 2], [3, 4]]
+    assert sorted(shown) == [(rank, 1, b"%d\n" % rank) for rank in range(5)]
 
 
 def test_where_so_many_files_are_open_that_select_knows_no_other() -> None:
@@ -86,7 +117,7 @@ def _print_much() -> None:
 def test_who_reads_the_output_may_stand_still_for_longer_than_the_driver_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pyhvd.job.agent._DRIVER_SILENT_S", 1.5)
+    monkeypatch.setattr("pyhvd.job.agent.DRIVER_SILENT_S", 1.5)
     begin = time.monotonic()
     display = Slow()
     bench = Bench(_print_much, 2, drop, display=display)
@@ -164,10 +195,10 @@ def test_nothing_is_lost_of_what_comes_after_the_results(monkeypatch: pytest.Mon
                 break
             time.sleep(0.01)
         for _ in range(64):
-            connection.send(encode(RankOutput(1, b"x" * 65536)))
-        connection.send(encode(Ended()))
+            connection.send(encode(RankOutput(0, 1, b"x" * 65536)))
+        connection.send(encode(Ended(0)))
         threading.Thread(target=connection.finish, args=(PATIENCE_S,)).start()
-        return 0, cloudpickle.dumps("result")
+        return 0, b"".join(dump("result"))
 
     assert bench.run(much_then_a_result) == ["result"]
     assert sum(map(len, shown)) == 64 * 65536
@@ -234,7 +265,7 @@ def test_an_older_attempt_that_comes_late_is_sent_away() -> None:
     stopped: list[str] = []
 
     def old_attempt() -> None:
-        wait_until(lambda: bench.service._registry.missing == [1])
+        wait_until(lambda: bench.service._machine._registry.missing == [1])
         stopped.append(wait_for_stop(bench.register(0)).reason)
 
     def other() -> tuple[int, bytes] | None:
@@ -290,13 +321,6 @@ def test_a_task_that_comes_as_the_job_ends_is_told_why_it_ended() -> None:
     assert stopped == [Stop("the test is over", quietly=True)]
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert holds()
-
-
 def wait_for_stop(connection: Connection) -> Stop:
     until = time.monotonic() + PATIENCE_S
     while connection.open and time.monotonic() < until:
@@ -337,11 +361,9 @@ def test_the_end_of_a_job_does_not_wait_for_a_silent_task() -> None:
 
 def times_out_once_only_these_are_missing(bench: Bench, missing: list[int]) -> None:
     """Let the start time out only once exactly these ranks are missing, however slow the machine is."""
-    service: Any = bench.service
-    inner = service._start_or_time_out
-    service._start_or_time_out = lambda now, until: inner(
-        now, until if service._registry.missing == missing else math.inf
-    )
+    machine: Any = bench.service._machine
+    inner = machine.tick
+    machine.tick = lambda now: inner(now if machine._registry.missing in (missing, []) else -math.inf)
 
 
 def test_tasks_that_do_not_come_are_named() -> None:
@@ -438,17 +460,7 @@ def test_what_a_rank_has_started_goes_with_it(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="RuntimeError: now"):
         bench.run(bench.task(0))
     pid = int(pid_file.read_text())
-    until = time.monotonic() + PATIENCE_S
-    while _runs(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_gone([pid])
 
 
 def test_a_python_that_has_no_pyhvd(tmp_path: Path) -> None:
@@ -479,7 +491,7 @@ class Broken(PmiRendezvous):
 
     def check(self, now: float) -> None:
         if self.begun.is_set():
-            self._driver.tell_rank(1, Pmi("cmd=barrier_out\n"))
+            self._driver.tell_rank(1, Pmi(1, "cmd=barrier_out\n"))
 
 
 def test_a_task_that_is_lost_between_the_rendezvous_and_the_start_is_the_error() -> None:
@@ -534,7 +546,7 @@ def test_an_error_is_not_lost_when_spark_cannot_be_told(caplog: pytest.LogCaptur
 
 
 def test_hosts_that_cannot_be_described_are_a_launch_error() -> None:
-    hosts = [[Task(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
+    hosts = [[Member(i, 0, str(i), "h")] * (1 + i % 2) for i in range(200)]
     driver: Any = None
     with pytest.raises(LaunchError, match="use as many ranks on each host"):
         PmiRendezvous().begin(driver, hosts)

@@ -21,6 +21,7 @@ from pyhvd import __main__ as dispatcher, __version__
 from pyhvd.job.mpi.flavour import INSTALL
 from pyhvd.run import check_build
 from pyhvd.run.check_build import Importable, MpiFacts, alone, describe_build, probe_mpi, try_import
+from pyhvd.run.horovod_name import HorovodName
 from pyhvd.tools.doctor import facts as gathering, gpus
 from pyhvd.tools.doctor.advice import Finding, Level, examine, rate, size, span
 from pyhvd.tools.doctor.facts import OPTIONAL, Memory, Shared
@@ -171,6 +172,7 @@ node1
   ok       limits         4096 open files, unlimited of locked memory
   ok       packages       rich 15.0
   ok       not there      torch (extra torch)
+  ok       horovod        none: pip install pyhvd-horovod, or pyhvdrun --as-horovod
   ok       scheduler      none
   ok       environment    nothing of pyhvd's is set
 
@@ -395,7 +397,10 @@ Available Tensor Operations:
 MPI:
     mpi4py 4.1.2
     MPICH 5.0.2 (system)
-    thread level: MPI_THREAD_MULTIPLE"""
+    thread level: MPI_THREAD_MULTIPLE
+
+import horovod:
+    none: pip install pyhvd-horovod, or pyhvdrun --as-horovod"""
 FRAMEWORKS = [
     Importable("numpy", True, "2.4.6"),
     Importable("cupy", True, "13.6"),
@@ -405,21 +410,26 @@ NO_NCCL = Importable("NCCL", False, "CuPy finds none")
 
 
 def test_check_build_in_horovods_form() -> None:
-    assert describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, False).replace(__version__, "VERSION") == BUILD
+    assert (
+        describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, False, HorovodName()).replace(__version__, "VERSION")
+        == BUILD
+    )
 
 
 def test_check_build_says_why() -> None:
-    text = describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, True)
+    text = describe_build(GOOD.mpi, FRAMEWORKS, NO_NCCL, True, HorovodName())
     assert "[X] numpy  (2.4.6)" in text
     assert "[ ] NCCL  (CuPy finds none)" in text
     assert "[ ] torch  (ModuleNotFoundError: No module named 'torch')" in text
     assert "MPICH 5.0.2 (system, /l/libmpi.so)" in text
-    with_nccl = describe_build(GOOD.mpi, FRAMEWORKS, Importable("NCCL", True, "22304"), True)
+    with_nccl = describe_build(GOOD.mpi, FRAMEWORKS, Importable("NCCL", True, "22304"), True, HorovodName())
     assert "[X] NCCL  (22304)" in with_nccl
 
 
 def test_check_build_without_mpi() -> None:
-    text = describe_build(MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, NO_NCCL, False)
+    text = describe_build(
+        MpiFacts(error="importing mpi4py failed (no module)"), FRAMEWORKS, NO_NCCL, False, HorovodName()
+    )
     assert "[ ] MPI" in text
     assert "[X] MPI" not in text
     assert "mpi4py not found" in text
@@ -427,7 +437,7 @@ def test_check_build_without_mpi() -> None:
 
 
 def test_check_build_says_what_torch_is_for() -> None:
-    text = describe_build(GOOD.mpi, [Importable("torch", True, "2.9")], NO_NCCL, True)
+    text = describe_build(GOOD.mpi, [Importable("torch", True, "2.9")], NO_NCCL, True, HorovodName())
     assert "[X] torch  (2.9: CPU tensors, and by CuPy CUDA tensors, neither with a copy)" in text
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyhvd.transport.tcp.connection import Connection, connect, listen, new_key
+from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError, Role, Session
 
 KEY = new_key()
@@ -21,6 +24,16 @@ _PATIENCE_S = 20.0
 def listener() -> Iterator[socket.socket]:
     with listen("127.0.0.1", 8) as made:
         yield made
+
+
+def test_listening_on_a_range_of_ports(listener: socket.socket) -> None:
+    taken = listener.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", 1, range(taken, taken + 1))
+    for _ in range(8):
+        # The ports of a range are tried from a random one on.
+        with listen("127.0.0.1", 1, [taken, 0]) as other:
+            assert other.getsockname()[1] != taken
 
 
 def serve(listener: socket.socket, key: bytes, kept: list[Connection]) -> None:
@@ -148,3 +161,54 @@ def test_sending_to_a_peer_that_is_gone_does_no_harm(listener: socket.socket) ->
         client.send(bytes(1000))
     assert receive_end(client) == []
     client.close()
+
+
+def test_a_session_over_a_pair_of_sockets() -> None:
+    one, other = socket.socketpair()
+    key = new_key()
+    server = Connection(one, Session(key, Role.SERVER, skip=100))
+    client = Connection(other, Session(key, Role.CLIENT))
+    while not (client.authenticated and server.authenticated):
+        client.pump_out()
+        server.pump_in()
+        client.pump_in()
+    client.send(b"hello")
+    assert server.pump_in() == [b"hello"]
+    client.close()
+    assert server.pump_in() == []
+    assert not server.open
+    server.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="two pipes need epoll")
+def test_a_session_over_two_pipes_whose_reader_is_slow() -> None:
+    reader, to_client = os.pipe()
+    from_client, writer = os.pipe()
+    key = new_key()
+    client = Connection(PipePair(reader, writer), Session(key, Role.CLIENT))
+    server = Connection(PipePair(from_client, to_client), Session(key, Role.SERVER))
+    while not (client.authenticated and server.authenticated):
+        client.pump_out()
+        server.pump_in()
+        client.pump_in()
+    message = bytes(MAX_RECORD)
+    for _ in range(2):  # a pipe holds 1 MiB at most
+        client.send(message)
+    assert [client.wants_write] == [True]
+    assert not select.select([client], [], [], 0)[0]
+    got: list[bytes] = []
+    while len(got) < 2:
+        assert select.select([server], [], [], _PATIENCE_S)[0]
+        got += server.pump_in()
+        assert not client.wants_write or select.select([client], [], [], _PATIENCE_S)[0]
+        client.pump_out()
+    assert got == [message] * 2
+    assert [client.wants_write] == [False]
+    client.send(b"the end")
+    threading.Thread(target=client.finish, args=(_PATIENCE_S,)).start()
+    assert select.select([server], [], [], _PATIENCE_S)[0]
+    assert server.pump_in() == [b"the end"]
+    while server.open:
+        server.wait(_PATIENCE_S)
+        server.pump_in()
+    server.close()

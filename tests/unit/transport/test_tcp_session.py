@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import random
 
 import pytest
 from hypothesis import given, strategies as st
@@ -212,3 +214,78 @@ def test_what_is_shown_has_no_secret() -> None:
 def test_keys_that_are_short_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 16 random bytes"):
         Session(b"password", Role.CLIENT)
+
+
+@given(st.binary(max_size=2000).filter(lambda printed: b"pyhvd/1\n" not in printed), st.data())
+def test_what_a_login_shell_prints_is_skipped(printed: bytes, data: st.DataObject) -> None:
+    client, server = Session(KEY, Role.CLIENT), Session(KEY, Role.SERVER, skip=2000)
+    stream = printed + client.take_outgoing()
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        server.receive(stream[:size])
+        stream = stream[size:]
+    client.receive(server.take_outgoing())
+    server.receive(client.take_outgoing())
+    assert server.authenticated
+    assert server.skipped == printed
+
+
+def feed_forever(server: Session) -> None:
+    while True:
+        server.receive(b"Welcome to pyhvd! ")
+
+
+def test_a_login_shell_that_prints_forever_is_no_peer() -> None:
+    server = Session(KEY, Role.SERVER, skip=1 << 16)
+    with pytest.raises(ChannelError, match="more than 65536 bytes arrived"):
+        feed_forever(server)
+    assert server.skipped.startswith(b"Welcome to pyhvd!")
+    assert len(server.skipped) < (1 << 16) + 100
+
+
+def _mutated(stream: bytearray, chance: random.Random) -> bytearray:
+    """Change a stream at random: bits, pieces that are repeated, left out, moved, put in, or a cut."""
+    at, end = sorted(chance.randrange(len(stream) + 1) for _ in range(2))
+    how = chance.randrange(6)
+    if how == 0 and at < len(stream):
+        stream[at] ^= 1 << chance.randrange(8)
+    elif how == 1:
+        stream[at:at] = stream[at:end]
+    elif how == 2:
+        del stream[at:end]
+    elif how == 3:
+        stream[:] = stream[:at] + stream[end:] + stream[at:end]
+    elif how == 4:
+        stream[at:at] = chance.randbytes(chance.choice([1, 4, 36, 300]))
+    else:
+        stream[at : at + 4] = chance.randbytes(4)
+    return stream
+
+
+def test_a_hundred_thousand_changed_streams() -> None:
+    """Only whole messages before the change get through, in order; no text has a secret."""
+    chance = random.Random(1)
+    client, server = connected()
+    secrets = {KEY, *(value for value in vars(server).values() if isinstance(value, bytes) and value)}
+    messages = [chance.randbytes(size) for size in (0, 1, 40, 200)]
+    for message in messages:
+        client.send(message)
+    stream = client.take_outgoing()
+    said: list[str] = []
+    for _ in range(100_000):
+        peer = copy.deepcopy(server)
+        data = _mutated(bytearray(stream), chance)
+        got = []
+        try:
+            for piece in (data[: len(data) // 2], data[len(data) // 2 :]):
+                got += peer.receive(piece)
+            peer.end()
+        except ChannelError as exc:
+            said.append(str(exc))
+            with pytest.raises(ChannelError):  # hung up: it takes no more
+                peer.receive(stream)
+        assert got == messages[: len(got)]
+    assert len(said) > 50_000
+    assert len(secrets) > 1
+    for secret in secrets:
+        assert not any(secret.hex() in text or repr(secret)[2:-1] in text for text in said)

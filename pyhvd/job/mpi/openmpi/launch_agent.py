@@ -1,7 +1,7 @@
-"""``python -m pyhvd.job.mpi.openmpi.launch_agent HOST COMMAND``: mpiexec calls it instead of ssh.
+"""``python -P -m pyhvd.job.mpi.openmpi.launch_agent HOST COMMAND``: mpiexec calls it instead of ssh.
 
-The agent asks the driver to run the command beside the first Spark task of the host, and exits with the
-command's exit code. The task sends the command's output to the driver. Only pyhvd.spark.run uses the agent.
+The launch agent runs on the driver's host. It asks the driver to have the host's agent run the command, and
+exits with the command's exit code. The host's agent sends the command's output to the driver.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from pyhvd.job.job_key import call_driver
-from pyhvd.job.messages import Exit, Launch, RankProxy, decode_from_driver, encode
+from pyhvd.job.messages import Exit, FromProgram, Launch, decode_from_driver, encode
+from pyhvd.job.mpi.openmpi.local_server import call_server
 from pyhvd.transport.tcp.session import ChannelError
 
 
@@ -24,19 +24,19 @@ def parse(arguments: Sequence[str]) -> Launch:
     return Launch(words[0], " ".join(words[1:]))
 
 
-def run(who: str, introduce: Callable[[], Launch | RankProxy]) -> int:
-    """Introduce this process to the driver, and return the exit code that the driver sends.
+def run(who: str, introduce: Callable[[], FromProgram]) -> int:
+    """Introduce this process to its server, and return the exit code that the server sends.
 
-    Return 1 if the driver is gone, or if this process was not started by mpiexec.
+    Return 1 if the server is gone, or if this process was not started by mpiexec.
     """
     try:
         message = introduce()
-        driver = call_driver()
-        driver.send(encode(message))
-        while driver.open:
-            driver.wait()
-            driver.pump_out()
-            for record in driver.pump_in():
+        server = call_server()
+        server.send(encode(message))
+        while server.open:
+            server.wait()
+            server.pump_out()
+            for record in server.pump_in():
                 answer = decode_from_driver(record)
                 if isinstance(answer, Exit):
                     return answer.code

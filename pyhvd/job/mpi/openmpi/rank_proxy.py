@@ -1,8 +1,8 @@
-"""``python -m pyhvd.job.mpi.openmpi.rank_proxy``: mpiexec's daemon starts it as a rank.
+"""``python -P -m pyhvd.job.mpi.openmpi.rank_proxy``: mpiexec's daemon starts it as a rank.
 
-The rank itself is a child of its own Spark task, with that executor's environment, limits and lifetime. The
-proxy sends the variables that mpiexec set, by which MPI finds the daemon, to the driver for that task. It
-exits when the driver says so, with the rank's exit code. Only pyhvd.spark.run uses it.
+The rank itself is a child of its agent, which supervises it. The proxy sends the variables that mpiexec set,
+by which MPI finds the daemon, to the agent that runs the daemon. That agent passes them on to the driver. The
+proxy exits when the driver says so.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from pyhvd.job.job_key import VARIABLES
 from pyhvd.job.messages import RankProxy
 from pyhvd.job.mpi.openmpi.launch_agent import run
+from pyhvd.job.mpi.openmpi.local_server import VARIABLES
 from pyhvd.job.mpi.rank_env import OPENMPI, read_rank_env
 from pyhvd.transport.tcp.session import ChannelError
 
-HOST = "_PYHVD_JOB_HOST"
-"""The variable with this host's name in mpiexec's host list."""
 PYTHON = "_PYHVD_JOB_PYTHON"
 """The variable with the Python of this host's rank proxies."""
 
-# Variables that stay here: a shell sets some, each executor has its own programs and libraries, and no rank
-# may see the key.
+# Variables that stay here: a shell sets some, each host has its own programs and libraries, and no rank may
+# see the key.
 _NOT_PASSED = VARIABLES | {
     "PWD", "OLDPWD", "SHLVL", "_", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH",
 }  # fmt: skip
@@ -46,7 +44,7 @@ def read_environment(pid: int) -> dict[str, str]:
 
 
 def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> RankProxy:
-    """Return this proxy's first message to the driver.
+    """Return this proxy's message.
 
     Raises
     ------
@@ -56,8 +54,7 @@ def introduce(environ: Mapping[str, str], of_daemon: Mapping[str, str]) -> RankP
     rank_env = read_rank_env(environ)
     if rank_env is None or rank_env.launcher != OPENMPI:
         raise ChannelError("Open MPI's mpiexec starts this program; do not start it by hand")
-    added = added_variables(environ, of_daemon)
-    return RankProxy(environ.get(HOST, ""), rank_env.rank, rank_env.local_rank, added)
+    return RankProxy(rank_env.rank, rank_env.local_rank, added_variables(environ, of_daemon))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 import tempfile
 from collections.abc import Mapping
 
+PARAMETERS = ("OMPI_MCA_", "PRTE_MCA_")
+"""How names of variables begin that set Open MPI's parameters."""
 # Open MPI creates sockets below its temporary directory; the path of a socket has at most 108 bytes.
 _LONGEST_DIRECTORY = 60
 

@@ -1,0 +1,57 @@
+"""What a rank's function returned, as bytes: its pickle, and beside the pickle the large arrays.
+
+Neither the rank nor the driver copies these arrays. The bytes are, in this order, and each of the last at a
+multiple of 16:
+
+1. the number of pieces, and the length of each;
+2. the pieces: the pickle, then the buffers of the arrays in the pickle's order.
+"""
+
+from __future__ import annotations
+
+import struct
+from pickle import PickleBuffer
+from typing import Any
+
+_NUMBER = struct.Struct("!Q")
+# malloc aligns a bytearray to this, which all dtypes of arrays need at most.
+_ALIGNED = 16
+# A smaller array stays in the pickle, and keeps no others alive on the driver.
+_LARGE = 1 << 16
+
+
+def dump(value: Any) -> list[bytes | memoryview]:
+    """Return the bytes of a value in pieces; cloudpickle carries it."""
+    import cloudpickle
+
+    arrays: list[memoryview] = []
+
+    def stays(buffer: PickleBuffer) -> bool:
+        """Return whether an array stays in the pickle."""
+        try:
+            raw = buffer.raw()
+        except BufferError:  # it is not contiguous
+            return True
+        if raw.nbytes < _LARGE:
+            return True
+        arrays.append(raw)
+        return False
+
+    pieces: list[bytes | memoryview] = [cloudpickle.dumps(value, buffer_callback=stays), *arrays]
+    head = b"".join(_NUMBER.pack(number) for number in (len(pieces), *map(len, pieces)))
+    return [part for piece in (head, *pieces) for part in (piece, bytes(-len(piece) % _ALIGNED))]
+
+
+def load(data: bytearray) -> Any:
+    """Return the value of :func:`dump`; its large arrays are parts of `data`."""
+    import cloudpickle
+
+    whole = memoryview(data)
+    (count,) = _NUMBER.unpack_from(data)
+    begin = _NUMBER.size * (1 + count)
+    pieces = []
+    for (length,) in _NUMBER.iter_unpack(whole[_NUMBER.size : begin]):
+        begin += -begin % _ALIGNED
+        pieces.append(whole[begin : begin + length])
+        begin += length
+    return cloudpickle.loads(pieces[0], buffers=pieces[1:])

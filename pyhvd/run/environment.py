@@ -1,0 +1,42 @@
+"""Which variables of the launcher reach the ranks on other hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+# Of the launcher's own login, terminal and devices.
+_NEVER = {
+    *("PWD", "OLDPWD", "SHLVL", "_", "HOME", "USER", "LOGNAME", "MAIL", "SHELL", "HOSTNAME", "DISPLAY"),
+    *("LS_COLORS", "TMPDIR"),
+}
+_NEVER_PREFIXES = (
+    *("TERM", "SSH_", "XDG_", "DBUS_", "BASH_FUNC_"),
+    # Of a job that the launcher itself may be part of.
+    *("PMI", "OMPI_COMM", "PRTE", "HYDRA", "HYDI_", "MPI_LOCAL", "SLURM_", "PBS_", "LSB_", "FLUX_"),
+)
+_NEVER_SUFFIX = "_VISIBLE_DEVICES"
+_NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def to_send(environ: Mapping[bytes, bytes], settings: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return the variables to send: the launcher's, but for those of its own host and job, and the settings.
+
+    Parameters
+    ----------
+    environ : mapping of bytes to bytes
+        The launcher's environment.
+    settings : mapping of str to str
+        The user's; they are sent in any case.
+    """
+    sent = {name: value for name, value in environ.items() if _is_sent(name)}
+    sent |= {os.fsencode(name): os.fsencode(value) for name, value in settings.items()}
+    return list(sent.items())
+
+
+def _is_sent(name: bytes) -> bool:
+    text = os.fsdecode(name)
+    if text in _NEVER or text.startswith(_NEVER_PREFIXES) or text.endswith(_NEVER_SUFFIX):
+        return False
+    return _NAME.fullmatch(name) is not None

@@ -1,0 +1,430 @@
+"""``launch``: run a function on ranks of this host or of others; ``Hosts``: the same again on kept agents.
+
+Any thread may call. No signal is handled, and nothing is printed but the ranks' output. The thread that calls
+serves the job: see :mod:`pyhvd.job.function_driver`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import pickle
+import re
+import shlex
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ParamSpec, TextIO, TypedDict, TypeVar, Unpack
+
+from pyhvd.errors import RankFailedError, RemoteError
+from pyhvd.job.call import (
+    check_call,
+    check_size,
+    check_text_files,
+    expect,
+    interface_names,
+    is_duration,
+    load_result,
+    rank_variables,
+)
+from pyhvd.job.driver import JobSpec
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.function_driver import FunctionDriver
+from pyhvd.job.function_process import dump_call
+from pyhvd.job.hosts_driver import Seat
+from pyhvd.job.hosts_machine import RankError
+from pyhvd.job.kept_agents import KeptAgents
+from pyhvd.job.network_plans import ANY, parse_wishes
+from pyhvd.job.output import Output
+from pyhvd.run.cli import Options
+from pyhvd.run.clusters.detection import find_rank
+from pyhvd.run.clusters.results import Surroundings
+from pyhvd.run.environment import to_send
+from pyhvd.run.hosts import HostSeats, HostsError, Seats, is_loopback
+from pyhvd.run.launch_agent import check_agent, explain
+from pyhvd.run.many_hosts import agent_commands, check_hosts, make_files, wanted_network
+from pyhvd.run.own_host import find_own
+from pyhvd.run.selection import read_file, select
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("pyhvd")
+
+_START_TIMEOUT_S = 30.0
+# How long the agents have to end their ranks after a failure.
+_STOP_S = 5.0
+# The names of pyhvdrun's flags in errors, and the arguments here.
+_ARGUMENTS = {
+    "-H": "hosts",
+    "-n": "np",
+    "--hosts": "hosts",
+    "--hostfile": "hostfile",
+    "--start-timeout": "start_timeout",
+    "--ssh-port": "ssh_port",
+    "--python": "executable",
+    "--chdir": "directory",
+    "--output-filename": "output_filename",
+    "--network-interfaces": "network_interfaces",
+}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is one call's own; see :func:`launch`."""
+
+    env: Mapping[str, str] | None
+    stdout: TextIO | None
+    stderr: TextIO | None
+    output_filename: str | None
+    prefix_output_with_timestamp: bool
+    directory: str | None
+
+
+class Hosts:
+    """Hosts on which functions run, one after the other or several at once; a context manager.
+
+    The agents that look after the ranks stay between two calls of :meth:`launch`, so that the second starts
+    faster. They end with the context, with this process, or when they hear nothing of it for 20 s.
+
+    Parameters
+    ----------
+    hosts : str, optional
+        ``"h1:4,h2:4"``, as after ``pyhvdrun -H``. Without it and `hostfile`: the hosts that a cluster
+        allocated to this job, else this host.
+    hostfile : str, optional
+        The path of a file whose lines are ``h slots=4``, ``h:4`` or ``h``.
+    np : int, optional
+        The number of ranks, unless :meth:`launch` says another; by default one for each slot, and one on this
+        host alone.
+    start_timeout : float, optional
+        Seconds until all ranks must have started (30).
+    ssh_port : int, optional
+        The port of the hosts' sshd.
+    ssh_identity_file : str, optional
+        The private key for ssh.
+    network_interfaces : str or iterable of str, optional
+        The network between the hosts: interfaces, or subnets; see ``pyhvdrun --network-interfaces``.
+    executable : str, optional
+        The ranks' Python on all hosts; by default this one.
+    launch_agent : str, optional
+        A command in place of ssh, which has ``{host}`` and ``{command}`` in it.
+    verbose : int
+        1: log the commands that start the agents.
+
+    Raises
+    ------
+    ValueError
+        An argument is invalid, or there are not enough slots.
+    """
+
+    def __init__(
+        self,
+        hosts: str | None = None,
+        hostfile: str | os.PathLike[str] | None = None,
+        np: int | None = None,
+        start_timeout: float | None = None,
+        ssh_port: int | None = None,
+        ssh_identity_file: str | None = None,
+        network_interfaces: str | Sequence[str] | None = None,
+        executable: str | None = None,
+        launch_agent: str | None = None,
+        verbose: int = 0,
+    ) -> None:
+        _check_places(hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, launch_agent)
+        expect(isinstance(verbose, int), "verbose", verbose, "0 or 1")
+        self._options = Options(
+            program=[],
+            num_proc=None if np is None else check_size(np, "np"),
+            start_timeout=_START_TIMEOUT_S if start_timeout is None else float(start_timeout),
+            python=executable,
+            hosts=hosts,
+            hostfile=None if hostfile is None else os.fspath(hostfile),
+            launch_agent=launch_agent,
+            ssh_port=ssh_port,
+            ssh_identity_file=ssh_identity_file,
+            network_interfaces=_network(network_interfaces),
+        )
+        self._level = logging.WARNING if verbose else logging.DEBUG
+        self._seats = functools.cache(functools.partial(_take_seats, self._options))
+        self._seats(self._options.num_proc)
+        self._kept: KeptAgents | None = KeptAgents()
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the agents."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+    def launch(
+        self,
+        fn: Callable[P, R],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        np: int | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        output_filename: str | None = None,
+        prefix_output_with_timestamp: bool = False,
+        directory: str | None = None,
+    ) -> list[R]:
+        """Run ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
+
+        The parameters, and the errors, are those of :func:`pyhvd.launch`.
+        """
+        files = check_text_files(stdout, stderr)
+        job = _Job(env, *files, output_filename, prefix_output_with_timestamp, directory)
+        return self._launch((fn, args, kwargs), np, job)
+
+    def _launch(self, call: tuple[Any, Any, Any], np: int | None, job: _Job) -> list[Any]:
+        if self._kept is None:
+            raise ValueError("these hosts are closed: make new ones")
+        fn, args, kwargs = call
+        check_call((fn, args, {} if kwargs is None else kwargs), job.env, self._options.python)
+        seats = self._seats(self._options.num_proc if np is None else check_size(np, "np"))
+        directory = os.path.abspath(job.directory or os.getcwd())
+        variables = to_send(os.environb, rank_variables(job.env, None))
+        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
+        spec = JobSpec(seats.size, code, start_timeout=self._options.start_timeout)
+        with _naming_arguments(), contextlib.ExitStack() as stack:
+            copies = make_files(job.output_filename, seats.size)
+            for file in (file for both in copies.values() for file in both.values()):
+                stack.callback(file.close)
+            shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=copies)
+            with shown as output:
+                return _run(self._make_driver(spec, seats, directory, output, self._kept))
+
+    def _make_driver(
+        self, spec: JobSpec, seats: Seats, directory: str, output: Output, kept: KeptAgents
+    ) -> FunctionDriver:
+        commands = agent_commands(self._options, seats)
+        names = {each.host.name: _name(each) for each in seats.hosts}
+        logins = {_name(each): each.host.destination for each in seats.hosts}
+        for name, command in commands.items():
+            _log.log(self._level, "the agent of %s: %s", names[name], shlex.join(command))
+        return FunctionDriver(
+            spec,
+            [Seat(_name(each), len(each.ranks), commands[each.host.name]) for each in seats.hosts],
+            lambda: check_hosts(self._options, directory),
+            lambda name, code, said: explain(logins[name], code, said),
+            output,
+            lambda text: _log.log(self._level, "%s", text),
+            wanted_network(self._options, seats),
+            kept,
+        )
+
+
+class Elastic(TypedDict, total=False):
+    """Horovod's arguments for elastic jobs, in which ranks come and go."""
+
+    min_num_proc: int | None
+    max_num_proc: int | None
+    slots: int | None
+    reset_limit: int | None
+    cooldown_range: tuple[int, int] | None
+    host_discovery_script: str | None
+    discovery: object
+
+
+def launch(
+    fn: Callable[P, R],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    num_proc: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    launch_agent: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    output_filename: str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    directory: str | None = None,
+    verbose: int = 0,
+    **elastic: Unpack[Elastic],
+) -> list[R]:
+    """Run ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
+
+    For arguments that are not listed here see :class:`Hosts`. Those for elastic jobs are refused.
+
+    Parameters
+    ----------
+    fn : callable
+        Calls :func:`pyhvd.init` itself. cloudpickle carries it, its arguments and its result.
+    np, num_proc : int, optional
+        The number of ranks, by either name; by default one for each slot, and one on this host alone.
+    env : mapping of str to str, optional
+        Variables of the ranks, in addition to those of this process.
+    stdout, stderr : text file, optional
+        The files for the ranks' output; by default sys.stdout and sys.stderr.
+    output_filename, directory : str, optional
+        A folder for copies of the output; and where the ranks run, by default the working directory.
+
+    Raises
+    ------
+    RankFailedError, LaunchError, ValueError
+        A rank failed, and its exception is the ``__cause__``, or a :class:`RemoteError` if it cannot be sent.
+        The ranks could not be started. An argument is invalid, or there are not enough slots.
+    """
+    _refuse_elastic(elastic)
+    size = _one_size(np, num_proc)
+    job = _Job(
+        env, *check_text_files(stdout, stderr), output_filename, prefix_output_with_timestamp, directory
+    )
+    with Hosts(
+        *(hosts, hostfile, size, start_timeout, ssh_port, ssh_identity_file, network_interfaces),
+        *(executable, launch_agent, verbose),
+    ) as made:
+        return made._launch((fn, args, kwargs), None, job)
+
+
+def _refuse_elastic(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in Elastic.__annotations__:
+            raise TypeError(f"launch() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r}: it is for elastic jobs, which pyhvd does not have yet: leave it out, and"
+                " give a fixed number of ranks with np"
+            )
+
+
+def _one_size(np: int | None, num_proc: int | None) -> int | None:
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(
+            f"np={np!r} and num_proc={num_proc!r} are both the number of ranks: give one of them"
+        )
+    return num_proc if np is None else np
+
+
+def _check_places(
+    hosts: Any, hostfile: Any, start_timeout: Any, port: Any, identity_file: Any, launch_agent: Any
+) -> None:
+    if hosts is not None and hostfile is not None:
+        raise ValueError("hosts and hostfile both choose the hosts: give one of them")
+    expect(hosts is None or isinstance(hosts, str), "hosts", hosts, "a str such as 'h1:4,h2:4'")
+    path = isinstance(hostfile, str | os.PathLike)
+    expect(hostfile is None or path, "hostfile", hostfile, "the path of a file")
+    right = start_timeout is None or is_duration(start_timeout)
+    expect(right, "start_timeout", start_timeout, "a number of seconds above 0")
+    number = isinstance(port, int) and not isinstance(port, bool) and 0 < port < 1 << 16
+    expect(port is None or number, "ssh_port", port, "a number from 1 to 65535")
+    right = identity_file is None or isinstance(identity_file, str)
+    expect(right, "ssh_identity_file", identity_file, "the path of a file, as str")
+    if launch_agent is None:
+        return
+    if port is not None or identity_file is not None:
+        raise ValueError("ssh_port and ssh_identity_file are for ssh: put them into launch_agent")
+    expect(isinstance(launch_agent, str), "launch_agent", launch_agent, "a command, as str")
+    try:
+        check_agent(launch_agent)
+    except ValueError as exc:
+        raise ValueError(f"launch_agent: {exc}") from None
+
+
+def _network(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = interface_names(given, "network_interfaces") or []
+    words = tuple(word for name in names for word in name.split(","))
+    if ANY not in words:
+        try:
+            parse_wishes(words)
+        except ValueError as exc:
+            raise ValueError(f"network_interfaces: {exc}") from None
+    return words
+
+
+def _take_seats(options: Options, size: int | None) -> Seats:
+    """Return the hosts of a job with so many ranks; None for one on each slot."""
+    rank = find_rank(os.environ)
+    # Another launcher has divided an allocation among its ranks already.
+    around = Surroundings(os.environ if rank is None or rank.sole else {}, read_file)
+    try:
+        selection = select(dataclasses.replace(options, num_proc=size), around, find_own)
+    except HostsError as exc:
+        raise ValueError(_with_arguments(str(exc))) from None
+    return _take_seats(options, 1) if selection.seats is None else selection.seats
+
+
+def _name(seats: HostSeats) -> str:
+    """Return a host's name for messages and ranks; that of this host, if the user gave none."""
+    return socket.gethostname() if seats.own and is_loopback(seats.host.name) else seats.host.name
+
+
+def _module_paths() -> list[str]:
+    """Return where this process finds modules, but for the directories of its Python."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [
+        path
+        for path in paths
+        if os.path.exists(path) and not any(f"{path}/".startswith(f"{each}/") for each in installed)
+    ]
+
+
+def _run(driver: FunctionDriver) -> list[Any]:
+    """Serve a job to its end; return the results in rank order."""
+    try:
+        try:
+            driver.serve()
+            driver.keep_agents()
+        finally:
+            try:
+                driver.stop("the job is over", _STOP_S)
+            finally:
+                driver.close()
+    except RankError as exc:
+        error = _error(exc, driver.exceptions.get(exc.rank, b""))
+        raise error from error.__cause__
+    return [load_result(rank, driver.take_result(rank)) for rank in range(len(driver.placements))]
+
+
+def _error(failure: RankError, pickled: bytes) -> Exception:
+    """Return the error for a failed job, with its cause."""
+    text = str(failure).removeprefix("pyhvd: ")
+    if failure.rank < 0:
+        return LaunchError(text)
+    error = RankFailedError(text, failure.rank, failure.host)
+    error.__cause__ = RemoteError(failure.rank, failure.traceback) if failure.traceback else None
+    if pickled:
+        with contextlib.suppress(Exception):  # what is imported here may be another than there
+            cause = pickle.loads(pickled)
+            cause.__cause__ = error.__cause__
+            error.__cause__ = cause
+    return error
+
+
+@contextlib.contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Raise a LaunchError with the names of arguments in place of flags."""
+    try:
+        yield
+    except LaunchError as exc:
+        raise LaunchError(_with_arguments(str(exc))) from exc.__cause__
+
+
+def _with_arguments(text: str) -> str:
+    """Return an error's text with the names of arguments in place of pyhvdrun's flags."""
+    return re.sub(r"(?<![\w-])--?[a-zA-Z][a-z-]*", lambda found: _ARGUMENTS.get(found[0], found[0]), text)
