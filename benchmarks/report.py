@@ -6,6 +6,7 @@ A target compares medians of one run. The tables also show absolute times, which
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class Target:
         Rank counts of the target; if empty, all.
     mpi : tuple of str
         MPI implementations of the target; if empty, all.
+    difference : bool
+        If true, the value is the median of ours minus the peer of each repetition, and ``fewer`` is true.
     """
 
     text: str
@@ -54,6 +57,7 @@ class Target:
     fewer: bool = False
     ranks: tuple[int, ...] = (2,)
     mpi: tuple[str, ...] = ()
+    difference: bool = False
 
 
 class Verdict(msgspec.Struct):
@@ -117,7 +121,10 @@ def _judge(target: Target, ranks: int, outcome: Outcome) -> Verdict | None:
         return None
     paired, unit = None, outcome.unit
     value = ours.median
-    if peers:
+    if target.difference:
+        best = min(peers, key=lambda peer: peer.median)
+        value = statistics.median(a - b for a, b in zip(ours.samples, best.samples, strict=False))
+    elif peers:
         best = min(peers, key=lambda peer: peer.median)
         above, below = (ours, best) if target.fewer else (best, ours)
         value, paired, unit = ratio(above, below), paired_ratio(above, below), "x"
@@ -148,6 +155,8 @@ def show(value: float, unit: str) -> str:
         return f"{_three(value)}x"
     if unit != "s":
         return f"{_three(value)} {unit}"
+    if value < 0:
+        return f"-{show(-value, unit)}"
     for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if value * factor >= 1:
             return f"{_three(value * factor)} {name}"

@@ -126,6 +126,14 @@ if TYPE_CHECKING:
         TransportError as TransportError,
         UnsupportedDtypeError as UnsupportedDtypeError,
         UnsupportedOpError as UnsupportedOpError,
+        UnsupportedShapeError as UnsupportedShapeError,
+    )
+    from pyhvd.job.errors import (
+        LaunchError as LaunchError,
+    )
+    from pyhvd.run.launch import (
+        Hosts as Hosts,
+        launch as launch,
     )
 
 __version__ = "0.1.0"
@@ -149,7 +157,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("HorovodVersionMismatchError", "HostsUpdatedInterrupt", "InternalError", "MismatchError"),
         *("NotInitializedError", "RankFailedError", "RankValue", "RemoteError"),
         *("ShutDownError", "StallError", "TimelineError", "TransportError"),
-        *("UnsupportedDtypeError", "UnsupportedOpError"),
+        *("UnsupportedDtypeError", "UnsupportedOpError", "UnsupportedShapeError"),
     ),
     "api.handles": ("Handle", "poll", "synchronize"),
     "api.diagnostics": ("Histogram", "Metrics", "metrics", "start_timeline", "stop_timeline"),
@@ -163,18 +171,20 @@ _HOMES: dict[str, tuple[str, ...]] = {
         *("is_homogeneous", "is_initialized", "local_rank", "local_size"),
         *("mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "rocm_built", "size"),
     ),
+    "job.errors": ("LaunchError",),
+    "run.launch": ("Hosts", "launch"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]
 
 _BY_HAND = {
-    "DistributedOptimizer": "average the gradients with grouped_allreduce_() before the optimizer's step",
+    "DistributedOptimizer": "for torch use pyhvd.torch, else call grouped_allreduce_() before the step",
     "DistributedGradientTape": "average the gradients with grouped_allreduce_() before the optimizer's step",
-    "broadcast_parameters": "call broadcast_() for each parameter, in the same order on every rank",
+    "broadcast_parameters": "for torch use pyhvd.torch, else call broadcast_() for each, in the same order",
     "broadcast_variables": "call broadcast_() for each variable, in the same order on every rank",
-    "broadcast_optimizer_state": "send optimizer.state_dict() with broadcast_object()",
-    "sparse_allreduce_async": "gather indices and values with allgather(), and add them up on each rank",
+    "broadcast_optimizer_state": "for torch use pyhvd.torch, else send the state with broadcast_object()",
+    "sparse_allreduce_async": "for torch use pyhvd.torch, else gather indices and values with allgather()",
 }
 """Horovod's names that pyhvd lacks, and how to do their work."""
 
@@ -186,7 +196,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above only
         home = _HOME_OF.get(name)
         if home is None:
             remedy = _BY_HAND.get(name)
-            hint = f" yet: {remedy}; see docs/from_horovod.md" if remedy else ""
+            hint = f": {remedy}; see docs/from_horovod.md" if remedy else ""
             raise AttributeError(f"module 'pyhvd' has no attribute {name!r}{hint}")
         value = getattr(importlib.import_module(f"pyhvd.{home}"), name)
         globals()[name] = value

@@ -8,8 +8,8 @@ Knows nothing of ranks or names, nor of arrays on devices (:mod:`pyhvd.devices.a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,35 @@ Bytes = npt.NDArray[np.uint8]
 _SCALARS = (bool, int, float, complex, np.generic)
 
 
+class HostLibrary(Protocol):
+    """Makes results in the caller's library, which is not numpy."""
+
+    def empty_like(self, view: TensorView, shape: tuple[int, ...]) -> TensorView:
+        """Return a new array's view, of the dtype and layout of ``view``; any thread may call it."""
+
+    def give(self, view: TensorView) -> Any:
+        """Return the array of such a view, for the caller; any thread may call it, once."""
+
+
 @dataclass(slots=True, eq=False)
 class TensorView:
     """A host array, C-contiguous and in native byte order, for the data path; keeps the memory alive."""
 
     array: Array
     info: DtypeInfo
-    home: Array | None = None
+    home: Any = None
     """The caller's array if ``array`` is a contiguous copy of it."""
     device: str = "cpu"
+    library: HostLibrary | None = None
+    """The library of the caller's array; None is numpy."""
+    owner: Any = None
+    """The array in that library, of the same memory."""
+    layout: str = ""
+    """The owner's order of dimensions in memory, as in "0,2,3,1", which ``array`` has; empty: row-major."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape
+        return tuple(self.owner.shape) if self.layout else self.array.shape
 
     @property
     def count(self) -> int:
@@ -55,14 +71,25 @@ class TensorView:
         """The memory as flat bytes, without a copy."""
         return flat_bytes(self.array)
 
+    @property
+    def result(self) -> Any:
+        """The array that the caller gets, if this is the output of a call."""
+        return self.array if self.library is None else self.library.give(self)
+
     def first_rows(self, rows: int) -> TensorView:
-        """Return a view of the first rows of dimension 0."""
-        return TensorView(self.array[:rows], self.info)
+        """Return a view of the first rows of dimension 0; it is an input."""
+        return replace(self, array=self.array[:rows], home=None)
+
+    def empty_like(self, shape: tuple[int, ...]) -> TensorView:
+        """Return new memory for a result, of the same dtype, and in the same library and layout."""
+        if self.library is None:
+            return TensorView(np.empty(shape, self.array.dtype), self.info)
+        return self.library.empty_like(self, shape)
 
     def copy_home(self) -> None:
         """Copy the contents to the caller's array, if this is a copy of it."""
         if self.home is not None:
-            self.home[...] = self.array
+            self.home[...] = self.result
 
 
 def address(array: Array) -> int:

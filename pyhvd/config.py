@@ -65,6 +65,27 @@ def _port(text: str) -> int | None:
     return _whole(text, 0, (1 << 16) - 1) if text.strip() else None
 
 
+def port_range(text: str) -> range:
+    """Return the ports of a range such as ``40000-40999``; for an empty text 0, which stands for any port.
+
+    Raises
+    ------
+    ValueError
+        The text is no range of ports.
+    """
+    if not text.strip():
+        return range(1)
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    if not (dash and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 1 << 16):
+        raise ValueError("expected two ports, such as 40000-40999")
+    return range(int(first), int(last) + 1)
+
+
+def _ports(text: str) -> str:
+    ports = port_range(text)
+    return f"{ports[0]}-{ports[-1]}" if ports[0] else ""
+
+
 def _duration(text: str) -> float:
     try:
         value = float(text)
@@ -175,7 +196,7 @@ class Config:
     staging_size: int = _shared(
         4 * 1024 * 1024, _positive, "bytes of one piece of a tensor that goes through MPI, or is scattered"
     )
-    cache_capacity: int = _shared(1024, _count, "responses remembered per process set; 0: no response cache")
+    cache_capacity: int = _shared(4096, _count, "responses remembered per process set; 0: no response cache")
     disable_group_fusion: bool = _shared(
         False, _bool, "a grouped call's tensors are fused only with each other"
     )
@@ -202,6 +223,9 @@ class Config:
     )
     link_interfaces: str = _shared(
         "", _text, "interfaces, addresses or subnets (with commas) for links between hosts; empty: any"
+    )
+    link_ports: str = _shared(
+        "", _ports, "the ports on which ranks listen while links are made, as 40000-40999; empty: any"
     )
     link_carrier: str = _shared(
         "auto",

@@ -100,6 +100,12 @@ _ROWS = (
 INTEGERS = frozenset(row.code for row in _ROWS if "int" in row.name)
 BY_CODE: dict[int, DtypeInfo] = {int(row.code): row for row in _ROWS}
 _BY_NAME: dict[str, DtypeInfo] = {row.name: row for row in _ROWS}
+# torch's dtypes that cannot be reduced: they are moved as words of the same size.
+_MOVED = {"complex32": Code.INT32, **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), Code.UINT8)}
+_MOVED |= dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), Code.UINT8)
+_MOVED_BY_NAME = {
+    name: DtypeInfo(code, name, BY_CODE[code].itemsize, frozenset()) for name, code in _MOVED.items()
+}
 KNOWN: dict[np.dtype[Any], DtypeInfo] = {}
 """Dtypes that :func:`lookup` has found before; numpy takes microseconds to name a dtype.
 
@@ -128,7 +134,7 @@ def lookup(dtype: np.dtype[Any]) -> DtypeInfo:
 
 def named(name: str) -> DtypeInfo:
     """Return the table's row for a dtype of any library, by its name; raise UnsupportedDtypeError if none."""
-    row = _BY_NAME.get(name)
+    row = _BY_NAME.get(name) or _MOVED_BY_NAME.get(name)
     if row is None:
         raise _unsupported(name)
     return row

@@ -15,6 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+
+def copy_error(error: E) -> E:
+    """Return an equal error without a traceback.
+
+    What keeps an error and raises it many times raises copies: a raised error refers to the frames that it
+    has passed, hence to their variables.
+    """
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
+    made.__suppress_context__ = error.__suppress_context__
+    return made
 
 
 class HorovodInternalError(RuntimeError):
@@ -33,6 +49,13 @@ class UnsupportedOpError(ValueError, HorovodInternalError, NotImplementedError):
     """The operation does not support this reduce op, or not for this number of ranks.
 
     Horovod raises HorovodInternalError in the first case and NotImplementedError in the second.
+    """
+
+
+class UnsupportedShapeError(ValueError, HorovodInternalError):
+    """The operation divides or joins dimension 0, and the array is 0-d.
+
+    Horovod raises HorovodInternalError.
     """
 
 
@@ -110,14 +133,16 @@ class CorruptionError(HorovodInternalError):
 
 
 class RankFailedError(HorovodInternalError):
-    """Another rank failed, or refused this tensor; ``rank`` says which.
+    """Another rank failed, or refused this tensor; ``rank`` says which, and ``host`` where if that is known.
 
     If the other rank's traceback is known, ``__cause__`` is a :class:`RemoteError` with it.
+    :func:`pyhvd.launch` sets ``__cause__`` to the rank's own exception, if that can be sent.
     """
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    def __init__(self, message: str, rank: int = -1, host: str = "") -> None:
         super().__init__(message)
         self.rank = rank
+        self.host = host
 
 
 class RemoteError(Exception):

@@ -26,7 +26,7 @@ import msgspec
 
 from pyhvd.common.text import sendable
 from pyhvd.devices.array_libraries import View
-from pyhvd.errors import DuplicateNameError, HorovodInternalError
+from pyhvd.errors import DuplicateNameError, HorovodInternalError, copy_error
 from pyhvd.negotiation.messages import GLOBAL_SET, JOIN_NAME, Request, RequestType, verb
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TensorQueue:
         """
         with self._lock:
             if self._closed is not None:
-                raise self._closed.with_traceback(None)
+                raise copy_error(self._closed)
             self._check_joined(entries[0].process_set, entries[0].request)
             keys: list[Key] = []
             fresh: list[tuple[int, Request]] = []

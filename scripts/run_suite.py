@@ -3,7 +3,8 @@
 Without names the parts of `make test` run, thinned out; --full runs all combinations of them, --rest those
 that a thinned run has left out.
 
-A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all.
+A failing part does not stop the others. The exit status is 1 if any part failed or ran no test at all. What
+failed is shown again at the end: the message of each test, and the stacks of a worker that crashed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
+SHOWN_LINES = 60  # of each failure, at the end
+LEFT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Part:
     """What one pytest run covers; an optional part is skipped where its venv could not be made.
 
     ``other`` is the venv of another MPI, whose mpiexec must be told apart from the right one. ``arguments``
-    are for pytest, ``workers`` is the number of tests at a time.
+    are for pytest, ``workers`` is the number of tests at a time. ``stamp`` is a file in the venv that tells
+    what was installed.
     """
 
     venv: str
@@ -36,6 +42,7 @@ class Part:
     other: str = ""
     arguments: tuple[str, ...] = ()
     workers: int = 1
+    stamp: str = ""
 
 
 ABOUT_THE_TREE = ("tests/test_code_limits.py", "tests/test_docs_links.py", "tests/test_thinning.py")
@@ -45,6 +52,13 @@ SPARK_MAIN_PATH = (
     "tests/spark/test_data_files.py",
     "tests/spark/test_estimator.py",
 )
+TORCH_UNDER_MPIEXEC = (
+    "tests/torch/test_under_mpiexec.py",
+    "tests/torch/test_as_horovod.py::test_a_program_for_horovod_runs_unchanged",
+)
+NO_TORCH = "no torch without CUDA for this machine"
+# Tests of a file share mpiexec jobs.
+BY_FILE = ("--dist", "loadfile")
 PARTS = {
     "unit": Part(".venv", ("tests/unit", "tests/devices", "tests/faults", *ABOUT_THE_TREE), workers=2),
     "ranks": Part(".venv", ("tests/ranks",), workers=2),
@@ -52,13 +66,28 @@ PARTS = {
         ".venv", ("tests/mpi", "tests/gpu", "tests/test_walk.py"), other=".venv-openmpi", workers=2
     ),
     "mpi-openmpi": Part(
-        ".venv-openmpi", ("tests/mpi",), other=".venv", arguments=("--second-mpi",), workers=2
+        ".venv-openmpi",
+        ("tests/mpi", "tests/unit/run/test_many_hosts.py"),
+        other=".venv",
+        arguments=("--second-mpi",),
+        workers=2,
     ),
     "hosts-mpich": Part(".venv", ("tests/hosts",)),
     "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi")),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),
+    "torch": Part(".venv-spark", ("tests/torch",), NO_TORCH, arguments=BY_FILE, workers=2, stamp=".torch"),
+    "torch-openmpi": Part(
+        ".venv-spark-openmpi",
+        TORCH_UNDER_MPIEXEC,
+        NO_TORCH,
+        arguments=(*BY_FILE, "-m", "not any_mpi"),
+        workers=2,
+        stamp=".torch",
+    ),
+    "frameworks": Part(".venv-frameworks", ("tests/frameworks",)),
+    "torch-oldest": Part(".venv-torch-oldest", ("tests/torch",), arguments=BY_FILE, workers=2),
     "spark35": Part(".venv-spark35", SPARK_MAIN_PATH),
     "spark-openmpi": Part(".venv-spark-openmpi", ("tests/spark/test_mpiexec.py",)),
     "py313": Part(".venv-py313", ("tests/unit",), "no Python 3.13 on this machine", workers=2),
@@ -69,13 +98,13 @@ PARTS = {
 
 # What covers every behaviour once for each carrier that differs.
 PLAIN = ("unit", "ranks", "mpi-mpich", "mpi-openmpi")
-# spark has the test files of spark-torch.
-ALL = tuple(name for name in PARTS if name != "spark-torch")
+# spark has the test files of spark-torch; the venvs of frameworks and torch-oldest take gigabytes.
+ALL = tuple(name for name in PARTS if name not in ("spark-torch", "frameworks", "torch-oldest"))
 
 
 @dataclass
 class Outcome:
-    """The counts of one part, and why it is bad where it is."""
+    """The counts of one part, why it is bad where it is, and the texts of what failed."""
 
     name: str
     passed: int = 0
@@ -84,13 +113,25 @@ class Outcome:
     seconds: float = 0.0
     note: str = ""
     bad: bool = False
+    texts: list[str] = field(default_factory=list)
+
+
+def keep_crashes(stream: IO[str], outcome: Outcome) -> None:
+    """Pass on pytest's stderr, and keep the stacks of workers that crash, which no report has."""
+    lines: list[str] = []
+    for line in stream:
+        sys.stderr.write(line)
+        if lines or line.startswith("Fatal Python error"):
+            lines.append(line)
+    if lines:
+        outcome.texts.append("".join(lines[:SHOWN_LINES]))
 
 
 def run_part(name: str, extra: list[str], limit: float) -> Outcome:
     """Run one part, its output streaming through, and read its counts from pytest's own report."""
     part, outcome = PARTS[name], Outcome(name)
     python = ROOT / part.venv / "bin" / "python"
-    if not python.exists():
+    if not python.exists() or not (python.parent.parent / part.stamp).exists():
         outcome.note = f"not run: {part.optional or part.venv + ' is missing'}"
         outcome.bad = not part.optional
         return outcome
@@ -107,13 +148,19 @@ def run_part(name: str, extra: list[str], limit: float) -> Outcome:
         command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}"]
         command += ["-n", str(part.workers)] if part.workers > 1 else []
         command += [*part.arguments, *extra, *part.paths]
-        process = subprocess.Popen(command, cwd=ROOT, env=env)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        assert process.stderr is not None
+        reader = threading.Thread(target=keep_crashes, args=(process.stderr, outcome), daemon=True)
+        reader.start()
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
             outcome.note = f"killed after {limit:g} s"
             process.send_signal(signal.SIGABRT)  # pytest's faulthandler prints all stacks
             process.wait()
+        reader.join(LEFT_S)  # a process that a test has left may still have it open
         count(report, outcome)
     outcome.seconds = time.monotonic() - start
     if not outcome.passed + outcome.failed:
@@ -134,6 +181,12 @@ def count(report: Path, outcome: Outcome) -> None:
         outcome.failed += failed
         outcome.skipped += skipped
         outcome.passed += int(suite.get("tests", 0)) - failed - skipped
+        for test in suite.iter("testcase"):
+            for each in (*test.iter("failure"), *test.iter("error")):
+                lines = (each.text or each.get("message") or "").splitlines()
+                outcome.texts.append(
+                    "\n".join([f"{test.get('classname')}::{test.get('name')}", *lines[-SHOWN_LINES:]])
+                )
 
 
 def main() -> int:
@@ -158,10 +211,13 @@ def main() -> int:
         thinned = options.rest and name in PLAIN
         scope = ["--rest"] if thinned else ["--full"] if options.full or options.rest else []
         outcomes.append(run_part(name, [*scope, *extra], options.limit))
-    print(f"\n{'part':<12} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    for one in outcomes:
+        for text in one.texts:
+            print(f"\n=== failed in {one.name}: {text.rstrip()}")
+    print(f"\n{'part':<13} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for one in outcomes:
         line = (
-            f"{one.name:<12} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}  {one.note}"
+            f"{one.name:<13} {one.passed:>7} {one.failed:>7} {one.skipped:>8} {one.seconds:>8.1f}  {one.note}"
         )
         print(line.rstrip())
     sums = [sum(getattr(one, kind) for one in outcomes) for kind in ("passed", "failed", "skipped")]

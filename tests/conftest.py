@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rest", action="store_true", help="run what --full adds to a run without it, and all of Hypothesis"
     )
     parser.addoption(
+        "--long", action="store_true", help="run tests at the sizes of `make test-hosts-ends`, for minutes"
+    )
+    parser.addoption(
         "--second-mpi", action="store_true", help="leave out the tests marked any_mpi, unless --full is given"
     )
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from pyhvd import arrays
 from pyhvd.api.handles import Handle, QueuedHandle
-from pyhvd.arrays import TensorView
 from pyhvd.backends.host import rows_of
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback
 from pyhvd.devices import array_libraries
@@ -33,7 +32,13 @@ from pyhvd.devices.pending import PendingArray, taken
 from pyhvd.devices.streams import mark_ready
 from pyhvd.dtypes import DtypeInfo, ReduceOp
 from pyhvd.engine import context
-from pyhvd.errors import DuplicateNameError, HorovodInternalError, UnsupportedDtypeError, UnsupportedOpError
+from pyhvd.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    UnsupportedDtypeError,
+    UnsupportedOpError,
+    UnsupportedShapeError,
+)
 from pyhvd.negotiation.messages import UNNAMED, Request, RequestType, verb
 from pyhvd.queue import TensorEntry
 
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 
 Completion = Callable[[Any, BaseException | None], None]
 
+# Errors of arguments, which Horovod finds in the collective itself.
+_REFUSALS = (UnsupportedOpError, UnsupportedShapeError)
 _OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
@@ -112,7 +119,8 @@ class Call:
         if self._group:
             name = f"{name}_{len(self._entries) + 1}of{self._group_size}"
         if source is not None:
-            terms.update(dtype=int(source.info.code), shape=source.shape, device=source.device)
+            terms.update(dtype=int(source.info.code), shape=source.shape)
+            terms.update(device=source.device, layout=source.layout)
         request = self._request(name, **terms)
         self._entries.append(TensorEntry(self.set_id, request, source, target, _not_submitted, splits))
 
@@ -130,7 +138,10 @@ class Call:
         return root
 
     def submit(
-        self, inplace: Sequence[Any] | None = None, before_end: Callable[[], None] | None = None
+        self,
+        inplace: Sequence[Any] | None = None,
+        before_end: Callable[[], None] | None = None,
+        alone: bool = False,
     ) -> Handle:
         """Submit all added tensors as one unit.
 
@@ -140,13 +151,17 @@ class Call:
             The caller's arrays, which the handle of an in-place call returns.
         before_end : callable, optional
             Called without arguments when the last added tensor has ended, before the handle completes.
+        alone : bool
+            Whether to return each output without what comes beside it.
         """
         runtime, entries = self.context.runtime, self._entries
         views = [view for entry in entries for view in (entry.source, entry.target)]
         on_device = [view for view in views if isinstance(view, DeviceView)]
         if on_device:
             mark_ready(on_device)
-        result = partial(_result_on_device if on_device else _result_on_host, bool(self._group), inplace)
+        result = partial(
+            _result_on_device if on_device else _result_on_host, bool(self._group), inplace, alone
+        )
         handle = QueuedHandle(self.name, len(entries), runtime.flush, result, runtime.meter)
         if not entries:
             runtime.check_joined(self.set_id, self._request(self.name))
@@ -174,7 +189,7 @@ class Call:
         """Announce a call that this rank refuses, and put the verb and the name into the error's text."""
         if exc is None or not isinstance(exc, Exception):
             return
-        if isinstance(exc, HorovodInternalError) and not isinstance(exc, UnsupportedOpError):
+        if isinstance(exc, HorovodInternalError) and not isinstance(exc, _REFUSALS):
             return
         runtime, trace = self.context.runtime, describe_traceback(exc)
         runtime.meter.failed("refused")
@@ -222,28 +237,24 @@ def _complete_after(
 # -- tensors: arrays of any library as views, and results as arrays --------------------------------------
 
 
-def adopt(tensor: Any, *, writing: bool = False) -> View:
+def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> View:
     """Return the view of an array; a numpy array skips the choice of a library.
 
     See :func:`array_libraries.adopt`.
     """
-    taking = arrays.view if type(tensor) is np.ndarray else array_libraries.adopt
-    return taking(tensor, writing=writing)
+    if type(tensor) is np.ndarray:
+        return arrays.view(tensor, writing=writing)
+    return array_libraries.adopt(tensor, writing=writing, any_layout=any_layout)
 
 
-def target_like(source: View, shape: tuple[int, ...]) -> View:
-    """Return new memory for a result, of the source's dtype and in the source's library."""
-    if isinstance(source, TensorView):
-        return TensorView(np.empty(shape, source.array.dtype), source.info)
-    return source.library.empty_like(source, shape)
-
-
-def _result_on_host(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+def _result_on_host(grouped: bool, inplace: Sequence[Any] | None, alone: bool, outputs: list[Any]) -> Any:
     results = outputs if inplace is None else inplace
+    if alone:
+        results = [output for output, _ in outputs]
     return list(results) if grouped else results[0]
 
 
-def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, outputs: list[Any]) -> Any:
+def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, alone: bool, outputs: list[Any]) -> Any:
     """Return a call's result; the caller's stream waits for tensors whose work has not ended."""
     if inplace is None:
         outputs = [taken(output) for output in outputs]
@@ -251,7 +262,7 @@ def _result_on_device(grouped: bool, inplace: Sequence[Any] | None, outputs: lis
         for output in outputs:
             if isinstance(output, PendingArray):
                 output.follow()
-    return _result_on_host(grouped, inplace, outputs)
+    return _result_on_host(grouped, inplace, alone, outputs)
 
 
 # -- checks of arguments ---------------------------------------------------------------------------------
@@ -272,9 +283,11 @@ def checked_name(name: str | None, kind: RequestType) -> str:
 
 
 def check_rows(shape: tuple[int, ...], size: int) -> list[int]:
-    """Return each rank's number of rows when dimension 0 is divided; raise ValueError for a 0-d tensor."""
+    """Return each rank's number of rows when dimension 0 is divided; raise UnsupportedShapeError for 0-d."""
     if not shape:
-        raise ValueError("a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first")
+        raise UnsupportedShapeError(
+            "a tensor of rank zero (0-d) has no dimension 0: reshape it to (1,) first"
+        )
     return rows_of(shape[0], size)
 
 
@@ -300,6 +313,22 @@ def check_splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
     return rows
 
 
+def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """Return the op of a verb's two arguments; raise ValueError if they are invalid."""
+    if average is not None:
+        if op is not None:
+            raise ValueError("give op or average, not both; average is deprecated")
+        if not isinstance(average, (bool, int, np.bool_)):
+            raise ValueError(f"average={average!r} is not a bool: was it meant as name={average!r}?")
+        text = "average is deprecated: use op=Average or op=Sum"
+        warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
+        op = ReduceOp.AVERAGE if average else ReduceOp.SUM
+    try:
+        return ReduceOp.AVERAGE if op is None else ReduceOp(op)
+    except ValueError:
+        raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
+
+
 class Reduction(msgspec.Struct, frozen=True):
     """A checked op with its factors before and after the reduction."""
 
@@ -320,18 +349,7 @@ class Reduction(msgspec.Struct, frozen=True):
 
         Raises UnsupportedOpError if the verb does not support the op, and ValueError for invalid arguments.
         """
-        if average is not None:
-            if op is not None:
-                raise ValueError("give op or average, not both; average is deprecated")
-            if not isinstance(average, (bool, int, np.bool_)):
-                raise ValueError(f"average={average!r} is not a bool: was it meant as name={average!r}?")
-            text = "average is deprecated: use op=Average or op=Sum"
-            warnings.warn(text, DeprecationWarning, stacklevel=_callers_level())
-            op = ReduceOp.AVERAGE if average else ReduceOp.SUM
-        try:
-            chosen = ReduceOp.AVERAGE if op is None else ReduceOp(op)
-        except ValueError:
-            raise ValueError(f"op={op!r} is none of Average, Sum, Adasum, Min, Max, Product") from None
+        chosen = resolve_op(average, op)
         if kind is RequestType.REDUCESCATTER and chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise UnsupportedOpError(
                 f"reducescatter supports op=Average and op=Sum, not {chosen.name.title()}"
@@ -351,7 +369,7 @@ class Reduction(msgspec.Struct, frozen=True):
     def check(self, info: DtypeInfo) -> None:
         """Raise UnsupportedDtypeError if the dtype does not support this op, or these factors."""
         if self.op not in info.ops:
-            supported = ", ".join(op.name.title() for op in sorted(info.ops))
+            supported = ", ".join(op.name.title() for op in sorted(info.ops)) or "it can be moved"
             hint = ": for bool, Max is 'any' and Min is 'all'" if info.name == "bool" else ""
             if self.op is ReduceOp.ADASUM:
                 hint = ": Adasum reduces float16, bfloat16, float32 and float64"

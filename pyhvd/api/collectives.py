@@ -1,7 +1,7 @@
 """The verbs: each one checks its arguments, submits the call and returns a Handle or its result.
 
 Names and meaning are Horovod's. All verbs take host arrays (see :mod:`pyhvd.arrays`) of any dtype in
-:mod:`pyhvd.dtypes`, and return numpy arrays. They take arrays on a GPU too (see
+:mod:`pyhvd.dtypes`, and return numpy arrays, or torch's tensors for those. They take arrays on a GPU too (see
 :mod:`pyhvd.devices.array_libraries`), and return arrays of the same library on that GPU. A verb with a
 trailing underscore works in place and returns its argument; the other verbs never change their input.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing, target_like
+from pyhvd.api.call import Call, OwnName, Reduction, adopt, check_rows, check_splits, refusing
 from pyhvd.api.compression import Compression, Compressor, compress_all, compress_one, decompress_all
 from pyhvd.api.handles import Handle
 from pyhvd.api.process_sets import ProcessSet, global_process_set
@@ -91,8 +91,9 @@ def allreduce(
 
     Returns
     -------
-    numpy.ndarray
-        Of the tensor's shape and dtype. Elements are combined in rank order, float16 and bfloat16 in float32.
+    array
+        Of the tensor's shape, dtype and library. Elements are combined in rank order, float16 and bfloat16 in
+        float32.
         The bits therefore depend on the ranks' values alone.
 
     Raises
@@ -241,14 +242,14 @@ def _reduce(
         if reduction.op is ReduceOp.ADASUM:
             call.kind = RequestType.ADASUM
         for tensor in members:
-            source = adopt(tensor, writing=in_place)
+            source = adopt(tensor, writing=in_place, any_layout=kind is RequestType.ALLREDUCE)
             reduction.check(source.info)
             shape = source.shape
             if kind is RequestType.REDUCESCATTER:
                 shape = (check_rows(shape, call.size)[call.rank], *shape[1:])
             call.add(
                 source,
-                source if in_place else target_like(source, shape),
+                source if in_place else source.empty_like(shape),
                 op=reduction.op,
                 prescale=reduction.prescale,
                 postscale=reduction.postscale,
@@ -334,27 +335,30 @@ def grouped_reducescatter(
 # -- allgather -----------------------------------------------------------------------------------------
 
 
-def _allgather(tensors: Any, grouped: bool, name: str | None, process_set: ProcessSet) -> Handle:
+def submit_allgather(
+    tensors: Any, grouped: bool, name: str | None, process_set: ProcessSet, with_rows: bool = False
+) -> Handle:
+    """Submit an allgather; ``with_rows``: each result is a pair of the output and each rank's rows."""
     with Call(RequestType.ALLGATHER, name, process_set, grouped=grouped) as call:
         for tensor in call.members(tensors):
             source = adopt(tensor)
             check_rows(source.shape, call.size)
             call.add(source, None)
-        return call.submit()
+        return call.submit(alone=not with_rows)
 
 
 def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an allgather; see :func:`allgather`."""
-    return _allgather(tensor, False, name, process_set)
+    return submit_allgather(tensor, False, name, process_set)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Concatenate the ranks' tensors along dimension 0, in rank order; every rank gets the result.
 
     Dimension 0 may differ between ranks, and may be 0. The other dimensions and the dtype must be the same.
-    A tensor without dimensions raises ValueError.
+    A tensor without dimensions raises UnsupportedShapeError.
     """
     return allgather_async(tensor, name, process_set).result()
 
@@ -363,7 +367,7 @@ def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an allgather of several tensors as one unit; see :func:`grouped_allgather`."""
-    return _allgather(tensors, True, name, process_set)
+    return submit_allgather(tensors, True, name, process_set)
 
 
 def grouped_allgather(
@@ -382,8 +386,8 @@ def _broadcast(
 ) -> Handle:
     with Call(RequestType.BROADCAST, name, process_set) as call:
         root = call.check_root(root_rank)
-        source = adopt(tensor, writing=inplace)
-        call.add(source, source if inplace else target_like(source, source.shape), root=root)
+        source = adopt(tensor, writing=inplace, any_layout=True)
+        call.add(source, source if inplace else source.empty_like(source.shape), root=root)
         return call.submit([tensor] if inplace else None)
 
 
@@ -468,8 +472,8 @@ def alltoall(
 
     Returns
     -------
-    output : numpy.ndarray
-        The received rows.
+    output : array
+        The received rows, in the tensor's library.
     received_splits : numpy.ndarray of int32
         The number of rows from each rank; returned only if ``splits`` was given.
 

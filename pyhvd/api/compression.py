@@ -79,10 +79,7 @@ class FP16Compressor(Compressor):
         """Return the tensor in its own dtype again."""
         if ctx is None:
             return tensor
-        if not hasattr(tensor, "astype"):
-            return tensor.to(ctx)
-        # The result of a torch tensor in host memory is a numpy array.
-        return tensor.astype(ctx if isinstance(ctx, np.dtype) else str(ctx).removeprefix("torch."))
+        return tensor.astype(ctx) if hasattr(tensor, "astype") else tensor.to(ctx)
 
 
 class Compression:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from pyhvd.errors import copy_error
 from pyhvd.native.shared_memory import Handle
 from pyhvd.observe.metrics import Meter
 
@@ -103,14 +104,14 @@ class QueuedHandle(Handle):
     def result(self, timeout: float | None = None) -> Any:
         error = self.exception(timeout)
         if error is not None:
-            raise error.with_traceback(None)
+            raise error
         return self._result(self._results)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.wait(timeout):
             raise TimeoutError(f"{self._name!r} has not ended within {timeout:g} s")
         self._seen = True
-        return self._error
+        return None if self._error is None else copy_error(self._error)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,8 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the root's object on every rank.
+
+    Tensors of torch on a GPU come to the rank's current GPU.
 
     Parameters
     ----------
@@ -44,13 +47,15 @@ def broadcast_object(
         with refusing(RequestType.BROADCAST, _part(name, "t"), process_set):
             data = np.empty(int(size), np.uint8)
     broadcast_(data, root_rank, _part(name, "t"), process_set)
-    return obj if here else cloudpickle.loads(data.data)
+    return obj if here else _unpickled(data.data)
 
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Return every rank's object, in rank order.
+
+    Tensors of torch on a GPU come to the rank's current GPU.
 
     Parameters
     ----------
@@ -67,7 +72,7 @@ def allgather_object(
     sizes = allgather(np.array([data.nbytes], np.int64), _part(name, "sz"), process_set)
     everything = allgather(data, _part(name, "t"), process_set)
     ends = np.cumsum(sizes)
-    return [cloudpickle.loads(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
+    return [_unpickled(everything[end - n : end].data) for n, end in zip(sizes, ends, strict=True)]
 
 
 def _name(name: str | None, process_set: ProcessSet, kind: RequestType) -> str:
@@ -82,3 +87,11 @@ def _part(name: str, part: str) -> str:
 
 def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(bytearray(cloudpickle.dumps(obj)), np.uint8)
+
+
+def _unpickled(data: memoryview) -> Any:
+    if "torch" not in sys.modules:
+        return cloudpickle.loads(data)
+    from pyhvd.devices.torch_pickles import load
+
+    return load(data)

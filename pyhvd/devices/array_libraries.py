@@ -28,7 +28,18 @@ class Adopter(Protocol):
         """Return the view of a contiguous array, or of a contiguous copy; see :func:`adopt`."""
 
 
+class HostAdopter(Protocol):
+    """Makes views of the arrays of one library in host memory."""
+
+    def adopt(self, tensor: Any, *, writing: bool, any_layout: bool) -> TensorView:
+        """Return the view of an array, or of a contiguous copy; see :func:`adopt`."""
+
+
 # By the top-level module of an array's type. Arrays of other libraries are taken by a protocol.
+_HOST_MODULES = {
+    "torch": "pyhvd.devices.torch_host_arrays",
+    **dict.fromkeys(("jax", "jaxlib", "keras", "tensorflow"), "pyhvd.devices.framework_host_arrays"),
+}
 _MODULES = {"cupy": "pyhvd.devices.cupy_arrays", "torch": "pyhvd.devices.torch_arrays"}
 _ANY_OTHER = "pyhvd.devices.dlpack_arrays"
 _HOST_ONLY = frozenset(("builtins", "numpy", "ml_dtypes"))
@@ -40,8 +51,11 @@ def register(root: str, library: Adopter) -> None:
     _libraries[root] = library
 
 
-def adopt(tensor: Any, *, writing: bool = False) -> View:
-    """Return the view of an array of any library; with ``writing`` the array can be changed.
+def adopt(tensor: Any, *, writing: bool = False, any_layout: bool = False) -> View:
+    """Return the view of an array of any library.
+
+    With ``writing`` the array can be changed. With ``any_layout`` its dimensions may lie in memory in any
+    order; else they are row-major.
 
     The array is one that :func:`pyhvd.arrays.view` accepts; or it is on a GPU, of CuPy, torch, JAX, or any
     library with ``__cuda_array_interface__`` or DLPack.
@@ -49,7 +63,7 @@ def adopt(tensor: Any, *, writing: bool = False) -> View:
     Raises
     ------
     TypeError
-        The object is no array, or ``writing`` is set and it cannot be changed.
+        The object is no array, or has no plain memory, or ``writing`` is set and it cannot be changed.
     ValueError
         ``writing`` is set, and the array is read-only, or its elements share memory.
     UnsupportedDtypeError
@@ -58,8 +72,13 @@ def adopt(tensor: Any, *, writing: bool = False) -> View:
         The array is on a GPU, and CuPy is not installed.
     """
     library = _library_of(tensor)
-    taking = view if library is None else library.adopt
-    return taking(tensor, writing=writing)
+    if library is not None:
+        return library.adopt(tensor, writing=writing)
+    on_host = _HOST_MODULES.get(_root_of(type(tensor).__module__))
+    if on_host is None:
+        return view(tensor, writing=writing)
+    host_library: HostAdopter = importlib.import_module(on_host).library
+    return host_library.adopt(tensor, writing=writing, any_layout=any_layout)
 
 
 @functools.cache
@@ -90,7 +109,10 @@ def is_on_cuda(tensor: Any) -> bool:
     if hasattr(tensor, "__cuda_array_interface__"):
         return True
     device = getattr(tensor, "__dlpack_device__", None)
-    return device is not None and int(device()[0]) in _DLPACK_CUDA
+    try:
+        return device is not None and int(device()[0]) in _DLPACK_CUDA
+    except TypeError:  # a tracer of JAX has no device
+        return False
 
 
 def _load(root: str, tensor: Any) -> Adopter:

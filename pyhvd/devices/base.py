@@ -238,6 +238,15 @@ class DeviceView(msgspec.Struct, eq=False):
             nbytes *= extent
         return nbytes
 
+    @property
+    def layout(self) -> str:
+        """Row-major, see :class:`pyhvd.arrays.TensorView`."""
+        return ""
+
+    def empty_like(self, shape: tuple[int, ...]) -> DeviceView:
+        """Return new memory for a result, of the same dtype and in the same library."""
+        return self.library.empty_like(self, shape)
+
     def first_rows(self, rows: int) -> DeviceView:
         """Return a view of the first rows of dimension 0."""
         return msgspec.structs.replace(self, shape=(rows, *self.shape[1:]))

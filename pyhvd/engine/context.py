@@ -28,7 +28,7 @@ from pyhvd.backends.shm import ShmBackend, make_backend
 from pyhvd.common import launcher_hooks
 from pyhvd.common.processes import Place, here
 from pyhvd.common.text import describe_exception, describe_ranks, describe_traceback, describe_values
-from pyhvd.config import SHARED, Config
+from pyhvd.config import SHARED, Config, port_range
 from pyhvd.devices.base import Device
 from pyhvd.engine.autotune_search import LARGEST_CHUNK
 from pyhvd.engine.autotuner import SampleLog, make_tuner
@@ -195,7 +195,12 @@ class Context:
         config, topology = self.config, self.topology
         open_window = self._world.open_window if config.fast_lane else None
         interfaces = tuple(each.strip() for each in config.link_interfaces.split(",") if each.strip())
-        options = LinkOptions(interfaces, carrier=config.link_carrier, open_mpi=self._world.open_mpi)
+        options = LinkOptions(
+            interfaces,
+            carrier=config.link_carrier,
+            open_mpi=self._world.open_mpi,
+            ports=port_range(config.link_ports),
+        )
         links = options if config.links else None
         pieces = Pieces(config.chunk_size, config.staging_size)
         largest = max(config.chunk_size, LARGEST_CHUNK) if config.autotune else config.chunk_size

@@ -241,7 +241,7 @@ class DeviceExecutor:
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         with self._hooks.phase(f"{backend.name}_ALLGATHER"):
             backend.allgather(_sources(entries), [_span(output) for output in outputs], counts)
-        self._deliver(backend.stream, entries, outputs)
+        self._deliver(backend.stream, entries, outputs, [response.dims for response in batch])
 
     def _broadcast(self, backend: DeviceBackend, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
@@ -274,7 +274,7 @@ class DeviceExecutor:
             backend.alltoall(source.span, counts[0], _span(outputs[0]), counts[1])
         few = max(received) <= np.iinfo(np.int32).max
         splits = np.array(received, np.int32 if few else np.int64)
-        self._deliver(backend.stream, entries, outputs, lambda pending: (pending, splits))
+        self._deliver(backend.stream, entries, outputs, [splits])
 
     # -- through host memory ------------------------------------------------------------------------------
 
@@ -303,10 +303,10 @@ class DeviceExecutor:
         if error is not None:
             entry.done(None, error)
             return
-        array, splits = result if isinstance(result, tuple) else (result, None)
+        array, beside = result if isinstance(result, tuple) else (result, None)
         source, target = _view(entry.source), _view(entry.target)
         assert source is not None
-        target = target if target is not None else source.library.empty_like(source, array.shape)
+        target = target if target is not None else source.empty_like(array.shape)
         device, stream = context.device, context.stream
         if target is not entry.target:
             mark_ready([target])
@@ -315,8 +315,7 @@ class DeviceExecutor:
         pinned[: array.nbytes] = flat_bytes(array)
         device.copy(target.ptr, address(pinned), array.nbytes, stream)
         self._keep_alive.keep(device, device.mark(stream), pinned)
-        finish = (lambda pending: pending) if splits is None else (lambda pending: (pending, splits))
-        self._deliver(stream, [entry], [target], finish)
+        self._deliver(stream, [entry], [target], None if beside is None else [beside])
 
     # -- outputs -------------------------------------------------------------------------------------
 
@@ -335,7 +334,7 @@ class DeviceExecutor:
         def make(response: Response, entry: TensorEntry | None, shape: Shape) -> DeviceView | Memory:
             source = _view(entry.source) if entry is not None else None
             if source is not None:
-                return source.library.empty_like(source, shape)
+                return source.empty_like(shape)
             nbytes = math.prod(shape) * BY_CODE[response.request.dtype].itemsize
             return context.device.allocate(nbytes, context.stream)
 
@@ -351,18 +350,19 @@ class DeviceExecutor:
         stream: Stream,
         entries: Entries,
         outputs: Sequence[DeviceView | Memory | None],
-        finish: Callable[[PendingArray], Any] = lambda pending: pending,
+        beside: Sequence[Any] | None = None,
     ) -> None:
-        """Return results that are ready when the stream's queued work has ended."""
+        """Return results that are ready when the queued work has ended, each with what comes beside it."""
         for entry, output in zip(entries, outputs, strict=True):
             if entry is not None and isinstance(output, DeviceView) and output.home is not None:
                 output.library.copy_home(output, stream)
         event = self._here.device.mark(stream)
         used = [(entry.source, entry.target) for entry in entries if entry is not None]
         self._keep_alive.keep(self._here.device, event, (used, list(outputs)))
-        for entry, output in zip(entries, outputs, strict=True):
+        for number, (entry, output) in enumerate(zip(entries, outputs, strict=True)):
             if entry is not None and isinstance(output, DeviceView):
-                entry.done(finish(PendingArray(output, event)), None)
+                pending = PendingArray(output, event)
+                entry.done(pending if beside is None else (pending, beside[number]), None)
 
 
 def _be_patient(until: float) -> None:
@@ -404,6 +404,6 @@ def _span(memory: DeviceView | Memory) -> Span:
 
 def _host_view(device: Device, view: DeviceView) -> TensorView:
     """Return page-locked memory for a tensor; as 16-bit words for bfloat16, which numpy lacks."""
-    dtype = np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name
+    dtype = np.uint16 if view.info.code == Code.BFLOAT16 else BY_CODE[view.info.code].name
     memory = device.allocate_pinned(max(view.nbytes, 1))[: view.nbytes]
     return TensorView(memory.view(dtype).reshape(view.shape), view.info)

@@ -10,18 +10,17 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from pyhvd.arrays import Array, Bytes, TensorView, flat_bytes
+from pyhvd.arrays import Bytes, TensorView
 from pyhvd.backends.base import Pieces
 from pyhvd.backends.host import HostBackend, rows_of
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.common.processes import Place
 from pyhvd.config import Config
 from pyhvd.devices.array_libraries import View
-from pyhvd.dtypes import BY_CODE, DtypeInfo
+from pyhvd.dtypes import BY_CODE
 from pyhvd.engine.device_executor import DeviceExecutor
 from pyhvd.engine.error_mapping import error_of_response, exception_of, note_of
 from pyhvd.engine.output_allocation import Entries, allocate
@@ -257,11 +256,11 @@ class Executor:
         row_bytes = [math.prod(shape[1:]) * info.itemsize for shape in shapes]
         counts = [[n * row_bytes[i] for n in r.dims] for i, r in enumerate(batch)]
         with self._hooks.phase(f"{backend.name}_ALLGATHER"):
-            backend.allgather(_sources(entries), [flat_bytes(out) for out in outputs], counts)
-        errors = self._compare(batch, [flat_bytes(out) for out in outputs])
-        for entry, output, error in zip(entries, outputs, errors, strict=True):
+            backend.allgather(_sources(entries), [out.bytes for out in outputs], counts)
+        errors = self._compare(batch, [out.bytes for out in outputs])
+        for response, entry, output, error in zip(batch, entries, outputs, errors, strict=True):
             if entry is not None:
-                entry.done(None if error else output, error)
+                entry.done(None if error else (output.result, response.dims), error)
 
     def _alltoall(self, batch: list[Response], entries: Entries) -> None:
         (response,), (entry,) = batch, entries
@@ -277,21 +276,24 @@ class Executor:
         row = math.prod(source.shape[1:]) * source.info.itemsize
         counts = [n * row for n in entry.splits], [n * row for n in received]
         with self._hooks.phase(f"{backend.name}_ALLTOALL"):
-            backend.alltoall(source.bytes, counts[0], flat_bytes(outputs[0]), counts[1])
+            backend.alltoall(source.bytes, counts[0], outputs[0].bytes, counts[1])
         if self._checker is not None and self._checker.results:
-            sent, arrived = _blocks(source.bytes, counts[0]), _blocks(flat_bytes(outputs[0]), counts[1])
+            sent, arrived = _blocks(source.bytes, counts[0]), _blocks(outputs[0].bytes, counts[1])
             members = self._sets[response.process_set]
             if error := self._checker.compare_blocks(response, sent, arrived, backend, members):
                 entry.done(None, error)
                 return
         few = max(received) <= np.iinfo(np.int32).max
-        entry.done((outputs[0], np.array(received, np.int32 if few else np.int64)), None)
+        entry.done((outputs[0].result, np.array(received, np.int32 if few else np.int64)), None)
 
     def _allocate(
         self, backend: HostBackend, batch: list[Response], entries: Entries, shapes: Sequence[tuple[int, ...]]
-    ) -> list[Array] | None:
-        def make(response: Response, entry: TensorEntry | None, shape: tuple[int, ...]) -> Array:
-            return np.empty(shape, _dtype(BY_CODE[response.request.dtype], entry))
+    ) -> list[TensorView] | None:
+        def make(response: Response, entry: TensorEntry | None, shape: tuple[int, ...]) -> TensorView:
+            if entry is not None and (source := _on_host(entry.source)) is not None:
+                return source.empty_like(shape)
+            info = BY_CODE[response.request.dtype]  # this rank has joined, and drops the output
+            return TensorView(np.empty(shape, np.dtype((np.void, info.itemsize))), info)
 
         with self._hooks.phase("ALLOCATE_OUTPUT"):
             return allocate(backend, batch, entries, shapes, make, self._sets[batch[0].process_set])
@@ -352,7 +354,7 @@ class Executor:
             except ValueError as exc:  # the caller's array became read-only after the submission
                 entry.done(None, exc)
                 continue
-            entry.done(None if error else target.array, error)
+            entry.done(None if error else target.result, error)
 
     # -- no tensors ------------------------------------------------------------------------------------
 
@@ -401,10 +403,3 @@ def _blocks(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
     """Split a buffer into the parts of the ranks."""
     ends = list(itertools.accumulate(counts))
     return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def _dtype(info: DtypeInfo, entry: TensorEntry | None) -> np.dtype[Any]:
-    """Return the dtype of an output; on a joined rank, which drops the output, raw bytes of the same size."""
-    if entry is not None and (source := _on_host(entry.source)) is not None:
-        return source.array.dtype
-    return np.dtype((np.void, info.itemsize))

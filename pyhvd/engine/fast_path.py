@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pyhvd.arrays import TensorView
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
 from pyhvd.config import Config
 from pyhvd.controller import Worker
+from pyhvd.devices.array_libraries import adopt
 from pyhvd.dtypes import lookup
 from pyhvd.engine.runtime import NoFastPath
 from pyhvd.errors import UnsupportedDtypeError
@@ -360,8 +360,8 @@ class FastPathAdapter(NoFastPath):
             TensorEntry(
                 call.set_id,
                 request,
-                TensorView(source, lookup(source.dtype)),
-                TensorView(target, lookup(target.dtype)),
+                adopt(source, any_layout=True),
+                adopt(target, any_layout=True),
                 done,
                 announced_ns=posted,
             )

@@ -304,7 +304,7 @@ def _pieces(view: TensorView | None) -> Iterator[tuple[int, Array]]:
     """Yield a tensor's elements in pieces; bfloat16, which numpy lacks, as float32."""
     if view is None:
         return
-    flat = view.bytes.view(np.uint16 if view.info.code == Code.BFLOAT16 else view.info.name)
+    flat = view.bytes.view(np.uint16 if view.info.code == Code.BFLOAT16 else BY_CODE[view.info.code].name)
     for first in range(0, len(flat), _PIECE):
         piece = flat[first : first + _PIECE]
         if view.info.code == Code.BFLOAT16:

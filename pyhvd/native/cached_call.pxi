@@ -8,6 +8,7 @@ cdef struct ArrayLayout:
     cnp.npy_intp* dims
     uint32_t index  # of the tensor among the call's slots
     int ndim
+    bint permuted  # whether its dimensions lie in memory in another order, which numpy arrays never do here
     bint in_arena  # whether the array must lie in the arena
     bint unscaled  # whether it may be reduced there
 
@@ -26,10 +27,13 @@ cdef class CachedTensor:
     cdef int code
     cdef int ndim
     cdef bint in_arena
+    cdef str layout
     cdef cnp.npy_intp dims[32]
+    cdef int64_t strides[32]  # of a tensor, in elements
 
     def __cinit__(self, request, uint32_t slot, uint64_t version):
         cdef Py_ssize_t d
+        cdef int64_t step = 1
         self.request = request
         self.slot = slot
         self.version = version
@@ -39,8 +43,13 @@ cdef class CachedTensor:
         self.code = request.dtype
         self.ndim = len(request.shape)
         self.in_arena = request.window
+        self.layout = request.layout
         for d, length in enumerate(request.shape):
             self.dims[d] = length
+        in_memory = list(map(int, self.layout.split(","))) if self.layout else list(range(self.ndim))
+        for d in reversed(in_memory):
+            self.strides[d] = step
+            step *= self.dims[d]
 
     cdef void renew(self, uint64_t version) noexcept:
         """Mark it under another version from now on: another rank's request has changed, this rank's has not.
@@ -151,6 +160,7 @@ cdef class CachedCall:
             layout.dims = tensor.dims
             layout.index = <uint32_t>index
             layout.ndim = tensor.ndim
+            layout.permuted = tensor.layout != ""
             layout.in_arena = tensor.in_arena
             layout.unscaled = tensor.prescale == 1.0
             self.c.slots.ids[index] = tensor.slot
@@ -162,7 +172,21 @@ cdef class CachedCall:
                 self.c.starts[index + 1] = self.c.starts[index] + cached.count
         return 0
 
+    cdef void _disconnect(self) noexcept:
+        """Leave no pointer to this call in the slots that no other call has taken."""
+        cdef pyhvd_cached_tensor* tensors
+        cdef uint32_t k
+        if self.path is None or self.c.slots.ids == NULL:
+            return
+        pthread_mutex_lock(&self.path.c.submissions.mutex)
+        tensors = self.path.c.setup.sets[self.set_id].tensors
+        for k in range(self.c.slots.n):
+            if tensors != NULL and tensors[self.c.slots.ids[k]].call == &self.c:
+                tensors[self.c.slots.ids[k]].call = NULL
+        pthread_mutex_unlock(&self.path.c.submissions.mutex)
+
     def __dealloc__(self):
+        self._disconnect()
         PyMem_Free(self.c.slots.ids)
         PyMem_Free(self.c.slots.versions)
         PyMem_Free(self.layouts)
@@ -170,18 +194,29 @@ cdef class CachedCall:
             PyMem_Free(self.c.srcs)
             PyMem_Free(self.c.starts)
 
-    cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace) except -1:
-        """Return whether an object is an array like the cached one of the k-th tensor."""
+    cdef bint suits(self, Py_ssize_t k, PyObject* tensor, bint inplace, int64_t* address) except -1:
+        """Return whether an array or tensor is like the cached one of the k-th tensor; store its address."""
         cdef ArrayLayout* layout = &self.layouts[k]
-        cdef PyArray* array = <PyArray*>tensor
-        cdef int64_t address
+        cdef TensorType kind
+        if PyArray_CheckExact(tensor):
+            if not self.suits_array(k, <PyArray*>tensor, inplace):
+                return False
+            address[0] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+        else:
+            kind = <TensorType>_tensor_types.get(type(<object>tensor))
+            if kind is None or not kind.suits(<CachedTensor>self.tensors[k], tensor, inplace, address):
+                return False
+        return layout.in_arena == (
+            inplace and layout.unscaled and self.path.arena_from <= address[0] < self.path.arena_to
+        )
+
+    cdef bint suits_array(self, Py_ssize_t k, PyArray* array, bint inplace) except -1:
+        cdef ArrayLayout* layout = &self.layouts[k]
         cdef int d
-        if not PyArray_CheckExact(tensor):
-            return False
         if PyArray_DESCR(array) != layout.dtype:
             if not (<CachedTensor>self.tensors[k]).learn(layout, <object>PyArray_DESCR(array)):
                 return False
-        if PyArray_NDIM(array) != layout.ndim or not PyArray_IS_C_CONTIGUOUS(array):
+        if PyArray_NDIM(array) != layout.ndim or not PyArray_IS_C_CONTIGUOUS(array) or layout.permuted:
             return False
         if inplace and not PyArray_ISWRITEABLE(array):
             return False
@@ -190,10 +225,17 @@ cdef class CachedCall:
         for d in range(1, layout.ndim):
             if PyArray_DIMS(array)[d] != layout.dims[d]:
                 return False
-        address = <int64_t>PyArray_DATA(array)
-        return layout.in_arena == (
-            inplace and layout.unscaled and self.path.arena_from <= address < self.path.arena_to
-        )
+        return True
+
+    cdef object empty_like(self, Py_ssize_t k, PyObject* tensor, int64_t* address):
+        """Return new memory for the k-th result, in the tensor's library, and store its address."""
+        cdef CachedTensor cached = <CachedTensor>self.tensors[k]
+        cdef object result
+        if PyArray_CheckExact(tensor):
+            result = cached.empty()
+            address[0] = <int64_t>PyArray_DATA(<PyArray*>result)
+            return result
+        return (<TensorType>_tensor_types[type(<object>tensor)]).empty_like(cached, tensor, address)
 
     def in_flight(self):
         """Return whether it was submitted and has not ended."""
@@ -253,7 +295,7 @@ cdef class CachedCall:
         """End one tensor of the call, which was taken."""
         cdef Handle handle = self.handle
         if error is not None and handle is not None and handle.error is None:
-            handle.error = error
+            handle.error = copy_error(error)
         with nogil:
             pyhvd_fast_path_settle(&self.path.c, &self.c)
         if self.retired:

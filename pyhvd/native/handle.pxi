@@ -16,7 +16,7 @@ cdef class Handle:
     cdef bint seen
     cdef object source
     cdef object target
-    cdef object error
+    cdef object error  # never raised itself: its traceback would refer to frames that refer to this handle
 
     def __init__(self):
         raise TypeError("cannot create a Handle: call one of pyhvd's *_async functions")
@@ -68,15 +68,15 @@ cdef class Handle:
             raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         self.seen = True
         if self.error is not None:
-            raise self.error.with_traceback(None)
+            raise copy_error(self.error)
         return self.target
 
     def exception(self, timeout=None):
-        """Wait, and return the error that the collective ended with, or None."""
+        """Wait, and return a new object of the error that the collective ended with, or None."""
         if not self.wait(timeout):
             raise TimeoutError(f"{self.name!r} has not ended within {timeout:g} s")
         self.seen = True
-        return self.error
+        return None if self.error is None else copy_error(self.error)
 
     def add_done_callback(self, callback):
         """Call ``callback(handle)`` at the end: on the background thread, or now if it has ended.

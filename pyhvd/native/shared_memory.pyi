@@ -1,6 +1,6 @@
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +133,18 @@ class Agreement:
         bells: Sequence[int],
         background_bells: Sequence[int],
     ) -> None: ...
+
+class TensorLibrary(Protocol):
+    def describe(self, tensor: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
+        """Return address, code, shape and strides (in elements); None: such a tensor goes by message."""
+
+    def make_like(self, tensor: Any, layout: str) -> Any:
+        """Return a new tensor of a tensor's shape and dtype; see :class:`pyhvd.arrays.TensorView`."""
+
+    def note_changes(self, tensors: list[Any]) -> None:
+        """Note that tensors, which autograd has not recorded, are about to be written."""
+
+def know_tensor_types(types: Iterable[type], capsule: object, library: TensorLibrary) -> None: ...
 
 class FastPathHolder:
     fast_path: FastPath | None

@@ -18,12 +18,15 @@ import time
 
 cimport cython
 cimport numpy as cnp
-from cpython.exc cimport PyErr_SetFromErrno
+from cpython.exc cimport PyErr_Clear, PyErr_SetFromErrno
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-from cpython.ref cimport Py_INCREF, PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
+
+from pyhvd.errors import copy_error
 
 cnp.import_array()
 
@@ -41,6 +44,7 @@ include "sampler.pxi"
 include "agreement.pxi"
 include "ready_table.pxi"
 include "handle.pxi"
+include "tensors.pxi"
 include "cached_call.pxi"
 include "fast_path.pxi"
 include "submit.pxi"

@@ -116,13 +116,15 @@ cdef object _submit_cached(
 
 
 cdef Handle submit_one(CachedCall call, object tensor, bint inplace, bint ring):
-    cdef object target
+    cdef object target = tensor
     cdef int64_t[2] addresses
-    if not call.suits(0, <PyObject*>tensor, inplace):
+    if not call.suits(0, <PyObject*>tensor, inplace, &addresses[0]):
         return None
-    target = tensor if inplace else call.first.empty()
-    addresses[0] = <int64_t>PyArray_DATA(<PyArray*>tensor)
-    addresses[1] = <int64_t>PyArray_DATA(<PyArray*>target)
+    addresses[1] = addresses[0]
+    if not inplace:
+        target = call.empty_like(0, <PyObject*>tensor, &addresses[1])
+    elif not PyArray_CheckExact(<PyObject*>tensor):
+        (<TensorType>_tensor_types[type(tensor)]).note_changes([tensor])
     return call.hold(tensor, target, addresses, ring)
 
 
@@ -130,6 +132,7 @@ cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint rin
     prefetch_all(<PyObject*>tensors)
     cdef list source = list(tensors)
     cdef list target = source if inplace else []
+    cdef list written = []  # tensors whose library must know
     cdef Py_ssize_t n = len(source)
     cdef Py_ssize_t k
     cdef Py_ssize_t index
@@ -147,13 +150,16 @@ cdef Handle submit_group(CachedCall call, object tensors, bint inplace, bint rin
                 if PyArray_CheckExact(tensor):
                     prefetch(PyArray_DIMS(<PyArray*>tensor))
             tensor = PyList_GET_ITEM(<PyObject*>source, k)
-            if not call.suits(k, tensor, inplace):
-                return None
             index = call.layouts[k].index
-            addresses[n + index] = addresses[index] = <int64_t>PyArray_DATA(<PyArray*>tensor)
+            if not call.suits(k, tensor, inplace, &addresses[index]):
+                return None
+            addresses[n + index] = addresses[index]
+            if inplace and not PyArray_CheckExact(tensor):
+                written.append(<object>tensor)
             if not inplace:
-                target.append((<CachedTensor>call.tensors[k]).empty())
-                addresses[n + index] = <int64_t>PyArray_DATA(<PyArray*>PyList_GET_ITEM(<PyObject*>target, k))
+                target.append(call.empty_like(k, tensor, &addresses[n + index]))
+        if written:
+            (<TensorType>_tensor_types[type(written[0])]).note_changes(written)
         return call.hold(source, target, addresses, ring)
     finally:
         PyMem_Free(addresses)

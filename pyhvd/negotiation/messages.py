@@ -99,6 +99,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         The traceback of that exception.
     window : bool
         Whether this rank can reduce the tensor in place in shared memory; ranks may differ.
+    layout : str
+        The order of the tensor's dimensions in memory, as in ``"0,2,3,1"``; empty for row-major.
     """
 
     type: int
@@ -116,6 +118,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     traceback: str = ""
     window: bool = False
+    layout: str = ""
 
     def reduce_spec(self, size: int) -> ReduceSpec:
         """Return how backends reduce the tensor; Average becomes a Sum divided by the size of the set.

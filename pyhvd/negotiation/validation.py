@@ -1,8 +1,8 @@
 """The mismatch check: compare the ranks' requests for one tensor, and say what differs, rank by rank.
 
 Pure functions over :mod:`pyhvd.negotiation.messages`. The order of the checks is Horovod's: dtype, operation,
-shape, scales, reduce op, joined ranks, root, device. Grouping and the members of a process set come last, as
-Horovod does not send them. Only the first difference is reported.
+shape, scales, reduce op, joined ranks, root, device. Horovod does not send layouts, grouping and the members
+of a process set: here layouts follow shapes, and the others come last. Only the first difference is reported.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ def _group(request: Request) -> str:
     return f"one of {request.group_size} in {request.group!r}" if request.group else "not grouped"
 
 
+def _layout(layout: str) -> str:
+    """Return the words for a layout tag."""
+    known = {"": "row-major", "0,2,3,1": "channels_last", "0,2,3,4,1": "channels_last_3d"}
+    return known.get(layout, f"dimensions in the order {layout}")
+
+
 Check = tuple[str, Callable[[Request], Any], Callable[[Request], str]]
 
 _FIRST: tuple[Check, ...] = (
@@ -42,6 +48,7 @@ _FIRST: tuple[Check, ...] = (
     ("operations", lambda r: r.type, lambda r: verb(r.type)),
 )
 _SHAPES: Check = ("shapes", lambda r: r.shape, lambda r: str(r.shape))
+_LAYOUTS: Check = ("memory layouts", lambda r: r.layout, lambda r: _layout(r.layout))
 _NDIMS: Check = ("numbers of dimensions", lambda r: len(r.shape), lambda r: f"{len(r.shape)} {r.shape}")
 _TRAILING: Check = ("dimensions after the first", lambda r: r.shape[1:], lambda r: str(r.shape))
 _SCALES: tuple[Check, ...] = (
@@ -74,7 +81,9 @@ def check(requests: Mapping[Request, int], joined: int) -> ErrorInfo | None:
     """
     first = next(iter(requests))
     kind = RequestType(first.type)
-    shapes = (_SHAPES,) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING) if kind in _ROWS_DIFFER else ()
+    shapes: tuple[Check, ...] = ()
+    if kind in _SAME_SHAPE or kind in _ROWS_DIFFER:
+        shapes = (_SHAPES, _LAYOUTS) if kind in _SAME_SHAPE else (_NDIMS, _TRAILING)
     for what in (*_FIRST, *shapes, *_SCALES):
         if error := _differs(requests, what):
             return error

@@ -29,7 +29,7 @@ import numpy as np
 
 from pyhvd.backends.host import HostBackend
 from pyhvd.backends.shm import ShmBackend
-from pyhvd.errors import HorovodInternalError, TimelineError
+from pyhvd.errors import HorovodInternalError, TimelineError, copy_error
 from pyhvd.native.shared_memory import (
     AWAITING,
     CARRIED,
@@ -392,7 +392,7 @@ class Recorder:
             if self._closed is not None and not order.path:
                 return self._over
             if self._closed is not None:
-                raise self._closed.with_traceback(None)
+                raise copy_error(self._closed)
             self.asked.append((order, future))
         return future
 

@@ -67,7 +67,7 @@ def failed_handles() -> None:
     for _ in range(2):
         with pytest.raises(hvd.MismatchError) as caught:
             hvd.synchronize(handle)
-        assert caught.value is error
+        assert (str(caught.value), vars(caught.value)) == (str(error), vars(error))
     assert hvd.poll(handle)
     assert "failed" in repr(handle)
 

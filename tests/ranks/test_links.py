@@ -22,7 +22,7 @@ from pyhvd.transport.link_addresses import HostAddress, host_addresses
 from pyhvd.transport.link_handshakes import Handshakes
 from pyhvd.transport.link_layout import Role, parents_of
 from pyhvd.transport.links import LinkOptions, Links, NoLinks, open_links
-from pyhvd.transport.tcp.connection import Address, new_key
+from pyhvd.transport.tcp.connection import Address, listen, new_key
 from tests.unit.transport.test_link_layout import LAYOUTS
 
 LONG = 60.0
@@ -191,6 +191,19 @@ def test_ipv6() -> None:
             assert peer is not None
             assert peer.family == socket.AF_INET6
             assert peer.getpeername()[0] == "::1"
+
+
+def test_a_range_of_ports() -> None:
+    with listen("127.0.0.1", 1) as taken:
+        port = taken.getsockname()[1]
+        narrow = LinkOptions(("127.0.0.1",), LONG, ports=range(port, port + 1))
+        assert "in use" in cause_on(LAYOUTS["2x2"], narrow)
+    ports = range(20_000, 20_200)  # below the kernel's own
+    with ExitStack() as stack:
+        for each in linked(LAYOUTS["2x2"], stack, LinkOptions(("127.0.0.1",), LONG, ports=ports)):
+            peer = each.agreement[1 - each.host]
+            assert peer is not None
+            assert {peer.getsockname()[1], peer.getpeername()[1]} & set(ports)
 
 
 def test_the_addresses_in_use_are_logged_once_for_each_pair(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,7 @@ GOOD: dict[str, tuple[str, str, Any]] = {
     "fast_lane": ("FAST_LANE", "off", False),
     "links": ("LINKS", "0", False),
     "link_interfaces": ("LINK_INTERFACES", "eth0, 10.0.0.0/8", "eth0, 10.0.0.0/8"),
+    "link_ports": ("LINK_PORTS", " 40000 - 40999 ", "40000-40999"),
     "link_carrier": ("LINK_CARRIER", "MPI", "mpi"),
     "timeline": ("TIMELINE", "/tmp/job.json", "/tmp/job.json"),
     "timeline_mark_cycles": ("TIMELINE_MARK_CYCLES", "1", True),
@@ -56,7 +57,7 @@ def test_defaults_are_horovods() -> None:
     config, notices = Config.from_env({})
     assert notices == []
     assert config == Config()
-    assert (config.fusion_threshold, config.cycle_time_ms, config.cache_capacity) == (128 * 2**20, 1.0, 1024)
+    assert (config.fusion_threshold, config.cycle_time_ms, config.cache_capacity) == (128 * 2**20, 1.0, 4096)
     assert (config.stall_check_time_seconds, config.stall_shutdown_time_seconds) == (60.0, 0.0)
     switches = (config.disable_group_fusion, config.dynamic_process_sets, config.stall_check_disable)
     assert not any(switches)

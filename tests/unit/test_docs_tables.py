@@ -8,12 +8,16 @@ from pathlib import Path
 import pyhvd
 from pyhvd import config, errors, testing
 from pyhvd.config import SHARED, Config, suffix_of
+from pyhvd.run import cli
+from pyhvd.run.clusters import kubernetes, lsf, slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 REFERENCE = (ROOT / "docs" / "api.md").read_text()
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 FROM_HOROVOD = (ROOT / "docs" / "from_horovod.md").read_text()
+RUN = (ROOT / "docs" / "run.md").read_text()
+MANY_HOSTS = (ROOT / "docs" / "many_hosts.md").read_text()
 
 
 def _rows(text: str, first_cell: str) -> list[list[str]]:
@@ -83,3 +87,17 @@ def test_every_term_has_one_short_definition() -> None:
     names = [term for term, _ in terms]
     assert sorted(set(names)) == sorted(names)
     assert [term for term, meaning in terms if len(meaning.split()) > 25] == []
+
+
+def test_every_flag_that_chooses_hosts_has_its_row() -> None:
+    rows = [row[0] for row in _rows(RUN, "`-.*")]
+    (hosts,) = (group for group in cli._parser()._action_groups if group.title == "hosts")
+    for action in hosts._group_actions:
+        flags = "`, `".join(action.option_strings)
+        takes = f'"{action.metavar}"' if action.metavar == "COMMAND" else action.metavar
+        assert (flags if takes is None else f"{flags} {takes}") in rows
+
+
+def test_agents_of_clusters_are_the_codes() -> None:
+    for agent in (kubernetes.AGENT, lsf.AGENT, slurm.AGENT):
+        assert f"`{agent}`" in MANY_HOSTS

@@ -15,6 +15,7 @@ BASES: dict[str, tuple[type[BaseException], ...]] = {
     "NotInitializedError": (ValueError, errors.HorovodInternalError),
     "UnsupportedDtypeError": (ValueError,),
     "UnsupportedOpError": (ValueError, errors.HorovodInternalError),
+    "UnsupportedShapeError": (ValueError, errors.HorovodInternalError),
     "DuplicateNameError": (ValueError,),
     "MismatchError": (errors.HorovodInternalError,),
     "RankFailedError": (errors.HorovodInternalError,),

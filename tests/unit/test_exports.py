@@ -17,10 +17,11 @@ import pyhvd as hvd
 ERRORS = (
     *("ConfigError", "CorruptionError", "DuplicateNameError", "HorovodInternalError"),
     "HorovodVersionMismatchError",
-    *("HostsUpdatedInterrupt", "InternalError", "MismatchError", "NotInitializedError", "RankFailedError"),
+    *("HostsUpdatedInterrupt", "InternalError", "LaunchError", "MismatchError", "NotInitializedError"),
+    "RankFailedError",
     *("RankValue", "RemoteError"),
     *("ShutDownError", "StallError", "TimelineError", "TransportError"),
-    *("UnsupportedDtypeError", "UnsupportedOpError"),
+    *("UnsupportedDtypeError", "UnsupportedOpError", "UnsupportedShapeError"),
 )
 OPS = ("Adasum", "Average", "Max", "Min", "Product", "Sum")
 OTHERS = (
@@ -29,6 +30,7 @@ OTHERS = (
     "Config",
     "Handle",
     "Histogram",
+    "Hosts",
     "Metrics",
     "ProcessSet",
     "RankFilter",
@@ -37,6 +39,7 @@ OTHERS = (
     "empty",
     "empty_like",
     "global_process_set",
+    "launch",
 )
 TOPOLOGY = (
     *("ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"),
@@ -121,7 +124,7 @@ def test_every_name_is_there() -> None:
 
 def test_a_name_of_horovods_that_is_missing_says_what_does_its_work() -> None:
     """The functions that the error message names exist."""
-    remedy = r"has no attribute 'DistributedOptimizer' yet: average the gradients with grouped_allreduce_\(\)"
+    remedy = r"has no attribute 'DistributedOptimizer': for torch use pyhvd\.torch, else call grouped"
     with pytest.raises(AttributeError, match=remedy):
         _ = hvd.DistributedOptimizer  # type: ignore[attr-defined]
     assert not hasattr(hvd, "DistributedOptimizer")

@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+
+from pyhvd import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py", ".pyi", ".pyx", ".pxd", ".pxi", ".c", ".h", ".cu", ".typed"}
@@ -61,3 +64,25 @@ def test_it_has_every_source_and_nothing_that_is_made_of_them(tmp_path: Path) ->
         names = {name.partition("/")[2] for name in packed.getnames()}
     assert {name for name in names if name.startswith("pyhvd/") and Path(name).suffix in SOURCES} == sources
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+
+
+def test_the_wheel_of_the_alias(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    if not (ROOT / "compat").exists():
+        pytest.skip("no source tree here")
+    shutil.copytree(ROOT / "compat" / "horovod", tmp_path / "tree")
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('..'))"
+    built = subprocess.run(
+        [sys.executable, "-c", build], cwd=tmp_path / "tree", capture_output=True, text=True, timeout=100
+    )
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(tmp_path / built.stdout.split()[-1]) as wheel:
+        names = wheel.namelist()
+        metadata, scripts = (
+            wheel.read(next(name for name in names if name.endswith(ending))).decode()
+            for ending in ("METADATA", "entry_points.txt")
+        )
+    assert [name for name in names if ".dist-info/" not in name] == ["horovod/__init__.py"]
+    assert f"Version: {__version__}\n" in metadata
+    assert f"Requires-Dist: pyhvd=={__version__}\n" in metadata
+    assert "horovodrun = pyhvd.run.__main__:horovodrun\n" in scripts

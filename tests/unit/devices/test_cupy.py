@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import pyhvd as hvd
-from pyhvd.api.call import target_like
 from pyhvd.backends.gpu.nccl_init import usable_version
 from pyhvd.devices import array_libraries
 from pyhvd.devices.array_libraries import adopt
@@ -290,7 +289,7 @@ def test_memory_for_a_result_is_of_the_callers_stream(device: FakeDevice) -> Non
     taken: list[int] = []
     inner = device.allocate
     device.allocate = lambda nbytes, stream: (taken.append(stream), inner(nbytes, stream))[1]  # type: ignore[method-assign, func-returns-value]
-    target = target_like(view, (4,))
+    target = view.empty_like((4,))
     assert (target.shape, target.info, taken) == ((4,), view.info, [stream])
 
 

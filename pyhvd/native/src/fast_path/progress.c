@@ -703,8 +703,9 @@ static void refuse_recalled(pyhvd_fast_path *path) {
             for (; bits; bits &= bits - 1) {
                 uint32_t slot = w * 64 + (uint32_t)__builtin_ctzll(bits);
                 pyhvd_call *call = path->setup.sets[set].tensors[slot].call;
-                /* Otherwise another slot of the grouped call came first. */
-                if (call->state == PYHVD_MARKED) refuse(s, call);
+                /* Otherwise another slot of the grouped call came first; or Python took the call at the
+                 * same moment, and it may be gone. */
+                if (call && call->state == PYHVD_MARKED) refuse(s, call);
             }
         }
     pthread_mutex_unlock(&s->mutex);

@@ -102,7 +102,9 @@ struct pyhvd_call {
     pyhvd_call *next_refused;
 };
 
-/* The tensor that a slot of a process set stands for, on this rank. */
+/* The tensor that a slot of a process set stands for, on this rank. `call` is NULL after the call is
+ * gone. It is used under the submissions' mutex, or by who holds the progress lock and has a log
+ * entry with the slot: such a call is in flight. */
 typedef struct {
     pyhvd_call *call;
     uint32_t index; /* of the tensor in the call */

@@ -1,0 +1,7 @@
+"""``horovod.common.exceptions``."""
+
+from pyhvd.errors import (
+    HorovodInternalError as HorovodInternalError,
+    HorovodVersionMismatchError as HorovodVersionMismatchError,
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+)

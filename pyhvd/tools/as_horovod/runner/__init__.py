@@ -1,0 +1,3 @@
+"""``horovod.runner``."""
+
+from pyhvd.tools.as_horovod import run as run

@@ -1,0 +1,11 @@
+"""``horovod.spark``: :func:`pyhvd.spark.run`."""
+
+from typing import Any
+
+from pyhvd.spark import run as run
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run_elastic":
+        raise ImportError("pyhvd has no elastic training, so no horovod.spark.run_elastic: use run()")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,3 @@
+"""``horovod.torch.functions``."""
+
+from pyhvd.torch.functions import *  # noqa: F403

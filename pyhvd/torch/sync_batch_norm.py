@@ -1,0 +1,188 @@
+"""Batch normalisation over the batches of all ranks.
+
+Forward and backward each add up one vector over the ranks: sum, sum of squares and count, then the two sums
+of the gradient. Each rank finds its mean and variance in float32 at least; the sums are float64.
+
+Source: S. Ioffe and C. Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from pyhvd.api import collectives
+from pyhvd.api.collectives import Sum
+from pyhvd.api.process_sets import ProcessSet, global_process_set
+from pyhvd.engine import context
+
+_numbers: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation whose statistics are those of all ranks' batches.
+
+    It takes tensors of any number of dimensions, on any device, with the channels in dimension 1. Batches may
+    differ in size, and may be empty. Outputs, running statistics and gradients of the input are those of
+    ``torch.nn.BatchNorm`` on the concatenated batches; the gradients of weight and bias are this rank's part,
+    as those of other layers are. Every rank must call the same layers in the same order of calls per layer.
+
+    Parameters
+    ----------
+    num_features, eps, momentum, affine, track_running_stats
+        As in ``torch.nn.BatchNorm2d``.
+    process_set : ProcessSet
+        The ranks whose batches are taken together.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.process_set = process_set
+        self._name = ""
+
+    @classmethod
+    def convert(cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set) -> Any:
+        """Return a module whose ``BatchNorm`` layers, at any depth, are replaced; weights are shared."""
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            return cls._from(module, process_set)
+        for name, child in module.named_children():
+            replaced = cls.convert(child, process_set)
+            if replaced is not child:
+                module.add_module(name, replaced)
+        return module
+
+    @classmethod
+    def _from(cls, norm: Any, process_set: ProcessSet) -> SyncBatchNorm:
+        options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        made = cls(*options, process_set)
+        made._parameters, made._buffers = norm._parameters, norm._buffers
+        made.training = norm.training
+        return made
+
+    def forward(self, input: Any) -> Any:
+        """Return the normalised batch."""
+        if input.dim() < 2:
+            raise ValueError(f"expected a batch of at least 2 dimensions, not {input.dim()}")
+        if input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels in dimension 1, not {input.size(1)}")
+        own_statistics = self.training or (self.running_mean is None and self.running_var is None)
+        if not own_statistics or (self.process_set.size() or 1) == 1:
+            return self._forward_alone(input)
+        if not self._name:
+            number = next(_numbers.setdefault(context.current(), itertools.count()))
+            self._name = f"batch norm {number}"
+        out, mean, var, count = _Normalised.apply(
+            input, self.weight, self.bias, self.eps, self._name, self.process_set
+        )
+        if self.training and self.track_running_stats:
+            self._follow(mean, var, count)
+        return out
+
+    def _forward_alone(self, batch: Any) -> Any:
+        momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0
+        tracked = not self.training or self.track_running_stats
+        return torch.nn.functional.batch_norm(
+            batch,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            momentum,
+            self.eps,
+        )
+
+    def _next_momentum(self) -> float:
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    def _follow(self, mean: Any, var: Any, count: float) -> None:
+        """Let the running statistics follow those of a batch of ``count`` values per channel."""
+        momentum = self._next_momentum()
+        if not count:
+            return
+        unbiased = var * (count / max(count - 1.0, 1.0))
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Normalised(torch.autograd.Function):
+    """The normalised batch, with mean, variance and count of all ranks' values per channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, batch: Any, weight: Any, bias: Any, eps: float, name: str, process_set: ProcessSet
+    ) -> Any:
+        channels = batch.size(1)
+        dtype = torch.promote_types(batch.dtype, torch.float32)
+        wide = batch.to(dtype)
+        n = batch.numel() // channels
+        sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=batch.device)
+        if n:
+            own_mean, own_var = map(torch.Tensor.double, torch.batch_norm_update_stats(wide, None, None, 0.0))
+            sums[:channels], sums[channels:-1], sums[-1] = n * own_mean, n * (own_var + own_mean**2), n
+        collectives.allreduce_(sums, name=name, op=Sum, process_set=process_set)
+        count = float(sums[-1])
+        total = sums / max(count, 1.0)
+        mean, var = total[:channels], total[channels:-1] - total[:channels] ** 2
+        mean, var = mean.to(dtype), var.clamp_(min=0.0).to(dtype)
+        ctx.save_for_backward(batch, weight, mean, torch.rsqrt(var + eps))
+        ctx.terms = count, name, process_set
+        ctx.mark_non_differentiable(mean, var)
+        affine = (None, None) if weight is None else (weight.to(dtype), bias.to(dtype))
+        out = torch.nn.functional.batch_norm(wide, mean, var, *affine, False, 0.0, eps).to(batch.dtype)
+        return out, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+        batch, weight, mean, scale = ctx.saved_tensors
+        count, name, process_set = ctx.terms
+        channels, dtype = batch.size(1), mean.dtype
+        wide, inputs = gradient.to(dtype), batch.to(dtype)
+        sums = torch.zeros(2 * channels, dtype=dtype, device=batch.device)
+        if batch.numel():
+            wanted = (False, True, True)
+            _, sums[channels:], sums[:channels] = torch.ops.aten.native_batch_norm_backward(
+                wide, inputs, None, None, None, mean, scale, True, 0.0, wanted
+            )
+        of_bias, of_weight = sums[:channels].clone(), sums[channels:].clone()
+        collectives.allreduce_(sums, name=f"{name}.grad", op=Sum, process_set=process_set)
+        sums /= max(count, 1.0)
+        # factor * (gradient - its mean - z * mean of gradient * z), where z = (inputs - mean) * scale
+        factor = scale if weight is None else scale * weight.to(dtype)
+        slope = -factor * scale * sums[channels:]
+        shift = -factor * sums[:channels] - slope * mean
+        of_batch = torch.addcmul(_wide(shift, batch), inputs, _wide(slope, batch))
+        of_batch.addcmul_(wide, _wide(factor, batch))
+        needs = ctx.needs_input_grad
+        return (
+            of_batch.to(batch.dtype) if needs[0] else None,
+            of_weight.to(weight.dtype) if needs[1] else None,
+            of_bias.to(weight.dtype) if needs[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _wide(values: Any, batch: Any) -> Any:
+    """Return a vector of channels in a shape that broadcasts to a batch."""
+    return values.reshape(-1, *[1] * (batch.dim() - 2))
+
+
+convert_sync_batchnorm = SyncBatchNorm.convert
+"""See :meth:`SyncBatchNorm.convert`."""

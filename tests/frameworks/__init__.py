@@ -1,0 +1,1 @@
+"""Arrays of JAX, TensorFlow and Keras; needs all three."""

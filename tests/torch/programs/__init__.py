@@ -1,0 +1,1 @@
+"""Programs of the shape of Horovod's examples, which import ``horovod`` and check themselves."""
