@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 
@@ -78,5 +79,5 @@ def _find_version(name: str) -> str:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
-    files = distribution.files or ()
-    return distribution.version if any(str(file).startswith("horovod/") for file in files) else ""
+    record = distribution.read_text("RECORD") or ""  # distribution.files leaves out what is gone since Python 3.12
+    return distribution.version if re.search("^horovod/", record, re.MULTILINE) else ""

@@ -68,12 +68,12 @@ def run(
 ) -> str:
     """Return what a job writes to a terminal; once it has written `wait`, there is a file ``shown``."""
     try:
-        agent = agent or local_agent(find_library().family)
+        local = local_agent(find_library().family)
     except LaunchError as exc:
         pytest.skip(str(exc))
     script = Launcher(folder).script(program)
     reader, writer = terminal
-    command = ["-m", "pyhvd.run", "-H", "h1:1,h2:1", "--launch-agent", agent, script]
+    command = ["-m", "pyhvd.run", "-H", "h1:1,h2:1", "--launch-agent", agent or local, script]
     environment = {**os.environ, "TERM": term, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     job = subprocess.Popen(
         [sys.executable, *command],
