@@ -79,5 +79,6 @@ def _find_version(name: str) -> str:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
-    record = distribution.read_text("RECORD") or ""  # distribution.files leaves out what is gone since Python 3.12
+    # Since Python 3.12 distribution.files leaves out what is gone.
+    record = distribution.read_text("RECORD") or ""
     return distribution.version if re.search("^horovod/", record, re.MULTILINE) else ""

@@ -106,7 +106,10 @@ class _Way:
 class _DistributedOptimizer:
     """The methods of every distributed optimizer, before those of the class that it had."""
 
-    _way: _Way
+    @functools.cached_property
+    def _way(self) -> _Way:
+        """Of an instance of a class derived from a distributed one: it works alone until it is wrapped."""
+        return _Way({})
 
     @property
     def _parameter_names(self) -> dict[Any, str]:
@@ -226,7 +229,7 @@ class _DistributedOptimizer:
         """Give the optimizer its own class back, and remove all hooks."""
         way = self.__dict__.pop("_way")
         self.__dict__.pop("step", None)
-        self.__class__ = type(self).__mro__[2]
+        self.__class__ = _own_class(type(self))
         if way.own_step is not None:
             self.step = way.own_step  # type: ignore[method-assign]
         if way.reducer is not None:
@@ -234,7 +237,7 @@ class _DistributedOptimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the optimizer that it was: hooks and reductions belong to this process."""
-        return _new, (type(self).__mro__[2],), self.__getstate__()
+        return _new, (_own_class(type(self)),), self.__getstate__()
 
 
 def _wrap(optimizer: Any, way: _Way) -> Any:
@@ -262,7 +265,14 @@ def _new(given: Any) -> Any:
 
 @functools.cache
 def _derive(given: Any) -> Any:
+    if issubclass(given, _DistributedOptimizer):
+        return given
     return type(given.__name__, (_DistributedOptimizer, given), {"__module__": given.__module__})
+
+
+def _own_class(derived: Any) -> Any:
+    """Return the class that an optimizer had before it was wrapped."""
+    return derived.__mro__[2] if derived.__mro__[1] is _DistributedOptimizer else derived
 
 
 def _reduced_loss(closure: Callable[[], Any], reducer: Reducer) -> Any:

@@ -212,6 +212,35 @@ def test_wrapping_again_replaces_the_hooks() -> None:
     run_ranks(SIZE, body)
 
 
+def test_a_subclass_of_a_distributed_class_works_alone_until_it_is_wrapped() -> None:
+    expected = expect(sgd, steps=3)
+
+    def body() -> None:
+        model = make_model()
+        given: Any = type(hvd.DistributedOptimizer(sgd(model), model.named_parameters()))
+
+        class Counting(given):
+            steps = 0
+
+            def step(self, closure: Any = None) -> Any:
+                self.steps += 1
+                return super().step(closure)
+
+        model, alone = make_model(), make_model()
+        optimizer = hvd.DistributedOptimizer(
+            Counting(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+        )
+        train(model, optimizer, 3)
+        check_weights(model, expected)
+        assert optimizer.steps == 3
+        unwrapped = Counting(alone.parameters(), lr=0.1, momentum=0.9)
+        unwrapped.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        train(alone, unwrapped, 3)
+        assert not torch.equal(alone[0].weight, model[0].weight)
+
+    run_ranks(SIZE, body)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
