@@ -19,6 +19,7 @@ from pyhvd.api.collectives import Sum
 from pyhvd.api.process_sets import ProcessSet, global_process_set
 from pyhvd.engine import context
 
+_CACHED_BYTES = 2 << 20  # of a core's second cache
 _numbers: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
@@ -164,11 +165,11 @@ class _Normalised(torch.autograd.Function):
         sums /= max(count, 1.0)
         # factor * (gradient - its mean - z * mean of gradient * z), where z = (inputs - mean) * scale
         factor = scale if weight is None else scale * weight.to(dtype)
-        slope = -factor * scale * sums[channels:]
-        shift = -factor * sums[:channels] - slope * mean
-        of_batch = torch.addcmul(_wide(shift, batch), inputs, _wide(slope, batch))
-        of_batch.addcmul_(wide, _wide(factor, batch))
         needs = ctx.needs_input_grad
+        of_batch = torch.empty_like(inputs)
+        if needs[0] and batch.numel():
+            slope, shift = -factor * scale * sums[channels:], -factor * sums[:channels]
+            _combine(inputs, mean, slope, shift, wide, factor, of_batch)
         return (
             of_batch.to(batch.dtype) if needs[0] else None,
             of_weight.to(weight.dtype) if needs[1] else None,
@@ -179,9 +180,23 @@ class _Normalised(torch.autograd.Function):
         )
 
 
-def _wide(values: Any, batch: Any) -> Any:
-    """Return a vector of channels in a shape that broadcasts to a batch."""
-    return values.reshape(-1, *[1] * (batch.dim() - 2))
+def _combine(inputs: Any, mean: Any, slope: Any, shift: Any, gradient: Any, factor: Any, out: Any) -> None:
+    """Write (inputs - mean) * slope + shift + gradient * factor; all vectors have one value per channel.
+
+    It takes a few samples at a time, so that the second term is added while the first one is in the cache.
+    """
+    ones, unused = torch.ones_like(mean), mean.new_empty(0)
+    factor = factor.reshape(-1, *[1] * (inputs.dim() - 2))
+    size = inputs.numel() * inputs.element_size() // len(inputs)
+    samples = len(inputs) if inputs.is_cuda else max(1, _CACHED_BYTES * torch.get_num_threads() // size)
+    for each, given, part in zip(
+        inputs.split(samples), gradient.split(samples), out.split(samples), strict=True
+    ):
+        # As a batch norm that only evaluates: torch multiplies and adds vectors of channels slower otherwise.
+        torch.ops.aten.native_batch_norm.out(
+            each, slope, shift, mean, ones, False, 0.0, 0.0, out=part, save_mean=unused, save_invstd=unused
+        )
+        part.addcmul_(given, factor)
 
 
 convert_sync_batchnorm = SyncBatchNorm.convert
