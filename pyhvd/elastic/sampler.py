@@ -1,0 +1,110 @@
+"""Which samples a rank processes, so that an epoch goes on exactly where a commit left it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+
+from pyhvd.api.topology import rank, size
+
+
+class ElasticSampler:
+    """Divides the indices of a dataset among the ranks, whose number may change within an epoch.
+
+    The order depends on `seed` and epoch alone. The ranks take turns: of what is left of an epoch, each takes
+    every ``size()``-th index. Pass the sampler to :class:`ObjectState` or :class:`pyhvd.torch.elastic.TorchState`,
+    call :meth:`record_batch` after each batch and :meth:`set_epoch` at the end of each epoch. Then every index
+    occurs once in the committed batches of an epoch, whatever happens to ranks.
+
+    Parameters
+    ----------
+    dataset : sized or int
+        The dataset, or its length.
+    shuffle : bool
+        Whether each epoch has a random order of its own.
+    seed : int
+        Where random orders begin; every rank must give the same one.
+    pad : bool
+        Whether all ranks get equally many indices: then the last ones repeat what is left, from its beginning.
+        Without it some ranks get one index less; let them call :func:`pyhvd.join`.
+
+    Attributes
+    ----------
+    epoch : int
+        The number of the epoch.
+    processed_num : int
+        How many samples of the epoch all ranks have processed. Between commits this assumes that all ranks
+        record batches as this one does.
+    """
+
+    def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
+        try:
+            self._length = operator.index(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            self._length = len(dataset)  # type: ignore[arg-type]
+        if self._length < 0:
+            raise ValueError(f"dataset={dataset!r}: expected a dataset, or a length of 0 or more")
+        self.shuffle, self.seed, self.pad = shuffle, seed, pad
+        self.epoch = 0
+        self._counted = 0  # samples of all ranks, at the last commit or load
+        self._recorded = 0  # this rank's since
+        self.reset()
+
+    @property
+    def processed_num(self) -> int:
+        return min(self._counted + self._recorded * self.num_replicas, self._length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; call it at the end of the one before, so that a later restart does not repeat it."""
+        self.epoch = epoch
+        self._counted = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's signature
+        """Note that this rank has processed so many samples; `batch_idx` has no meaning.
+
+        The next ``commit()`` adds up what all ranks have recorded.
+        """
+        self._recorded += batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and how far it is."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another sampler was, and divide the rest of its epoch among the ranks of now."""
+        self.epoch = state_dict["epoch"]
+        self._counted = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the rest of the epoch among the ranks."""
+        self.rank, self.num_replicas = rank(), size()
+        self._counted = min(self._counted, self._length)
+        self._recorded = 0
+        order = np.arange(self._length)
+        if self.shuffle:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self._length)
+        left = order[self._counted :]
+        if self.pad and len(left):
+            left = np.resize(left, -(-len(left) // self.num_replicas) * self.num_replicas)
+        self.indices: list[int] = left[self.rank :: self.num_replicas].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        """Return how many indices of the rest of the epoch are this rank's."""
+        return len(self.indices)
+
+    def take_recorded(self) -> int:
+        """Return how many samples this rank has recorded since the last commit."""
+        return self._recorded
+
+    def add_recorded(self, count: int) -> None:
+        """Note what all ranks together have recorded; a commit calls this."""
+        self._counted = min(self._counted + count, self._length)
+        self._recorded = 0

@@ -1,0 +1,209 @@
+"""The committed state of an elastic job on one host, in memory that the host's agent holds.
+
+Ranks may die at any moment, also while they write here. Two slots take turns; an index says which is newest.
+
+Invariants
+----------
+1. One process at a time writes slots and records: the host's first rank. The agent starts the ranks of the next
+   generation after it has reaped that process. So whoever reads a record sees all that its writer had written:
+   either as its successor, or because a collective has finished between the two.
+2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
+   that was torn, or not written, leaves the older one the newest.
+3. `wished` is written by the agent alone, `left` by the first rank alone; each is one aligned word, which no
+   reader sees half written.
+
+The agent reads the index alone: what is in the slots, ranks unpickle.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+DESCRIPTORS = ("PYHVD_ELASTIC_INDEX", "PYHVD_ELASTIC_SLOT_0", "PYHVD_ELASTIC_SLOT_1")
+"""Variables of the ranks, which hold the descriptors' numbers."""
+_INDEX_BYTES = 4096
+_WORD = struct.Struct("<Q")
+_WISHED, _LEFT = 0, 8
+_RECORD = struct.Struct("<QQQI")  # of Seal, and a checksum
+_RECORDS = (64, 128)
+_ALIGNMENT = 64
+_NAMES = ("pyhvd-vault-index", "pyhvd-vault-0", "pyhvd-vault-1")
+
+
+class VaultError(RuntimeError):
+    """There is not enough memory for a commit, or what was committed is not whole."""
+
+
+class Seal(msgspec.Struct, frozen=True, order=True):
+    """What a host holds.
+
+    Attributes
+    ----------
+    number : int
+        The commit's number, from 1.
+    generation : int
+        The generation of the ranks that committed.
+    size : int
+        Bytes of the slot.
+    """
+
+    number: int
+    generation: int
+    size: int
+
+
+class Vault:
+    """Two slots and their index; every process of a host that has the descriptors sees the same.
+
+    Parameters
+    ----------
+    descriptors : sequence of int
+        Of the index and the slots; they stay open until :meth:`close`.
+    """
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.descriptors = tuple(descriptors)
+        self._index = mmap.mmap(self.descriptors[0], _INDEX_BYTES)
+        self._slots: list[mmap.mmap | None] = [None, None]
+
+    @classmethod
+    def create(cls) -> Vault:
+        """Return an empty vault."""
+        descriptors = [os.memfd_create(name, os.MFD_CLOEXEC) for name in _NAMES]
+        os.ftruncate(descriptors[0], _INDEX_BYTES)
+        return cls(descriptors)
+
+    def close(self) -> None:
+        """Forget the state, unless another process holds it too."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.close()
+        self._index.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    @property
+    def wished(self) -> int:
+        """The generation that the ranks shall make room for; an older one if they need not."""
+        return int(_WORD.unpack_from(self._index, _WISHED)[0])
+
+    @wished.setter
+    def wished(self, generation: int) -> None:
+        _WORD.pack_into(self._index, _WISHED, generation)
+
+    @property
+    def left(self) -> int:
+        """The generation, plus one, whose ranks here have made room; 0 if none has."""
+        return int(_WORD.unpack_from(self._index, _LEFT)[0])
+
+    @left.setter
+    def left(self, generation: int) -> None:
+        _WORD.pack_into(self._index, _LEFT, generation)
+
+    def newest(self) -> Seal | None:
+        """Return what was committed last, if anything."""
+        return max(filter(None, map(self._read_record, (0, 1))), default=None)
+
+    def write(self, number: int, generation: int, arrays: Sequence[Any], rest: bytes) -> Seal:
+        """Commit a state, by value.
+
+        Parameters
+        ----------
+        number, generation : int
+            See :class:`Seal`.
+        arrays : sequence of numpy.ndarray of uint8, each of shape (n,)
+            Memory as it lies.
+        rest : bytes
+            The rest, pickled.
+
+        Raises
+        ------
+        VaultError
+            There is not enough memory. What was committed before stays.
+        """
+        sizes = [len(rest), *map(len, arrays)]
+        offsets = _offsets(sizes)
+        slot = self._spare_slot()
+        self._write_record(slot, bytes(_RECORD.size))
+        memory = np.frombuffer(self._grow(slot, offsets[-1]), np.uint8)
+        memory[: 8 * (1 + len(sizes))] = np.array([len(sizes), *sizes], "<u8").view(np.uint8)
+        for part, offset in zip([np.frombuffer(rest, np.uint8), *arrays], offsets, strict=False):
+            memory[offset : offset + len(part)] = part
+        seal = Seal(number, generation, offsets[-1])
+        self._write_record(slot, _encode(seal))
+        return seal
+
+    def read(self, seal: Seal) -> memoryview:
+        """Return the bytes of a commit, which must be one of the two that are here."""
+        slot = 0 if self._read_record(0) == seal else 1
+        return memoryview(self._map(slot, seal.size))[: seal.size]
+
+    def take(self, seal: Seal, data: Any) -> None:
+        """Keep the bytes of a commit of another host."""
+        slot = self._spare_slot()
+        self._write_record(slot, bytes(_RECORD.size))
+        self._grow(slot, seal.size)[: seal.size] = memoryview(data).cast("B")
+        self._write_record(slot, _encode(seal))
+
+    def _spare_slot(self) -> int:
+        newest = self.newest()
+        return 0 if newest is None or self._read_record(1) == newest else 1
+
+    def _read_record(self, slot: int) -> Seal | None:
+        record = self._index[_RECORDS[slot] : _RECORDS[slot] + _RECORD.size]
+        seal = Seal(*_RECORD.unpack(record)[:-1])
+        return seal if seal.number and _encode(seal) == record else None
+
+    def _write_record(self, slot: int, record: bytes) -> None:
+        self._index[_RECORDS[slot] : _RECORDS[slot] + _RECORD.size] = record
+
+    def _grow(self, slot: int, size: int) -> mmap.mmap:
+        """Return a slot's memory, which exists: a full machine is an error here, and not a SIGBUS later."""
+        if os.fstat(self.descriptors[1 + slot]).st_size < size:
+            try:
+                os.posix_fallocate(self.descriptors[1 + slot], 0, size)
+            except OSError as exc:
+                raise VaultError(
+                    f"no memory for a commit of {size} bytes, of which each host holds two: {exc.strerror}"
+                ) from exc
+        return self._map(slot, size)
+
+    def _map(self, slot: int, size: int) -> mmap.mmap:
+        mapped = self._slots[slot]
+        if mapped is None or len(mapped) < size:
+            self._slots[slot] = mapped = mmap.mmap(self.descriptors[1 + slot], 0)
+        return mapped
+
+
+def load(data: Any) -> tuple[list[Any], bytes]:
+    """Return what was committed: arrays that lie in `data`, and the rest; see :meth:`Vault.write`."""
+    words = np.frombuffer(data, "<u8", len(data) // 8)
+    sizes = words[1 : 1 + int(words[0])].tolist()
+    rest, *arrays = (
+        np.frombuffer(data, np.uint8, size, offset)
+        for size, offset in zip(sizes, _offsets(sizes), strict=False)
+    )
+    return arrays, rest.tobytes()
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where parts of these sizes begin, after their number and their sizes; then where they end."""
+    offsets, end = [], 8 * (1 + len(sizes))
+    for size in sizes:
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(end)
+        end += size
+    return [*offsets, end]
+
+
+def _encode(seal: Seal) -> bytes:
+    fields = seal.number, seal.generation, seal.size
+    return _RECORD.pack(*fields, zlib.crc32(_RECORD.pack(*fields, 0)))
