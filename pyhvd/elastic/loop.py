@@ -71,7 +71,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def _make_room(state: State, session: Session) -> None:
     """Commit, and end this rank: its agent starts the next generation."""
     state.seal()
-    session.vault.left = session.generation + 1
+    session.vault.left = True
     raise SystemExit(0)
 
 

@@ -71,7 +71,9 @@ def _is_tensor(obj: Any) -> bool:
     import sys
 
     torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided
+    return (
+        torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided
+    )
 
 
 def _bytes_of(obj: Any) -> Any:

@@ -33,6 +33,7 @@ from pyhvd.job.messages import (
     FromDriver,
     Input,
     InputAck,
+    Leave,
     Listen,
     Member,
     OutputAck,
@@ -55,6 +56,7 @@ from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.job.vault import Vault
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -101,11 +103,19 @@ class Agent:
         Authenticated; it stays the caller's.
     make_rank : callable
         See :data:`MakeRank`.
+    vault : Vault, optional
+        What the ranks commit, in an elastic job.
+
+    Attributes
+    ----------
+    again : bool
+        Whether the driver has begun the next job before this one was over here.
     """
 
     driver: Connection
     make_rank: MakeRank
-    again: bool = False  # the driver has begun the next job, while mpiexec's daemon was still ending
+    vault: Vault | None = None
+    again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _code: list[bytes] = field(default_factory=list)
     _ranks: dict[int, _Owned] = field(default_factory=dict)
@@ -170,7 +180,7 @@ class Agent:
             self._fail(process.failure)
         elif process.ended and process.result is not None:
             owned.told_end = True
-            self._send(Ended(rank))
+            self._send(Ended(rank, left=self.vault is not None and self.vault.left))
 
     def _turn(self) -> None:
         """Wait for events, at most half a beat, and handle them."""
@@ -209,12 +219,8 @@ class Agent:
             self._code.append(message.part)
         elif isinstance(message, Pmi | PmiValues):
             self._hear_pmi(message)
-        elif isinstance(message, OutputAck) and message.rank in self._ranks:
-            self._ranks[message.rank].output -= message.count
-        elif isinstance(message, ResultAck) and message.rank in self._ranks:
-            self._ranks[message.rank].result -= message.count
-        elif isinstance(message, Input) and 0 in self._ranks:
-            self._ranks[0].process.feed(message.data)
+        elif isinstance(message, OutputAck | ResultAck | Input):
+            self._hear_for_rank(message)
         elif isinstance(message, Signal):
             self._pass_on(message.number)
         elif isinstance(message, Listen | Dial):
@@ -229,6 +235,22 @@ class Agent:
         elif isinstance(message, EndDaemon | Again) and self._daemon is not None:
             self._daemon.end()
             self.again = isinstance(message, Again)
+        elif isinstance(message, Again):
+            self.again = True
+            raise Dismissed
+        elif isinstance(message, Leave) and self.vault is not None:
+            self.vault.wished = message.generation
+
+    def _hear_for_rank(self, message: OutputAck | ResultAck | Input) -> None:
+        owned = self._ranks.get(0 if isinstance(message, Input) else message.rank)
+        if owned is None:
+            return
+        if isinstance(message, Input):
+            owned.process.feed(message.data)
+        elif isinstance(message, OutputAck):
+            owned.output -= message.count
+        else:
+            owned.result -= message.count
 
     def _take_pmi(self, rank: int, line: str) -> None:
         """Answer a rank's line of PMI-1 by a value that is here, or pass it on to the driver."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from pyhvd.job.connections import Peer
 from pyhvd.job.driver import JobSpec
-from pyhvd.job.hosts_driver import Checked, Explain, Seat
+from pyhvd.job.hosts_driver import Checked, Explain, Place, Seat
 from pyhvd.job.kept_agents import KeptAgents
-from pyhvd.job.messages import Failed, FromAgent, Result, ResultAck
+from pyhvd.job.messages import Failed, FromAgent, Prepare, Result, ResultAck
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
 from pyhvd.job.reusing_driver import ReusingDriver
@@ -33,8 +35,6 @@ class FunctionDriver(ReusingDriver):
         The pickled exceptions of the ranks that failed, as far as they could be sent.
     """
 
-    _runs_functions = True
-
     def __init__(
         self,
         spec: JobSpec,
@@ -53,6 +53,9 @@ class FunctionDriver(ReusingDriver):
     def take_result(self, rank: int) -> bytearray:
         """Return what a rank returned, pickled; after :meth:`serve`, and only once."""
         return self._results.pop(rank)
+
+    def _prepare(self, place: Place) -> Prepare:
+        return msgspec.structs.replace(super()._prepare(place), function=True, again=True)
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
         if isinstance(message, Result):

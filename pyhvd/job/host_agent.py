@@ -4,18 +4,22 @@ The driver starts it by a command such as ssh, whose stdin and stdout are the ch
 is the channel's key. When the channel ends, or is silent for 20 s, the agent kills its ranks and ends.
 
 1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
-2. After a job of functions without error, the agent waits. The driver of the next job asks for 1 by
-   :class:`Again`, over the same channel.
+2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
+   driver of the next job asks for 1 by :class:`Again`, over the same channel.
+3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.vault`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import stat
 import sys
 import time
+
+import msgspec
 
 from pyhvd.common.host_id import host_hash
 from pyhvd.job.agent import (
@@ -30,6 +34,7 @@ from pyhvd.job.facts import gather, hello
 from pyhvd.job.function_process import FunctionProcess
 from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode
 from pyhvd.job.program_process import ProgramProcess
+from pyhvd.job.vault import Vault
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
@@ -73,9 +78,16 @@ class _Idle:
     """An agent between two jobs, and before the first; it beats, as an agent with ranks does."""
 
     def __init__(self, driver: Connection) -> None:
+        self.vault: Vault | None = None
         self._driver = driver
         self._next_beat = time.monotonic() + BEAT_S
         self._silent_since = time.monotonic()
+
+    def greet(self) -> None:
+        """Begin the next job."""
+        newest = None if self.vault is None else self.vault.newest()
+        known = msgspec.structs.replace(hello(), commit=0 if newest is None else newest.number)
+        self._driver.send(encode(known))
 
     def wait(self) -> Prepare | None:
         """Return what the next job wants; None if the driver has ended the channel.
@@ -95,7 +107,7 @@ class _Idle:
                 if isinstance(message, Stop):
                     return None
                 if isinstance(message, Again):
-                    self._driver.send(encode(hello()))
+                    self.greet()
         return None
 
     def _turn(self) -> None:
@@ -113,25 +125,36 @@ class _Idle:
 
 
 def serve(channel: socket.socket | PipePair, key: bytes) -> None:
-    """Serve one job of a program, or jobs of functions until the driver ends the channel."""
+    """Serve one job, or one after the other until the driver ends the channel."""
     with contextlib.closing(Connection(channel, Session(key, Role.CLIENT))) as driver:
         driver.shake_hands(HANDSHAKE_S)
-        driver.send(encode(hello()))
+        idle = _Idle(driver)
+        idle.greet()
         with contextlib.suppress(Dismissed):
-            while wanted := _Idle(driver).wait():
-                if _run(driver, wanted):
-                    driver.send(encode(hello()))
-                if not wanted.function:
+            while wanted := idle.wait():
+                if wanted.elastic and idle.vault is None:
+                    idle.vault = Vault.create()
+                if _run(driver, wanted, idle.vault):
+                    idle.greet()
+                if not wanted.again:
                     driver.finish(LAST_MESSAGES_S)
 
 
-def _run(driver: Connection, wanted: Prepare) -> bool:
+def _run(driver: Connection, wanted: Prepare, vault: Vault | None) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
-    agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
-    with contextlib.closing(agent):
-        facts = gather(wanted.directory, wanted.script)
-        salt = os.environ.get("PYHVD_HOST_SALT", "")
-        agent.run(Member(wanted.index, 0, host_hash(salt), socket.gethostname(), wanted.slots, facts))
+    make_rank = FunctionProcess if wanted.function else functools.partial(ProgramProcess, vault=vault)
+    agent = Agent(driver, make_rank, vault)
+    try:
+        with contextlib.closing(agent):
+            facts = gather(wanted.directory, wanted.script)
+            salt = os.environ.get("PYHVD_HOST_SALT", "")
+            agent.run(Member(wanted.index, 0, host_hash(salt), socket.gethostname(), wanted.slots, facts))
+    except Dismissed:
+        if not agent.again:
+            raise
+    finally:
+        if vault is not None:  # no rank is left
+            vault.wished = vault.left = 0
     return agent.again
 
 

@@ -117,8 +117,6 @@ class HostsDriver(DriverService):
         Shows how far the start has come.
     """
 
-    _runs_functions = False
-
     def __init__(
         self,
         spec: JobSpec,
@@ -280,10 +278,9 @@ class HostsDriver(DriverService):
             place = self._place_of(peer)
             self._hosts.set_clock(place.number, message.clock - time.time())
             if wrong := version_problem(self._hello, message):
-                self._hosts.refuse(place.number, wrong, time.monotonic())
+                self._refuse(place, wrong)
             else:
-                wanted = self._checked.directory, self._checked.script
-                peer.send(Prepare(place.number, place.seat.slots, *wanted, function=self._runs_functions))
+                peer.send(self._prepare(place))
         elif isinstance(message, InputAck) and self._input is not None:
             self._input.acknowledge(message.count)
         elif isinstance(message, Listening | Dialed):
@@ -291,6 +288,14 @@ class HostsDriver(DriverService):
                 self._perform_all(self._hosts.hear(peer.member.index, message))
         else:
             super()._handle(peer, message)
+
+    def _refuse(self, place: Place, why: str) -> None:
+        """Note why the job cannot run on a host."""
+        self._hosts.refuse(place.number, why, time.monotonic())
+
+    def _prepare(self, place: Place) -> Prepare:
+        """Return what an agent shall own, and look for."""
+        return Prepare(place.number, place.seat.slots, self._checked.directory, self._checked.script)
 
     def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
         if isinstance(message, EnteringInit):
@@ -303,7 +308,7 @@ class HostsDriver(DriverService):
             raise ChannelError("an agent registered as another than it is")
         checked = self._checked
         if wrong := problem(checked.facts, member.facts, checked.directory, checked.script):
-            self._hosts.refuse(place.number, wrong, time.monotonic())
+            self._refuse(place, wrong)
         else:
             super()._register(peer, member)
 

@@ -50,6 +50,11 @@ class KeptAgents:
         _end(lost)
         return taken
 
+    def has(self, command: Sequence[str]) -> bool:
+        """Return whether an agent that this command has started waits here."""
+        with self._lock:
+            return any(known == command for known, _ in self._waiting)
+
     def close(self) -> None:
         """End all agents, and wait for their commands."""
         with self._lock:

@@ -27,15 +27,25 @@ RESULT_CREDIT = 1 << 22
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Agent of a host to driver, first: the versions of its pyhvd and its Python, and its wall-clock time."""
+    """Agent of a host to driver, first: the versions of its pyhvd and its Python, and its wall-clock time.
+
+    `commit` is the number of the newest commit that it holds, in an elastic job.
+    """
 
     pyhvd: str
     python: str
     clock: float
+    commit: int = 0
 
 
 class Again(msgspec.Struct, frozen=True, tag=True):
-    """Driver to agent of a host, whose last job is over: say :class:`Hello` again, for the next job."""
+    """Driver to agent of a host: end what is left of the job, and say :class:`Hello` for the next one."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent of a host, in an elastic job: let the ranks commit and end at their next check."""
+
+    generation: int
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -52,7 +62,11 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     script : str
         The file that they shall run, relative to the directory; empty if they run no file.
     function : bool
-        Whether they run a function, whose results the agent sends. Then it waits for another job at the end.
+        Whether they run a function, whose results the agent sends.
+    again : bool
+        Whether the agent waits for another job at the end.
+    elastic : bool
+        Whether it holds what the ranks commit.
     """
 
     index: int
@@ -60,6 +74,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     directory: str
     script: str
     function: bool = False
+    again: bool = False
+    elastic: bool = False
 
 
 class Interface(msgspec.Struct, frozen=True, array_like=True):
@@ -288,9 +304,13 @@ class ResultAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Agent to driver: a rank ended without error. In Spark its result travels with Spark's task."""
+    """Agent to driver: a rank ended without error. In Spark its result travels with Spark's task.
+
+    `left` says that it has made room for another generation of an elastic job.
+    """
 
     rank: int
+    left: bool = False
 
 
 class EnteringInit(msgspec.Struct, frozen=True, tag=True):
@@ -407,6 +427,7 @@ FromDriver = (
     | Beat
     | Stop
     | Signal
+    | Leave
     | Exit
     | StartDaemon
     | EndDaemon

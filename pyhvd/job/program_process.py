@@ -22,6 +22,7 @@ from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import ENTERING, EXIT, TENTATIVE, UP, ExitReport, describe_unreported
 from pyhvd.job.rank_process import RankEvents, RankProcess, pmi_variables
+from pyhvd.job.vault import DESCRIPTORS, Vault
 
 # After reporting a failure, a rank has this long for its exit handlers.
 _EXIT_HANDLERS_S = 0.5
@@ -120,9 +121,12 @@ class _Stdin:
 
 
 class ProgramProcess(RankProcess):
-    """A rank's process that runs a program; `code` is a :class:`Program`. See :class:`RankProcess`."""
+    """A rank's process that runs a program; `code` is a :class:`Program`. See :class:`RankProcess`.
 
-    def __init__(self, start: Start, code: bytes, events: RankEvents) -> None:
+    In an elastic job the rank commits to `vault`.
+    """
+
+    def __init__(self, start: Start, code: bytes, events: RankEvents, vault: Vault | None = None) -> None:
         self._stdin = _Stdin(events.on_taken) if start.rank == 0 else None
         self._program = Program.load(code)
         self._size = start.size
@@ -135,6 +139,7 @@ class ProgramProcess(RankProcess):
                 start,
                 msgspec.msgpack.encode(self._program.arguments),
                 events,
+                files={} if vault is None else dict(zip(DESCRIPTORS, vault.descriptors, strict=True)),
                 module=self._program.module,
                 flags=("-P",),  # the guardian must not import what the directory has
                 directory=self._program.directory,

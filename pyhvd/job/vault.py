@@ -4,13 +4,13 @@ Ranks may die at any moment, also while they write here. Two slots take turns; a
 
 Invariants
 ----------
-1. One process at a time writes slots and records: the host's first rank. The agent starts the ranks of the next
-   generation after it has reaped that process. So whoever reads a record sees all that its writer had written:
-   either as its successor, or because a collective has finished between the two.
+1. One process at a time writes slots and records: the host's first rank. The agent starts the ranks of the
+   next generation after it has reaped that process. So whoever reads a record sees all that its writer had
+   written: either as its successor, or because a collective has finished between the two.
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
-3. `wished` is written by the agent alone, `left` by the first rank alone; each is one aligned word, which no
-   reader sees half written.
+3. `wished` and `left` are one aligned word each, which no reader sees half written. While ranks run, the
+   agent writes only the first, and ranks only the second.
 
 The agent reads the index alone: what is in the slots, ranks unpickle.
 """
@@ -100,13 +100,13 @@ class Vault:
         _WORD.pack_into(self._index, _WISHED, generation)
 
     @property
-    def left(self) -> int:
-        """The generation, plus one, whose ranks here have made room; 0 if none has."""
-        return int(_WORD.unpack_from(self._index, _LEFT)[0])
+    def left(self) -> bool:
+        """Whether the ranks here have committed, and made room."""
+        return bool(_WORD.unpack_from(self._index, _LEFT)[0])
 
     @left.setter
-    def left(self, generation: int) -> None:
-        _WORD.pack_into(self._index, _LEFT, generation)
+    def left(self, left: bool) -> None:
+        _WORD.pack_into(self._index, _LEFT, left)
 
     def newest(self) -> Seal | None:
         """Return what was committed last, if anything."""

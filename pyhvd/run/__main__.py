@@ -67,8 +67,13 @@ def _find_rank() -> tuple[RankEnv | None, str, bool]:
 
 def _launch(options: Options) -> int:
     """Start the ranks, or show where they would run; return the exit code."""
+    if options.elastic.discovery_script is not None:
+        from pyhvd.run.elastic import run_found
+
+        return run_found(options)
     here = options.num_proc is not None and not options.chooses_hosts and options.launcher != "pmi"
-    if options.num_proc is None or not here or options.show_config or has_marks(os.environ):
+    away = not here or options.elastic.wanted or options.show_config or has_marks(os.environ)
+    if options.num_proc is None or away:
         return _launch_on_hosts(options)
     return _launch_here(options, options.num_proc)
 
@@ -95,6 +100,10 @@ def _launch_on_hosts(options: Options) -> int:
         return 0
     if selection.seats is None:
         usage_error(selection.note)
+    if options.elastic.wanted:
+        from pyhvd.run.elastic import run_on
+
+        return run_on(options, selection)
     if selection.seats.on_this_host and options.launcher != "pmi":
         return _launch_here(options, selection.seats.size)
     from pyhvd.run.many_hosts import run

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pyhvd import __version__
 from pyhvd.config import LOG_LEVELS, port_range
@@ -48,6 +48,37 @@ examples:
 
 
 @dataclass(frozen=True)
+class ElasticOptions:
+    """What the command line says of an elastic job.
+
+    Attributes
+    ----------
+    discovery_script : str or None
+        The path of the script that prints the hosts.
+    min_np, max_np : int or None
+        The fewest and the most ranks; None for as many as the job starts with, and for no limit.
+    reset_limit : int or None
+        How often ranks may be started again.
+    timeout : float
+        Seconds to wait for enough hosts.
+    cooldown : tuple of float or None
+        Seconds for which a host that failed is put aside, at first and at most; None for ever.
+    """
+
+    discovery_script: str | None = None
+    min_np: int | None = None
+    max_np: int | None = None
+    reset_limit: int | None = None
+    timeout: float = 600.0
+    cooldown: tuple[float, float] | None = (10.0, 300.0)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the job is elastic."""
+        return self.discovery_script is not None or self.min_np is not None
+
+
+@dataclass(frozen=True)
 class Options:
     """The parsed command line.
 
@@ -77,6 +108,8 @@ class Options:
         What :func:`pyhvd.job.network_plans.parse_wishes` has accepted, or ``any``.
     port_range : range
         The ports on which ranks listen for other hosts; 0 is any.
+    elastic : ElasticOptions
+        Whether ranks and hosts may come and go.
     """
 
     program: list[str]
@@ -105,6 +138,7 @@ class Options:
     network_interfaces: tuple[str, ...] = ()
     port_range: range = range(1)
     show_config: bool = False
+    elastic: ElasticOptions = ElasticOptions()
 
     @property
     def chooses_hosts(self) -> bool:
@@ -193,7 +227,29 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         network_interfaces=tuple(known.network_interfaces),
         port_range=known.port_range,
         show_config=known.show_config,
+        elastic=_elastic(known, parser),
     )
+
+
+def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> ElasticOptions:
+    """Return what the command line says of an elastic job; exit if it contradicts itself."""
+    elastic = ElasticOptions(
+        discovery_script=_absolute(known.host_discovery_script),
+        min_np=known.min_np,
+        max_np=known.max_np,
+        reset_limit=known.reset_limit,
+        timeout=known.elastic_timeout,
+        cooldown=known.blacklist_cooldown_range,
+    )
+    given = [flag for flag in ("max_np", "reset_limit") if getattr(known, flag) is not None]
+    if given and not elastic.wanted:
+        parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
+    sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
+    if elastic.wanted and sizes != sorted(sizes):
+        parser.error("--min-np, -n and --max-np: expected each to be at least the one before")
+    if elastic.discovery_script is not None and (known.hosts or known.hostfile):
+        parser.error("--host-discovery-script finds the hosts: leave -H and --hostfile out")
+    return elastic
 
 
 def without_python(arguments: Sequence[str]) -> list[str]:
@@ -255,8 +311,11 @@ def _joined(own: list[str]) -> list[str]:
 
 def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Return pyhvdrun's own arguments, and the program with its arguments."""
-    takes_value = {
-        name for action in parser._actions if action.nargs is None for name in action.option_strings
+    takes_values = {
+        name: action.nargs if isinstance(action.nargs, int) else 1
+        for action in parser._actions
+        if action.nargs is None or isinstance(action.nargs, int)
+        for name in action.option_strings
     }
     at = 0
     while at < len(arguments):
@@ -268,7 +327,7 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
         joined = word[:2] in ("-m", "-c") and not word.startswith("--") and word != "-cb"
         if joined:  # "-mmodule" in one word, which python accepts too
             return arguments[:at], [word[:2], word[2:], *arguments[at + 1 :]]
-        at += 2 if word in takes_value else 1
+        at += 1 + takes_values.get(word, 0)
     return arguments[:at], arguments[at:]
 
 
@@ -290,6 +349,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", "-np", "--num-proc", type=positive_int, metavar="N", help="number of ranks")
     _add_hosts(parser)
+    _add_elastic(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="show the commands that start the ranks, and the settings"
     )
@@ -419,6 +479,54 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show which ranks sit on which host, and which rule chose the hosts, and exit",
     )
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("elastic jobs, in which ranks and hosts come and go")
+    group.add_argument(
+        "--min-np",
+        "--min-num-proc",
+        type=positive_int,
+        metavar="N",
+        help="go on with as few as N ranks; ranks that fail are started again",
+    )
+    group.add_argument(
+        "--max-np", "--max-num-proc", type=positive_int, metavar="N", help="use N ranks at most"
+    )
+    group.add_argument(
+        "--host-discovery-script",
+        metavar="PATH",
+        help="a program that prints the hosts there are, each as h or h:slots on a line; run every second",
+    )
+    group.add_argument(
+        "--reset-limit", type=positive_int, metavar="N", help="give up when ranks were started again N times"
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=positive_float,
+        default=600.0,
+        metavar="S",
+        help="give up when there are too few hosts for S seconds (default: 600)",
+    )
+    group.add_argument(
+        "--blacklist-cooldown-range",
+        type=positive_float,
+        nargs=2,
+        action=_Cooldown,
+        default=(10.0, 300.0),
+        metavar=("MIN", "MAX"),
+        help="put a host that failed aside for MIN seconds, later longer, at most MAX (default: 10 300)",
+    )
+
+
+class _Cooldown(argparse.Action):
+    """Takes two numbers of seconds in order."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        low, high = values
+        if low > high:
+            parser.error(f"argument {option_string}: expected MIN MAX, with MIN at most MAX")
+        setattr(namespace, self.dest, (low, high))
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import selectors
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
@@ -56,11 +56,20 @@ def run(options: Options, seats: Seats) -> int:
     if options.dry_run:
         return 0
     status = StatusLine(sys.stderr, is_terminal(sys.stderr))
-    try:
+
+    def serve() -> None:
         files = make_files(options.output_filename, seats.size)
         shown = Output(None, None, options.prefix_timestamp, False, files, options.ranks, status.end)
         with shown as output:
             _drive(_make_driver(options, seats, output, status))
+
+    return exit_code(serve)
+
+
+def exit_code(serve: Callable[[], None]) -> int:
+    """Serve a job; show why it failed, if it does, and return the exit code."""
+    try:
+        serve()
     except LaunchError as exc:
         for line in str(exc).splitlines():
             say(f"pyhvd: {line}")
@@ -192,7 +201,7 @@ def choose_rendezvous(options: Options, library: Flavour) -> Rendezvous:
 
 
 def _drive(driver: HostsDriver) -> None:
-    with _signals(driver):
+    with signals(driver):
         try:
             driver.serve()
         finally:
@@ -203,7 +212,7 @@ def _drive(driver: HostsDriver) -> None:
 
 
 @contextlib.contextmanager
-def _signals(driver: HostsDriver) -> Iterator[None]:
+def signals(driver: HostsDriver) -> Iterator[None]:
     """Pass signals to the driver while it serves."""
     numbers = [*to_handle(), signal.SIGCHLD, signal.SIGTSTP]
     before = {number: signal.getsignal(number) for number in numbers}

@@ -1,0 +1,162 @@
+"""The driver of one generation of an elastic job: one set of ranks, until they end, fail or make room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+
+import msgspec
+
+from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.driver import JobSpec
+from pyhvd.job.hosts_driver import Checked, Explain, Place, Seat
+from pyhvd.job.kept_agents import KeptAgents
+from pyhvd.job.messages import Again, Ended, EnteringInit, FromAgent, Hello, Leave, Pmi, Prepare, RankOutput
+from pyhvd.job.network_choice import Wanted
+from pyhvd.job.output import Output
+from pyhvd.job.placement import RankPlacement
+from pyhvd.job.reusing_driver import ReusingDriver
+from pyhvd.job.status_line import StatusLine
+
+GENERATION = "PYHVD_ELASTIC_GENERATION"
+COMMIT = "PYHVD_ELASTIC_COMMIT"
+SOURCE = "PYHVD_ELASTIC_SOURCE"
+MAX_SIZE = "PYHVD_ELASTIC_MAX_SIZE"
+
+
+class Outcome(Enum):
+    """How a generation without a failure is over."""
+
+    DONE = auto()  # all ranks have returned
+    LEFT = auto()  # they have committed, and made room
+
+
+class GenerationDriver(ReusingDriver):
+    """Serves one generation; see :class:`~pyhvd.job.hosts_driver.HostsDriver`.
+
+    Parameters
+    ----------
+    number : int
+        The generation's, from 0.
+    max_size : int
+        The most ranks that the job may have; 0 without a limit.
+    each_step : callable
+        Called with the time, at least four times a second.
+    kept, spec, seats, checked, explain, display, say, stdin, network, status
+        See :class:`~pyhvd.job.reusing_driver.ReusingDriver`.
+
+    Attributes
+    ----------
+    commits : dict of str to int
+        The newest commit of each host that has said so.
+    lost : dict of str to str
+        The hosts whose agents were lost, and why.
+    refused : dict of str to str
+        The hosts on which ranks cannot run, and why.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        max_size: int,
+        each_step: Callable[[float], None],
+        kept: KeptAgents,
+        spec: JobSpec,
+        seats: Sequence[Seat],
+        checked: Callable[[], Checked],
+        explain: Explain,
+        display: Output,
+        say: Callable[[str], None],
+        stdin: int | None,
+        network: Wanted,
+        status: StatusLine | None,
+    ) -> None:
+        super().__init__(kept, spec, seats, checked, explain, display, say, stdin, network, status)
+        self.number = number
+        self.commits: dict[str, int] = {}
+        self.lost: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._max_size = max_size
+        self._each_step = each_step
+        self._left = False
+        self._settling: set[int] = set()  # hosts whose agents still end their ranks
+
+    @property
+    def outcome(self) -> Outcome:
+        """How this generation is over, after :meth:`serve` has returned."""
+        return Outcome.LEFT if self._left else Outcome.DONE
+
+    def serves(self, host: str) -> bool:
+        """Return whether this generation has ranks on a host."""
+        return any(place.seat.name == host for place in self._places)
+
+    def ask_to_leave(self, generation: int) -> None:
+        """Let the ranks make room for a later generation, at their next commit or check."""
+        for place in self._places:
+            if place.peer is not None:
+                place.peer.send(Leave(generation))
+
+    def settle(self) -> None:
+        """End the ranks that are left, show their output, and wait for each host's newest commit."""
+        self._settling = {place.number for place in self._places if self._can_hear(place)}
+        for number in self._settling:
+            peer = self._places[number].peer
+            assert peer is not None
+            peer.send(Again())
+        until = time.monotonic() + SILENT_S
+        while self._settling and time.monotonic() < until:
+            self._connections.turn()
+        self._stop_reason = "the generation is over"
+        for place in self._places:
+            if place.peer is not None and (place.number in self._settling or not place.peer.member):
+                self.lost.setdefault(place.seat.name, "did not end its ranks in time")
+                self._connections.drop(place.peer, "did not end its ranks in time")
+
+    def _can_hear(self, place: Place) -> bool:
+        return place.peer is not None and place.peer.member is not None and place.peer.connection.open
+
+    def _step(self) -> float:
+        now = super()._step()
+        self._each_step(now)
+        return now
+
+    def _prepare(self, place: Place) -> Prepare:
+        return msgspec.structs.replace(super()._prepare(place), again=True, elastic=True)
+
+    def _handle(self, peer: Peer, message: FromAgent) -> None:
+        if isinstance(message, Hello):
+            place = self._place_of(peer)
+            self.commits[place.seat.name] = message.commit
+            if place.number in self._settling:
+                self._settling.discard(place.number)
+                return
+        super()._handle(peer, message)
+
+    def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
+        if isinstance(message, Ended) and message.left:
+            self._left = True
+        super()._handle_of_rank(peer, message)
+
+    def _lose(self, peer: Peer, why: str, waited: bool) -> None:
+        place = self._place_of(peer)
+        if place.number not in self._waking and self._stop_reason is None:
+            self.lost.setdefault(place.seat.name, why)
+            self._settling.discard(place.number)
+        super()._lose(peer, why, waited)
+
+    def _refuse(self, place: Place, why: str) -> None:
+        self.refused[place.seat.name] = why
+        super()._refuse(place, why)
+
+    def _variables(self, placement: RankPlacement) -> Mapping[str, str]:
+        newest = max(self.commits.values())
+        first = next(place for place in self._places if self.commits.get(place.seat.name) == newest)
+        own = {
+            GENERATION: self.number,
+            COMMIT: newest,
+            SOURCE: min(self._machine.ranks_of(first.number)),
+            MAX_SIZE: self._max_size,
+            "HOROVOD_ELASTIC": 1,
+        }
+        return {**super()._variables(placement), **{name: str(value) for name, value in own.items()}}
