@@ -24,8 +24,8 @@ S = TypeVar("S", bound=State)
 
 # Errors of this rank's own, which would come again.
 _OWN = (MismatchError, CorruptionError, InternalError)
-# A rank that has lost others waits so long to be killed by its agent, which starts it again.
-_LAST_WAIT_S = 30.0
+# A rank that has lost others waits so long to be killed by its agent, and else fails itself.
+_LAST_WAIT_S = 2.0
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -9,13 +9,8 @@ import functools
 import os
 from collections.abc import Mapping
 
+from pyhvd.job.generation_env import read_generation
 from pyhvd.job.vault import DESCRIPTORS, Seal, Vault
-
-VARIABLE = "PYHVD_ELASTIC_"
-GENERATION = VARIABLE + "GENERATION"
-MAX_SIZE = VARIABLE + "MAX_SIZE"
-COMMIT = VARIABLE + "COMMIT"
-SOURCE = VARIABLE + "SOURCE"
 
 
 class Session:
@@ -41,10 +36,10 @@ class Session:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self.generation = int(environ[GENERATION])
-        self.max_size = int(environ.get(MAX_SIZE, "0"))
-        self.commit = int(environ.get(COMMIT, "0"))
-        self.source = int(environ.get(SOURCE, "0"))
+        known = read_generation(environ)
+        assert known is not None
+        self.generation, self.max_size = known.number, known.max_size
+        self.commit, self.source = known.commit, known.source
         self.vault = Vault([int(environ[name]) for name in DESCRIPTORS])
 
     @property
@@ -62,7 +57,7 @@ class Session:
 @functools.cache
 def current() -> Session | None:
     """Return this process's session; None if its job is not elastic."""
-    return Session(os.environ) if GENERATION in os.environ else None
+    return None if read_generation(os.environ) is None else Session(os.environ)
 
 
 def enabled() -> bool:

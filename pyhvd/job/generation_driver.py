@@ -10,6 +10,8 @@ import msgspec
 
 from pyhvd.job.connections import SILENT_S, Peer
 from pyhvd.job.driver import JobSpec
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.generation_env import Generation
 from pyhvd.job.hosts_driver import Checked, Explain, Place, Seat
 from pyhvd.job.kept_agents import KeptAgents
 from pyhvd.job.messages import Again, Ended, EnteringInit, FromAgent, Hello, Leave, Pmi, Prepare, RankOutput
@@ -19,10 +21,9 @@ from pyhvd.job.placement import RankPlacement
 from pyhvd.job.reusing_driver import ReusingDriver
 from pyhvd.job.status_line import StatusLine
 
-GENERATION = "PYHVD_ELASTIC_GENERATION"
-COMMIT = "PYHVD_ELASTIC_COMMIT"
-SOURCE = "PYHVD_ELASTIC_SOURCE"
-MAX_SIZE = "PYHVD_ELASTIC_MAX_SIZE"
+
+class StateLostError(LaunchError):
+    """No host is left that holds what ranks have committed."""
 
 
 class Outcome(Enum):
@@ -41,6 +42,8 @@ class GenerationDriver(ReusingDriver):
         The generation's, from 0.
     max_size : int
         The most ranks that the job may have; 0 without a limit.
+    known_commit : int
+        The newest commit of which the launcher has heard.
     each_step : callable
         Called with the time, at least four times a second.
     kept, spec, seats, checked, explain, display, say, stdin, network, status
@@ -60,6 +63,7 @@ class GenerationDriver(ReusingDriver):
         self,
         number: int,
         max_size: int,
+        known_commit: int,
         each_step: Callable[[float], None],
         kept: KeptAgents,
         spec: JobSpec,
@@ -79,6 +83,8 @@ class GenerationDriver(ReusingDriver):
         self.refused: dict[str, str] = {}
         self._max_size = max_size
         self._each_step = each_step
+        self._known_commit = known_commit
+        self._asked = 0  # the generation for which the ranks shall make room
         self._left = False
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
 
@@ -93,13 +99,14 @@ class GenerationDriver(ReusingDriver):
 
     def ask_to_leave(self, generation: int) -> None:
         """Let the ranks make room for a later generation, at their next commit or check."""
+        self._asked = generation
         for place in self._places:
             if place.peer is not None:
                 place.peer.send(Leave(generation))
 
     def settle(self) -> None:
         """End the ranks that are left, show their output, and wait for each host's newest commit."""
-        self._settling = {place.number for place in self._places if self._can_hear(place)}
+        self._settling = {place.number for place in self._places if _can_hear(place)}
         for number in self._settling:
             peer = self._places[number].peer
             assert peer is not None
@@ -109,12 +116,9 @@ class GenerationDriver(ReusingDriver):
             self._connections.turn()
         self._stop_reason = "the generation is over"
         for place in self._places:
-            if place.peer is not None and (place.number in self._settling or not place.peer.member):
+            if place.peer is not None and (place.number in self._settling or not _can_hear(place)):
                 self.lost.setdefault(place.seat.name, "did not end its ranks in time")
                 self._connections.drop(place.peer, "did not end its ranks in time")
-
-    def _can_hear(self, place: Place) -> bool:
-        return place.peer is not None and place.peer.member is not None and place.peer.connection.open
 
     def _step(self) -> float:
         now = super()._step()
@@ -149,14 +153,23 @@ class GenerationDriver(ReusingDriver):
         self.refused[place.seat.name] = why
         super()._refuse(place, why)
 
+    def _start(self, placements: list[RankPlacement]) -> None:
+        newest = max(self.commits.values())
+        if newest < self._known_commit:
+            lost = f"every host that held commit {self._known_commit} is gone"
+            if not newest:
+                raise StateLostError(f"{lost}, and no other host holds the state")
+            self._say(f"pyhvd: {lost}: ranks go on from commit {newest}")
+        super()._start(placements)
+        if self._asked:  # agents without ranks have not taken notice
+            self.ask_to_leave(self._asked)
+
     def _variables(self, placement: RankPlacement) -> Mapping[str, str]:
         newest = max(self.commits.values())
         first = next(place for place in self._places if self.commits.get(place.seat.name) == newest)
-        own = {
-            GENERATION: self.number,
-            COMMIT: newest,
-            SOURCE: min(self._machine.ranks_of(first.number)),
-            MAX_SIZE: self._max_size,
-            "HOROVOD_ELASTIC": 1,
-        }
-        return {**super()._variables(placement), **{name: str(value) for name, value in own.items()}}
+        own = Generation(self.number, newest, min(self._machine.ranks_of(first.number)), self._max_size)
+        return {**super()._variables(placement), **own.variables()}
+
+
+def _can_hear(place: Place) -> bool:
+    return place.peer is not None and place.peer.connection.authenticated and place.peer.connection.open

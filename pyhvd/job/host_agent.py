@@ -6,13 +6,12 @@ is the channel's key. When the channel ends, or is silent for 20 s, the agent ki
 1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
 2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
    driver of the next job asks for 1 by :class:`Again`, over the same channel.
-3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.vault`.
+3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.elastic_host`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import stat
@@ -30,11 +29,11 @@ from pyhvd.job.agent import (
     AgentStoppedError,
     Dismissed,
 )
+from pyhvd.job.elastic_host import ElasticHost
 from pyhvd.job.facts import gather, hello
 from pyhvd.job.function_process import FunctionProcess
 from pyhvd.job.messages import Again, Beat, Member, Prepare, Stop, decode_from_driver, encode
 from pyhvd.job.program_process import ProgramProcess
-from pyhvd.job.vault import Vault
 from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection
 from pyhvd.transport.tcp.pipes import PipePair
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
@@ -78,14 +77,14 @@ class _Idle:
     """An agent between two jobs, and before the first; it beats, as an agent with ranks does."""
 
     def __init__(self, driver: Connection) -> None:
-        self.vault: Vault | None = None
+        self.host: ElasticHost | None = None
         self._driver = driver
         self._next_beat = time.monotonic() + BEAT_S
         self._silent_since = time.monotonic()
 
     def greet(self) -> None:
         """Begin the next job."""
-        newest = None if self.vault is None else self.vault.newest()
+        newest = None if self.host is None else self.host.vault.newest()
         known = msgspec.structs.replace(hello(), commit=0 if newest is None else newest.number)
         self._driver.send(encode(known))
 
@@ -132,18 +131,20 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
         idle.greet()
         with contextlib.suppress(Dismissed):
             while wanted := idle.wait():
-                if wanted.elastic and idle.vault is None:
-                    idle.vault = Vault.create()
-                if _run(driver, wanted, idle.vault):
+                if wanted.elastic and idle.host is None:
+                    idle.host = ElasticHost()
+                if _run(driver, wanted, idle.host):
                     idle.greet()
                 if not wanted.again:
                     driver.finish(LAST_MESSAGES_S)
 
 
-def _run(driver: Connection, wanted: Prepare, vault: Vault | None) -> bool:
+def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
-    make_rank = FunctionProcess if wanted.function else functools.partial(ProgramProcess, vault=vault)
-    agent = Agent(driver, make_rank, vault)
+    if host is not None:
+        agent = Agent(driver, host.make_rank, host.vault)
+    else:
+        agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
     try:
         with contextlib.closing(agent):
             facts = gather(wanted.directory, wanted.script)
@@ -153,8 +154,8 @@ def _run(driver: Connection, wanted: Prepare, vault: Vault | None) -> bool:
         if not agent.again:
             raise
     finally:
-        if vault is not None:  # no rank is left
-            vault.wished = vault.left = 0
+        if host is not None:  # no rank is left
+            host.vault.wished = host.vault.left = 0
     return agent.again
 
 

@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -123,10 +124,17 @@ class _Stdin:
 class ProgramProcess(RankProcess):
     """A rank's process that runs a program; `code` is a :class:`Program`. See :class:`RankProcess`.
 
-    In an elastic job the rank commits to `vault`.
+    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
     """
 
-    def __init__(self, start: Start, code: bytes, events: RankEvents, vault: Vault | None = None) -> None:
+    def __init__(
+        self,
+        start: Start,
+        code: bytes,
+        events: RankEvents,
+        vault: Vault | None = None,
+        popen: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
         self._stdin = _Stdin(events.on_taken) if start.rank == 0 else None
         self._program = Program.load(code)
         self._size = start.size
@@ -144,6 +152,7 @@ class ProgramProcess(RankProcess):
                 flags=("-P",),  # the guardian must not import what the directory has
                 directory=self._program.directory,
                 stdin=subprocess.DEVNULL if self._stdin is None else self._stdin.reader,
+                popen=popen,
             )
         except (OSError, ValueError):
             if self._stdin is not None:

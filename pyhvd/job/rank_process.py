@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pyhvd.job.messages import Failed, Start, decode_from_agent
 from pyhvd.job.mpi.openmpi.settings import PARAMETERS
@@ -105,7 +106,7 @@ class RankProcess(SupervisedProcess):
         Descriptors that the rank inherits; variables of these names hold their numbers.
     env : mapping of str to str
         The rank's variables, in addition to those of `start`.
-    module, flags, directory, stdin
+    module, flags, directory, stdin, popen
         See :class:`SupervisedProcess`.
 
     Attributes
@@ -127,6 +128,7 @@ class RankProcess(SupervisedProcess):
         flags: Sequence[str] = (),
         directory: str | None = None,
         stdin: int = subprocess.DEVNULL,
+        popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.failure: Failed | None = None
         self.result: bytes | None = None
@@ -153,6 +155,7 @@ class RankProcess(SupervisedProcess):
                 flags=flags,
                 directory=directory,
                 stdin=stdin,
+                popen=popen,
             )
         except (OSError, ValueError):  # ValueError: an invalid name or value of a variable
             self._control.close()

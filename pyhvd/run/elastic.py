@@ -20,7 +20,7 @@ from pyhvd.job.agent_command import AgentCommand
 from pyhvd.job.discovery import Discovery
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.generation_driver import GenerationDriver, Outcome
+from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
 from pyhvd.job.hosts_driver import Checked, Seat
 from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.kept_agents import KeptAgents
@@ -58,6 +58,10 @@ _LOOK_S = 0.05
 
 class _EndNow(Exception):
     """The ranks of the running generation shall end."""
+
+
+class _GaveUp(Exception):
+    """The job is over; the cause is the error."""
 
 
 class _Starting:
@@ -129,6 +133,7 @@ class ElasticJob:
         self._next: StartGeneration | None = None
         self._driver: GenerationDriver | None = None
         self._finished = False
+        self._commit = 0  # the newest of which an agent has told
         self._checked: Checked | None = None
 
     def serve(self) -> None:
@@ -143,13 +148,17 @@ class ElasticJob:
         Interrupted
             A signal ended the job.
         """
-        while not self._finished:
-            self._step(time.monotonic())
-            begins, self._next = self._next, None
-            if begins is not None:
-                self._run(begins)
-            elif not self._finished:
-                time.sleep(_LOOK_S)
+        try:
+            while not self._finished:
+                self._step(time.monotonic())
+                begins, self._next = self._next, None
+                if begins is not None:
+                    self._run(begins)
+                elif not self._finished:
+                    time.sleep(_LOOK_S)
+        except _GaveUp as exc:
+            assert exc.__cause__ is not None
+            raise exc.__cause__ from None
 
     def close(self) -> None:
         """End all agents."""
@@ -175,7 +184,7 @@ class ElasticJob:
             elif isinstance(action, EndGeneration):
                 raise _EndNow
             elif isinstance(action, GiveUp):
-                raise action.error
+                raise _GaveUp from action.error
             elif isinstance(action, Finish):
                 self._finished = True
             elif isinstance(action, Say):
@@ -255,6 +264,8 @@ class ElasticJob:
             with signals(driver):
                 try:
                     driver.serve()
+                except StateLostError as exc:
+                    raise _GaveUp from exc
                 except (RankError, LaunchError) as exc:
                     failure = exc
                 except _EndNow:
@@ -270,7 +281,8 @@ class ElasticJob:
 
     def _report(self, driver: GenerationDriver, failure: Exception | None, now: float) -> None:
         """Tell the machine how a generation ended."""
-        self._membership.committed(max(driver.commits.values(), default=0), now)
+        self._commit = max([self._commit, *driver.commits.values()])
+        self._membership.committed(self._commit, now)
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
         lost = dict(driver.lost)
@@ -298,6 +310,7 @@ class ElasticJob:
         return GenerationDriver(
             begins.number,
             options.elastic.max_np or 0,
+            self._commit,
             self._step,
             self._kept,
             JobSpec(seats.size, program.dump(), start_timeout=options.start_timeout),

@@ -16,6 +16,7 @@ from pyhvd.job.process.guardian import guard
 def _run(control_fd: int) -> int:
     import msgspec
 
+    from pyhvd.job.generation_env import read_generation
     from pyhvd.job.mpi.rank_env import let_hangup_end, read_rank_env, set_defaults
     from pyhvd.job.rank import read_code
     from pyhvd.run.user_script import run_script
@@ -27,9 +28,10 @@ def _run(control_fd: int) -> int:
     program = msgspec.msgpack.decode(read_code(control), type=list[str])
     rank_env = read_rank_env()
     assert rank_env is not None
+    known = read_generation(os.environ)
     message = set_defaults(rank_env, os.environ)
     let_hangup_end(os.environ)  # the launcher alone sends SIGHUP, and knows of nohup
-    if message is not None and rank_env.rank == 0:
+    if message is not None and rank_env.rank == 0 and (known is None or not known.number):
         print(message, file=sys.stderr, flush=True)
     sys.path.insert(0, "")  # the entry that run_script sets, and that -P leaves out
     return run_script(program, rank_env, control.detach())

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.signals import PAUSING
@@ -47,6 +48,8 @@ class SupervisedProcess:
         Where the process runs; by default in this one's working directory.
     stdin : int
         The process's stdin, by default /dev/null; the caller closes it here.
+    popen : callable
+        Starts the guardian, as :class:`subprocess.Popen` does.
 
     Attributes
     ----------
@@ -72,6 +75,7 @@ class SupervisedProcess:
         flags: Sequence[str] = (),
         directory: str | None = None,
         stdin: int = subprocess.DEVNULL,
+        popen: Callable[..., Any] = subprocess.Popen,
     ) -> None:
         self.ended = False
         self.code: int | None = None
@@ -85,7 +89,7 @@ class SupervisedProcess:
         self._out, out = os.pipe()
         self._err, err = os.pipe()
         try:
-            self._process = subprocess.Popen(
+            self._process = popen(
                 [python or sys.executable, *flags, "-m", module, str(life.fileno()), *arguments],
                 env=env,
                 cwd=directory,

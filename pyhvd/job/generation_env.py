@@ -1,0 +1,50 @@
+"""What the ranks of an elastic job learn from their variables: which generation they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PREFIX = "PYHVD_ELASTIC_"
+_NUMBER = _PREFIX + "GENERATION"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of ranks.
+
+    Attributes
+    ----------
+    number : int
+        How often ranks were started again before.
+    commit : int
+        The number of the newest commit, from which this generation goes on; 0 if there is none.
+    source : int
+        A rank whose host holds that commit.
+    max_size : int
+        The most ranks that the job may have; 0 without a limit.
+    """
+
+    number: int
+    commit: int = 0
+    source: int = 0
+    max_size: int = 0
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of a rank."""
+        values = {
+            _NUMBER: self.number,
+            _PREFIX + "COMMIT": self.commit,
+            _PREFIX + "SOURCE": self.source,
+            _PREFIX + "MAX_SIZE": self.max_size,
+            "HOROVOD_ELASTIC": 1,
+        }
+        return {name: str(value) for name, value in values.items()}
+
+
+def read_generation(environ: Mapping[str, str]) -> Generation | None:
+    """Return the generation of this rank; None if its job is not elastic."""
+    if _NUMBER not in environ:
+        return None
+    names = (_NUMBER, _PREFIX + "COMMIT", _PREFIX + "SOURCE", _PREFIX + "MAX_SIZE")
+    return Generation(*(int(environ.get(name, "0")) for name in names))

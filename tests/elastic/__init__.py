@@ -1,0 +1,1 @@
+"""Elastic jobs: real ranks that are killed, on this host."""

@@ -1,0 +1,71 @@
+"""Faults of ranks on one host: training goes on from the last commit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyhvd.job.errors import LaunchError
+from pyhvd.job.mpi.flavour import find_library
+from pyhvd.job.mpi.rank_env import MPICH
+from tests.elastic.jobs import Ended, check_finished, run
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="agents need Linux")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mpich() -> None:
+    try:
+        family = find_library().family
+    except LaunchError as exc:
+        pytest.skip(str(exc))
+    if family != MPICH:
+        pytest.skip("elastic jobs need MPICH or Intel MPI")
+
+
+def check_one_restart(ended: Ended, more: int = 1) -> None:
+    check_finished(ended)
+    assert max(line.generation for line in ended.lines) == more, ended
+    assert len(ended.of("killed")) >= more, ended
+
+
+def test_without_a_fault_there_is_one_generation(tmp_path: Path) -> None:
+    ended = run(tmp_path)
+    check_finished(ended)
+    assert ended.generations == 1
+    assert ended.err == ""
+
+
+@pytest.mark.parametrize(
+    "point", ["import", "init", "func", "copying", "before_seal", "after_seal", "committed"]
+)
+@pytest.mark.parametrize("rank", ["0", "2", "all"])
+def test_a_killed_rank_is_started_again(point: str, rank: str, tmp_path: Path) -> None:
+    """The first rank alone writes to the vault; it dies there."""
+    within = point in ("copying", "before_seal", "after_seal")
+    check_one_restart(run(tmp_path, f"{point}:0:{'0' if within else rank}"))
+
+
+def test_ranks_die_in_the_restart_too(tmp_path: Path) -> None:
+    """Between three failures in a row there must be a new commit."""
+    ended = run(tmp_path, "func:0:1", "import:1:3", "copying:2:0", "callback:3:0")
+    check_one_restart(ended, 4)
+
+
+def test_a_rank_that_dies_after_its_return(tmp_path: Path) -> None:
+    """The others may have returned too: then all of them have trained to the end twice, with the same values."""
+    ended = run(tmp_path, "returned:0:1")
+    assert ended.code == 0, ended
+    ended.check_values()
+    assert ended.of("end")[-1].words[:2] == ["40", "820"]
+    assert ended.of("begin")[-1].words[0] == "40"
+
+
+def test_a_rank_that_always_dies_ends_the_job(tmp_path: Path) -> None:
+    ended = run(tmp_path, *(f"init:{generation}:2" for generation in range(5)))
+    assert ended.code == 137, ended
+    assert len(ended.of("killed")) == 3
+    assert "rank 2 of 4" in ended.err.splitlines()[-1], ended
+    assert "SIGKILL" in ended.err.splitlines()[-1], ended
