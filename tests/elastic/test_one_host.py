@@ -55,7 +55,7 @@ def test_ranks_die_in_the_restart_too(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_after_its_return(tmp_path: Path) -> None:
-    """The others may have returned too: then all of them have trained to the end twice, with the same values."""
+    """The others may have returned too; then all of them come to the end twice, with the same values."""
     ended = run(tmp_path, "returned:0:1")
     assert ended.code == 0, ended
     ended.check_values()
