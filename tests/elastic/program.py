@@ -1,8 +1,7 @@
 """A program that trains, and whose ranks are killed at a point that its arguments name.
 
 Each step adds ``step + 1`` to the weights, whatever the number of ranks. Rank 0 writes a line after each
-commit, and when it begins. Arguments are ``POINT:GENERATION:RANK``; the rank kills itself when that generation
-comes to that point.
+commit, and when it begins. An argument is ``POINT:GENERATION:RANK``: there the rank kills itself.
 """
 
 from __future__ import annotations

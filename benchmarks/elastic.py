@@ -1,0 +1,134 @@
+"""``python -m benchmarks elastic``: how fast elastic jobs go on after a fault, and what commits cost.
+
+A time runs from the fault to the end of the next allreduce, by the wall clock of this machine, on which all
+hosts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.harness import OURS, Figures, Outcome
+from benchmarks.hosts import publish
+from benchmarks.machine import Machine, mpi_short
+from benchmarks.report import Report, Run, Target, judge
+from tests.mpi.launch import ROOT
+
+TITLE = "elastic: jobs whose ranks are killed"
+_PYHVD = "pyhvdrun"
+_PATIENCE_S = 120.0
+KILLED, KILLED_TORCH = "1 of 4 ranks is killed", "1 of 4 ranks is killed, torch imported"
+COMMIT, CHECK = "commit of 100 MB, times a copy", "check_host_updates"
+
+
+def _target(label: str, least: float, moonshot: float) -> Target:
+    return Target(label, f"elastic, {label}", _PYHVD, (), least, moonshot, True)
+
+
+TARGETS = [
+    _target(KILLED, 1.0, 0.25),
+    _target(KILLED_TORCH, 1.5, 0.4),
+    _target(COMMIT, 2.0, 1.2),
+    _target(CHECK, 5e-6, 1e-6),
+]
+
+
+class Table:
+    """The cases, with the samples of all runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.samples: dict[tuple[str, str], list[float]] = {}
+
+    def run(self, restarts: int) -> None:
+        """Measure each case; a job whose rank is killed so many times."""
+        self._kill(KILLED, restarts)
+        if importlib.util.find_spec("torch") is not None:
+            self._kill(KILLED_TORCH, restarts, "torch")
+        times = self._times(["calls", "0"], "2")
+        self._note(COMMIT, "x", times["commit"])
+        self._note(CHECK, "s", times["check"])
+
+    def _note(self, label: str, unit: str, value: float) -> None:
+        self.samples.setdefault((label, unit), []).append(value)
+
+    def _kill(self, label: str, restarts: int, *imported: str) -> None:
+        times = self._times(["kill", str(restarts), *imported], "4")
+        for number in range(restarts):
+            self._note(label, "s", times[f"first{number + 1}"] - times[f"killed{number}"])
+
+    def _times(self, arguments: Sequence[str], ranks: str) -> dict[str, float]:
+        """Run a job, and return what its ranks have logged."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        program = ROOT / "benchmarks" / "elastic_program.py"
+        command = [
+            sys.executable,
+            "-m",
+            "pyhvd.run",
+            "-n",
+            ranks,
+            "--min-np",
+            ranks,
+            str(program),
+            *arguments,
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=folder, env=env, check=True, timeout=_PATIENCE_S)
+        lines = (folder / "times").read_text().splitlines()
+        return {name: float(value) for name, value in map(str.split, lines)}
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the figures of all runs."""
+        return [
+            Outcome(f"elastic, {label}", 0, unit, [Figures.of(_PYHVD, OURS, samples)])
+            for (label, unit), samples in self.samples.items()
+        ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print and save; return 0 also if a target is missed."""
+    given = _parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        table = Table(folder)
+        for number in range(given.runs):
+            if sys.stderr.isatty():
+                print(f"\r\x1b[Krun {number + 1} of {given.runs}", end="", file=sys.stderr)
+            table.run(given.restarts)
+        path = folder / "machine.json"
+        here = [sys.executable, "-m", "pyhvd.run", "-n", "1", "-m", "benchmarks.machine", str(path)]
+        subprocess.run(here, check=True, cwd=ROOT)
+        machine = msgspec.json.decode(path.read_bytes(), type=Machine)
+    run = Run(4, machine, mpi_short(machine.mpi), table.outcomes(), [])
+    report = Report("elastic", TITLE, run.mpi, [run], judge(TARGETS, [run]))
+    publish(report, given.results / f"elastic-{run.mpi}.json")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks elastic",
+        description=f"{TITLE}: times from a fault to the next finished allreduce, and the cost of commits.",
+        epilog="example: python -m benchmarks elastic --runs 3",
+    )
+    parser.add_argument("--runs", type=int, default=2, metavar="N", help="jobs of each case (default: 2)")
+    parser.add_argument(
+        "--restarts", type=int, default=10, metavar="N", help="killed ranks of each job (default: 10)"
+    )
+    parser.add_argument(
+        "--results",
+        type=lambda text: Path(text).absolute(),
+        default=ROOT / "benchmarks" / "results",
+        metavar="DIR",
+        help="write elastic-<mpi>.json and .png to this folder (default: benchmarks/results)",
+    )
+    return parser.parse_args(arguments)

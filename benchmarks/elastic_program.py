@@ -1,0 +1,87 @@
+"""What the ranks of ``python -m benchmarks elastic`` run.
+
+``FAULT`` is ``none``, or ``kill``: then the last rank kills itself after some steps of each generation but the
+last. Rank 0 writes a line with the time of each finished allreduce that follows a restart, and of each fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import pyhvd as hvd
+from pyhvd import elastic
+
+FAULT, LAST = sys.argv[1], int(sys.argv[2])
+_STEP_S = 0.05
+_WARM_S = 4.0
+_LOOPS = 2000
+_COMMIT_BYTES = 100_000_000
+for name in sys.argv[3:]:
+    importlib.import_module(name)
+
+
+def log(kind: str, value: float) -> None:
+    """Write a line for the benchmark."""
+    with open("times", "a", encoding="utf-8") as file:
+        file.write(f"{kind} {value!r}\n")
+
+
+def least(run: object, times: int = 7) -> float:
+    """Return the least time of a call."""
+    assert callable(run)
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def measure_calls() -> None:
+    """Measure a commit of 100 MB, beside a copy of it, and a check."""
+    source, target = np.ones(_COMMIT_BYTES, np.uint8), np.zeros(_COMMIT_BYTES, np.uint8)
+    state = elastic.ObjectState(array=source)
+    copied = least(lambda: np.copyto(target, source))
+    committed = least(state.commit)
+
+    def check() -> None:
+        for _ in range(_LOOPS):
+            state.check_host_updates()
+
+    checked = least(check) / _LOOPS
+    if hvd.rank() == 0:
+        log("commit", committed / copied)
+        log("check", checked)
+
+
+@elastic.run
+def train(state: object) -> None:
+    """Run steps; in each generation but the last, a rank dies."""
+    generation = elastic.generation()
+    begin = time.time()
+    first = True
+    while time.time() < begin + (_WARM_S if generation == 0 else 1.0):
+        hvd.allreduce(np.ones(1, np.float32), name="step")
+        if first and hvd.rank() == 0:
+            log(f"first{generation}", time.time())
+        first = False
+        time.sleep(_STEP_S)
+        state.commit()  # type: ignore[attr-defined]
+    hvd.barrier()
+    if FAULT == "kill" and generation < LAST and hvd.rank() == hvd.size() - 1:
+        log(f"killed{generation}", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+
+hvd.init()
+if FAULT == "calls":
+    measure_calls()
+else:
+    train(elastic.ObjectState(steps=0))

@@ -1,0 +1,98 @@
+"""Elastic jobs on two simulated hosts over ssh: a host is lost, comes back, is added."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pyhvd.job.mpi.flavour import find_library
+from pyhvd.job.mpi.rank_env import MPICH
+from tests.elastic.jobs import PROGRAM, Ended, check_finished, read_log
+from tests.hosts import sshd
+from tests.hosts.sshd import Site
+from tests.many_hosts import Launcher, end_of
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(find_library().family != MPICH, reason="elastic jobs need MPICH or Intel MPI"),
+]
+
+_HOSTS = "east:2,west:2"
+_FLAGS = ("--min-np", "2", "--blacklist-cooldown-range", "1", "5")
+_GONE_S = 25.0  # an agent that hears nothing ends itself after 20 s
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    yield from sshd.east_and_west(tmp_path_factory)
+
+
+@pytest.fixture
+def launcher(site: Site, tmp_path: Path) -> Iterator[Launcher]:
+    yield site.launcher(tmp_path)
+    assert site.wait_until_gone(_GONE_S) == []
+
+
+def start(launcher: Launcher, *flags: str, hosts: str = _HOSTS) -> subprocess.Popen[str]:
+    return launcher.start(*_FLAGS, "-x", "STEP_S=0.3", *flags, str(PROGRAM), hosts=hosts)
+
+
+def finish(job: subprocess.Popen[str], folder: Path) -> Ended:
+    ended = end_of(job)
+    return Ended(ended.code, ended.out, ended.err, read_log(folder))
+
+
+def wait_for_step(folder: Path, step: int, generation: int = 0) -> None:
+    def is_there() -> bool:
+        lines = read_log(folder)
+        return any(line.kind == "step" and line.generation >= generation for line in lines[step:])
+
+    wait_until(is_there)
+
+
+def crash(site: Site) -> Callable[[], None]:
+    site.west.crash()
+    return lambda: site.restart(site.west)
+
+
+def freeze(site: Site) -> Callable[[], None]:
+    site.west.freeze()
+    return site.west.thaw
+
+
+def cut_off(site: Site) -> Callable[[], None]:
+    site.bed.cut_off(site.west)
+    return lambda: site.bed.rejoin(site.west)
+
+
+@pytest.mark.parametrize("fault", [crash, freeze, cut_off])
+def test_training_goes_on_without_a_host_and_with_it_again(
+    fault: Callable[[Site], Callable[[], None]], site: Site, launcher: Launcher
+) -> None:
+    job = start(launcher)
+    wait_for_step(launcher.folder, 5)
+    mend = fault(site)
+    try:
+        wait_for_step(launcher.folder, 8, generation=1)
+    finally:
+        mend()
+    ended = finish(job, launcher.folder)
+    check_finished(ended)
+    sizes = [line.words[3] for line in ended.of("begin")]
+    assert sizes[:2] == ["4", "2"], ended
+    assert sizes[-1] == "4", ended
+    assert "west" in ended.err, ended
+
+
+def test_all_hosts_that_hold_the_state_are_lost(site: Site, launcher: Launcher) -> None:
+    job = start(launcher, hosts="west:2")
+    wait_for_step(launcher.folder, 5)
+    site.west.crash()
+    site.restart(site.west)
+    ended = finish(job, launcher.folder)
+    assert ended.code == 1, ended
+    assert "every host that held commit" in ended.err.splitlines()[-1], ended
