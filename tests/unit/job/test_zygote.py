@@ -1,0 +1,121 @@
+"""A process that does imports and forks: what it imports, and what its children get."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyhvd.job.elastic_host import Zygote
+from pyhvd.job.program_process import Program
+from pyhvd.job.zygote import imports_of
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="agents need Linux")
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_installed_modules_at_the_top_are_found(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise AssertionError")
+    (tmp_path / "train.py").write_text(
+        "import json, own\nfrom fractions import Fraction\nimport mpi4py.MPI\nimport missing\n"
+        "if True:\n    import decimal\ndef f():\n    import csv\nimport json\nfrom . import x\n"
+    )
+    assert imports_of(["train.py", "--flag"], str(tmp_path)) == ["json", "fractions"]
+    assert imports_of(["-c", "import json"], str(tmp_path)) == ["json"]
+    assert imports_of(["-m", "json.tool"], str(tmp_path))[:2] == ["argparse", "json"]
+
+
+@pytest.mark.parametrize("program", [["missing.py"], ["broken.py"], ["-m", "missing"], ["-c", "import ("]])
+def test_a_program_that_cannot_be_read_imports_nothing(program: list[str], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def (")
+    assert imports_of(program, str(tmp_path)) == []
+
+
+def make(folder: Path, code: str, path: str = "") -> Zygote:
+    program = Program("", ["-c", code], str(folder), [])
+    paths = os.pathsep.join(filter(None, [str(ROOT), path]))
+    return Zygote(program, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture
+def zygote(tmp_path: Path) -> Iterator[Zygote]:
+    made = make(tmp_path, "import fractions")
+    yield made
+    made.close()
+
+
+def test_a_fork_is_as_a_command(zygote: Zygote, tmp_path: Path) -> None:
+    wait_until(lambda: zygote.fit)
+    pipes = [os.pipe() for _ in range(4)]
+    (stdin, feed), (out, stdout), (err, stderr), (found, number) = pipes
+    os.write(feed, b"given")
+    os.close(feed)
+    process = zygote.popen(
+        [sys.executable, "-P", "-m", "tests.unit.job.forked_probe", str(number), "x", "y z"],
+        env={"ONLY": "this"},
+        cwd=str(tmp_path),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=(number,),
+        start_new_session=True,
+    )
+    for each in (stdin, stdout, stderr, number):
+        os.close(each)
+    process.wait(10)
+    assert (os.read(out, 99), os.read(err, 99)) == (b"to stdout\n", b"to stderr\n")
+    assert json.loads(os.read(found, 9999)) == {
+        "arguments": ["x", "y z"],
+        "directory": str(tmp_path),
+        "variables": {"ONLY": "this"},
+        "leads": True,
+        "imported": True,
+        "stdin": "given",
+    }
+
+
+def test_without_its_zygote_a_process_is_started_by_a_command(zygote: Zygote, tmp_path: Path) -> None:
+    wait_until(lambda: zygote.fit)
+    zygote._process.kill()
+    zygote._process.wait()
+    out, stdout = os.pipe()
+    process = zygote.popen(
+        [sys.executable, "-m", "json.tool", "--help"],
+        env=dict(os.environ),
+        cwd=str(tmp_path),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stdout,
+        pass_fds=(),
+        start_new_session=True,
+    )
+    os.close(stdout)
+    assert process.wait(10) == 0
+    with open(out, "rb") as file:
+        assert b"usage" in file.read()
+    assert not zygote.fit
+
+
+def test_a_module_that_starts_a_thread_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "threads_at_import.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    made = make(tmp_path / "elsewhere", "import threads_at_import", str(packages))
+    (tmp_path / "elsewhere").mkdir()
+    until = time.monotonic() + 30
+    text = ""
+    while not text and time.monotonic() < until:
+        assert not made.fit
+        text = capfd.readouterr().err
+    made.close()
+    assert text == "pyhvd: ranks start slowly: threads_at_import starts threads when it is imported\n"
