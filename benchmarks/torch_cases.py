@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.harness import FLOOR, OURS, Contender, World
 from benchmarks.questions.torch import (
     ALONE,
     ARRAY,
+    COUNTED,
     DDP,
     DDP_VIEWS,
     EMPTY_HOOK,
@@ -23,6 +25,7 @@ from benchmarks.questions.torch import (
     NEW_ARRAY,
     NEW_TENSOR,
     NO_HOOK,
+    NO_SYNC,
     PYHVD,
     TENSOR,
 )
@@ -250,4 +253,27 @@ def first_step(_: World) -> Found:
 
     return 161 * 4, [
         Contender(PYHVD, run, model.make_gradients, finish=finish, check=ways.check(model), kind=OURS)
+    ]
+
+
+def accumulation(_: World) -> Found:
+    """Compare backward passes between reductions."""
+
+    def contender(name: str, kind: str, **options: Any) -> Contender:
+        model = Layers()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+        if kind == OURS:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+        def run() -> None:
+            with optimizer.no_sync() if name == NO_SYNC else contextlib.nullcontext():
+                for _ in range(7):
+                    torch.autograd.backward(model())
+
+        return Contender(name, run, optimizer.zero_grad, kind=kind)
+
+    return _bytes(Layers()), [
+        contender(NO_SYNC, OURS),
+        contender(COUNTED, OURS, backward_passes_per_step=8),
+        contender(ALONE, FLOOR),
     ]

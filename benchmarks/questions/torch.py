@@ -15,6 +15,7 @@ The cases, by number:
 11. broadcast_parameters of 161 tensors
 12. broadcast_parameters of 1,500 tensors of 1 KiB
 13. the first step of an optimizer with 161 parameters, with its construction
+14. seven backward passes of ten linear layers that accumulate gradients, without a reduction
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ALONE, AFTER = "no communication", "pyhvd, one call after backward"
 VIEWS, COPIES = "pyhvd, gradients stay in hvd.empty()", "pyhvd, hooks copy to hvd.empty()"
 ARRAY, TENSOR, NEW_ARRAY, NEW_TENSOR = "array", "tensor", "array, out of place", "tensor, out of place"
 NO_HOOK, EMPTY_HOOK = "no hooks", "empty hooks"
+NO_SYNC, COUNTED = "pyhvd.torch, no_sync()", "pyhvd.torch, backward_passes_per_step=8"
 FLAT = "one flat broadcast"
 LABELS = (
     "161 gradients",
@@ -54,6 +56,7 @@ LABELS = (
     "broadcast 161",
     "broadcast 1500",
     "first step of 161",
+    "7 passes without reduction",
 )
 
 
@@ -78,6 +81,7 @@ def cases(world: World, sizes: Sequence[int]) -> Iterator[Case]:
         torch_cases.broadcast_resnet,
         torch_cases.broadcast_small,
         torch_cases.first_step,
+        torch_cases.accumulation,
     )
     for number in sizes:
         yield Case(LABELS[number - 1], *makers[number - 1](world))
@@ -120,6 +124,8 @@ QUESTION = Question(
         ),
         Target("broadcast of 161, times a flat one", LABELS[10], PYHVD, (FLAT,), 2.0, 1.5, fewer=True),
         Target("broadcast of 1500, times a flat one", LABELS[11], PYHVD, (FLAT,), 2.0, 1.5, fewer=True),
+        Target("7 passes in no_sync(), times none", LABELS[13], NO_SYNC, (ALONE,), 1.02, 1.01, fewer=True),
+        Target("7 of 8 passes, times none", LABELS[13], COUNTED, (ALONE,), 1.02, 1.01, fewer=True),
         Target("construction and first step", LABELS[12], PYHVD, (), 50e-3, 20e-3, fewer=True),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pyhvd.api import collectives
 from pyhvd.api.objects import allgather_object, broadcast_object
@@ -175,7 +176,7 @@ def _sort_out(params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"broadcast_parameters, {name!r}: {why_not(tensor)}")
         memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device, tensor.dtype)
-        if tensor.numel() == 0 or memory not in seen:
+        if memory not in seen or tensor.numel() == 0:
             named[name] = tensor
         seen.add(memory)
     return named, {name: each for name, each in pairs if not isinstance(each, torch.Tensor)}
@@ -207,7 +208,7 @@ def _broadcast_tensors(named: list[tuple[str, Any]], root_rank: int, process_set
     packed = [pack for tensors in together.values() for pack in _cut(tensors)]
     flat = []
     for tensors in packed:
-        memory = torch.cat([tensor.reshape(-1) for _, tensor in tensors])
+        memory = _flatten_dense_tensors([tensor for _, tensor in tensors])
         name = f"parameters {tensors[0][0]} ... {tensors[-1][0]} ({len(tensors)})"
         handles.append(collectives.broadcast_async_(memory, root_rank, name, process_set))
         flat.append(memory)
@@ -216,11 +217,8 @@ def _broadcast_tensors(named: list[tuple[str, Any]], root_rank: int, process_set
     if rank() == root_rank:
         return
     for tensors, memory in zip(packed, flat, strict=True):
-        parts = memory.split([tensor.numel() for _, tensor in tensors])
-        torch._foreach_copy_(
-            [tensor for _, tensor in tensors],
-            [part.view(tensor.shape) for part, (_, tensor) in zip(parts, tensors, strict=True)],
-        )
+        own = [tensor for _, tensor in tensors]
+        torch._foreach_copy_(own, _unflatten_dense_tensors(memory, own))
 
 
 def _cut(tensors: list[tuple[str, Any]]) -> Iterable[list[tuple[str, Any]]]:
