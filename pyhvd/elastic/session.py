@@ -5,11 +5,14 @@ The agent of the host says so by variables, which the ranks of a job that is not
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
 
-from pyhvd.job.vault import DESCRIPTORS, Seal, Vault
+from pyhvd.job.vault import DESCRIPTORS, Seal, Vault, are_here
 
 VARIABLE = "PYHVD_ELASTIC_"
 GENERATION = VARIABLE + "GENERATION"
@@ -38,6 +41,10 @@ class Session:
         A rank whose host holds that commit.
     vault : Vault
         The host's.
+    writes : bool
+        Whether this rank writes commits: it is the first that has this vault. Known after :attr:`state`.
+    state : State or None
+        The state of this rank's program, once a function that ``run`` decorates has begun.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -45,7 +52,25 @@ class Session:
         self.max_size = int(environ.get(MAX_SIZE, "0"))
         self.commit = int(environ.get(COMMIT, "0"))
         self.source = int(environ.get(SOURCE, "0"))
-        self.vault = Vault([int(environ[name]) for name in DESCRIPTORS])
+        self.vault = Vault(_descriptors(environ))
+        self.writes = False
+        self.state: Any = None
+
+    def enter(self, state: Any) -> bool:
+        """Note that ``run`` was called with a state; return whether this is the first call.
+
+        Raises
+        ------
+        RuntimeError
+            It was called with another state before.
+        """
+        if self.state is not None and self.state is not state:
+            raise RuntimeError(
+                "an elastic job has one state, and run() was called with another one before: put all that"
+                " must survive into one state"
+            )
+        is_first, self.state = self.state is None, state
+        return is_first
 
     @property
     def held(self) -> Seal | None:
@@ -59,10 +84,34 @@ class Session:
         return self.vault.wished > self.generation
 
 
-@functools.cache
 def current() -> Session | None:
-    """Return this process's session; None if its job is not elastic."""
-    return Session(os.environ) if GENERATION in os.environ else None
+    """Return this rank's session; None if its job is not elastic."""
+    return _of_process() if (played := _played.get()) is None else played
+
+
+@contextlib.contextmanager
+def playing(session: Session) -> Iterator[None]:
+    """Make this the session of the current thread, for ranks that are threads."""
+    token = _played.set(session)
+    try:
+        yield
+    finally:
+        _played.reset(token)
+
+
+_played: ContextVar[Session | None] = ContextVar("pyhvd.elastic.session", default=None)
+
+
+@functools.cache
+def _of_process() -> Session | None:
+    """Return the session of the process, which has none if it is a child that a rank has started."""
+    if GENERATION not in os.environ or not are_here(_descriptors(os.environ)):
+        return None
+    return Session(os.environ)
+
+
+def _descriptors(environ: Mapping[str, str]) -> list[int]:
+    return [int(environ[name]) for name in DESCRIPTORS]
 
 
 def enabled() -> bool:
@@ -71,7 +120,7 @@ def enabled() -> bool:
 
 
 def generation() -> int:
-    """Return how often the ranks of this job were started again."""
+    """Return how often the ranks of this job were started again; 0 if it is not elastic."""
     session = current()
     return 0 if session is None else session.generation
 
