@@ -57,8 +57,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is np.ndarray and not obj.dtype.hasobject and obj.dtype.itemsize:
-            axes, lying = _lying(obj, obj.strides, obj.transpose)
-            number = self._number(obj, lying, lying.flags.c_contiguous, lying.ctypes.data, "cpu")
+            has_no_gaps = obj.flags.c_contiguous
+            axes, lying = (None, obj) if has_no_gaps else _lying(obj, obj.strides, obj.transpose)
+            address = lying.__array_interface__["data"][0]  # faster than ctypes.data
+            number = self._number(obj, lying, has_no_gaps or lying.flags.c_contiguous, address, "cpu")
             return "array", obj.dtype, lying.shape, axes, number
         if self._torch is not None and _is_plain_tensor(self._torch, obj):
             flat = obj.detach().resolve_conj().resolve_neg()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -87,14 +88,18 @@ def test_a_tensor_with_attributes_keeps_them() -> None:
     assert isinstance(found, torch.nn.Parameter)
 
 
+# The ranks are threads, which share torch's generator.
+SEEDED = threading.Lock()
+
+
 class Training:
     """One rank's objects of a program, which differ on each rank before they are synchronised."""
 
     def __init__(self) -> None:
-        torch.manual_seed(hvd.rank())
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
-        )
+        with SEEDED:
+            torch.manual_seed(hvd.rank())
+            layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        self.model = torch.nn.Sequential(*layers)
         inner = torch.optim.Adam(self.model.parameters(), lr=0.1)
         self.optimizer = hvd.DistributedOptimizer(inner, self.model.named_parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
