@@ -12,6 +12,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyhvd import elastic as elastic
     from pyhvd.api.collectives import (
         Adasum as Adasum,
         Average as Average,
@@ -176,7 +177,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME_OF]
+_MODULES = ("elastic",)
+
+__all__ = ["__version__", *_MODULES, *_HOME_OF]
 
 _BY_HAND = {
     "DistributedOptimizer": "for torch use pyhvd.torch, else call grouped_allreduce_() before the step",
@@ -193,6 +196,8 @@ if not TYPE_CHECKING:  # a type checker knows the names above only
 
     def __getattr__(name: str) -> Any:
         """Load a public name from its module (PEP 562)."""
+        if name in _MODULES:
+            return importlib.import_module(f"pyhvd.{name}")
         home = _HOME_OF.get(name)
         if home is None:
             remedy = _BY_HAND.get(name)

@@ -20,11 +20,12 @@ def load(data: Any) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return _load_storage
+            return load_storage
         return super().find_class(module, name)
 
 
-def _load_storage(data: bytes) -> Any:
+def load_storage(data: bytes) -> Any:
+    """Return the storage that torch has pickled, on this process's current GPU if it was on one."""
     # Not weights only: the bytes are of a peer, whose pickle is being loaded.
     return torch.load(io.BytesIO(data), map_location=_bring_here, weights_only=False)
 

@@ -5,3 +5,16 @@ from pyhvd.elastic.sampler import ElasticSampler as ElasticSampler
 from pyhvd.elastic.session import enabled as enabled, generation as generation, max_size as max_size
 from pyhvd.elastic.state import ObjectState as ObjectState, State as State
 from pyhvd.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from pyhvd.job.vault import VaultError as VaultError
+
+__all__ = [
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "VaultError",
+    "enabled",
+    "generation",
+    "max_size",
+    "run",
+]

@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from pyhvd.elastic.session import Session, current
 from pyhvd.elastic.state import State
@@ -16,29 +16,31 @@ from pyhvd.errors import (
     HostsUpdatedInterrupt,
     InternalError,
     MismatchError,
+    StallError,
 )
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
-# Errors of this rank's own, which would come again.
-_OWN = (MismatchError, CorruptionError, InternalError)
-# A rank that has lost others waits so long to be killed by its agent, and else fails itself.
-_LAST_WAIT_S = 2.0
+# This rank's own errors, and a stall, of which no agent knows: they end the rank at once.
+_ENDS_AT_ONCE = (MismatchError, CorruptionError, InternalError, ValueError, StallError)
+# The time in which the agent of a rank that has lost others must have killed it.
+_LAST_WAIT_S = 10.0
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Let a function go on from the last commit after ranks were started again.
 
-    In an elastic job every rank and every change of hosts starts all ranks again, as new processes: they run
-    the program from its beginning, and the state, the first argument, comes back. In any other job the function
-    is called once, after the state of rank 0 was given to all ranks.
+    After a failure, and after a change of hosts, an elastic job starts all its ranks again, as new processes.
+    They run the program from its beginning. When it calls the function, the state, its first argument, is
+    brought to the last commit. Before the first commit, and in a job that is not elastic, all ranks get the
+    state of rank 0.
 
     Parameters
     ----------
     func : callable
-        Takes a :class:`State` first.
+        Takes a :class:`State` first. In an elastic job all calls must be given the same state.
 
     Examples
     --------
@@ -59,24 +61,25 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         except HostsUpdatedInterrupt:
             if session is None:
                 raise
-            _make_room(state, session)
+            _make_room(session)
         except HorovodInternalError as exc:
-            if session is not None and not isinstance(exc, _OWN):
-                _wait_for_the_end()
+            if session is not None and not isinstance(exc, _ENDS_AT_ONCE):
+                _flush()
+                state.on_failure()
+                _flush()
+                time.sleep(_LAST_WAIT_S)
             raise
 
     return wrapper
 
 
-def _make_room(state: State, session: Session) -> None:
-    """Commit, and end this rank: its agent starts the next generation."""
-    state.seal()
-    session.vault.left = True
+def _make_room(session: Session) -> NoReturn:
+    """End this rank, whose state is committed: its agent starts the next generation."""
+    session.vault.left = session.generation + 1
     raise SystemExit(0)
 
 
-def _wait_for_the_end() -> None:
-    """Write out what was printed, and wait: the agent kills this rank, and starts it again."""
+def _flush() -> None:
+    """Write out what was printed: a rank that is killed loses the rest."""
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(_LAST_WAIT_S)

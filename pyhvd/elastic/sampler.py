@@ -15,9 +15,12 @@ class ElasticSampler:
     """Divides the indices of a dataset among the ranks, whose number may change within an epoch.
 
     The order depends on `seed` and epoch alone. The ranks take turns: of what is left of an epoch, each takes
-    every ``size()``-th index. Pass the sampler to :class:`ObjectState` or :class:`pyhvd.torch.elastic.TorchState`,
-    call :meth:`record_batch` after each batch and :meth:`set_epoch` at the end of each epoch. Then every index
-    occurs once in the committed batches of an epoch, whatever happens to ranks.
+    every ``size()``-th index. Pass the sampler to :class:`ObjectState` or
+    :class:`pyhvd.torch.elastic.TorchState`. Call :meth:`record_batch` after each batch, and :meth:`set_epoch`
+    at the end of each epoch. Then every index occurs once in the committed batches of an epoch, even if ranks
+    fail.
+
+    Each batch but the last of an epoch must have the same size on all ranks.
 
     Parameters
     ----------
@@ -26,31 +29,31 @@ class ElasticSampler:
     shuffle : bool
         Whether each epoch has a random order of its own.
     seed : int
-        Where random orders begin; every rank must give the same one.
+        The seed of these orders, the same on every rank.
     pad : bool
-        Whether all ranks get equally many indices: then the last ones repeat what is left, from its beginning.
-        Without it some ranks get one index less; let them call :func:`pyhvd.join`.
+        Whether all ranks get equally many indices: then the last indices repeat those that are left, from
+        the first on. Without it some ranks get one index less. They call :func:`pyhvd.join` when they have no
+        batch any more; all ranks commit after it.
 
     Attributes
     ----------
     epoch : int
         The number of the epoch.
     processed_num : int
-        How many samples of the epoch all ranks have processed. Between commits this assumes that all ranks
-        record batches as this one does.
+        The number of samples of the epoch that all ranks together have processed. It is exact after a commit.
+        After :meth:`record_batch` it assumes that the other ranks have recorded as many samples as this one.
     """
 
     def __init__(self, dataset: Sized | int, shuffle: bool = True, seed: int = 0, pad: bool = True) -> None:
-        try:
-            self._length = operator.index(dataset)  # type: ignore[arg-type]
-        except TypeError:
-            self._length = len(dataset)  # type: ignore[arg-type]
+        self._length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
         if self._length < 0:
             raise ValueError(f"dataset={dataset!r}: expected a dataset, or a length of 0 or more")
+        self.dataset = dataset
         self.shuffle, self.seed, self.pad = shuffle, seed, pad
         self.epoch = 0
         self._counted = 0  # samples of all ranks, at the last commit or load
         self._recorded = 0  # this rank's since
+        self._just_loaded = False
         self.reset()
 
     @property
@@ -58,26 +61,36 @@ class ElasticSampler:
         return min(self._counted + self._recorded * self.num_replicas, self._length)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; call it at the end of the one before, so that a later restart does not repeat it."""
+        """Begin an epoch.
+
+        Call it at the end of each epoch, before the commit: a restart then does not repeat the epoch. It
+        has no effect if the sampler is in the middle of this epoch, or has just been loaded at its end. So it
+        may also stand before the first batch of an epoch, where a program comes past it after a restart.
+        """
+        goes_on = epoch == self.epoch and (self._just_loaded or self.processed_num < self._length)
+        self._just_loaded = False
+        if goes_on:
+            return
         self.epoch = epoch
         self._counted = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's signature
-        """Note that this rank has processed so many samples; `batch_idx` has no meaning.
+        """Note that this rank has processed `batch_size` samples; `batch_idx` has no effect.
 
         The next ``commit()`` adds up what all ranks have recorded.
         """
         self._recorded += batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how far it is."""
+        """Return the epoch's number, and how many of its samples are processed."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another sampler was, and divide the rest of its epoch among the ranks of now."""
+        """Go on where another sampler was: divide the rest of its epoch among the present ranks."""
         self.epoch = state_dict["epoch"]
         self._counted = state_dict["processed_num"]
+        self._just_loaded = True
         self.reset()
 
     def reset(self) -> None:
@@ -87,7 +100,7 @@ class ElasticSampler:
         self._recorded = 0
         order = np.arange(self._length)
         if self.shuffle:
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(self._length)
+            order = np.random.default_rng((self.seed % 2**64, self.epoch % 2**64)).permutation(self._length)
         left = order[self._counted :]
         if self.pad and len(left):
             left = np.resize(left, -(-len(left) // self.num_replicas) * self.num_replicas)
@@ -97,7 +110,7 @@ class ElasticSampler:
         return iter(self.indices)
 
     def __len__(self) -> int:
-        """Return how many indices of the rest of the epoch are this rank's."""
+        """Return how many indices this rank had when the epoch was last divided."""
         return len(self.indices)
 
     def take_recorded(self) -> int:

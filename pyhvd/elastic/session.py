@@ -5,12 +5,15 @@ The agent of the host says so by variables, which the ranks of a job that is not
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
 
 from pyhvd.job.generation_env import read_generation
-from pyhvd.job.vault import DESCRIPTORS, Seal, Vault
+from pyhvd.job.vault import DESCRIPTORS, Seal, Vault, are_here
 
 
 class Session:
@@ -33,6 +36,10 @@ class Session:
         A rank whose host holds that commit.
     vault : Vault
         The host's.
+    writes : bool
+        Whether this rank writes commits: it is the first that has this vault. Known after :attr:`state`.
+    state : State or None
+        The state of this rank's program, once a function that ``run`` decorates has begun.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -40,7 +47,25 @@ class Session:
         assert known is not None
         self.generation, self.max_size = known.number, known.max_size
         self.commit, self.source = known.commit, known.source
-        self.vault = Vault([int(environ[name]) for name in DESCRIPTORS])
+        self.vault = Vault(_descriptors(environ))
+        self.writes = False
+        self.state: Any = None
+
+    def enter(self, state: Any) -> bool:
+        """Note that ``run`` was called with a state; return whether this is the first call.
+
+        Raises
+        ------
+        RuntimeError
+            It was called with another state before.
+        """
+        if self.state is not None and self.state is not state:
+            raise RuntimeError(
+                "an elastic job has one state, and run() was called with another one before: put all that"
+                " must survive into one state"
+            )
+        is_first, self.state = self.state is None, state
+        return is_first
 
     @property
     def held(self) -> Seal | None:
@@ -54,10 +79,34 @@ class Session:
         return self.vault.wished > self.generation
 
 
-@functools.cache
 def current() -> Session | None:
-    """Return this process's session; None if its job is not elastic."""
-    return None if read_generation(os.environ) is None else Session(os.environ)
+    """Return this rank's session; None if its job is not elastic."""
+    return _of_process() if (played := _played.get()) is None else played
+
+
+@contextlib.contextmanager
+def playing(session: Session) -> Iterator[None]:
+    """Make this the session of the current thread, for ranks that are threads."""
+    token = _played.set(session)
+    try:
+        yield
+    finally:
+        _played.reset(token)
+
+
+_played: ContextVar[Session | None] = ContextVar("pyhvd.elastic.session", default=None)
+
+
+@functools.cache
+def _of_process() -> Session | None:
+    """Return the session of the process, which has none if it is a child that a rank has started."""
+    if read_generation(os.environ) is None or not are_here(_descriptors(os.environ)):
+        return None
+    return Session(os.environ)
+
+
+def _descriptors(environ: Mapping[str, str]) -> list[int]:
+    return [int(environ[name]) for name in DESCRIPTORS]
 
 
 def enabled() -> bool:
@@ -66,7 +115,7 @@ def enabled() -> bool:
 
 
 def generation() -> int:
-    """Return how often the ranks of this job were started again."""
+    """Return how often the ranks of this job were started again; 0 if it is not elastic."""
     session = current()
     return 0 if session is None else session.generation
 

@@ -1,202 +1,238 @@
-"""What an elastic program goes on with after ranks were started again."""
+"""States: the objects with which an elastic program goes on after its ranks were started again."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyhvd.api.collectives import Max, Sum, allgather, allreduce_async, broadcast_
+from pyhvd.api.collectives import barrier
 from pyhvd.api.objects import broadcast_object
-from pyhvd.api.topology import local_rank, rank
-from pyhvd.elastic import pickles
+from pyhvd.api.topology import rank
+from pyhvd.elastic import exchange, pickles
+from pyhvd.elastic.handlers import Handler, choose
 from pyhvd.elastic.sampler import ElasticSampler
 from pyhvd.elastic.session import Session, current
-from pyhvd.errors import HostsUpdatedInterrupt, MismatchError
-from pyhvd.job.vault import Seal, load
+from pyhvd.errors import HostsUpdatedInterrupt
+from pyhvd.job.vault import load, packed_size
 
-_NAME = "elastic: "
-
-
-class Handler(Protocol):
-    """How an object that a state holds is saved and loaded."""
-
-    def dump(self, value: Any) -> Any:
-        """Return what :meth:`load` needs; it may share the object's memory."""
-
-    def load(self, value: Any, dumped: Any) -> Any:
-        """Bring an object to what was saved, and return it, or another one in its place."""
-
-
-class _ByValue:
-    """Objects without a method to load a state: a copy takes their place."""
-
-    def dump(self, value: Any) -> Any:
-        return value
-
-    def load(self, value: Any, dumped: Any) -> Any:  # noqa: ARG002
-        return dumped
-
-
-class _OfSamplers:
-    def dump(self, value: ElasticSampler) -> Any:
-        return value.state_dict()
-
-    def load(self, value: ElasticSampler, dumped: Any) -> ElasticSampler:
-        value.load_state_dict(dumped)
-        return value
+Callback = Callable[[], object]
 
 
 class State:
-    """What is committed, and comes back after ranks were started again; see :class:`ObjectState`.
+    """The base of states, with which a program goes on after its ranks were started again.
 
+    :class:`ObjectState` suits most programs. A subclass of this class defines :meth:`dump` and :meth:`load`.
     Horovod's arguments `bcast_object` and `get_rank` have no effect.
     """
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:  # noqa: ARG002
-        self._callbacks: list[Callable[[], None]] = []
+        self._reset_callbacks: list[Callback] = []
+        self._failure_callbacks: list[Callback] = []
         session = current()
         self._number = 0 if session is None else session.commit  # of the last commit
         self._saved: tuple[list[Any], bytes] | None = None
-        self._wished = np.zeros(1, np.int64)
 
-    # -- what a subclass knows -------------------------------------------------------------------------
+    # -- what a subclass defines -----------------------------------------------------------------------
 
     def dump(self) -> Any:
-        """Return all that :meth:`load` needs; arrays in it may be the program's own."""
-        raise NotImplementedError
+        """Return all that :meth:`load` needs; it may share the memory of the program's arrays."""
+        raise NotImplementedError(f"{type(self).__name__} must define dump()")
 
     def load(self, dumped: Any) -> None:
-        """Bring the program to what was saved."""
-        raise NotImplementedError
+        """Bring the program to what :meth:`dump` has returned."""
+        raise NotImplementedError(f"{type(self).__name__} must define load()")
 
     def sync_settings(self) -> None:
-        """Give all ranks what a callback on rank 0 may have set."""
+        """Give all ranks the small values that a reset callback on rank 0 may have set."""
 
-    def samplers(self) -> Iterable[ElasticSampler]:
-        """Return the samplers of this state."""
-        return ()
+    def samplers(self) -> list[ElasticSampler]:
+        """Return the samplers of this state, in the same order on every rank."""
+        return []
+
+    def reset(self) -> None:
+        """Do what must be done before the reset callbacks."""
 
     # -- what a program calls --------------------------------------------------------------------------
 
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Have functions called, in order, after ranks were started again and the last commit was loaded."""
-        self._callbacks.extend(callbacks)
+    def register_reset_callbacks(self, callbacks: Iterable[Callback]) -> None:
+        """Have functions called, in order, after ranks were started again and the last commit was loaded.
 
-    def reset(self) -> None:
-        """Do what must be done before the callbacks; subclasses may replace this."""
+        Afterwards all ranks get rank 0's numbers, strings and optimizer settings such as the learning rate.
+        """
+        self._reset_callbacks.extend(callbacks)
 
-    def on_reset(self) -> None:
-        """Call :meth:`reset` and the callbacks."""
-        self.reset()
-        for callback in self._callbacks:
-            callback()
+    def register_failure_callbacks(self, callbacks: Iterable[Callback]) -> None:
+        """Have functions called, in order, on a rank that has lost other ranks, in an elastic job.
+
+        The rank is killed soon after: a function has about 0.25 s. It can send no tensors any more.
+        """
+        self._failure_callbacks.extend(callbacks)
 
     def save(self) -> None:
-        """Keep a copy in this process, to which :meth:`restore` goes back."""
-        arrays, rest = pickles.dump(self.dump())
+        """Keep a copy in this process, to which :meth:`restore` goes back until the next commit."""
+        arrays, rest = self._pickled(self._counts())
         self._saved = [array.copy() for array in arrays], rest
 
     def restore(self) -> None:
-        """Go back to the last :meth:`save` or :meth:`commit`, whichever was later."""
+        """Go back to the last :meth:`save` or :meth:`commit`, whichever was later.
+
+        After a commit in an elastic job every rank must call it.
+
+        Raises
+        ------
+        RuntimeError
+            Nothing was saved or committed.
+        """
         session = current()
         if self._saved is not None:
-            self.load(pickles.load(*self._saved))
-        elif session is not None and (newest := session.vault.newest()) is not None:
-            self.load(pickles.load(*load(session.vault.read(newest))))
+            self._load(*self._saved)
+            return
+        if session is None or not self._number:
+            raise RuntimeError("restore: nothing was saved or committed before")
+        barrier()  # the first rank of this host may still be writing the commit
+        newest = session.vault.newest()
+        assert newest is not None
+        self._load(*load(session.vault.read(newest)))
 
     def sync(self) -> None:
         """Bring all ranks to the state of rank 0."""
-        dumped = broadcast_object(pickles.dump(self.dump()) if rank() == 0 else None, 0, f"{_NAME}sync")
+        data = exchange.bring_from_rank_0(lambda: self._pickled(self._counts()))
         if rank() != 0:
-            self.load(pickles.load(*dumped))
+            self._load(*load(data))
+            return
+        for sampler in self.samplers():  # as on the other ranks: what was recorded counts for all
+            sampler.load_state_dict(sampler.state_dict())
 
     def commit(self) -> None:
         """Keep the state for all ranks to go on from, and make room if hosts have changed.
 
-        Every rank must call it after the same step. The state is the same on all ranks: each host keeps that of
-        its first rank, twice, in memory.
+        Every rank must call it after the same step, and all ranks have the same state then. Each host keeps
+        the state of its first rank, and the commit before it, in memory. In a job that is not elastic this is
+        :meth:`save`.
 
         Raises
         ------
         HostsUpdatedInterrupt
-            Hosts came or shall go; :func:`run` then starts the ranks again. Nothing is lost.
+            Hosts came or shall go. Nothing is lost: the state is committed, and :func:`run` ends this rank.
         MismatchError
             Ranks have called this method a different number of times.
         VaultError
-            A host has not enough memory. The last commit stays.
+            A host has not enough memory. The last commit stays; other ranks raise RankFailedError.
         TypeError
-            Something in the state cannot be pickled.
+            Something in the state cannot be pickled. Other ranks raise RankFailedError.
+        RuntimeError
+            The job is elastic, and the function that :func:`run` decorates has not begun.
         """
-        session = current()
+        session = self._session("commit")
         if session is None:
             self.save()
-        elif self._seal(session):
+        elif self._commit(session):
             raise HostsUpdatedInterrupt
 
     def check_host_updates(self) -> None:
-        """Make room if hosts have changed; every rank must call it after the same step.
+        """Commit and make room if hosts have changed; every rank must call it after the same step.
 
         Raises
         ------
         HostsUpdatedInterrupt
-            See :meth:`commit`; :func:`run` commits first.
+            See :meth:`commit`, whose other errors may come too.
         """
-        session = current()
-        if session is None:
-            return
-        self._wished[0] = session.shall_leave
-        if allreduce_async(self._wished, name=f"{_NAME}hosts", op=Max).result()[0]:
+        session = self._session("check_host_updates")
+        if session is not None and exchange.any_rank(session.shall_leave):
+            self._commit(session)
             raise HostsUpdatedInterrupt
 
     # -- what run() calls ------------------------------------------------------------------------------
 
-    def seal(self) -> None:
-        """Commit, and ignore changes of hosts."""
-        session = current()
-        assert session is not None
-        self._seal(session)
-
     def begin(self) -> None:
         """Bring all ranks to the last commit, or, if there is none, to the state of rank 0."""
         session = current()
-        if session is None or not session.commit:
+        if session is None or not session.enter(self):
             self.sync()
             return
-        data = _bring_to_all(session)
-        self.load(pickles.load(*load(data)))
+        exchange.divide_writing(session)
+        if not session.commit:
+            self.sync()
+            return
+        self._load(*load(exchange.bring_commit(session)))
         self.on_reset()
         self.sync_settings()
 
-    def _seal(self, session: Session) -> bool:
+    def on_reset(self) -> None:
+        """Call :meth:`reset` and the reset callbacks."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_failure(self) -> None:
+        """Call the failure callbacks; an error in one is printed, and the others are called."""
+        for callback in self._failure_callbacks:
+            try:
+                callback()
+            except Exception:
+                traceback.print_exc()
+
+    def _session(self, verb: str) -> Session | None:
+        session = current()
+        if session is not None and session.state is not self:
+            raise RuntimeError(
+                f"{verb}() of a state with which no function that hvd.elastic.run decorates was called: in an"
+                " elastic job call it in that function"
+            )
+        return session
+
+    def _commit(self, session: Session) -> bool:
         """Commit; return whether the ranks shall make room."""
-        samplers = list(self.samplers())
-        number = self._number + 1
-        greatest = np.array([number, -number, session.shall_leave], np.int64)
-        recorded = np.array([0, *(each.take_recorded() for each in samplers)], np.int64)
-        handles = [
-            allreduce_async(greatest, name=f"{_NAME}commit", op=Max),
-            allreduce_async(recorded, name=f"{_NAME}samples", op=Sum),
-        ]
-        found, samples = (handle.result() for handle in handles)
-        if found[0] != -found[1]:
-            _raise_mismatch(number)
-        for each, count in zip(samplers, samples[1:].tolist(), strict=True):
-            each.add_recorded(count)
-        if local_rank() == 0:
-            session.vault.write(number, session.generation, *pickles.dump(self.dump()))
+        samplers, number = self.samplers(), self._number + 1
+        trouble: Exception | None = None
+        counts = self._counts()
+        if session.writes:
+            try:
+                arrays, rest = self._pickled(counts)
+                session.vault.reserve(packed_size(arrays, rest))
+            except Exception as exc:
+                trouble = exc
+        recorded = [each.take_recorded() for each in samplers]
+        agreement = exchange.agree(number, session.shall_leave, recorded, trouble)
+        for sampler, count in zip(samplers, agreement.samples, strict=True):
+            sampler.add_recorded(count)
+        counts[:] = self._counts()  # `arrays` has its memory
+        if session.writes:
+            session.vault.write(number, session.generation, arrays, rest)
         self._number = number
         self._saved = None
-        return bool(found[2])
+        return agreement.shall_leave
+
+    def _counts(self) -> Any:
+        return np.array([each.processed_num for each in self.samplers()], np.int64)
+
+    def _pickled(self, counts: Any) -> tuple[list[Any], bytes]:
+        """Return the state for :func:`pyhvd.job.vault.pack`; `counts` are the samplers' processed samples."""
+        dumped = self.dump()
+        try:
+            return pickles.dump((counts, dumped))
+        except TypeError as exc:
+            text = f"{type(self).__name__} cannot be pickled: {_unpicklable(dumped) or exc}"
+            raise TypeError(text) from exc
+
+    def _load(self, arrays: list[Any], rest: bytes) -> None:
+        counts, dumped = pickles.load(arrays, rest)
+        self.load(dumped)
+        for sampler, count in zip(self.samplers(), counts.tolist(), strict=True):
+            if count != sampler.processed_num:
+                sampler.load_state_dict({"epoch": sampler.epoch, "processed_num": count})
 
 
 class ObjectState(State):
     """A state of attributes, which the keywords name.
 
-    They are committed by value: numpy arrays, tensors, and whatever cloudpickle can pickle. An
-    :class:`ElasticSampler` goes on where it was.
+    Attributes are committed by value: numpy arrays, tensors, and all that cloudpickle can pickle. An object
+    with the methods ``state_dict`` and ``load_state_dict``, such as an :class:`ElasticSampler`, stays the
+    same object and loads its state. An attribute that was not given as a keyword is not committed.
 
     Examples
     --------
@@ -206,71 +242,75 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None, **attributes: Any) -> None:
         super().__init__(bcast_object, get_rank)
+        if taken := [name for name in attributes if hasattr(ObjectState, name) or name.startswith("_")]:
+            raise ValueError(
+                f"a state cannot have the attribute {taken[0]!r}: choose a name that is no method of the"
+                " state, and does not begin with '_'"
+            )
         self._names = list(attributes)
         for name, value in attributes.items():
             setattr(self, name, value)
 
+    if TYPE_CHECKING:  # its attributes are those that the program gives
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        names = self.__dict__.get("_names")
+        if names is not None and name not in names and name[0] != "_" and not hasattr(self, name):
+            warnings.warn(
+                f"state.{name} is not committed, and lost when ranks are started again: give {name!r} to"
+                f" {type(self).__name__}() as a keyword",
+                stacklevel=2,
+            )
+        super().__setattr__(name, value)
+
     def handler(self, value: Any) -> Handler:
-        """Return how an attribute's value is saved and loaded."""
-        return _OfSamplers() if isinstance(value, ElasticSampler) else _ByValue()
+        """Return how an attribute's value is saved and loaded; a subclass may add kinds of objects."""
+        return choose(value)
 
     def dump(self) -> Any:
-        values = ((name, getattr(self, name)) for name in self._names)
-        return {name: self.handler(value).dump(value) for name, value in values}
+        return {name: self.handler(value).dump(value) for name, value in self._items()}
 
     def load(self, dumped: Any) -> None:
-        if dumped.keys() != set(self._names):
+        own = set(self._names)
+        if dumped.keys() != own:
+            missing, unknown = sorted(own - dumped.keys()), sorted(dumped.keys() - own)
             raise ValueError(
-                f"the commit has the attributes {_listed(dumped)}, and this state {_listed(self._names)}: a"
-                " program must make the same state each time that it begins"
+                "the state differs from that of the commit:"
+                + (f" not in the commit: {', '.join(missing)};" if missing else "")
+                + (f" in the commit alone: {', '.join(unknown)};" if unknown else "")
+                + " a program must make the same state each time that it begins"
             )
-        for name, saved in dumped.items():
-            value = getattr(self, name)
-            setattr(self, name, self.handler(value).load(value, saved))
+        for name, value in list(self._items()):
+            try:
+                loaded = self.handler(value).load(value, dumped[name])
+            except Exception as exc:
+                raise ValueError(
+                    f"state.{name} does not fit what was committed: {type(exc).__name__}: {exc}"
+                ) from exc
+            setattr(self, name, loaded)
 
     def sync_settings(self) -> None:
-        own = {name: value for name in self._names if _is_setting(value := getattr(self, name))}
-        for name, value in broadcast_object(own, 0, f"{_NAME}settings").items():
-            setattr(self, name, copy.copy(value))
+        own = {name: self.handler(value).settings(value) for name, value in self._items()}
+        for name, settings in broadcast_object(own, 0, f"{exchange.NAME}settings").items():
+            if settings is not None:
+                value = getattr(self, name)
+                setattr(self, name, self.handler(value).load_settings(value, settings))
 
-    def samplers(self) -> Iterable[ElasticSampler]:
-        return [value for name in self._names if isinstance(value := getattr(self, name), ElasticSampler)]
+    def samplers(self) -> list[ElasticSampler]:
+        return [value for _, value in self._items() if isinstance(value, ElasticSampler)]
 
-
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "(none)"
+    def _items(self) -> Iterable[tuple[str, Any]]:
+        return ((name, getattr(self, name)) for name in self._names)
 
 
-def _raise_mismatch(number: int) -> None:
-    numbers = allgather(np.array([number], np.int64), f"{_NAME}numbers").tolist()
-    first = numbers[0]
-    other = next(each for each, found in enumerate(numbers) if found != first)
-    raise MismatchError(
-        f"commit: rank 0 is at its commit {first}, but rank {other} at its commit {numbers[other]}: every rank"
-        " must call commit() after the same steps",
-        "commit",
-    )
-
-
-def _bring_to_all(session: Session) -> Any:
-    """Return the bytes of the commit from which this generation goes on, on every rank."""
-    seal = session.held
-    here = seal is not None
-    mine = np.array([0 if here else 1, seal.size if seal else 0, seal.generation if seal else 0], np.int64)
-    lacking, length, made_by = allreduce_async(mine, name=f"{_NAME}who", op=Max).result().tolist()
-    if not lacking:
-        assert seal is not None
-        return session.vault.read(seal)
-    if rank() == session.source:
-        assert seal is not None
-        data = np.frombuffer(session.vault.read(seal), np.uint8)
-    else:  # not into the vault: other ranks of this host may be reading there
-        data = np.empty(length, np.uint8)
-    broadcast_(data, session.source, f"{_NAME}state")
-    if not here and local_rank() == 0:
-        session.vault.take(Seal(session.commit, made_by, length), data)
-    return data.data
+def _unpicklable(dumped: Any) -> str:
+    """Return the first attribute that cannot be pickled, and why; empty if it is unknown."""
+    if isinstance(dumped, Mapping):
+        for name, value in dumped.items():
+            try:
+                pickles.dump(value)
+            except TypeError as exc:
+                return f"attribute {name!r}: {exc}"
+    return ""

@@ -180,7 +180,7 @@ class Agent:
             self._fail(process.failure)
         elif process.ended and process.result is not None:
             owned.told_end = True
-            self._send(Ended(rank, left=self.vault is not None and self.vault.left))
+            self._send(Ended(rank, left=self.vault is not None and self.vault.left > 0))
 
     def _turn(self) -> None:
         """Wait for events, at most half a beat, and handle them."""

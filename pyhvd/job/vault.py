@@ -4,13 +4,15 @@ Ranks may die at any moment, also while they write here. Two slots take turns; a
 
 Invariants
 ----------
-1. One process at a time writes slots and records: the host's first rank. The agent starts the ranks of the
-   next generation after it has reaped that process. So whoever reads a record sees all that its writer had
-   written: either as its successor, or because a collective has finished between the two.
+1. One process at a time writes slots and records: the first of the ranks that share the vault. The agent
+   starts the ranks of the next generation after it has reaped that process. A reader of a record sees all
+   that the writer has written before: it is its successor, or a collective has finished between the two.
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
-3. `wished` and `left` are one aligned word each, which no reader sees half written. While ranks run, the
-   agent writes only the first, and ranks only the second.
+3. `wished` is written by the agent alone. `left` is written by any rank of the host; all ranks of one
+   generation write the same value. The agent clears both between two generations. Each is one aligned word,
+   which no reader sees half written.
+4. The memory of a commit exists before its record is cleared. A full machine is an error, and no SIGBUS.
 
 The agent reads the index alone: what is in the slots, ranks unpickle.
 """
@@ -35,6 +37,7 @@ _WISHED, _LEFT = 0, 8
 _RECORD = struct.Struct("<QQQI")  # of Seal, and a checksum
 _RECORDS = (64, 128)
 _ALIGNMENT = 64
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # Linux has it
 _NAMES = ("pyhvd-vault-index", "pyhvd-vault-0", "pyhvd-vault-1")
 
 
@@ -91,6 +94,11 @@ class Vault:
             os.close(descriptor)
 
     @property
+    def number(self) -> int:
+        """A number that tells the vaults of one machine apart."""
+        return os.fstat(self.descriptors[0]).st_ino
+
+    @property
     def wished(self) -> int:
         """The generation that the ranks shall make room for; an older one if they need not."""
         return int(_WORD.unpack_from(self._index, _WISHED)[0])
@@ -100,17 +108,27 @@ class Vault:
         _WORD.pack_into(self._index, _WISHED, generation)
 
     @property
-    def left(self) -> bool:
-        """Whether the ranks here have committed, and made room."""
-        return bool(_WORD.unpack_from(self._index, _LEFT)[0])
+    def left(self) -> int:
+        """The generation, plus one, whose ranks here have made room; 0 if none has."""
+        return int(_WORD.unpack_from(self._index, _LEFT)[0])
 
     @left.setter
-    def left(self, left: bool) -> None:
-        _WORD.pack_into(self._index, _LEFT, left)
+    def left(self, generation: int) -> None:
+        _WORD.pack_into(self._index, _LEFT, generation)
 
     def newest(self) -> Seal | None:
         """Return what was committed last, if anything."""
         return max(filter(None, map(self._read_record, (0, 1))), default=None)
+
+    def reserve(self, size: int) -> None:
+        """Get memory for the next commit, so that :meth:`write` finds it; what was committed before stays.
+
+        Raises
+        ------
+        VaultError
+            There is not enough memory.
+        """
+        self._grow(self._spare_slot(), size)
 
     def write(self, number: int, generation: int, arrays: Sequence[Any], rest: bytes) -> Seal:
         """Commit a state, by value.
@@ -119,25 +137,20 @@ class Vault:
         ----------
         number, generation : int
             See :class:`Seal`.
-        arrays : sequence of numpy.ndarray of uint8, each of shape (n,)
-            Memory as it lies.
-        rest : bytes
-            The rest, pickled.
+        arrays, rest
+            See :func:`pack`.
 
         Raises
         ------
         VaultError
             There is not enough memory. What was committed before stays.
         """
-        sizes = [len(rest), *map(len, arrays)]
-        offsets = _offsets(sizes)
+        size = packed_size(arrays, rest)
         slot = self._spare_slot()
+        memory = self._grow(slot, size)
         self._write_record(slot, bytes(_RECORD.size))
-        memory = np.frombuffer(self._grow(slot, offsets[-1]), np.uint8)
-        memory[: 8 * (1 + len(sizes))] = np.array([len(sizes), *sizes], "<u8").view(np.uint8)
-        for part, offset in zip([np.frombuffer(rest, np.uint8), *arrays], offsets, strict=False):
-            memory[offset : offset + len(part)] = part
-        seal = Seal(number, generation, offsets[-1])
+        pack(arrays, rest, np.frombuffer(memory, np.uint8))
+        seal = Seal(number, generation, size)
         self._write_record(slot, _encode(seal))
         return seal
 
@@ -149,8 +162,9 @@ class Vault:
     def take(self, seal: Seal, data: Any) -> None:
         """Keep the bytes of a commit of another host."""
         slot = self._spare_slot()
+        memory = self._grow(slot, seal.size)
         self._write_record(slot, bytes(_RECORD.size))
-        self._grow(slot, seal.size)[: seal.size] = memoryview(data).cast("B")
+        memory[: seal.size] = memoryview(data).cast("B")
         self._write_record(slot, _encode(seal))
 
     def _spare_slot(self) -> int:
@@ -168,8 +182,10 @@ class Vault:
     def _grow(self, slot: int, size: int) -> mmap.mmap:
         """Return a slot's memory, which exists: a full machine is an error here, and not a SIGBUS later."""
         if os.fstat(self.descriptors[1 + slot]).st_size < size:
+            # Up to 1/16 more: most commits differ a little in size, and would need a new mapping each time.
+            unit = max(mmap.PAGESIZE, 1 << size.bit_length() - 5)
             try:
-                os.posix_fallocate(self.descriptors[1 + slot], 0, size)
+                os.posix_fallocate(self.descriptors[1 + slot], 0, -(-size // unit) * unit)
             except OSError as exc:
                 raise VaultError(
                     f"no memory for a commit of {size} bytes, of which each host holds two: {exc.strerror}"
@@ -179,12 +195,50 @@ class Vault:
     def _map(self, slot: int, size: int) -> mmap.mmap:
         mapped = self._slots[slot]
         if mapped is None or len(mapped) < size:
-            self._slots[slot] = mapped = mmap.mmap(self.descriptors[1 + slot], 0)
+            # Mapped at once: a page fault for each page would cost more than the copy of a commit.
+            self._slots[slot] = mapped = mmap.mmap(self.descriptors[1 + slot], 0, mmap.MAP_SHARED | _POPULATE)
         return mapped
 
 
+def are_here(descriptors: Sequence[int]) -> bool:
+    """Return whether this process has a vault's descriptors.
+
+    A child process that a rank starts inherits the variables, but not the descriptors: their numbers may
+    belong to other files there.
+    """
+    try:
+        found = [os.readlink(f"/proc/self/fd/{each}") for each in descriptors]
+    except OSError:
+        return False
+    return found == [f"/memfd:{name} (deleted)" for name in _NAMES]
+
+
+def packed_size(arrays: Sequence[Any], rest: bytes) -> int:
+    """Return how many bytes :func:`pack` writes."""
+    return _offsets([len(rest), *map(len, arrays)])[-1]
+
+
+def pack(arrays: Sequence[Any], rest: bytes, memory: Any) -> None:
+    """Copy a state into memory, from which :func:`load` reads it.
+
+    Parameters
+    ----------
+    arrays : sequence of numpy.ndarray of uint8, each of shape (n,)
+        Arrays as bytes.
+    rest : bytes
+        All else, pickled.
+    memory : numpy.ndarray of uint8, shape (m,)
+        At least :func:`packed_size` bytes.
+    """
+    sizes = [len(rest), *map(len, arrays)]
+    offsets = _offsets(sizes)
+    memory[: 8 * (1 + len(sizes))] = np.array([len(sizes), *sizes], "<u8").view(np.uint8)
+    for part, offset in zip([np.frombuffer(rest, np.uint8), *arrays], offsets, strict=False):
+        memory[offset : offset + len(part)] = part
+
+
 def load(data: Any) -> tuple[list[Any], bytes]:
-    """Return what was committed: arrays that lie in `data`, and the rest; see :meth:`Vault.write`."""
+    """Return what :func:`pack` has written: arrays that lie in `data`, and the rest."""
     words = np.frombuffer(data, "<u8", len(data) // 8)
     sizes = words[1 : 1 + int(words[0])].tolist()
     rest, *arrays = (

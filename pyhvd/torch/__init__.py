@@ -46,6 +46,7 @@ from pyhvd.errors import (
     UnsupportedOpError as UnsupportedOpError,
     UnsupportedShapeError as UnsupportedShapeError,
 )
+from pyhvd.torch import elastic as elastic
 from pyhvd.torch.compression import Compression as Compression
 from pyhvd.torch.functions import (
     broadcast_buffers as broadcast_buffers,

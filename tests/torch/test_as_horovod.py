@@ -126,7 +126,7 @@ def test_what_programs_probe(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("horovod.torch").rank()
 
 
-@pytest.mark.parametrize("name", ["torch.elastic", "spark.keras", "spark.lightning", "spark.torch"])
+@pytest.mark.parametrize("name", ["spark.keras", "spark.lightning", "spark.torch"])
 def test_missing_modules_say_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(COMPAT)
     with pytest.raises(ImportError, match=r"^pyhvd has no .*: "):

@@ -36,6 +36,7 @@ OTHERS = (
     "RankFilter",
     "ReduceOp",
     "__version__",
+    "elastic",
     "empty",
     "empty_like",
     "global_process_set",

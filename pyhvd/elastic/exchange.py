@@ -1,0 +1,147 @@
+"""The collectives of a state: agree on a commit, and bring a state to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pyhvd.api.call import refusing
+from pyhvd.api.collectives import Max, Sum, allgather, allreduce_async, broadcast, broadcast_
+from pyhvd.api.objects import allgather_object
+from pyhvd.api.process_sets import global_process_set
+from pyhvd.api.topology import rank
+from pyhvd.common.text import describe_values
+from pyhvd.elastic.session import Session
+from pyhvd.engine import context
+from pyhvd.errors import MismatchError, RankFailedError
+from pyhvd.job.vault import Seal, pack, packed_size
+from pyhvd.negotiation.messages import RequestType
+
+NAME = "elastic: "
+"""Begins the names of these collectives."""
+
+
+class Agreement(NamedTuple):
+    """The result of :func:`agree`, the same on all ranks.
+
+    Attributes
+    ----------
+    shall_leave : bool
+        Whether the ranks shall make room for another generation.
+    samples : list of int
+        The number of samples that all ranks have recorded, by sampler.
+    """
+
+    shall_leave: bool
+    samples: list[int]
+
+
+def agree(number: int, shall_leave: bool, recorded: Sequence[int], trouble: Exception | None) -> Agreement:
+    """Agree that every rank can make the commit of this number.
+
+    Parameters
+    ----------
+    number : int
+        The commit's number on this rank.
+    shall_leave : bool
+        Whether this rank's agent wants another generation.
+    recorded : sequence of int
+        What this rank has recorded since the last commit, by sampler.
+    trouble : Exception, optional
+        Why this rank cannot commit.
+
+    Raises
+    ------
+    MismatchError
+        The numbers differ.
+    RankFailedError
+        Another rank cannot commit. The rank itself raises `trouble`.
+    """
+    greatest = np.array([number, -number, shall_leave, trouble is not None], np.int64)
+    handles = [allreduce_async(greatest, name=f"{NAME}commit", op=Max)]
+    if recorded:  # in flight together: one wait for both
+        handles.append(allreduce_async(np.array(recorded, np.int64), name=f"{NAME}samples", op=Sum))
+    found, *sums = (handle.result().tolist() for handle in handles)
+    if found[3]:
+        _raise_trouble(trouble)
+    if found[0] != -found[1]:
+        _raise_mismatch(number)
+    return Agreement(bool(found[2]), sums[0] if sums else [])
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether the flag is set on any rank."""
+    found = allreduce_async(np.array([flag], np.int64), name=f"{NAME}hosts", op=Max).result()
+    return bool(found[0])
+
+
+def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:
+    """Return what `make` returns on rank 0, packed (see :func:`pyhvd.job.vault.pack`), on every rank."""
+    data = np.empty(0, np.uint8)
+    size_name, data_name = f"{NAME}sync size", f"{NAME}sync"
+    if rank() == 0:
+        with refusing(RequestType.BROADCAST, size_name, global_process_set):
+            arrays, rest = make()
+            data = np.empty(packed_size(arrays, rest), np.uint8)
+            pack(arrays, rest, data)
+    length = int(broadcast(np.array(data.nbytes, np.int64), 0, size_name))
+    if rank() != 0:
+        with refusing(RequestType.BROADCAST, data_name, global_process_set):
+            data = np.empty(length, np.uint8)
+    broadcast_(data, 0, data_name)
+    return data
+
+
+def divide_writing(session: Session) -> None:
+    """Let the first of the ranks that share a vault write commits.
+
+    The ranks of one node may have several agents, each with a vault.
+    """
+    numbers = allgather(np.array([session.vault.number], np.int64), f"{NAME}vaults").tolist()
+    vaults = list(zip(context.current().topology.hosts, numbers, strict=True))
+    session.writes = vaults.index(vaults[rank()]) == rank()
+
+
+def bring_commit(session: Session) -> Any:
+    """Return the bytes of the commit from which this generation goes on, on every rank.
+
+    A host that lacks the commit gets it from the source, and keeps it.
+    """
+    seal = session.held
+    mine = np.array([not seal, seal.size if seal else 0, seal.generation if seal else 0], np.int64)
+    lacking, length, made_by = allreduce_async(mine, name=f"{NAME}who", op=Max).result().tolist()
+    if not lacking:
+        assert seal is not None
+        return session.vault.read(seal)
+    name = f"{NAME}state"
+    with refusing(RequestType.BROADCAST, name, global_process_set):
+        if rank() == session.source:
+            if seal is None:
+                raise RuntimeError(f"this host lacks commit {session.commit}, of which it is the source")
+            data = np.frombuffer(session.vault.read(seal), np.uint8)
+        else:  # not into the vault: other ranks of this host may be reading there
+            data = np.empty(length, np.uint8)
+    broadcast_(data, session.source, name)
+    if seal is None and session.writes:
+        session.vault.take(Seal(session.commit, made_by, length), data)
+    return data.data
+
+
+def _raise_trouble(trouble: Exception | None) -> None:
+    """Raise this rank's own error, or one that names the first rank that has one."""
+    text = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
+    everyone = allgather_object(text, f"{NAME}trouble")
+    if trouble is not None:
+        raise trouble
+    first, text = next((number, each) for number, each in enumerate(everyone) if each is not None)
+    raise RankFailedError(f"commit: rank {first} cannot commit its state: {text}", first)
+
+
+def _raise_mismatch(number: int) -> None:
+    numbers = allgather(np.array([number], np.int64), f"{NAME}numbers").tolist()
+    found = describe_values({each: f"commit {made}" for each, made in enumerate(numbers)})
+    raise MismatchError(
+        f"commit: the ranks differ ({found}): every rank must call commit() after the same steps", "commit"
+    )

@@ -1,0 +1,72 @@
+"""How the objects that a state holds are saved and loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
+
+
+class Handler:
+    """Saves and loads the objects of one kind; a handler has no state of its own."""
+
+    def dump(self, value: Any) -> Any:
+        """Return what :meth:`load` needs; it may share the object's memory."""
+        raise NotImplementedError
+
+    def load(self, value: Any, dumped: Any) -> Any:
+        """Bring an object to what was saved; return it, or the object that takes its place."""
+        raise NotImplementedError
+
+    def settings(self, value: Any) -> Any:  # noqa: ARG002
+        """Return the small parts that a reset callback may have set; None if there are none."""
+        return None
+
+    def load_settings(self, value: Any, settings: Any) -> Any:  # noqa: ARG002
+        """Give an object the settings of rank 0; return it, or the object that takes its place."""
+        return value
+
+
+class ByValue(Handler):
+    """Objects that a copy replaces."""
+
+    def dump(self, value: Any) -> Any:
+        return value
+
+    def load(self, value: Any, dumped: Any) -> Any:  # noqa: ARG002
+        return dumped
+
+    def settings(self, value: Any) -> Any:
+        return (value,) if isinstance(value, _SCALARS) else None
+
+    def load_settings(self, value: Any, settings: Any) -> Any:  # noqa: ARG002
+        return settings[0]
+
+
+class ByStateDict(Handler):
+    """Objects that return their state as a dict, and load it."""
+
+    def dump(self, value: Any) -> Any:
+        return value.state_dict()
+
+    def load(self, value: Any, dumped: Any) -> Any:
+        value.load_state_dict(dumped)
+        return value
+
+    @staticmethod
+    def takes(value: Any) -> bool:
+        """Return whether an object has both methods."""
+        kind = type(value)
+        return callable(getattr(kind, "state_dict", None)) and callable(
+            getattr(kind, "load_state_dict", None)
+        )
+
+
+def choose(value: Any) -> Handler:
+    """Return the handler of an object that is of no special kind."""
+    return _BY_STATE_DICT if ByStateDict.takes(value) else _BY_VALUE
+
+
+_BY_STATE_DICT, _BY_VALUE = ByStateDict(), ByValue()

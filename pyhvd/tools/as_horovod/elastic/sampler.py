@@ -1,0 +1,3 @@
+"""``horovod.elastic.sampler``."""
+
+from pyhvd.elastic import ElasticSampler as ElasticSampler

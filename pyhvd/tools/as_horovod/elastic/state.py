@@ -1,0 +1,3 @@
+"""``horovod.elastic.state``."""
+
+from pyhvd.elastic import ObjectState as ObjectState, State as State

@@ -1,0 +1,3 @@
+"""``horovod.torch.elastic.sampler``."""
+
+from pyhvd.torch.elastic import ElasticSampler as ElasticSampler

@@ -1,0 +1,3 @@
+"""``horovod.torch.elastic.state``."""
+
+from pyhvd.torch.elastic import ObjectState as ObjectState, TorchState as TorchState
