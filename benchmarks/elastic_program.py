@@ -1,7 +1,7 @@
 """What the ranks of ``python -m benchmarks elastic`` run.
 
-``FAULT`` is ``none``, or ``kill``: then the last rank kills itself after some steps of each generation but the
-last. Rank 0 writes a line with the time of each finished allreduce that follows a restart, and of each fault.
+``FAULT`` is ``calls``, or ``kill``: then the last rank kills itself in each generation but the last. Rank 0
+writes a line with the time of each fault, and of the first allreduce of each generation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure_calls() -> None:
 
 
 @elastic.run
-def train(state: object) -> None:
+def train(state: elastic.ObjectState) -> None:
     """Run steps; in each generation but the last, a rank dies."""
     generation = elastic.generation()
     begin = time.time()
@@ -72,7 +72,7 @@ def train(state: object) -> None:
             log(f"first{generation}", time.time())
         first = False
         time.sleep(_STEP_S)
-        state.commit()  # type: ignore[attr-defined]
+        state.commit()
     hvd.barrier()
     if FAULT == "kill" and generation < LAST and hvd.rank() == hvd.size() - 1:
         log(f"killed{generation}", time.time())

@@ -137,8 +137,16 @@ class Zygote:
             os.close(null)
         if answer is None or not isinstance(answer[0], Forked):
             self.close()
-            arguments = {"env": env, "cwd": cwd, "stdin": stdin, "stdout": stdout, "stderr": stderr}
-            return subprocess.Popen(args, pass_fds=pass_fds, start_new_session=True, **arguments)
+            return subprocess.Popen(
+                args,
+                env=env,
+                cwd=cwd,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
         return ForkedProcess(answer[0].pid)
 
     def close(self) -> None:

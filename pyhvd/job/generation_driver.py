@@ -51,6 +51,8 @@ class GenerationDriver(ReusingDriver):
 
     Attributes
     ----------
+    began_from : int or None
+        The commit from which the ranks went on; None if they were not started.
     commits : dict of str to int
         The newest commit of each host that has said so.
     lost : dict of str to str
@@ -78,6 +80,7 @@ class GenerationDriver(ReusingDriver):
     ) -> None:
         super().__init__(kept, spec, seats, checked, explain, display, say, stdin, network, status)
         self.number = number
+        self.began_from: int | None = None
         self.commits: dict[str, int] = {}
         self.lost: dict[str, str] = {}
         self.refused: dict[str, str] = {}
@@ -160,6 +163,7 @@ class GenerationDriver(ReusingDriver):
             if not newest:
                 raise StateLostError(f"{lost}, and no other host holds the state")
             self._say(f"pyhvd: {lost}: ranks go on from commit {newest}")
+        self.began_from = newest
         super()._start(placements)
         if self._asked:  # agents without ranks have not taken notice
             self.ask_to_leave(self._asked)

@@ -239,11 +239,16 @@ class Membership:
             host.commit = min(host.commit, number)
 
     def rank_failed(self, cause: Exception, host: str, now: float, jitter: float) -> None:
-        """Note that the generation failed, because of a rank on this host."""
+        """Note that the generation failed, because of a rank on this host; empty if no rank is the cause."""
         if self._phase in (_Phase.RUNNING, _Phase.LEAVING):
             self._fail(cause, _first_line(cause))
-            known = self._roster[host]
-            if known.agent is Agent.UP and known.fail_rank(now) and self._roster.is_dispensable(known, now):
+            known = self._roster.get(host)
+            if (
+                known is not None
+                and known.agent is Agent.UP
+                and known.fail_rank(now)
+                and self._roster.is_dispensable(known, now)
+            ):
                 why = f"{RANK_FAILURES} ranks failed there within {WINDOW_S / 60:g} min"
                 known.put_aside(why, self._limits.cooldown, now, jitter)
                 self._reason += f"; host {host} is left out {known.describe_aside(now)}: {why}"

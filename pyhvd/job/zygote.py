@@ -130,13 +130,13 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
     length = int.from_bytes(head, "big")
     if length > MAX_REQUEST:
         raise ValueError("the message is too long")
-    data = bytearray()
-    while len(data) < length:
-        part = channel.recv(length - len(data))
+    body = bytearray()
+    while len(body) < length:
+        part = channel.recv(length - len(body))
         if not part:
             return None
-        data += part
-    return _decoder.decode(data), descriptors.tolist()
+        body += part
+    return _decoder.decode(body), descriptors.tolist()
 
 
 def imports_of(program: Sequence[str], directory: str) -> list[str]:

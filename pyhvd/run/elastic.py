@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pyhvd.job.agent_command import AgentCommand
-from pyhvd.job.discovery import Discovery
+from pyhvd.job.discovery import Discovery, Failed
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
@@ -61,7 +61,11 @@ class _EndNow(Exception):
 
 
 class _GaveUp(Exception):
-    """The job is over; the cause is the error."""
+    """The job is over, with this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 class _Starting:
@@ -157,8 +161,7 @@ class ElasticJob:
                 elif not self._finished:
                     time.sleep(_LOOK_S)
         except _GaveUp as exc:
-            assert exc.__cause__ is not None
-            raise exc.__cause__ from None
+            raise exc.error from None
 
     def close(self) -> None:
         """End all agents."""
@@ -184,7 +187,7 @@ class ElasticJob:
             elif isinstance(action, EndGeneration):
                 raise _EndNow
             elif isinstance(action, GiveUp):
-                raise _GaveUp from action.error
+                raise _GaveUp(action.error)
             elif isinstance(action, Finish):
                 self._finished = True
             elif isinstance(action, Say):
@@ -194,10 +197,10 @@ class ElasticJob:
         if self._discovery is None:
             return
         for found in self._discovery.take():
-            if isinstance(found, str):
-                self._membership.discovery_failed(found, now)
+            if isinstance(found, Failed):
+                self._membership.discovery_failed(found.why, now)
             else:
-                self._membership.discover(found, now)
+                self._membership.discover(found.hosts, now, found.problems)
 
     def _look_at_agents(self, now: float) -> None:
         for host, starting in list(self._starting.items()):
@@ -265,7 +268,7 @@ class ElasticJob:
                 try:
                     driver.serve()
                 except StateLostError as exc:
-                    raise _GaveUp from exc
+                    raise _GaveUp(exc) from None
                 except (RankError, LaunchError) as exc:
                     failure = exc
                 except _EndNow:
@@ -281,6 +284,9 @@ class ElasticJob:
 
     def _report(self, driver: GenerationDriver, failure: Exception | None, now: float) -> None:
         """Tell the machine how a generation ended."""
+        if driver.began_from is not None and driver.began_from < self._commit:
+            self._commit = driver.began_from
+            self._membership.rolled_back(self._commit)
         self._commit = max([self._commit, *driver.commits.values()])
         self._membership.committed(self._commit, now)
         for host, why in driver.refused.items():
@@ -349,7 +355,7 @@ def run_found(options: Options) -> int:
     size = options.num_proc or options.elastic.min_np or 1
     script, slots = options.elastic.discovery_script, options.slots_per_host or 1
     assert script is not None
-    with contextlib.closing(Discovery(script, slots)) as discovery:
+    with contextlib.closing(Discovery([script], slots)) as discovery:
         return _run(options, agent, size, None, discovery)
 
 
