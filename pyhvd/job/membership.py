@@ -241,7 +241,7 @@ class Membership:
     def rank_failed(self, cause: Exception, host: str, now: float, jitter: float) -> None:
         """Note that the generation failed, because of a rank on this host; empty if no rank is the cause."""
         if self._phase in (_Phase.RUNNING, _Phase.LEAVING):
-            self._fail(cause, _first_line(cause))
+            self._fail(cause, _in_one_line(cause))
             known = self._roster.get(host)
             if (
                 known is not None
@@ -408,7 +408,8 @@ class Membership:
                 yield StartAgent(host.name)
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without the program's name."""
-    text = str(error) or type(error).__name__
-    return text.partition("\n")[0].removeprefix("pyhvd: ")
+def _in_one_line(error: Exception) -> str:
+    """Return an error's text without the program's name; of a traceback only the exception."""
+    first, *more = (str(error) or type(error).__name__).splitlines()
+    text = f"{first} {more[-1].strip()}" if more and first.endswith(":") else first
+    return text.removeprefix("pyhvd: ")

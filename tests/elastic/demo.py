@@ -1,6 +1,6 @@
 """``python -m tests.elastic.demo``: train the digits while ranks are killed, and a host comes and goes.
 
-The hosts are this one, under several names. Each few seconds a rank is killed; a host is added, and later
+The hosts are this one, under several names. Each few epochs a rank is killed; a host is added, and later
 taken away. Then the same training runs without faults.
 """
 
@@ -16,12 +16,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.many_hosts import LOCAL
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "elastic_digits.py"
-_KILL_EACH_S = 3.0
+_WAIT_S = 1.0
+_LOOK_S = 0.1
 _PATIENCE_S = 180.0
 _ACCURACY = re.compile(r"held-out accuracy ([\d.]+)%")
 _SEED = 3
@@ -36,7 +38,7 @@ def main() -> int:
         script.write_text(f"#!/bin/sh\ncat {hosts}\n")
         script.chmod(0o700)
         hosts.write_text("east:2\n")
-        print("==> with faults: a rank is killed every 3 s, and host west comes and goes", flush=True)
+        print("==> with faults: ranks are killed, and host west comes and goes", flush=True)
         faulty = _run(["--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script)], hosts)
         print("==> without faults", flush=True)
         plain = _run(["-n", "2"], None)
@@ -51,38 +53,35 @@ def _run(flags: list[str], hosts: Path | None) -> float | None:
     agent = [] if hosts is None else ["--launch-agent", LOCAL]
     command = [sys.executable, "-m", "pyhvd.run", *flags, *agent, str(EXAMPLE), "--pause", "0.02"]
     job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     guard = threading.Timer(_PATIENCE_S, job.kill)
     guard.start()
-    if hosts is not None:
-        threading.Thread(target=_disturb, args=(job, hosts), daemon=True).start()
+    faults = iter(()) if hosts is None else _faults(job.pid, hosts)
     accuracy = None
     assert job.stdout is not None
     for line in job.stdout:
         print(line, end="", flush=True)
         if found := _ACCURACY.search(line):
             accuracy = float(found[1])
+        else:
+            next(faults, None)
     guard.cancel()
     return accuracy if job.wait() == 0 else None
 
 
-def _disturb(job: subprocess.Popen[str], hosts: Path) -> None:
-    """Kill a rank each few seconds, three times; add a host before, and take it away after."""
+def _faults(launcher: int, hosts: Path) -> Iterator[None]:
+    """After each line of the ranks kill one of them, but add a host first, and take it away at the end."""
     draw = random.Random(_SEED)
-    time.sleep(_KILL_EACH_S)
     hosts.write_text("east:2\nwest:2\n")
-    for _ in range(3):
-        time.sleep(_KILL_EACH_S)
-        if job.poll() is not None:
-            return
-        ranks = _ranks(job.pid)
-        if ranks:
+    yield
+    for _ in range(5):
+        time.sleep(_WAIT_S)
+        while not (ranks := _ranks(launcher)):  # between two generations
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(ProcessLookupError):
             os.kill(draw.choice(ranks), signal.SIGKILL)
-    time.sleep(_KILL_EACH_S)
+        yield
     hosts.write_text("east:2\n")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.elastic.steps import STEPS, weight
 
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
 PATIENCE_S = 60.0
 
@@ -67,7 +68,7 @@ def run(
     job = subprocess.run(
         [sys.executable, "-m", "pyhvd.run", *flags, str(PROGRAM), *faults],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

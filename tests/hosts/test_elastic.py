@@ -10,7 +10,7 @@ import pytest
 
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.rank_env import MPICH
-from tests.elastic.jobs import PROGRAM, Ended, check_finished, read_log
+from tests.elastic.jobs import PROGRAM, ROOT, Ended, check_finished, read_log
 from tests.hosts import sshd
 from tests.hosts.sshd import Site
 from tests.many_hosts import Launcher, end_of
@@ -38,7 +38,9 @@ def launcher(site: Site, tmp_path: Path) -> Iterator[Launcher]:
 
 
 def start(launcher: Launcher, *flags: str, hosts: str = _HOSTS) -> subprocess.Popen[str]:
-    return launcher.start(*_FLAGS, "-x", "STEP_S=0.3", *flags, str(PROGRAM), hosts=hosts)
+    return launcher.start(
+        *_FLAGS, "-x", "STEP_S=0.3", "-x", f"PYTHONPATH={ROOT}", *flags, str(PROGRAM), hosts=hosts
+    )
 
 
 def finish(job: subprocess.Popen[str], folder: Path) -> Ended:
