@@ -199,7 +199,7 @@ class Agent:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._send(Beat())
+            self._send(Beat(0 if self.vault is None else self.vault.commit))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
 

@@ -14,7 +14,18 @@ from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_env import Generation
 from pyhvd.job.hosts_driver import Checked, Explain, Place, Seat
 from pyhvd.job.kept_agents import KeptAgents
-from pyhvd.job.messages import Again, Ended, EnteringInit, FromAgent, Hello, Leave, Pmi, Prepare, RankOutput
+from pyhvd.job.messages import (
+    Again,
+    Beat,
+    Ended,
+    EnteringInit,
+    FromAgent,
+    Hello,
+    Leave,
+    Pmi,
+    Prepare,
+    RankOutput,
+)
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
 from pyhvd.job.placement import RankPlacement
@@ -109,19 +120,24 @@ class GenerationDriver(ReusingDriver):
 
     def settle(self) -> None:
         """End the ranks that are left, show their output, and wait for each host's newest commit."""
-        self._settling = {place.number for place in self._places if _can_hear(place)}
-        for number in self._settling:
-            peer = self._places[number].peer
-            assert peer is not None
-            peer.send(Again())
+        self._settling = {place.number for place in self._places if self._hears(place)}
+        for place in self._places:
+            if place.number in self._settling and place.peer is not None:
+                place.peer.send(Again())
         until = time.monotonic() + SILENT_S
         while self._settling and time.monotonic() < until:
             self._connections.turn()
         self._stop_reason = "the generation is over"
         for place in self._places:
-            if place.peer is not None and (place.number in self._settling or not _can_hear(place)):
+            late = place.number in self._settling or not self._hears(place)
+            if late and place.peer in self._connections.peers:
                 self.lost.setdefault(place.seat.name, "did not end its ranks in time")
                 self._connections.drop(place.peer, "did not end its ranks in time")
+
+    def _hears(self, place: Place) -> bool:
+        """Return whether a host's agent has authenticated itself, and is not lost."""
+        peer = place.peer
+        return peer in self._connections.peers and peer.connection.authenticated and peer.connection.open
 
     def _step(self) -> float:
         now = super()._step()
@@ -138,6 +154,9 @@ class GenerationDriver(ReusingDriver):
             if place.number in self._settling:
                 self._settling.discard(place.number)
                 return
+        elif isinstance(message, Beat):
+            name = self._place_of(peer).seat.name
+            self.commits[name] = max(self.commits.get(name, 0), message.commit)
         super()._handle(peer, message)
 
     def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
@@ -173,7 +192,3 @@ class GenerationDriver(ReusingDriver):
         first = next(place for place in self._places if self.commits.get(place.seat.name) == newest)
         own = Generation(self.number, newest, min(self._machine.ranks_of(first.number)), self._max_size)
         return {**super()._variables(placement), **own.variables()}
-
-
-def _can_hear(place: Place) -> bool:
-    return place.peer is not None and place.peer.connection.authenticated and place.peer.connection.open

@@ -84,8 +84,8 @@ class _Idle:
 
     def greet(self) -> None:
         """Begin the next job."""
-        newest = None if self.host is None else self.host.vault.newest()
-        known = msgspec.structs.replace(hello(), commit=0 if newest is None else newest.number)
+        commit = 0 if self.host is None else self.host.vault.commit
+        known = msgspec.structs.replace(hello(), commit=commit)
         self._driver.send(encode(known))
 
     def wait(self) -> Prepare | None:

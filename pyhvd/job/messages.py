@@ -320,7 +320,12 @@ class EnteringInit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Either way, each second: the sender is alive."""
+    """Either way, each second: the sender is alive.
+
+    `commit` is the number of the newest commit that an agent holds, in an elastic job.
+    """
+
+    commit: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -120,6 +120,12 @@ class Vault:
         """Return what was committed last, if anything."""
         return max(filter(None, map(self._read_record, (0, 1))), default=None)
 
+    @property
+    def commit(self) -> int:
+        """The number of the newest commit; 0 if there is none."""
+        newest = self.newest()
+        return 0 if newest is None else newest.number
+
     def reserve(self, size: int) -> None:
         """Get memory for the next commit, so that :meth:`write` finds it; what was committed before stays.
 

@@ -48,12 +48,18 @@ def finish(job: subprocess.Popen[str], folder: Path) -> Ended:
     return Ended(ended.code, ended.out, ended.err, read_log(folder))
 
 
-def wait_for_step(folder: Path, step: int, generation: int = 0) -> None:
-    def is_there() -> bool:
-        lines = read_log(folder)
-        return any(line.kind == "step" and line.generation >= generation for line in lines[step:])
+def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int, generation: int = 0) -> None:
+    """Wait until a generation, or a later one, has committed a step."""
 
-    wait_until(is_there)
+    def is_there() -> bool:
+        lines = [line for line in read_log(folder) if line.kind == "step" and line.generation >= generation]
+        return any(int(line.words[0]) >= step for line in lines)
+
+    try:
+        wait_until(is_there, 30.0)
+    except AssertionError:
+        job.kill()
+        raise AssertionError((job.communicate(), read_log(folder))) from None
 
 
 def crash(site: Site) -> Callable[[], None]:
@@ -76,10 +82,10 @@ def test_training_goes_on_without_a_host_and_with_it_again(
     fault: Callable[[Site], Callable[[], None]], site: Site, launcher: Launcher
 ) -> None:
     job = start(launcher)
-    wait_for_step(launcher.folder, 5)
+    wait_for_step(job, launcher.folder, 5)
     mend = fault(site)
     try:
-        wait_for_step(launcher.folder, 8, generation=1)
+        wait_for_step(job, launcher.folder, 8, generation=1)
     finally:
         mend()
     ended = finish(job, launcher.folder)
@@ -92,7 +98,7 @@ def test_training_goes_on_without_a_host_and_with_it_again(
 
 def test_all_hosts_that_hold_the_state_are_lost(site: Site, launcher: Launcher) -> None:
     job = start(launcher, hosts="west:2")
-    wait_for_step(launcher.folder, 5)
+    wait_for_step(job, launcher.folder, 5)
     site.west.crash()
     site.restart(site.west)
     ended = finish(job, launcher.folder)
