@@ -188,12 +188,8 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         return Options(program=[], verbose=known.verbose, check_build=True)
     if not known.show_config:
         _check_program(program, parser)
-    given = {"-n": known.num_proc, "-H": known.hosts, "--hostfile": known.hostfile}
-    refused = next((flag for flag, value in given.items() if value is not None), None)
-    if under_mpiexec and refused is not None:
-        parser.error(
-            f"{launcher} has started this rank already: use either {launcher} or {refused}, not both"
-        )
+    if under_mpiexec:
+        _refuse_to_start_ranks(known, parser, launcher)
     if known.launch_agent is not None and (known.ssh_port or known.ssh_identity_file):
         parser.error("-p and -i are for ssh: put them into the command of --launch-agent")
     _tell_horovods(known, parser, quiet=under_mpiexec)
@@ -229,6 +225,22 @@ def parse(arguments: Sequence[str], *, under_mpiexec: bool, launcher: str = "mpi
         show_config=known.show_config,
         elastic=_elastic(known, parser),
     )
+
+
+def _refuse_to_start_ranks(known: argparse.Namespace, parser: argparse.ArgumentParser, launcher: str) -> None:
+    """Exit with a usage error if the command line starts ranks, which a launcher has done."""
+    given = {
+        "-n": known.num_proc,
+        "-H": known.hosts,
+        "--hostfile": known.hostfile,
+        "--min-np": known.min_np,
+        "--host-discovery-script": known.host_discovery_script,
+    }
+    refused = next((flag for flag, value in given.items() if value is not None), None)
+    if refused is not None:
+        parser.error(
+            f"{launcher} has started this rank already: use either {launcher} or {refused}, not both"
+        )
 
 
 def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> ElasticOptions:
