@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 _PREFIX = "PYHVD_ELASTIC_"
 _NUMBER = _PREFIX + "GENERATION"
+JOB = _PREFIX + "JOB"
+"""The variable that has :attr:`Generation.job`; the launcher sets it in all generations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +25,18 @@ class Generation:
         A rank whose host holds that commit.
     max_size : int
         The most ranks that the job may have; 0 without a limit.
+    job : str
+        Letters that tell jobs apart, the same in all generations of one job.
     """
 
     number: int
     commit: int = 0
     source: int = 0
     max_size: int = 0
+    job: str = ""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of a rank."""
+        """Return the variables of a rank, but for :data:`JOB`."""
         values = {
             _NUMBER: self.number,
             _PREFIX + "COMMIT": self.commit,
@@ -47,4 +52,5 @@ def read_generation(environ: Mapping[str, str]) -> Generation | None:
     if _NUMBER not in environ:
         return None
     names = (_NUMBER, _PREFIX + "COMMIT", _PREFIX + "SOURCE", _PREFIX + "MAX_SIZE")
-    return Generation(*(int(environ.get(name, "0")) for name in names))
+    number, commit, source, max_size = (int(environ.get(name, "0")) for name in names)
+    return Generation(number, commit, source, max_size, environ.get(JOB, ""))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from pyhvd.job.discovery import Discovery, Failed
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
+from pyhvd.job.generation_env import JOB
 from pyhvd.job.hosts_driver import Checked, Seat
 from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.kept_agents import KeptAgents
@@ -40,6 +42,7 @@ from pyhvd.job.membership import (
 )
 from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.output import Output, is_terminal
+from pyhvd.job.process.output import OutputFile
 from pyhvd.job.program_process import Program
 from pyhvd.job.status_line import StatusLine, say
 from pyhvd.run.cli import Options
@@ -96,6 +99,33 @@ class _Starting:
         return ended
 
 
+class RankFiles:
+    """The files of the ranks' output, which stay open from one generation to the next.
+
+    Parameters
+    ----------
+    directory : str or None
+        Where the ranks' folders are; None without files.
+    size : int
+        The number of ranks by which the folders' names are padded.
+
+    Attributes
+    ----------
+    by_rank : dict of int to dict of int to OutputFile
+        The files of each rank that has some; the output reads it in another thread.
+    """
+
+    def __init__(self, directory: str | None, size: int) -> None:
+        self.by_rank: dict[int, dict[int, OutputFile]] = {}
+        self._directory = directory
+        self._size = size
+
+    def make(self, number: int) -> None:
+        """Make the files of the first `number` ranks that have none yet; may raise LaunchError."""
+        new = [rank for rank in range(number) if rank not in self.by_rank]
+        self.by_rank |= make_files(self._directory, self._size, new)
+
+
 class ElasticJob:
     """One elastic job, in the thread that calls :meth:`serve`.
 
@@ -113,6 +143,8 @@ class ElasticJob:
         Shows the ranks' output.
     status : StatusLine
         Shows how far the first start has come.
+    files : RankFiles
+        The files of the output.
     """
 
     def __init__(
@@ -123,6 +155,7 @@ class ElasticJob:
         discovery: Discovery | None,
         output: Output,
         status: StatusLine,
+        files: RankFiles,
     ) -> None:
         self._options = options
         self._agent = agent
@@ -130,6 +163,8 @@ class ElasticJob:
         self._discovery = discovery
         self._output = output
         self._status: StatusLine | None = status
+        self._files = files
+        self._letters = secrets.token_hex(3)
         self._kept = KeptAgents()
         self._starting: dict[str, _Starting] = {}
         self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
@@ -308,6 +343,10 @@ class ElasticJob:
         options = self._options
         directory = options.directory or os.getcwd()
         seats = self._seats(begins.places)
+        try:
+            self._files.make(seats.size)
+        except LaunchError as exc:  # of ranks by which the job has grown
+            self._say(f"pyhvd: {exc}")
         given = dict(os.environb) if options.send_environment else {}
         program = Program(
             "pyhvd.run.program_rank", options.program, directory, to_send(given, options.settings)
@@ -319,7 +358,7 @@ class ElasticJob:
             self._commit,
             self._step,
             self._kept,
-            JobSpec(seats.size, program.dump(), start_timeout=options.start_timeout),
+            JobSpec(seats.size, program.dump(), {JOB: self._letters}, start_timeout=options.start_timeout),
             [Seat(each.host.name, len(each.ranks), commands[each.host.name]) for each in seats.hosts],
             lambda: self._check(directory),
             explain,
@@ -382,10 +421,12 @@ def _run(
     status = StatusLine(sys.stderr, is_terminal(sys.stderr))
 
     def serve() -> None:
-        files = make_files(options.output_filename, elastic.max_np or size)
-        with Output(None, None, options.prefix_timestamp, False, files, options.ranks, status.end) as output:
+        files = RankFiles(options.output_filename, elastic.max_np or size)
+        files.make(limits.min_np)  # before anything is started
+        shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
+        with shown as output:
             membership = Membership(limits, time.monotonic(), fixed)
-            job = ElasticJob(options, agent, membership, discovery, output, status)
+            job = ElasticJob(options, agent, membership, discovery, output, status, files)
             with contextlib.closing(job):
                 job.serve()
 

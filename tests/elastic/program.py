@@ -64,6 +64,8 @@ def watch_the_vault() -> None:
 
 pass_point("import")
 hvd.init()
+if os.environ.get("SAYS"):
+    print(f"rank {RANK} of generation {GENERATION}", flush=True)
 pass_point("init")
 state = elastic.ObjectState(step=0, weights=np.zeros(1000), sampler=elastic.ElasticSampler(4000))
 state.register_reset_callbacks([lambda: pass_point("callback")])
