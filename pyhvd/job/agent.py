@@ -40,6 +40,7 @@ from pyhvd.job.messages import (
     Pmi,
     PmiValues,
     RankOutput,
+    Remark,
     Result,
     ResultAck,
     Signal,
@@ -52,6 +53,7 @@ from pyhvd.job.messages import (
 )
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.mpi.pmi import answer_get
+from pyhvd.job.notice import Notice
 from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
@@ -105,6 +107,8 @@ class Agent:
         See :data:`MakeRank`.
     vault : Vault, optional
         What the ranks commit, in an elastic job.
+    notice : Notice, optional
+        What is known of the host's end, in an elastic job.
 
     Attributes
     ----------
@@ -115,6 +119,7 @@ class Agent:
     driver: Connection
     make_rank: MakeRank
     vault: Vault | None = None
+    notice: Notice | None = None
     again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _code: list[bytes] = field(default_factory=list)
@@ -144,6 +149,8 @@ class Agent:
         self._slots = registration.slots
         self._send(registration)
         self._selector.register(self.driver, selectors.EVENT_READ, self._receive)
+        if self.notice is not None:
+            self._selector.register(self.notice, selectors.EVENT_READ, self._wake)
         while not self._is_over():
             self._turn()
             for rank, owned in self._ranks.items():
@@ -197,11 +204,22 @@ class Agent:
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
+        if self.notice is not None:
+            self.notice.check(now)
+            while self.notice.remarks:
+                self._send(Remark(self.notice.remarks.pop(0)))
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._send(Beat(0 if self.vault is None else self.vault.commit))
+            commit = 0 if self.vault is None else self.vault.commit
+            self._send(Beat(commit, "" if self.notice is None else self.notice.why))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
+
+    def _wake(self) -> None:
+        """Tell the driver of a notice at once."""
+        assert self.notice is not None
+        self.notice.clear()
+        self._next_beat = 0.0
 
     def _receive(self) -> None:
         self.driver.pump_out()

@@ -1,4 +1,4 @@
-"""What the agent of a host keeps over the generations of an elastic job: the vault, and the zygote.
+"""What the agent of a host keeps over the generations of an elastic job: the vault, the zygote, the notice.
 
 The zygote starts beside the ranks of the first generation, which commands start. It takes over as soon as it
 has done its imports; if it is not there, or unfit, commands start the ranks of later generations too.
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyhvd.job.messages import Start
+from pyhvd.job.notice import Notice
 from pyhvd.job.program_process import Program, ProgramProcess, program_environment
 from pyhvd.job.rank_process import RankEvents
 from pyhvd.job.vault import Vault
@@ -27,10 +28,11 @@ _ANSWER_S = 2.0
 
 
 class ElasticHost:
-    """The vault and the zygote of one host."""
+    """The vault and the zygote of one host, and what is known of its end."""
 
     def __init__(self) -> None:
         self.vault = Vault.create()
+        self.notice = Notice()
         self._zygote: Zygote | None = None
         self._local_size = 0
 
@@ -47,6 +49,7 @@ class ElasticHost:
 
     def close(self) -> None:
         """Forget the state, and end the zygote."""
+        self.notice.close()
         self.vault.close()
         if self._zygote is not None:
             self._zygote.close()

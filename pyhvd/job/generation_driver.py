@@ -25,6 +25,7 @@ from pyhvd.job.messages import (
     Pmi,
     Prepare,
     RankOutput,
+    Remark,
 )
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
@@ -55,6 +56,8 @@ class GenerationDriver(ReusingDriver):
         The most ranks that the job may have; 0 without a limit.
     known_commit : int
         The newest commit of which the launcher has heard.
+    preemption_command : str
+        A shell command of each host that succeeds when the host will be taken away; empty without one.
     each_step : callable
         Called with the time, at least four times a second.
     kept, spec, seats, checked, explain, display, say, stdin, network, status
@@ -70,6 +73,8 @@ class GenerationDriver(ReusingDriver):
         The hosts whose agents were lost, and why.
     refused : dict of str to str
         The hosts on which ranks cannot run, and why.
+    leaving : dict of str to str
+        The hosts that will be taken away, as their agents know, and why.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class GenerationDriver(ReusingDriver):
         number: int,
         max_size: int,
         known_commit: int,
+        preemption_command: str,
         each_step: Callable[[float], None],
         kept: KeptAgents,
         spec: JobSpec,
@@ -95,9 +101,11 @@ class GenerationDriver(ReusingDriver):
         self.commits: dict[str, int] = {}
         self.lost: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.leaving: dict[str, str] = {}
         self._max_size = max_size
         self._each_step = each_step
         self._known_commit = known_commit
+        self._preemption_command = preemption_command
         self._asked = 0  # the generation for which the ranks shall make room
         self._left = False
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
@@ -145,7 +153,12 @@ class GenerationDriver(ReusingDriver):
         return now
 
     def _prepare(self, place: Place) -> Prepare:
-        return msgspec.structs.replace(super()._prepare(place), again=True, elastic=True)
+        return msgspec.structs.replace(
+            super()._prepare(place),
+            again=True,
+            elastic=True,
+            preemption_command=self._preemption_command,
+        )
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
         if isinstance(message, Hello):
@@ -157,6 +170,11 @@ class GenerationDriver(ReusingDriver):
         elif isinstance(message, Beat):
             name = self._place_of(peer).seat.name
             self.commits[name] = max(self.commits.get(name, 0), message.commit)
+            if message.leaves:
+                self.leaving[name] = message.leaves
+        elif isinstance(message, Remark):
+            self._say(f"pyhvd: host {self._place_of(peer).seat.name}: {message.text}")
+            return
         super()._handle(peer, message)
 
     def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:

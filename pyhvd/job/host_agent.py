@@ -6,7 +6,8 @@ is the channel's key. When the channel ends, or is silent for 20 s, the agent ki
 1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
 2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
    driver of the next job asks for 1 by :class:`Again`, over the same channel.
-3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.elastic_host`.
+3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.elastic_host`. There SIGTERM means that
+   the host shall go: :mod:`pyhvd.job.notice`. In any other job SIGTERM ends the agent.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ class _Idle:
         known = msgspec.structs.replace(hello(), commit=commit)
         self._driver.send(encode(known))
 
+    def close(self) -> None:
+        """Forget what the ranks committed."""
+        if self.host is not None:
+            self.host.close()
+
     def wait(self) -> Prepare | None:
         """Return what the next job wants; None if the driver has ended the channel.
 
@@ -118,7 +124,9 @@ class _Idle:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._driver.send(encode(Beat()))
+            if self.host is not None:
+                self.host.notice.check(now)
+            self._driver.send(encode(Beat(leaves="" if self.host is None else self.host.notice.why)))
         if now > max(self._driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
 
@@ -129,10 +137,12 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
         driver.shake_hands(HANDSHAKE_S)
         idle = _Idle(driver)
         idle.greet()
-        with contextlib.suppress(Dismissed):
+        with contextlib.suppress(Dismissed), contextlib.closing(idle):
             while wanted := idle.wait():
                 if wanted.elastic and idle.host is None:
                     idle.host = ElasticHost()
+                if idle.host is not None:
+                    idle.host.notice.watch(wanted.preemption_command)
                 if _run(driver, wanted, idle.host):
                     idle.greet()
                 if not wanted.again:
@@ -142,7 +152,7 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
     if host is not None:
-        agent = Agent(driver, host.make_rank, host.vault)
+        agent = Agent(driver, host.make_rank, host.vault, host.notice)
     else:
         agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
     try:

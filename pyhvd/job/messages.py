@@ -67,6 +67,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         Whether the agent waits for another job at the end.
     elastic : bool
         Whether it holds what the ranks commit.
+    preemption_command : str
+        A shell command that succeeds when the host will be taken away; empty without one.
     """
 
     index: int
@@ -76,6 +78,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     function: bool = False
     again: bool = False
     elastic: bool = False
+    preemption_command: str = ""
 
 
 class Interface(msgspec.Struct, frozen=True, array_like=True):
@@ -322,10 +325,18 @@ class EnteringInit(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Either way, each second: the sender is alive.
 
-    `commit` is the number of the newest commit that an agent holds, in an elastic job.
+    In an elastic job an agent says the number of the newest `commit` that it holds, and why its host
+    `leaves`, if it does.
     """
 
     commit: int = 0
+    leaves: str = ""
+
+
+class Remark(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver, in an elastic job: a line for the user, about the agent's host."""
+
+    text: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -415,6 +426,7 @@ FromAgent = (
     | DaemonEnded
     | Listening
     | Dialed
+    | Remark
 )
 FromProgram = Launch | RankProxy
 FromDriver = (

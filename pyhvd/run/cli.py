@@ -63,6 +63,8 @@ class ElasticOptions:
         Seconds to wait for enough hosts.
     cooldown : tuple of float or None
         Seconds for which a host that failed is put aside, at first and at most; None for ever.
+    preemption_command : str
+        A shell command that succeeds on a host that will be taken away; empty without one.
     """
 
     discovery_script: str | None = None
@@ -71,6 +73,7 @@ class ElasticOptions:
     reset_limit: int | None = None
     timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
+    preemption_command: str = ""
 
     @property
     def wanted(self) -> bool:
@@ -252,8 +255,10 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         reset_limit=known.reset_limit,
         timeout=known.elastic_timeout,
         cooldown=known.blacklist_cooldown_range,
+        preemption_command=known.preemption_command,
     )
-    given = [flag for flag in ("max_np", "reset_limit") if getattr(known, flag) is not None]
+    flags = ("max_np", "reset_limit", "preemption_command")
+    given = [flag for flag in flags if getattr(known, flag)]
     if given and not elastic.wanted:
         parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
@@ -528,6 +533,13 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         default=(10.0, 300.0),
         metavar=("MIN", "MAX"),
         help="put a host that failed aside for MIN seconds, later longer, at most MAX (default: 10 300)",
+    )
+    group.add_argument(
+        "--preemption-command",
+        default="",
+        metavar="COMMAND",
+        help="a shell command that runs on each host, again 1 s after it failed; when it succeeds, the ranks"
+        " leave the host, and no step is lost",
     )
 
 

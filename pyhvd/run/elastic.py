@@ -46,6 +46,7 @@ from pyhvd.job.process.output import OutputFile
 from pyhvd.job.program_process import Program
 from pyhvd.job.status_line import StatusLine, say
 from pyhvd.run.cli import Options
+from pyhvd.run.drain_socket import DrainError, DrainSocket
 from pyhvd.run.environment import to_send
 from pyhvd.run.hosts import Host, HostSeats, Seats
 from pyhvd.run.launch_agent import explain, ssh_command
@@ -174,6 +175,9 @@ class ElasticJob:
         self._finished = False
         self._commit = 0  # the newest of which an agent has told
         self._checked: Checked | None = None
+        self._requests: DrainSocket | None = None
+        with contextlib.suppress(OSError):  # without a private folder: hosts are drained by signals only
+            self._requests = DrainSocket()
 
     def serve(self) -> None:
         """Run generations until the ranks of one have all returned.
@@ -200,6 +204,8 @@ class ElasticJob:
 
     def close(self) -> None:
         """End all agents."""
+        if self._requests is not None:
+            self._requests.close()
         for starting in self._starting.values():
             starting.end()
         self._kept.close()
@@ -210,6 +216,7 @@ class ElasticJob:
         """Tell the machine what has happened, and do what it decides."""
         self._look_at_discovery(now)
         self._look_at_agents(now)
+        self._look_at_notices(now)
         for action in self._membership.tick(now):
             if isinstance(action, StartGeneration):
                 self._next = action
@@ -250,6 +257,25 @@ class ElasticJob:
         for host, words in list(self._up.items()):
             if not self._has_ranks(host) and not self._kept.has(words):
                 self._lose_agent(host, "its agent is gone", now)
+
+    def _look_at_notices(self, now: float) -> None:
+        """Drain the hosts that will be taken away, as their agents or the user say."""
+        if self._driver is not None:
+            for host, why in self._driver.leaving.items():
+                self._membership.drain(host, now, why)
+            self._driver.leaving.clear()
+        if self._requests is not None:
+            self._requests.serve(lambda host: self._drain(host, now))
+        for words, why in self._kept.take_leaving():
+            for host in [host for host, known in self._up.items() if known == words]:
+                self._membership.drain(host, now, why)
+
+    def _drain(self, host: str, now: float) -> str:
+        """Drain a host for the user; return what to answer."""
+        if not self._membership.drain(host, now, "the user has asked for it"):
+            known = ", ".join(self._membership.hosts)
+            raise DrainError(f"host {host} is none of the job's hosts: {known}")
+        return f"host {host} is drained: its ranks leave at their next commit or check"
 
     def _has_ranks(self, host: str) -> bool:
         return self._driver is not None and self._driver.serves(host)
@@ -356,6 +382,7 @@ class ElasticJob:
             begins.number,
             options.elastic.max_np or 0,
             self._commit,
+            options.elastic.preemption_command,
             self._step,
             self._kept,
             JobSpec(seats.size, program.dump(), {JOB: self._letters}, start_timeout=options.start_timeout),
