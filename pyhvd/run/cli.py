@@ -63,6 +63,8 @@ class ElasticOptions:
         Seconds to wait for enough hosts.
     cooldown : tuple of float or None
         Seconds for which a host that failed is put aside, at first and at most; None for ever.
+    preload : tuple of str
+        Modules that zygotes import besides those at the program's top.
     """
 
     discovery_script: str | None = None
@@ -71,6 +73,7 @@ class ElasticOptions:
     reset_limit: int | None = None
     timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
+    preload: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> bool:
@@ -252,6 +255,7 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         reset_limit=known.reset_limit,
         timeout=known.elastic_timeout,
         cooldown=known.blacklist_cooldown_range,
+        preload=tuple(filter(None, known.preload.split(","))),
     )
     given = [flag for flag in ("max_np", "reset_limit") if getattr(known, flag) is not None]
     if given and not elastic.wanted:
@@ -509,6 +513,13 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--host-discovery-script",
         metavar="PATH",
         help="a program that prints the hosts there are, each as h or h:slots on a line; run every second",
+    )
+    group.add_argument(
+        "--preload",
+        default="",
+        metavar="NAMES",
+        help="modules that ranks import anyway, e.g. torch,pandas: ranks are forked from a process that has"
+        " imported them, and what the program imports at its top",
     )
     group.add_argument(
         "--reset-limit", type=positive_int, metavar="N", help="give up when ranks were started again N times"
