@@ -66,6 +66,8 @@ pass_point("import")
 hvd.init()
 pass_point("init")
 state = elastic.ObjectState(step=0, weights=np.zeros(1000), sampler=elastic.ElasticSampler(4000))
+if "CALLBACKS" in os.environ:
+    state.register_failure_callbacks([lambda: print("lost others", flush=True)])
 state.register_reset_callbacks([lambda: pass_point("callback")])
 
 
