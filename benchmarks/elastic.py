@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +22,17 @@ from benchmarks.harness import OURS, Figures, Outcome
 from benchmarks.hosts import publish
 from benchmarks.machine import Machine, mpi_short
 from benchmarks.report import Report, Run, Target, judge
+from tests.many_hosts import LOCAL
 from tests.mpi.launch import ROOT
 
 TITLE = "elastic: jobs whose ranks are killed"
 _PYHVD = "pyhvdrun"
+PROGRAM = ROOT / "benchmarks" / "elastic_program.py"
 _PATIENCE_S = 120.0
+_SETTLE_S = 3.0
+_ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 KILLED, KILLED_TORCH = "1 of 4 ranks is killed", "1 of 4 ranks is killed, torch imported"
+ADDED, WEST = "a host is printed, first allreduce with it", "east:2\nwest:2\n"
 COMMIT, CHECK = "commit of 100 MB, times a copy", "check_host_updates"
 
 
@@ -37,6 +43,7 @@ def _target(label: str, least: float, moonshot: float) -> Target:
 TARGETS = [
     _target(KILLED, 1.0, 0.25),
     _target(KILLED_TORCH, 1.5, 0.4),
+    _target(ADDED, 5.0, 2.0),
     _target(COMMIT, 2.0, 1.2),
     _target(CHECK, 5e-6, 1e-6),
 ]
@@ -53,7 +60,8 @@ class Table:
         """Measure each case; a job whose rank is killed so many times."""
         self._kill(KILLED, restarts)
         if importlib.util.find_spec("torch") is not None:
-            self._kill(KILLED_TORCH, restarts, "torch")
+            self._kill(KILLED_TORCH, restarts, "import torch\n")
+        self._add()
         times = self._times(["calls", "0"], "2")
         self._note(COMMIT, "x", times["commit"])
         self._note(CHECK, "s", times["check"])
@@ -61,15 +69,37 @@ class Table:
     def _note(self, label: str, unit: str, value: float) -> None:
         self.samples.setdefault((label, unit), []).append(value)
 
-    def _kill(self, label: str, restarts: int, *imported: str) -> None:
-        times = self._times(["kill", str(restarts), *imported], "4")
+    def _kill(self, label: str, restarts: int, first: str = "") -> None:
+        times = self._times(["kill", str(restarts)], "4", first)
         for number in range(restarts):
             self._note(label, "s", times[f"first{number + 1}"] - times[f"killed{number}"])
 
-    def _times(self, arguments: Sequence[str], ranks: str) -> dict[str, float]:
-        """Run a job, and return what its ranks have logged."""
+    def _add(self) -> None:
+        """Measure the time from a host's line in the discovery script's output; both hosts are this one."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        program = ROOT / "benchmarks" / "elastic_program.py"
+        hosts, script = folder / "hosts", folder / "discover"
+        hosts.write_text("east:2\n")
+        script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+        script.chmod(0o700)
+        flags = ["--min-np", "2", "--host-discovery-script", str(script), "--launch-agent", LOCAL]
+        job = subprocess.Popen(
+            [sys.executable, "-m", "pyhvd.run", *flags, str(PROGRAM), "grow", "0"], cwd=folder, env=_ENV
+        )
+        try:
+            _wait_for(folder, "first0")
+            time.sleep(_SETTLE_S)
+            begin = time.time()
+            hosts.write_text(WEST)
+            self._note(ADDED, "s", _wait_for(folder, "first1") - begin)
+        finally:
+            job.terminate()
+            job.wait()
+
+    def _times(self, arguments: Sequence[str], ranks: str, first: str = "") -> dict[str, float]:
+        """Run a job, whose program begins with some text, and return what its ranks have logged."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        program = folder / "program.py"
+        program.write_text(first + PROGRAM.read_text())
         command = [
             sys.executable,
             "-m",
@@ -81,10 +111,8 @@ class Table:
             str(program),
             *arguments,
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, cwd=folder, env=env, check=True, timeout=_PATIENCE_S)
-        lines = (folder / "times").read_text().splitlines()
-        return {name: float(value) for name, value in map(str.split, lines)}
+        subprocess.run(command, cwd=folder, env=_ENV, check=True, timeout=_PATIENCE_S)
+        return _read(folder)
 
     def outcomes(self) -> list[Outcome]:
         """Return the figures of all runs."""
@@ -92,6 +120,23 @@ class Table:
             Outcome(f"elastic, {label}", 0, unit, [Figures.of(_PYHVD, OURS, samples)])
             for (label, unit), samples in self.samples.items()
         ]
+
+
+def _read(folder: Path) -> dict[str, float]:
+    """Return what ranks have logged, by its kind."""
+    path = folder / "times"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: float(value) for name, value in map(str.split, lines)}
+
+
+def _wait_for(folder: Path, kind: str) -> float:
+    """Return what ranks log of one kind, when they do."""
+    until = time.monotonic() + _PATIENCE_S
+    while kind not in (found := _read(folder)):
+        if time.monotonic() > until:
+            raise SystemExit(f"no rank has logged {kind} within {_PATIENCE_S:g} s")
+        time.sleep(0.01)
+    return found[kind]
 
 
 def main(arguments: Sequence[str]) -> int:

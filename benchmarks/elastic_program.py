@@ -1,12 +1,10 @@
 """What the ranks of ``python -m benchmarks elastic`` run.
 
-``FAULT`` is ``calls``, or ``kill``: then the last rank kills itself in each generation but the last. Rank 0
-writes a line with the time of each fault, and of the first allreduce of each generation.
+``FAULT`` is ``calls``; or ``grow``, to run until a signal; or ``kill``: then the last rank kills itself in
+each generation but the last. Ranks write a line with the time of each fault, and of the first allreduce of a
+generation.
 """
 
-from __future__ import annotations
-
-import importlib
 import os
 import signal
 import sys
@@ -22,8 +20,6 @@ _STEP_S = 0.05
 _WARM_S = 4.0
 _LOOPS = 2000
 _COMMIT_BYTES = 100_000_000
-for name in sys.argv[3:]:
-    importlib.import_module(name)
 
 
 def log(kind: str, value: float) -> None:
@@ -43,11 +39,11 @@ def least(run: object, times: int = 7) -> float:
     return min(found)
 
 
-def measure_calls() -> None:
+@elastic.run
+def measure_calls(state: elastic.ObjectState) -> None:
     """Measure a commit of 100 MB, beside a copy of it, and a check."""
-    source, target = np.ones(_COMMIT_BYTES, np.uint8), np.zeros(_COMMIT_BYTES, np.uint8)
-    state = elastic.ObjectState(array=source)
-    copied = least(lambda: np.copyto(target, source))
+    target = np.zeros(_COMMIT_BYTES, np.uint8)
+    copied = least(lambda: np.copyto(target, state.array))
     committed = least(state.commit)
 
     def check() -> None:
@@ -66,7 +62,7 @@ def train(state: elastic.ObjectState) -> None:
     generation = elastic.generation()
     begin = time.time()
     first = True
-    while time.time() < begin + (_WARM_S if generation == 0 else 1.0):
+    while FAULT == "grow" or time.time() < begin + (_WARM_S if generation == 0 else 1.0):
         hvd.allreduce(np.ones(1, np.float32), name="step")
         if first and hvd.rank() == 0:
             log(f"first{generation}", time.time())
@@ -82,6 +78,6 @@ def train(state: elastic.ObjectState) -> None:
 
 hvd.init()
 if FAULT == "calls":
-    measure_calls()
+    measure_calls(elastic.ObjectState(array=np.ones(_COMMIT_BYTES, np.uint8)))
 else:
     train(elastic.ObjectState(steps=0))

@@ -16,7 +16,7 @@ class ElasticSampler:
 
     The order depends on `seed` and epoch alone. The ranks take turns: of what is left of an epoch, each takes
     every ``size()``-th index. Pass the sampler to :class:`ObjectState` or
-    :class:`pyhvd.torch.elastic.TorchState`. Call :meth:`record_batch` after each batch, and :meth:`set_epoch`
+    ``pyhvd.torch.elastic.TorchState``. Call :meth:`record_batch` after each batch, and :meth:`set_epoch`
     at the end of each epoch. Then every index occurs once in the committed batches of an epoch, even if ranks
     fail.
 

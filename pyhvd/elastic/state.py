@@ -71,6 +71,9 @@ class State:
         The rank is killed soon after: a function has about 0.25 s. It can send no tensors any more.
         """
         self._failure_callbacks.extend(callbacks)
+        session = current()
+        if session is not None and self._failure_callbacks:
+            session.vault.has_callbacks = True
 
     def save(self) -> None:
         """Keep a copy in this process, to which :meth:`restore` goes back until the next commit."""

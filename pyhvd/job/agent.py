@@ -8,6 +8,7 @@ and leaves nothing behind.
 from __future__ import annotations
 
 import errno
+import math
 import selectors
 import signal
 import time
@@ -65,6 +66,8 @@ from pyhvd.transport.tcp.session import ChannelError
 BEAT_S = 1.0
 # How long to wait for the driver to end the job after a failure.
 _DRIVER_ANSWER_S = 5.0
+# Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
+_FAILURE_CALLBACKS_S = 0.25
 DRIVER_SILENT_S = 20.0
 """A lost driver is silent. This is long enough for a suspended driver to find its ranks again."""
 LAST_MESSAGES_S = 5.0
@@ -131,6 +134,7 @@ class Agent:
     _failed: int | None = None  # the rank that failed first
     _failed_at: float = 0.0
     _next_beat: float = 0.0
+    _end_at: float = math.inf  # the ranks are ended then, for the next job
     _paused: bool = False  # by Ctrl-Z
     _silent_since: float = field(default_factory=time.monotonic)  # not silent from an earlier time
 
@@ -153,6 +157,9 @@ class Agent:
             self._selector.register(self.notice, selectors.EVENT_READ, self._wake)
         while not self._is_over():
             self._turn()
+            if self.again and self._daemon is None:
+                self._end_ranks(time.monotonic())
+                continue
             for rank, owned in self._ranks.items():
                 self._follow(rank, owned)
             if self._failed is not None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
@@ -175,6 +182,15 @@ class Agent:
         """Return whether all ranks ended without error; mpiexec's daemon serves other hosts' ranks too."""
         all_ended = len(self._ranks) == self._slots and all(owned.told_end for owned in self._ranks.values())
         return all_ended and self._failed is None and (self._daemon is None or self._daemon.ended)
+
+    def _end_ranks(self, now: float) -> None:
+        """End the ranks that are left, for the next job; pass on all that they have written."""
+        if now >= self._end_at:
+            self._end_at = math.inf
+            for owned in self._ranks.values():
+                owned.process.end()
+        if self._end_at == math.inf and all(owned.process.ended for owned in self._ranks.values()):
+            raise Dismissed
 
     def _follow(self, rank: int, owned: _Owned) -> None:
         """Report how a rank has ended."""
@@ -199,7 +215,7 @@ class Agent:
             owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self.driver.full)
-        for key, _ in self._selector.select(BEAT_S / 2):
+        for key, _ in self._selector.select(min(BEAT_S / 2, max(0.0, self._end_at - before))):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
@@ -255,7 +271,8 @@ class Agent:
             self.again = isinstance(message, Again)
         elif isinstance(message, Again):
             self.again = True
-            raise Dismissed
+            waits = self.vault is not None and self.vault.has_callbacks
+            self._end_at = time.monotonic() + (_FAILURE_CALLBACKS_S if waits else 0.0)
         elif isinstance(message, Leave) and self.vault is not None:
             self.vault.wished = message.generation
 

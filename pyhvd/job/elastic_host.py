@@ -96,7 +96,7 @@ class Zygote:
         finally:
             theirs.close()
         self._channel.settimeout(_ANSWER_S)
-        send(self._channel, Preload(program.arguments, program.directory))
+        send(self._channel, Preload(program.arguments, program.directory, program.preload))
 
     @property
     def fit(self) -> bool:

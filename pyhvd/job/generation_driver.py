@@ -65,6 +65,8 @@ class GenerationDriver(ReusingDriver):
 
     Attributes
     ----------
+    outcome : Outcome
+        How this generation is over, if it has not failed.
     began_from : int or None
         The commit from which the ranks went on; None if they were not started.
     commits : dict of str to int
@@ -97,6 +99,7 @@ class GenerationDriver(ReusingDriver):
     ) -> None:
         super().__init__(kept, spec, seats, checked, explain, display, say, stdin, network, status)
         self.number = number
+        self.outcome = Outcome.DONE
         self.began_from: int | None = None
         self.commits: dict[str, int] = {}
         self.lost: dict[str, str] = {}
@@ -107,13 +110,7 @@ class GenerationDriver(ReusingDriver):
         self._known_commit = known_commit
         self._preemption_command = preemption_command
         self._asked = 0  # the generation for which the ranks shall make room
-        self._left = False
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
-
-    @property
-    def outcome(self) -> Outcome:
-        """How this generation is over, after :meth:`serve` has returned."""
-        return Outcome.LEFT if self._left else Outcome.DONE
 
     def serves(self, host: str) -> bool:
         """Return whether this generation has ranks on a host."""
@@ -179,7 +176,7 @@ class GenerationDriver(ReusingDriver):
 
     def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
         if isinstance(message, Ended) and message.left:
-            self._left = True
+            self.outcome = Outcome.LEFT
         super()._handle_of_rank(peer, message)
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:

@@ -166,6 +166,7 @@ def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
     finally:
         if host is not None:  # no rank is left
             host.vault.wished = host.vault.left = 0
+            host.vault.has_callbacks = False
     return agent.again
 
 

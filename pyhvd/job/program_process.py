@@ -42,12 +42,15 @@ class Program(msgspec.Struct, frozen=True):
         Where the ranks run.
     env : list of (bytes, bytes)
         Variables that replace those of the hosts; they may be no UTF-8.
+    preload : list of str
+        Modules that a zygote imports besides those at the program's top.
     """
 
     module: str
     arguments: list[str]
     directory: str
     env: list[tuple[bytes, bytes]]
+    preload: list[str] = []
 
     def dump(self) -> bytes:
         """Return the program as bytes."""

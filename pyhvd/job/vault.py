@@ -9,9 +9,9 @@ Invariants
    that the writer has written before: it is its successor, or a collective has finished between the two.
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
-3. `wished` is written by the agent alone. `left` is written by any rank of the host; all ranks of one
-   generation write the same value. The agent clears both between two generations. Each is one aligned word,
-   which no reader sees half written.
+3. `wished` is written by the agent alone. `left` and `has_callbacks` are written by any rank of the host; all
+   ranks of one generation write the same value. The agent clears them between two generations. Each is one
+   aligned word, which no reader sees half written.
 4. The memory of a commit exists before its record is cleared. A full machine is an error, and no SIGBUS.
 
 The agent reads the index alone: what is in the slots, ranks unpickle.
@@ -33,7 +33,7 @@ DESCRIPTORS = ("PYHVD_ELASTIC_INDEX", "PYHVD_ELASTIC_SLOT_0", "PYHVD_ELASTIC_SLO
 """Variables of the ranks, which hold the descriptors' numbers."""
 _INDEX_BYTES = 4096
 _WORD = struct.Struct("<Q")
-_WISHED, _LEFT = 0, 8
+_WISHED, _LEFT, _CALLBACKS = 0, 8, 16
 _RECORD = struct.Struct("<QQQI")  # of Seal, and a checksum
 _RECORDS = (64, 128)
 _ALIGNMENT = 64
@@ -115,6 +115,15 @@ class Vault:
     @left.setter
     def left(self, generation: int) -> None:
         _WORD.pack_into(self._index, _LEFT, generation)
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether a rank here has failure callbacks, for which it needs time before it is killed."""
+        return bool(_WORD.unpack_from(self._index, _CALLBACKS)[0])
+
+    @has_callbacks.setter
+    def has_callbacks(self, has: bool) -> None:
+        _WORD.pack_into(self._index, _CALLBACKS, has)
 
     def newest(self) -> Seal | None:
         """Return what was committed last, if anything."""

@@ -62,10 +62,13 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
         The ranks' program, which is read but not run.
     directory : str
         Where they run: modules from there are the user's, and are left out.
+    names : list of str
+        Modules besides those that the program imports at its top.
     """
 
     program: list[str]
     directory: str
+    names: list[str] = []
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -203,7 +206,7 @@ def serve(channel: socket.socket) -> None:
     rank_env = read_rank_env()
     if rank_env is not None:
         set_defaults(rank_env, os.environ)
-    unfit = preload([*_OWN, *imports_of(wanted.program, wanted.directory)])
+    unfit = preload([*_OWN, *wanted.names, *imports_of(wanted.program, wanted.directory)])
     gc.collect()
     gc.freeze()  # a collection in a rank does not touch, and so copy, the pages of what was imported
     send(channel, Ready(unfit))

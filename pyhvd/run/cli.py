@@ -65,6 +65,8 @@ class ElasticOptions:
         Seconds for which a host that failed is put aside, at first and at most; None for ever.
     preemption_command : str
         A shell command that succeeds on a host that will be taken away; empty without one.
+    preload : tuple of str
+        Modules that zygotes import besides those at the program's top.
     """
 
     discovery_script: str | None = None
@@ -74,6 +76,7 @@ class ElasticOptions:
     timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
     preemption_command: str = ""
+    preload: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> bool:
@@ -256,6 +259,7 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         timeout=known.elastic_timeout,
         cooldown=known.blacklist_cooldown_range,
         preemption_command=known.preemption_command,
+        preload=tuple(filter(None, known.preload.split(","))),
     )
     flags = ("max_np", "reset_limit", "preemption_command")
     given = [flag for flag in flags if getattr(known, flag)]
@@ -514,6 +518,13 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--host-discovery-script",
         metavar="PATH",
         help="a program that prints the hosts there are, each as h or h:slots on a line; run every second",
+    )
+    group.add_argument(
+        "--preload",
+        default="",
+        metavar="NAMES",
+        help="modules that ranks import anyway, e.g. torch,pandas: ranks are forked from a process that has"
+        " imported them, and what the program imports at its top",
     )
     group.add_argument(
         "--reset-limit", type=positive_int, metavar="N", help="give up when ranks were started again N times"

@@ -51,9 +51,10 @@ from pyhvd.run.environment import to_send
 from pyhvd.run.hosts import Host, HostSeats, Seats
 from pyhvd.run.launch_agent import explain, ssh_command
 from pyhvd.run.many_hosts import agent_commands, check_hosts, exit_code, make_files, signals, wanted_network
-from pyhvd.run.own_host import find_own
+from pyhvd.run.own_host import find_own, is_own
 from pyhvd.run.selection import Selection
 from pyhvd.transport.tcp.connection import Secret
+from pyhvd.transport.tcp.session import ChannelError
 
 _STOP_S = 5.0
 # Between two looks at agents that start, while no rank runs.
@@ -83,9 +84,13 @@ class _Starting:
     def is_up(self) -> bool:
         """Return whether the agent has authenticated itself; its greeting stays unread."""
         connection = self.command.connection
-        connection.pump_out()
-        if not connection.authenticated:
-            connection.pump_in()
+        try:
+            connection.pump_out()
+            if not connection.authenticated:
+                connection.pump_in()
+        except ChannelError:
+            connection.close()
+            return False
         return connection.authenticated
 
     def has_failed(self, now: float) -> bool:
@@ -136,6 +141,8 @@ class ElasticJob:
         The command line.
     agent : str
         The agent's command: a template.
+    known : sequence of HostSeats
+        The hosts of the user; none if a script finds them.
     membership : Membership
         Decides.
     discovery : Discovery or None
@@ -152,6 +159,7 @@ class ElasticJob:
         self,
         options: Options,
         agent: str,
+        known: Sequence[HostSeats],
         membership: Membership,
         discovery: Discovery | None,
         output: Output,
@@ -169,7 +177,7 @@ class ElasticJob:
         self._kept = KeptAgents()
         self._starting: dict[str, _Starting] = {}
         self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
-        self._own: dict[str, bool] = {}
+        self._known = {each.host.name: each for each in known}
         self._next: StartGeneration | None = None
         self._driver: GenerationDriver | None = None
         self._finished = False
@@ -281,8 +289,12 @@ class ElasticJob:
         return self._driver is not None and self._driver.serves(host)
 
     def _fail_agent(self, host: str, code: int, said: str, now: float) -> None:
-        why, _ = explain(host, code, said)
+        why, _ = self._explain(host, code, said)
         self._membership.agent_failed(host, why, now, random.random())
+
+    def _explain(self, host: str, code: int, said: str) -> tuple[str, bool]:
+        known = self._known.get(host)
+        return explain(host if known is None else known.host.destination, code, said)
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
         self._up.pop(host, None)
@@ -313,10 +325,10 @@ class ElasticJob:
     def _seats(self, places: Sequence[Place]) -> Seats:
         seats, first = [], 0
         for place in places:
-            host = Host(place.host, place.slots)
-            if place.host not in self._own:
-                self._own[place.host] = bool(find_own([host]))
-            seats.append(HostSeats(host, range(first, first + place.slots), self._own[place.host]))
+            known = self._known.get(place.host)
+            own = known.own if known is not None else is_own(place.host)
+            host = Host(place.host, place.slots, known.host.user if known is not None else "")
+            seats.append(HostSeats(host, range(first, first + place.slots), own))
             first += place.slots
         return Seats(tuple(seats), self._agent)
 
@@ -333,7 +345,7 @@ class ElasticJob:
                 except (RankError, LaunchError) as exc:
                     failure = exc
                 except _EndNow:
-                    pass
+                    driver.outcome = Outcome.LEFT
                 driver.settle()
             driver.keep_agents()
         finally:
@@ -374,9 +386,8 @@ class ElasticJob:
         except LaunchError as exc:  # of ranks by which the job has grown
             self._say(f"pyhvd: {exc}")
         given = dict(os.environb) if options.send_environment else {}
-        program = Program(
-            "pyhvd.run.program_rank", options.program, directory, to_send(given, options.settings)
-        )
+        sent, preload = to_send(given, options.settings), list(options.elastic.preload)
+        program = Program("pyhvd.run.program_rank", options.program, directory, sent, preload)
         commands = agent_commands(options, seats)
         return GenerationDriver(
             begins.number,
@@ -388,7 +399,7 @@ class ElasticJob:
             JobSpec(seats.size, program.dump(), {JOB: self._letters}, start_timeout=options.start_timeout),
             [Seat(each.host.name, len(each.ranks), commands[each.host.name]) for each in seats.hosts],
             lambda: self._check(directory),
-            explain,
+            self._explain,
             self._output,
             self._say,
             0 if begins.number == 0 else None,
@@ -422,19 +433,26 @@ def run_found(options: Options) -> int:
     script, slots = options.elastic.discovery_script, options.slots_per_host or 1
     assert script is not None
     with contextlib.closing(Discovery([script], slots)) as discovery:
-        return _run(options, agent, size, None, discovery)
+        return _run(options, agent, size, (), None, discovery)
 
 
 def run_on(options: Options, selection: Selection) -> int:
     """Run an elastic job on the hosts of the user or of a cluster; return the exit code."""
     seats = selection.seats
     assert seats is not None
-    hosts = [FoundHost(host.name, host.slots) for host in selection.hosts]
-    return _run(options, seats.agent, seats.size, hosts, None)
+    own = find_own(selection.hosts)
+    known = [HostSeats(host, range(host.slots), host in own) for host in selection.hosts]
+    fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
+    return _run(options, seats.agent, seats.size, known, fixed, None)
 
 
 def _run(
-    options: Options, agent: str, size: int, fixed: list[FoundHost] | None, discovery: Discovery | None
+    options: Options,
+    agent: str,
+    size: int,
+    known: Sequence[HostSeats],
+    fixed: Sequence[FoundHost] | None,
+    discovery: Discovery | None,
 ) -> int:
     elastic = options.elastic
     limits = Limits(
@@ -453,7 +471,7 @@ def _run(
         shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
         with shown as output:
             membership = Membership(limits, time.monotonic(), fixed)
-            job = ElasticJob(options, agent, membership, discovery, output, status, files)
+            job = ElasticJob(options, agent, known, membership, discovery, output, status, files)
             with contextlib.closing(job):
                 job.serve()
 

@@ -15,12 +15,16 @@ _LOOKUPS = 64
 
 def find_own(hosts: Iterable[Host]) -> set[Host]:
     """Return those hosts that are this one, and on which no other user is to log in."""
-    name = socket.gethostname().lower()
-    mine = {name, name.partition(".")[0]}
     candidates = [host for host in hosts if host.user in ("", _login())]
-    own = {host for host in candidates if host.name.lower() in mine or is_loopback(host.name)}
+    own = {host for host in candidates if is_own(host.name)}
     others = [host for host in candidates if host not in own]
     return own | {host for host, found in zip(others, _each_resolves_here(others), strict=True) if found}
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is this host's, without looking it up."""
+    mine = socket.gethostname().lower()
+    return name.lower() in (mine, mine.partition(".")[0]) or is_loopback(name)
 
 
 def _login() -> str:

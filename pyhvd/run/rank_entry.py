@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from pyhvd.job.mpi.abort import claim_first_failure, drain_stderr, end_job
+from pyhvd.job.mpi.abort import claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv, set_defaults
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.guardian import die_with_parent
@@ -80,7 +80,6 @@ def _refuse(rank_env: RankEnv, line: Line | None, why: str) -> int:
         return report.code
     if line is None:
         os.write(2, f"{report.text}\n".encode())
-        drain_stderr()
     # Open MPI's mpiexec ends the job when this process exits; ranks that it still starts find the claim.
     end_job(rank_env, report.code, signal_mpiexec=False)
     return report.code

@@ -15,7 +15,7 @@ import sys
 import time
 from types import FrameType
 
-from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, drain_stderr, end_job
+from pyhvd.job.mpi.abort import can_end_job, claim_first_failure, end_job
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process.exit_report import (
     ENTERING,
@@ -183,7 +183,6 @@ class Supervisor:
         if self._line is None and self._shows(report):
             sys.stderr.write(report.text.rstrip() + "\n")
             sys.stderr.flush()
-            drain_stderr()
         launched = self._line is not None
         end_job(self._rank_env, code, signal_mpiexec=not self._stopping and (launched or code == 1))
         return code

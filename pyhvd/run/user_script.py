@@ -15,7 +15,7 @@ from types import TracebackType
 from mpi4py.run import run_command_line, set_abort_status
 
 from pyhvd.common import launcher_hooks
-from pyhvd.job.mpi.abort import can_end_job, drain_stderr
+from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import RankEnv
 from pyhvd.job.process.exit_report import (
@@ -120,7 +120,7 @@ class _Ending:
         # mpi4py now calls MPI_Abort, which may end the supervisor before it shows the text. MPI's own message
         # would follow the traceback and add nothing.
         os.write(2, f"{self._text.rstrip()}\n".encode())
-        drain_stderr()
+        drain_output()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 

@@ -68,6 +68,8 @@ if os.environ.get("SAYS"):
     print(f"rank {RANK} of generation {GENERATION}", flush=True)
 pass_point("init")
 state = elastic.ObjectState(step=0, weights=np.zeros(1000), sampler=elastic.ElasticSampler(4000))
+if "CALLBACKS" in os.environ:
+    state.register_failure_callbacks([lambda: print("lost others", flush=True)])
 state.register_reset_callbacks([lambda: pass_point("callback")])
 
 

@@ -32,6 +32,13 @@ def test_a_killed_rank_is_started_again(point: str, rank: str, tmp_path: Path) -
     check_one_restart(run(tmp_path, f"{point}:0:{'0' if within else rank}"))
 
 
+def test_failure_callbacks_have_time(tmp_path: Path) -> None:
+    ended = run(tmp_path, "func:0:2", env={"CALLBACKS": "1"})
+    check_one_restart(ended)
+    said = [f"[{rank}]<stdout>:lost others" for rank in (0, 1, 3)]
+    assert sorted(ended.out.splitlines()) == said
+
+
 def test_ranks_die_in_the_restart_too(tmp_path: Path) -> None:
     """Between three failures in a row there must be a new commit."""
     ended = run(tmp_path, "func:0:1", "import:1:3", "copying:2:0", "callback:3:0")

@@ -39,15 +39,15 @@ def test_a_program_that_cannot_be_read_imports_nothing(program: list[str], tmp_p
     assert imports_of(program, str(tmp_path)) == []
 
 
-def make(folder: Path, code: str, path: str = "") -> Zygote:
-    program = Program("", ["-c", code], str(folder), [])
+def make(folder: Path, code: str, path: str = "", preload: str = "") -> Zygote:
+    program = Program("", ["-c", code], str(folder), [], [preload] if preload else [])
     paths = os.pathsep.join(filter(None, [str(ROOT), path]))
     return Zygote(program, {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture
 def zygote(tmp_path: Path) -> Iterator[Zygote]:
-    made = make(tmp_path, "import fractions")
+    made = make(tmp_path, "import json", preload="fractions")
     yield made
     made.close()
 
