@@ -42,6 +42,7 @@ from pyhvd.job.messages import (
     PmiValues,
     RankOutput,
     Remark,
+    Restore,
     Result,
     ResultAck,
     Signal,
@@ -59,6 +60,7 @@ from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.job.store_child import StoreChild
 from pyhvd.job.vault import Vault
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
@@ -112,6 +114,8 @@ class Agent:
         What the ranks commit, in an elastic job.
     notice : Notice, optional
         What is known of the host's end, in an elastic job.
+    store : StoreChild, optional
+        Stores what the ranks commit, in an elastic job.
 
     Attributes
     ----------
@@ -123,6 +127,7 @@ class Agent:
     make_rank: MakeRank
     vault: Vault | None = None
     notice: Notice | None = None
+    store: StoreChild | None = None
     again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _code: list[bytes] = field(default_factory=list)
@@ -220,16 +225,23 @@ class Agent:
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
-        if self.notice is not None:
-            self.notice.check(now)
-            while self.notice.remarks:
-                self._send(Remark(self.notice.remarks.pop(0)))
+        self._check_children(now)
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             commit = 0 if self.vault is None else self.vault.commit
             self._send(Beat(commit, "" if self.notice is None else self.notice.why))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
+
+    def _check_children(self, now: float) -> None:
+        """Look at the processes that an elastic job has on this host besides its ranks."""
+        if self.notice is not None:
+            self.notice.check(now)
+        if self.store is not None and (restored := self.store.check(now)) is not None:
+            self._send(restored)
+        for child in (self.notice, self.store):
+            while child is not None and child.remarks:
+                self._send(Remark(child.remarks.pop(0)))
 
     def _wake(self) -> None:
         """Tell the driver of a notice at once."""
@@ -257,13 +269,6 @@ class Agent:
             self._hear_for_rank(message)
         elif isinstance(message, Signal):
             self._pass_on(message.number)
-        elif isinstance(message, Listen | Dial):
-            self._probe(message)
-        elif isinstance(message, Start):
-            self._end_probe()
-            self._start_rank(message)
-        elif isinstance(message, StartDaemon):
-            self._start_daemon(message)
         elif isinstance(message, Exit) and self._daemon is not None:
             self._daemon.server.tell_all(message)
         elif isinstance(message, EndDaemon | Again) and self._daemon is not None:
@@ -275,6 +280,19 @@ class Agent:
             self._end_at = time.monotonic() + (_FAILURE_CALLBACKS_S if waits else 0.0)
         elif isinstance(message, Leave) and self.vault is not None:
             self.vault.wished = message.generation
+        else:
+            self._hear_in_start(message)
+
+    def _hear_in_start(self, message: FromDriver) -> None:
+        if isinstance(message, Listen | Dial):
+            self._probe(message)
+        elif isinstance(message, Restore) and self.store is not None:
+            self.store.restore()
+        elif isinstance(message, Start):
+            self._end_probe()
+            self._start_rank(message)
+        elif isinstance(message, StartDaemon):
+            self._start_daemon(message)
 
     def _hear_for_rank(self, message: OutputAck | ResultAck | Input) -> None:
         owned = self._ranks.get(0 if isinstance(message, Input) else message.rank)

@@ -1,4 +1,4 @@
-"""What the agent of a host keeps over the generations of an elastic job: the vault, the zygote, the notice.
+"""What the agent of a host keeps over the generations of an elastic job: the vault, and the processes beside.
 
 The zygote starts beside the ranks of the first generation, which commands start. It takes over as soon as it
 has done its imports; if it is not there, or unfit, commands start the ranks of later generations too.
@@ -20,6 +20,7 @@ from pyhvd.job.messages import Start
 from pyhvd.job.notice import Notice
 from pyhvd.job.program_process import Program, ProgramProcess, program_environment
 from pyhvd.job.rank_process import RankEvents
+from pyhvd.job.store_child import StoreChild
 from pyhvd.job.vault import Vault
 from pyhvd.job.zygote import Fork, Forked, Preload, Ready, receive, send
 
@@ -28,11 +29,12 @@ _ANSWER_S = 2.0
 
 
 class ElasticHost:
-    """The vault and the zygote of one host, and what is known of its end."""
+    """The vault and the zygote of one host, what is known of its end, and what stores its commits."""
 
     def __init__(self) -> None:
         self.vault = Vault.create()
         self.notice = Notice()
+        self.store = StoreChild(self.vault)
         self._zygote: Zygote | None = None
         self._local_size = 0
 
@@ -50,6 +52,7 @@ class ElasticHost:
     def close(self) -> None:
         """Forget the state, and end the zygote."""
         self.notice.close()
+        self.store.close()
         self.vault.close()
         if self._zygote is not None:
             self._zygote.close()

@@ -27,6 +27,8 @@ class Generation:
         The most ranks that the job may have; 0 without a limit.
     job : str
         Letters that tell jobs apart, the same in all generations of one job.
+    stores : bool
+        Whether commits are stored outside of the hosts, by the host of rank 0.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Generation:
     source: int = 0
     max_size: int = 0
     job: str = ""
+    stores: bool = False
 
     def variables(self) -> dict[str, str]:
         """Return the variables of a rank, but for :data:`JOB`."""
@@ -42,6 +45,7 @@ class Generation:
             _PREFIX + "COMMIT": self.commit,
             _PREFIX + "SOURCE": self.source,
             _PREFIX + "MAX_SIZE": self.max_size,
+            _PREFIX + "STORES": int(self.stores),
             "HOROVOD_ELASTIC": 1,
         }
         return {name: str(value) for name, value in values.items()}
@@ -51,6 +55,6 @@ def read_generation(environ: Mapping[str, str]) -> Generation | None:
     """Return the generation of this rank; None if its job is not elastic."""
     if _NUMBER not in environ:
         return None
-    names = (_NUMBER, _PREFIX + "COMMIT", _PREFIX + "SOURCE", _PREFIX + "MAX_SIZE")
-    number, commit, source, max_size = (int(environ.get(name, "0")) for name in names)
-    return Generation(number, commit, source, max_size, environ.get(JOB, ""))
+    names = (_NUMBER, *(_PREFIX + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
+    number, commit, source, max_size, stores = (int(environ.get(name, "0")) for name in names)
+    return Generation(number, commit, source, max_size, environ.get(JOB, ""), bool(stores))

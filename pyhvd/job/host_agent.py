@@ -143,6 +143,7 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
                     idle.host = ElasticHost()
                 if idle.host is not None:
                     idle.host.notice.watch(wanted.preemption_command)
+                    idle.host.store.use(wanted.store)
                 if _run(driver, wanted, idle.host):
                     idle.greet()
                 if not wanted.again:
@@ -152,7 +153,7 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
     if host is not None:
-        agent = Agent(driver, host.make_rank, host.vault, host.notice)
+        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store)
     else:
         agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
     try:

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pyhvd.job.process.exit_report import ExitReport
+from pyhvd.job.store import StoreOrder
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
@@ -69,6 +70,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         Whether it holds what the ranks commit.
     preemption_command : str
         A shell command that succeeds when the host will be taken away; empty without one.
+    store : StoreOrder, optional
+        Where the agent stores what the ranks commit; None if another one does, or none.
     """
 
     index: int
@@ -79,6 +82,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     again: bool = False
     elastic: bool = False
     preemption_command: str = ""
+    store: StoreOrder | None = None
 
 
 class Interface(msgspec.Struct, frozen=True, array_like=True):
@@ -339,6 +343,17 @@ class Remark(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent, before the ranks start: take the newest stored commit."""
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the number of the newest commit that it holds now; 0 and why if there is none."""
+
+    commit: int
+    problem: str = ""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Driver to agent: kill the ranks that run, and end.
 
@@ -427,6 +442,7 @@ FromAgent = (
     | Listening
     | Dialed
     | Remark
+    | Restored
 )
 FromProgram = Launch | RankProxy
 FromDriver = (
@@ -445,6 +461,7 @@ FromDriver = (
     | Stop
     | Signal
     | Leave
+    | Restore
     | Exit
     | StartDaemon
     | EndDaemon

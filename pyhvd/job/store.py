@@ -1,13 +1,16 @@
 """Commits of an elastic job outside of its hosts: two at most, in a folder that fsspec reaches.
 
-A commit is two files: ``commit-<number>-<letters>.data``, the bytes of a slot as they lie
+A commit is two files: ``pyhvd-<job>-<generation>-<number>-<letters>.data``, the bytes of a slot as they lie
 (:func:`pyhvd.job.vault.pack`), and a manifest, ``.json``, which is written last.
 
 Invariants
 ----------
-1. A commit counts only with a whole manifest, and if its data have the size and the digest that this names.
+1. A commit counts only if its manifest has the job's signature, and its data the size and the digest that
+   the manifest names. So a torn file is never used, nor one that another has written.
 2. No file is written twice: each write has letters of its own.
-3. A commit is removed only after two others have been written, or it and a newer one were there before.
+3. Commits are in the order of their generations, and then of their numbers. A write removes only commits that
+   are older than two others: an agent that the job has given up cannot remove what its successor writes.
+4. Files of other jobs are neither read nor removed.
 
 Knows nothing of pickles: only ranks look into the bytes.
 """
@@ -16,14 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
+import re
 import secrets
 from collections.abc import Iterator
-
+from typing import Any
 
 import msgspec
 
 from pyhvd.job.vault import Seal
 
+EXTRA = "store"
 _KEPT = 2
 _DATA, _MANIFEST = ".data", ".json"
 
@@ -32,59 +38,100 @@ class StoreError(RuntimeError):
     """The store cannot be read or written, or no commit in it is whole."""
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """What a commit in the store must be; `digest` is the SHA-256 of its data."""
+class StoreOrder(msgspec.Struct, frozen=True):
+    """Where the commits of a job are stored.
+
+    Attributes
+    ----------
+    url : str
+        The folder, as fsspec names it.
+    job : str
+        Letters and digits that tell jobs apart.
+    key : bytes
+        The job's secret, by which it knows its own commits.
+    every : int
+        Each commit of so many is stored; those that ranks wait for are stored in any case.
+    env : list of (bytes, bytes)
+        Variables that file systems read, such as credentials.
+    """
+
+    url: str
+    job: str
+    key: bytes
+    every: int = 1
+    env: list[tuple[bytes, bytes]] = []
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """What a stored commit is; `digest` is the SHA-256 of its data, `signature` covers all other fields."""
 
     number: int
     generation: int
     size: int
     digest: str
-    format: int = 1
+    signature: str
 
 
-class Store:
-    """A folder of commits, of one job at a time.
-
-    Parameters
-    ----------
-    url : str
-        The folder; it is made if it does not exist.
+def open_folder(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a folder, and the folder's path there.
 
     Raises
     ------
     StoreError
         fsspec does not know such folders, or is not installed.
     """
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise StoreError(
+            f'--elastic-store needs fsspec, which is not installed here: pip install "pyhvd[{EXTRA}]"'
+        ) from None
+    with _explained(url, "cannot be opened"):
+        files, folder = url_to_fs(url)
+    return files, str(folder).rstrip("/")
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._own: list[str] = []  # the names to keep, without their ends; the newest is last
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError:
-            raise StoreError(
-                '--elastic-store needs fsspec, which is not installed: pip install "pyhvd[store]"'
-            ) from None
-        with self._explained("cannot be opened"):
-            self._files, self._folder = url_to_fs(url)
+
+class Store:
+    """The commits of one job in a folder, which is made if it does not exist.
+
+    Parameters
+    ----------
+    order : StoreOrder
+        Where.
+
+    Raises
+    ------
+    StoreError
+        See :func:`open_folder`.
+    """
+
+    def __init__(self, order: StoreOrder) -> None:
+        self._order = order
+        self._pattern = re.compile(
+            rf"pyhvd-{order.job}-(\d+)-(\d+)-[0-9a-f]+({re.escape(_DATA)}|{re.escape(_MANIFEST)})"
+        )
+        self._files, self._folder = open_folder(order.url)
 
     def write(self, seal: Seal, data: bytes) -> None:
         """Add a commit, and remove older ones; raise StoreError if it is not there then."""
-        name = f"commit-{seal.number}-{secrets.token_hex(4)}"
+        path = self._path(f"pyhvd-{self._order.job}-{seal.generation}-{seal.number}-{secrets.token_hex(4)}")
         digest = hashlib.sha256(data).hexdigest()
-        manifest = Manifest(seal.number, seal.generation, seal.size, digest)
+        signature = self._sign(seal, digest)
+        manifest = _Manifest(seal.number, seal.generation, seal.size, digest, signature)
         with self._explained(f"cannot be written to, commit {seal.number} is not there"):
-            if not self._own:
-                self._own = [before for before, _ in self._manifests()[:1]]
             self._files.makedirs(self._folder, exist_ok=True)
-            self._files.pipe_file(self._path(name + _DATA), data)
-            self._files.pipe_file(self._path(name + _MANIFEST), msgspec.json.encode(manifest))
-        self._own = [*self._own, name][-_KEPT:]
+            self._files.pipe_file(path + _DATA, data)
+            self._files.pipe_file(path + _MANIFEST, msgspec.json.encode(manifest))
         with contextlib.suppress(Exception):  # they are only too many: the next write tries again
-            self._remove_others()
+            self._remove_old()
+
+    def newest(self) -> Seal | None:
+        """Return the newest commit with a whole manifest, if there is one; its data are not looked at."""
+        with self._explained("cannot be read"):
+            return next((seal for seal, _, _ in self._manifests()), None)
 
     def read(self) -> tuple[Seal, bytes] | None:
-        """Return the newest commit that is whole; None if none was ever written.
+        """Return the newest commit that is whole; None if the job has stored none.
 
         Raises
         ------
@@ -93,34 +140,41 @@ class Store:
         """
         problems = []
         with self._explained("cannot be read"):
-            for name, manifest in self._manifests():
+            for seal, path, digest in self._manifests():
+                name = path.rsplit("/", 1)[-1] + _DATA
                 try:
-                    data = self._files.cat_file(self._path(name + _DATA))
+                    data = self._files.cat_file(path + _DATA)
                 except FileNotFoundError:
-                    problems.append(f"{name}{_DATA} is missing")
+                    problems.append(f"{name} is missing")
                     continue
-                if len(data) != manifest.size:
-                    problems.append(f"{name}{_DATA} has {len(data)} bytes instead of {manifest.size}")
-                elif hashlib.sha256(data).hexdigest() != manifest.digest:
-                    problems.append(f"{name}{_DATA} has another digest than its manifest")
+                if len(data) != seal.size:
+                    problems.append(f"{name} has {len(data)} bytes instead of {seal.size}")
+                elif hashlib.sha256(data).hexdigest() != digest:
+                    problems.append(f"{name} has another digest than its manifest")
                 else:
-                    return Seal(manifest.number, manifest.generation, manifest.size), data
+                    return seal, data
         if problems:
-            raise StoreError(
-                f"{self._url}: no commit is whole: {'; '.join(problems)}; empty the folder to begin anew"
-            )
+            raise StoreError(f"{self._order.url}: no commit is whole: {'; '.join(problems)}")
         return None
 
-    def _manifests(self) -> list[tuple[str, Manifest]]:
-        """Return the names of commits with whole manifests, the newest first."""
+    def clear(self) -> None:
+        """Remove all files of this job."""
+        with self._explained("cannot be cleared"):
+            for path in self._list():
+                self._files.rm_file(path)
+
+    def _manifests(self) -> list[tuple[Seal, str, str]]:
+        """Return the commits with whole manifests of this job, their paths and digests; the newest first."""
         found = []
         for path in self._list():
-            if path.endswith(_MANIFEST):
-                with contextlib.suppress(msgspec.MsgspecError, FileNotFoundError):  # its writer was killed
-                    manifest = msgspec.json.decode(self._files.cat_file(path), type=Manifest)
-                    if manifest.format == 1:
-                        found.append((path.rsplit("/", 1)[-1].removesuffix(_MANIFEST), manifest))
-        return sorted(found, key=lambda each: (each[1].number, each[1].generation), reverse=True)
+            if not path.endswith(_MANIFEST):
+                continue
+            with contextlib.suppress(msgspec.MsgspecError, FileNotFoundError):  # its writer was killed
+                manifest = msgspec.json.decode(self._files.cat_file(path), type=_Manifest)
+                seal = Seal(manifest.number, manifest.generation, manifest.size)
+                if hmac.compare_digest(manifest.signature, self._sign(seal, manifest.digest)):
+                    found.append((seal, path.removesuffix(_MANIFEST), manifest.digest))
+        return sorted(found, key=lambda each: (each[0].mark, each[1]), reverse=True)
 
     def _list(self) -> list[str]:
         self._files.invalidate_cache()
@@ -128,34 +182,43 @@ class Store:
             paths = self._files.ls(self._folder, detail=False)
         except FileNotFoundError:
             return []
-        return [path for path in paths if path.rsplit("/", 1)[-1].startswith("commit-")]
+        return [path for path in paths if self._pattern.fullmatch(path.rsplit("/", 1)[-1])]
 
-    def _remove_others(self) -> None:
-        """Remove all commits but the newest two, and what killed writers have left; manifests go first."""
-        paths = [path for path in self._list() if path.endswith((_DATA, _MANIFEST))]
-        names = {path: path.rsplit("/", 1)[-1].rpartition(".")[0] for path in paths}
-        for path in sorted(paths, key=lambda each: each.endswith(_DATA)):
-            if names[path] not in self._own:
+    def _remove_old(self) -> None:
+        """Remove what is older than the newest two commits, also what killed writers have left.
+
+        Manifests go first: no manifest without data is left if this process is killed.
+        """
+        kept = [path for _, path, _ in self._manifests()[:_KEPT]]
+        if len(kept) < _KEPT:
+            return
+        oldest = min(map(self._age, kept))
+        for path in sorted(self._list(), key=lambda each: each.endswith(_DATA)):
+            if path.rsplit(".", 1)[0] not in kept and self._age(path) <= oldest:
                 self._files.rm_file(path)
 
+    def _age(self, path: str) -> tuple[int, int]:
+        """Return the generation and the number in a file's name."""
+        generation, number = path.rsplit("/", 1)[-1].split("-")[2:4]
+        return int(generation), int(number)
+
     def _path(self, name: str) -> str:
-        return f"{self._folder.rstrip('/')}/{name}"
+        return f"{self._folder}/{name}"
 
-    @contextlib.contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn any error of a file system, which may be of any class, into StoreError."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except Exception as exc:
-            raise StoreError(f"{self._url} {what}: {type(exc).__name__}: {exc}") from exc
+    def _sign(self, seal: Seal, digest: str) -> str:
+        text = f"{self._order.job} {seal.number} {seal.generation} {seal.size} {digest}"
+        return hmac.new(self._order.key, text.encode(), "sha256").hexdigest()
+
+    def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _explained(self._order.url, what)
 
 
-def is_installed() -> bool:
-    """Return whether fsspec is installed here."""
-    import importlib.util
-
-    return importlib.util.find_spec("fsspec") is not None
-
-
+@contextlib.contextmanager
+def _explained(url: str, what: str) -> Iterator[None]:
+    """Turn any error of a file system, which may be of any class, into StoreError."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as exc:
+        raise StoreError(f"{url} {what}: {type(exc).__name__}: {exc}") from exc

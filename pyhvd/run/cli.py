@@ -65,6 +65,10 @@ class ElasticOptions:
         Seconds for which a host that failed is put aside, at first and at most; None for ever.
     preemption_command : str
         A shell command that succeeds on a host that will be taken away; empty without one.
+    store : str
+        The folder, as fsspec names it, in which commits are stored; empty without one.
+    store_every : int
+        Each commit of so many is stored.
     preload : tuple of str
         Modules that zygotes import besides those at the program's top.
     """
@@ -76,6 +80,8 @@ class ElasticOptions:
     timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
     preemption_command: str = ""
+    store: str = ""
+    store_every: int = 1
     preload: tuple[str, ...] = ()
 
     @property
@@ -259,9 +265,11 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         timeout=known.elastic_timeout,
         cooldown=known.blacklist_cooldown_range,
         preemption_command=known.preemption_command,
+        store=known.elastic_store,
+        store_every=known.elastic_store_every,
         preload=tuple(filter(None, known.preload.split(","))),
     )
-    flags = ("max_np", "reset_limit", "preemption_command")
+    flags = ("max_np", "reset_limit", "preemption_command", "elastic_store")
     given = [flag for flag in flags if getattr(known, flag)]
     if given and not elastic.wanted:
         parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
@@ -545,12 +553,30 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help="put a host that failed aside for MIN seconds, later longer, at most MAX (default: 10 300)",
     )
+    _add_elastic_losses(group)
+
+
+def _add_elastic_losses(group: Any) -> None:
     group.add_argument(
         "--preemption-command",
         default="",
         metavar="COMMAND",
         help="a shell command that runs on each host, again 1 s after it failed; when it succeeds, the ranks"
         " leave the host, and no step is lost",
+    )
+    group.add_argument(
+        "--elastic-store",
+        default="",
+        metavar="URL",
+        help="store commits in a folder too, which fsspec reaches and all hosts share, e.g. s3://bucket/job:"
+        " the job then survives the loss of all hosts at once",
+    )
+    group.add_argument(
+        "--elastic-store-every",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="store each N-th commit (default: 1); commits that come faster than the store are left out",
     )
 
 

@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pyhvd.job.agent_command import AgentCommand
 from pyhvd.job.discovery import Discovery, Failed
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
-from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
+from pyhvd.job.generation_driver import ElasticSpec, GenerationDriver, Outcome, StateLostError
 from pyhvd.job.generation_env import JOB
 from pyhvd.job.hosts_driver import Checked, Seat
 from pyhvd.job.hosts_machine import RankError
@@ -45,9 +46,10 @@ from pyhvd.job.output import Output, is_terminal
 from pyhvd.job.process.output import OutputFile
 from pyhvd.job.program_process import Program
 from pyhvd.job.status_line import StatusLine, say
+from pyhvd.job.store import Store, StoreError, StoreOrder, open_folder
 from pyhvd.run.cli import Options
 from pyhvd.run.drain_socket import DrainError, DrainSocket
-from pyhvd.run.environment import to_send
+from pyhvd.run.environment import of_stores, to_send
 from pyhvd.run.hosts import Host, HostSeats, Seats
 from pyhvd.run.launch_agent import explain, ssh_command
 from pyhvd.run.many_hosts import agent_commands, check_hosts, exit_code, make_files, signals, wanted_network
@@ -57,6 +59,8 @@ from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
 
 _STOP_S = 5.0
+# A store that does not answer holds up the end of the job so long.
+_CLEAR_S = 10.0
 # Between two looks at agents that start, while no rank runs.
 _LOOK_S = 0.05
 
@@ -153,6 +157,8 @@ class ElasticJob:
         Shows how far the first start has come.
     files : RankFiles
         The files of the output.
+    store : StoreOrder or None
+        Where commits are stored.
     """
 
     def __init__(
@@ -165,6 +171,7 @@ class ElasticJob:
         output: Output,
         status: StatusLine,
         files: RankFiles,
+        store: StoreOrder | None,
     ) -> None:
         self._options = options
         self._agent = agent
@@ -173,10 +180,13 @@ class ElasticJob:
         self._output = output
         self._status: StatusLine | None = status
         self._files = files
+        self._store = store
+        self._elastic = ElasticSpec(options.elastic.max_np or 0, options.elastic.preemption_command, store)
         self._letters = secrets.token_hex(3)
         self._kept = KeptAgents()
         self._starting: dict[str, _Starting] = {}
         self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
+        self._holders: set[str] = set()  # hosts of the last generation whose agents are not lost
         self._known = {each.host.name: each for each in known}
         self._next: StartGeneration | None = None
         self._driver: GenerationDriver | None = None
@@ -217,6 +227,8 @@ class ElasticJob:
         for starting in self._starting.values():
             starting.end()
         self._kept.close()
+        if self._store is not None:
+            _clear(self._store)
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -298,6 +310,7 @@ class ElasticJob:
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
         self._up.pop(host, None)
+        self._holders.discard(host)
         self._membership.agent_lost(host, why, now, random.random())
 
     # -- what is decided -------------------------------------------------------------------------------
@@ -311,6 +324,7 @@ class ElasticJob:
 
     def _end_agent(self, host: str) -> None:
         self._up.pop(host, None)
+        self._holders.discard(host)
         starting = self._starting.pop(host, None)
         command = self._kept.take(self._words([Place(host, 1)])[host]) if starting is None else None
         if starting is not None:
@@ -365,6 +379,7 @@ class ElasticJob:
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
         lost = dict(driver.lost)
+        self._holders = driver.holders - set(lost)
         host = getattr(failure, "host", "")
         if failure is None:
             done = driver.outcome is Outcome.DONE
@@ -391,9 +406,9 @@ class ElasticJob:
         commands = agent_commands(options, seats)
         return GenerationDriver(
             begins.number,
-            options.elastic.max_np or 0,
+            self._elastic,
             self._commit,
-            options.elastic.preemption_command,
+            self._holders,
             self._step,
             self._kept,
             JobSpec(seats.size, program.dump(), {JOB: self._letters}, start_timeout=options.start_timeout),
@@ -466,13 +481,45 @@ def _run(
     status = StatusLine(sys.stderr, is_terminal(sys.stderr))
 
     def serve() -> None:
+        store = _make_store(options)
         files = RankFiles(options.output_filename, elastic.max_np or size)
         files.make(limits.min_np)  # before anything is started
         shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
         with shown as output:
             membership = Membership(limits, time.monotonic(), fixed)
-            job = ElasticJob(options, agent, known, membership, discovery, output, status, files)
+            job = ElasticJob(options, agent, known, membership, discovery, output, status, files, store)
             with contextlib.closing(job):
                 job.serve()
 
     return exit_code(serve)
+
+
+def _make_store(options: Options) -> StoreOrder | None:
+    """Return where commits are stored; raise LaunchError if fsspec cannot open such a folder here."""
+    url = options.elastic.store
+    if not url:
+        return None
+    try:
+        files, folder = open_folder(url)
+    except StoreError as exc:
+        raise LaunchError(str(exc)) from exc
+    given = dict(os.environb) if options.send_environment else {}
+    return StoreOrder(
+        files.unstrip_protocol(folder),  # a relative folder is one of this directory
+        secrets.token_hex(6),
+        secrets.token_bytes(32),
+        options.elastic.store_every,
+        of_stores(to_send(given, options.settings)),
+    )
+
+
+def _clear(store: StoreOrder) -> None:
+    """Remove the files of a job that is over: they are signed with its key, and of use to no other job."""
+
+    def clear() -> None:
+        with contextlib.suppress(StoreError):
+            Store(store).clear()
+
+    thread = threading.Thread(target=clear, name="pyhvd.run.clear", daemon=True)
+    thread.start()
+    thread.join(_CLEAR_S)

@@ -87,7 +87,7 @@ def train(state: Any) -> int:
         state.sampler.record_batch(step, 1)
         state.step += 1
         Counted.step = step
-        state.commit()
+        state.commit(durable="DURABLE" in os.environ)
         if hvd.rank() == 0:
             log(f"step {state.step} {state.weights[0]:g}")
         time.sleep(float(os.environ.get("STEP_S", "0")))
