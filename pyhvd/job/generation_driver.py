@@ -62,11 +62,14 @@ class ElasticSpec:
         A shell command of each host that succeeds when the host will be taken away; empty without one.
     store : StoreOrder or None
         Where commits are stored.
+    function : bool
+        Whether the ranks run a function, whose results they send.
     """
 
     max_size: int = 0
     preemption_command: str = ""
     store: StoreOrder | None = None
+    function: bool = False
 
 
 class GenerationDriver(ReusingDriver):
@@ -180,6 +183,7 @@ class GenerationDriver(ReusingDriver):
     def _prepare(self, place: Place) -> Prepare:
         return msgspec.structs.replace(
             super()._prepare(place),
+            function=self._elastic.function,
             again=True,
             elastic=True,
             preemption_command=self._elastic.preemption_command,
