@@ -121,33 +121,37 @@ def run_elastic(
     expect(waits, "elastic_timeout", elastic_timeout, "a number of seconds above 0")
     expect(store is None or isinstance(store, str), "store", store, "a URL, as str")
     chosen = interface_names(nics)
-    variables = [
-        (os.fsencode(name), os.fsencode(value)) for name, value in rank_variables(env, chosen).items()
-    ]
-    files = check_text_files(stdout, stderr)
+    own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
+    shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     timeout = read_start_timeout(start_timeout, os.environ)
     context = active_context()
-    conf = context.getConf()
     if num_proc is None:
-        num_proc = wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(conf))
+        dynamic = is_dynamic(context.getConf())
+        num_proc = wait_for_slots(lambda: count_slots(context), timeout, dynamic)
     limits = _limits(num_proc, min_num_proc, max_num_proc, reset_limit, elastic_timeout)
-    code = dump_call((fn, tuple(args), dict(kwargs)), _HERE, variables, [])
-    bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
+    code = dump_call((fn, tuple(args), dict(kwargs)), _HERE, own, [])
+    with as_spark_errors():
+        spec = ElasticSpec(limits.max_np or num_proc, "", make_store(store or "", 1, of_stores(own)), True)
+        return _serve(context, _Run(code, limits, timeout, spec), chosen, executable, shown)
+
+
+def _serve(
+    context: Any, wanted: _Run, nics: Sequence[str] | None, executable: str | None, shown: Output
+) -> list[Any]:
+    """Start the tasks, and serve the job to its end; return the results."""
+    conf = context.getConf()
+    bound, announced = driver_hosts(conf) if nics is None else (interface_addresses(nics),) * 2
     secret = Secret()
-    order = make_store(store or "", 1, of_stores(variables))
-    shown = Output(*files, prefix_output_with_timestamp, quiet=not verbose)
-    with as_spark_errors(), shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
+    with shown as output, contextlib.closing(Arrivals(secret, bound)) as arrivals:
         addresses = list(zip(announced, arrivals.ports, strict=True))
-        tasks = limits.max_np or num_proc
-        spark = CollectJob(context, tasks, ElasticTask(addresses, secret, executable), False)
-        spec = ElasticSpec(tasks, "", order, function=True)
-        job = _SparkJob(_Run(code, limits, timeout, spec), arrivals, spark, output)
+        task = ElasticTask(addresses, secret, executable)
+        spark = CollectJob(context, wanted.elastic.max_size, task, barrier=False)
         try:
-            with contextlib.closing(job):
+            with contextlib.closing(_SparkJob(wanted, arrivals, spark, output)) as job:
                 return job.run()
         finally:
-            if order is not None:
-                clear_store(order)
+            if wanted.elastic.store is not None:
+                clear_store(wanted.elastic.store)
             _end(spark, arrivals)
 
 
