@@ -66,6 +66,7 @@ from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
+ELASTIC_BEAT_S = 0.5
 # How long to wait for the driver to end the job after a failure.
 _DRIVER_ANSWER_S = 5.0
 # Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
@@ -220,14 +221,15 @@ class Agent:
             owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self.driver.full)
-        for key, _ in self._selector.select(min(BEAT_S / 2, max(0.0, self._end_at - before))):
+        beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
+        for key, _ in self._selector.select(min(beat_s / 2, max(0.0, self._end_at - before))):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         self._check_children(now)
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
+            self._next_beat = now + beat_s
             commit = 0 if self.vault is None else self.vault.commit
             self._send(Beat(commit, "" if self.notice is None else self.notice.why))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
