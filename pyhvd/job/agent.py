@@ -61,7 +61,7 @@ from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.rank_process import RankEvents, RankProcess
 from pyhvd.job.store_child import StoreChild
-from pyhvd.job.vault import Vault
+from pyhvd.job.vault import LOST_OTHERS, Vault
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
@@ -189,6 +189,14 @@ class Agent:
         all_ended = len(self._ranks) == self._slots and all(owned.told_end for owned in self._ranks.values())
         return all_ended and self._failed is None and (self._daemon is None or self._daemon.ended)
 
+    def _begin_again(self) -> None:
+        """Let the ranks that are left call their failure callbacks; they are ended soon."""
+        self.again = True
+        self._end_at = time.monotonic()
+        if self.vault is not None and self.vault.has_callbacks:
+            self._pass_on(LOST_OTHERS)
+            self._end_at += _FAILURE_CALLBACKS_S
+
     def _end_ranks(self, now: float) -> None:
         """End the ranks that are left, for the next job; pass on all that they have written."""
         if now >= self._end_at:
@@ -222,7 +230,8 @@ class Agent:
         if self._daemon is not None:
             self._daemon.hold_output(self.driver.full)
         beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
-        for key, _ in self._selector.select(min(beat_s / 2, max(0.0, self._end_at - before))):
+        wait = min(beat_s / 2, self._next_beat - before, self._end_at - before)
+        for key, _ in self._selector.select(max(0.0, wait)):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
@@ -277,9 +286,7 @@ class Agent:
             self._daemon.end()
             self.again = isinstance(message, Again)
         elif isinstance(message, Again):
-            self.again = True
-            waits = self.vault is not None and self.vault.has_callbacks
-            self._end_at = time.monotonic() + (_FAILURE_CALLBACKS_S if waits else 0.0)
+            self._begin_again()
         elif isinstance(message, Leave) and self.vault is not None:
             self.vault.wished = message.generation
         else:
