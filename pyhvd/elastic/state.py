@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +20,7 @@ from pyhvd.elastic.sampler import ElasticSampler
 from pyhvd.elastic.session import Session, current
 from pyhvd.errors import HostsUpdatedInterrupt
 from pyhvd.job.store import StoreError
-from pyhvd.job.vault import load, packed_size
+from pyhvd.job.vault import LOST_OTHERS, load, packed_size
 
 Callback = Callable[[], object]
 
@@ -67,14 +69,19 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def register_failure_callbacks(self, callbacks: Iterable[Callback]) -> None:
-        """Have functions called, in order, on a rank that has lost other ranks, in an elastic job.
+        """Have functions called, in order, on a rank that lives when others are lost, in an elastic job.
 
-        The rank is killed soon after: a function has about 0.25 s. It can send no tensors any more.
+        They are called in the main thread, by a handler of SIGUSR2 unless the program has its own, or by
+        :func:`run` after an error. The rank is killed about 0.25 s later. It can send no tensors any more.
         """
         self._failure_callbacks.extend(callbacks)
         session = current()
-        if session is not None and self._failure_callbacks:
-            session.vault.has_callbacks = True
+        if session is None or not self._failure_callbacks:
+            return
+        session.vault.has_callbacks = True
+        if signal.getsignal(LOST_OTHERS) == signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # only the main thread may
+                signal.signal(LOST_OTHERS, lambda _number, _frame: self.on_failure())
 
     def save(self) -> None:
         """Keep a copy in this process, to which :meth:`restore` goes back until the next commit."""
@@ -188,8 +195,9 @@ class State:
             callback()
 
     def on_failure(self) -> None:
-        """Call the failure callbacks; an error in one is printed, and the others are called."""
-        for callback in self._failure_callbacks:
+        """Call the failure callbacks once; an error in one is printed, and the others are called."""
+        callbacks, self._failure_callbacks = self._failure_callbacks, []
+        for callback in callbacks:
             try:
                 callback()
             except Exception:

@@ -61,11 +61,12 @@ from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.rank_process import RankEvents, RankProcess
 from pyhvd.job.store_child import StoreChild
-from pyhvd.job.vault import Vault
+from pyhvd.job.vault import LOST_OTHERS, Vault
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
+ELASTIC_BEAT_S = 0.5
 # How long to wait for the driver to end the job after a failure.
 _DRIVER_ANSWER_S = 5.0
 # Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
@@ -188,6 +189,14 @@ class Agent:
         all_ended = len(self._ranks) == self._slots and all(owned.told_end for owned in self._ranks.values())
         return all_ended and self._failed is None and (self._daemon is None or self._daemon.ended)
 
+    def _begin_again(self) -> None:
+        """Let the ranks that are left call their failure callbacks; they are ended soon."""
+        self.again = True
+        self._end_at = time.monotonic()
+        if self.vault is not None and self.vault.has_callbacks:
+            self._pass_on(LOST_OTHERS)
+            self._end_at += _FAILURE_CALLBACKS_S
+
     def _end_ranks(self, now: float) -> None:
         """End the ranks that are left, for the next job; pass on all that they have written."""
         if now >= self._end_at:
@@ -220,14 +229,16 @@ class Agent:
             owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self.driver.full)
-        for key, _ in self._selector.select(min(BEAT_S / 2, max(0.0, self._end_at - before))):
+        beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
+        wait = min(beat_s / 2, self._next_beat - before, self._end_at - before)
+        for key, _ in self._selector.select(max(0.0, wait)):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         self._check_children(now)
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
+            self._next_beat = now + beat_s
             commit = 0 if self.vault is None else self.vault.commit
             self._send(Beat(commit, "" if self.notice is None else self.notice.why))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
@@ -275,9 +286,7 @@ class Agent:
             self._daemon.end()
             self.again = isinstance(message, Again)
         elif isinstance(message, Again):
-            self.again = True
-            waits = self.vault is not None and self.vault.has_callbacks
-            self._end_at = time.monotonic() + (_FAILURE_CALLBACKS_S if waits else 0.0)
+            self._begin_again()
         elif isinstance(message, Leave) and self.vault is not None:
             self.vault.wished = message.generation
         else:

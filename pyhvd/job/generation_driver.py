@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, Peer
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_env import Generation
@@ -127,6 +127,7 @@ class GenerationDriver(ReusingDriver):
         status: StatusLine | None,
     ) -> None:
         super().__init__(kept, spec, seats, checked, explain, display, say, stdin, network, status)
+        self._connections.silent_s = ELASTIC_SILENT_S
         self.number = number
         self.outcome = Outcome.DONE
         self.began_from: int | None = None

@@ -25,6 +25,7 @@ from pyhvd.common.host_id import host_hash
 from pyhvd.job.agent import (
     BEAT_S,
     DRIVER_SILENT_S,
+    ELASTIC_BEAT_S,
     LAST_MESSAGES_S,
     Agent,
     AgentStoppedError,
@@ -117,13 +118,14 @@ class _Idle:
 
     def _turn(self) -> None:
         before = time.monotonic()
-        self._driver.wait(BEAT_S / 2)
+        beat_s = BEAT_S if self.host is None else ELASTIC_BEAT_S
+        self._driver.wait(beat_s / 2)
         self._driver.pump_out()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
+            self._next_beat = now + beat_s
             if self.host is not None:
                 self.host.notice.check(now)
             self._driver.send(encode(Beat(leaves="" if self.host is None else self.host.notice.why)))

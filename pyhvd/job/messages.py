@@ -327,7 +327,7 @@ class EnteringInit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Either way, each second: the sender is alive.
+    """Either way, each second, and twice from an agent of an elastic job: the sender is alive.
 
     In an elastic job an agent says the number of the newest `commit` that it holds, and why its host
     `leaves`, if it does.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import struct
 import time
 import zlib
@@ -35,6 +36,8 @@ import numpy as np
 
 DESCRIPTORS = ("PYHVD_ELASTIC_INDEX", "PYHVD_ELASTIC_SLOT_0", "PYHVD_ELASTIC_SLOT_1")
 """Variables of the ranks, which hold the descriptors' numbers."""
+LOST_OTHERS = signal.SIGUSR2
+"""What a rank with failure callbacks gets when other ranks are lost, before it is killed."""
 _INDEX_BYTES = 4096
 _WORD = struct.Struct("<Q")
 _WISHED, _LEFT, _CALLBACKS, _URGED, _STORED, _FAILED = 0, 8, 16, 24, 32, 40

@@ -35,8 +35,7 @@ def test_a_killed_rank_is_started_again(point: str, rank: str, tmp_path: Path) -
 def test_failure_callbacks_have_time(tmp_path: Path) -> None:
     ended = run(tmp_path, "func:0:2", env={"CALLBACKS": "1"})
     check_one_restart(ended)
-    said = [f"[{rank}]<stdout>:lost others" for rank in (0, 1, 3)]
-    assert sorted(ended.out.splitlines()) == said
+    assert sorted(ended.out.splitlines()) == [f"[{rank}]<stdout>:lost others" for rank in (0, 1, 3)]
 
 
 def test_ranks_die_in_the_restart_too(tmp_path: Path) -> None:

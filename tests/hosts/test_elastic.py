@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +36,11 @@ def launcher(site: Site, tmp_path: Path) -> Iterator[Launcher]:
     assert site.wait_until_gone(_GONE_S) == []
 
 
-def start(launcher: Launcher, *flags: str, hosts: str = _HOSTS) -> subprocess.Popen[str]:
-    return launcher.start(
-        *_FLAGS, "-x", "STEP_S=0.3", "-x", f"PYTHONPATH={ROOT}", *flags, str(PROGRAM), hosts=hosts
-    )
+def start(
+    launcher: Launcher, *flags: str, hosts: str = _HOSTS, faults: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    settings = ("-x", "STEP_S=0.3", "-x", f"PYTHONPATH={ROOT}")
+    return launcher.start(*_FLAGS, *settings, *flags, str(PROGRAM), *faults, hosts=hosts)
 
 
 def crash(site: Site) -> Callable[[], None]:
@@ -78,7 +79,7 @@ def test_training_goes_on_without_a_host_and_with_it_again(
 
 def test_all_hosts_that_hold_the_state_are_lost(site: Site, launcher: Launcher) -> None:
     job = start(launcher, hosts="west:2")
-    wait_for_step(job, launcher.folder, 5)
+    wait_for_step(job, launcher.folder, 8)  # the launcher learns of commits each second
     site.west.crash()
     site.restart(site.west)
     ended = finish(job, launcher.folder)

@@ -599,10 +599,11 @@ static int64_t beat(pyhvd_ready_table *t) {
                                                 memory_order_relaxed))
         tell(t, t->agreement->tree.host, BEAT, "", 0);
     if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
-        return PYHVD_BEAT_NS;
+        return PYHVD_BEAT_NS / 2;
     pyhvd_agreement_receive(t);
-    if (longest_silence(t, now, &host) > PYHVD_SILENT_NS) lose(t, host, ETIMEDOUT);
-    return PYHVD_BEAT_LOOK_NS;
+    int64_t left = PYHVD_SILENT_NS - longest_silence(t, now, &host);
+    if (left < 0) lose(t, host, ETIMEDOUT);
+    return left < 0 ? PYHVD_BEAT_LOOK_NS : MIN(left + 1, PYHVD_BEAT_LOOK_NS);
 }
 
 static void *beat_on(void *table) {

@@ -36,8 +36,9 @@
  *      tensors for which no other host was awaited.
  *
  * Beats
- *   1. A thread of each rank looks once a second. It sends a beat to all neighbours, unless another
- *      rank of its host has done so in this second.
+ *   1. A thread of each rank looks twice a second. It sends a beat to all neighbours, unless another
+ *      rank of its host has done so in the last second. Frames that nobody has received since the last
+ *      look count as heard at this one, so a host is lost at most 5.5 s after it was heard.
  *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
  *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
  *   3. A neighbour from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before
