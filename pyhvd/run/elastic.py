@@ -22,7 +22,7 @@ from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
 from pyhvd.job.hosts_driver import Checked, Seat
-from pyhvd.job.hosts_machine import RankError
+from pyhvd.job.hosts_machine import Interrupted, RankError
 from pyhvd.job.kept_agents import KeptAgents
 from pyhvd.job.membership import (
     AskToLeave,
@@ -292,9 +292,12 @@ class ElasticJob:
             driver.stop("the job is over", _STOP_S)
             driver.close()
             self._status = None
-        self._report(driver, failure, time.monotonic())
+        done = failure is None and driver.outcome is Outcome.DONE
+        self._report(driver, failure, done, time.monotonic())
+        if driver.stopped_by and not done:
+            raise _GaveUp(Interrupted(driver.stopped_by, ""))
 
-    def _report(self, driver: GenerationDriver, failure: Exception | None, now: float) -> None:
+    def _report(self, driver: GenerationDriver, failure: Exception | None, done: bool, now: float) -> None:
         """Tell the machine how a generation ended."""
         if driver.began_from is not None and driver.began_from < self._commit:
             self._commit = driver.began_from
@@ -306,7 +309,6 @@ class ElasticJob:
         lost = dict(driver.lost)
         host = getattr(failure, "host", "")
         if failure is None:
-            done = driver.outcome is Outcome.DONE
             (self._membership.generation_done if done else self._membership.generation_left)(now)
         elif host in lost:
             self._up.pop(host, None)
