@@ -34,6 +34,7 @@ from pyhvd.job.messages import (
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
 from pyhvd.job.placement import RankPlacement
+from pyhvd.job.process.signals import ENDING
 from pyhvd.job.reusing_driver import ReusingDriver
 from pyhvd.job.status_line import StatusLine
 from pyhvd.job.store import StoreOrder
@@ -143,6 +144,11 @@ class GenerationDriver(ReusingDriver):
         self._store_problem = ""
         self._asked = 0  # the generation for which the ranks shall make room
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal that shall end the job and came after the last turn of :meth:`serve`; 0 without one."""
+        return next((number for number in self._signals if number in ENDING), 0)
 
     def serves(self, host: str) -> bool:
         """Return whether this generation has ranks on a host."""

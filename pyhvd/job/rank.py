@@ -24,6 +24,7 @@ from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
 from pyhvd.job.generation_env import MadeRoom
 from pyhvd.job.messages import Failed, encode
+from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
@@ -47,6 +48,7 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
     The report has the exception itself if `sends_exception`, and its text in any case.
     """
     launcher_hooks.supervised = True
+    launcher_hooks.tell_up = lambda up: segments.remove_own() if up else None
     rank_env = read_rank_env()
     assert rank_env is not None
     set_defaults(rank_env, os.environ)

@@ -20,7 +20,7 @@ from pyhvd.job.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.discovery import Failed, Found
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_driver import GenerationDriver, Outcome, StateLostError
-from pyhvd.job.hosts_machine import RankError
+from pyhvd.job.hosts_machine import Interrupted, RankError
 from pyhvd.job.kept_agents import KeptAgents
 from pyhvd.job.membership import (
     AskToLeave,
@@ -328,9 +328,12 @@ class ElasticJob(ABC):
             driver.close()
             self.status = None
         self.last = driver
-        self._report(driver, failure, time.monotonic())
+        done = failure is None and driver.outcome is Outcome.DONE
+        self._report(driver, failure, done, time.monotonic())
+        if driver.stopped_by and not done:
+            raise GaveUp(Interrupted(driver.stopped_by, ""))
 
-    def _report(self, driver: GenerationDriver, failure: Exception | None, now: float) -> None:
+    def _report(self, driver: GenerationDriver, failure: Exception | None, done: bool, now: float) -> None:
         """Tell the machine how a generation ended."""
         if driver.began_from is not None and driver.began_from < self.commit:
             self.commit = driver.began_from
@@ -343,7 +346,6 @@ class ElasticJob(ABC):
         self.holders = driver.holders - set(lost)
         host = getattr(failure, "host", "")
         if failure is None:
-            done = driver.outcome is Outcome.DONE
             (self._membership.generation_done if done else self._membership.generation_left)(now)
         elif host in lost:
             self._up.pop(host, None)
