@@ -81,9 +81,9 @@ def run_elastic(
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on ranks that are started again when ranks or executors are lost.
 
-    `fn` calls a function that :func:`pyhvd.elastic.run` decorates; that goes on from the last commit. Each
-    rank has a Spark task. The failure of a rank is no failure of its task. For what is not listed here see
-    :func:`pyhvd.spark.run`.
+    `fn` calls a function that :func:`pyhvd.elastic.run` decorates; it goes on from the last commit. Each rank
+    has a Spark task. The failure of a rank is no failure of its task. The other arguments, the result and the
+    errors are those of :func:`pyhvd.spark.run`; a rank's error is raised if it comes again and again.
 
     Parameters
     ----------
@@ -91,48 +91,31 @@ def run_elastic(
         The number of ranks to start with; by default as many as the executors can run tasks at once.
     min_num_proc, max_num_proc : int, optional
         The fewest and the most ranks; by default `num_proc`.
-    start_timeout : float, optional
-        Seconds until the first ranks must have started; PYHVD_SPARK_START_TIMEOUT or 600.
     elastic_timeout : float, optional
         Seconds for which the job waits for `min_num_proc` tasks after a loss; 600.
     reset_limit : int, optional
-        How often the ranks may be started again; by default as often as commits are made between failures.
+        How often the ranks may be started again; by default as long as there are commits in between.
     store : str, optional
         A folder's URL for fsspec, where commits are stored in case all executors are lost.
-
-    Returns
-    -------
-    list
-        The results of ``fn`` on the ranks of the end, in rank order.
-
-    Raises
-    ------
-    RankFailedError, StartTimeoutError, SparkError, ValueError
-        Ranks failed again and again; tasks did not start; Spark ended the job, or there are too few tasks;
-        bad argument.
-
-    Examples
-    --------
-    >>> pyhvd.spark.run_elastic(train, num_proc=4, min_num_proc=2)  # doctest: +SKIP
     """
     check_call((fn, args, kwargs), env, executable)
     expect(isinstance(verbose, int), "verbose", verbose, "0, 1 or 2")
-    waits = elastic_timeout is None or is_duration(elastic_timeout)
-    expect(waits, "elastic_timeout", elastic_timeout, "a number of seconds above 0")
     expect(store is None or isinstance(store, str), "store", store, "a URL, as str")
     chosen = interface_names(nics)
     own = [(name.encode(), value.encode()) for name, value in rank_variables(env, chosen).items()]
     shown = Output(*check_text_files(stdout, stderr), prefix_output_with_timestamp, quiet=not verbose)
     timeout = read_start_timeout(start_timeout, os.environ)
     context = active_context()
-    if num_proc is None:
-        dynamic = is_dynamic(context.getConf())
-        num_proc = wait_for_slots(lambda: count_slots(context), timeout, dynamic)
-    limits = _limits(num_proc, min_num_proc, max_num_proc, reset_limit, elastic_timeout)
+    size = _count_slots(context, timeout) if num_proc is None else num_proc
+    limits = _limits(size, min_num_proc, max_num_proc, reset_limit, elastic_timeout)
     code = dump_call((fn, tuple(args), dict(kwargs)), _HERE, own, [])
     with as_spark_errors():
-        spec = ElasticSpec(limits.max_np or num_proc, "", make_store(store or "", 1, of_stores(own)), True)
+        spec = ElasticSpec(limits.max_np or size, "", make_store(store or "", 1, of_stores(own)), True)
         return _serve(context, _Run(code, limits, timeout, spec), chosen, executable, shown)
+
+
+def _count_slots(context: Any, timeout: float) -> int:
+    return wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(context.getConf()))
 
 
 def _serve(
@@ -167,6 +150,8 @@ def _limits(
             f"min_num_proc={least}, num_proc={size}, max_num_proc={most}: expected"
             " min_num_proc <= num_proc <= max_num_proc"
         )
+    waits = timeout is None or is_duration(timeout)
+    expect(waits, "elastic_timeout", timeout, "a number of seconds above 0")
     if reset_limit is not None:
         right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
         expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")

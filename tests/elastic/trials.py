@@ -115,7 +115,8 @@ def _left(job: RunningJob) -> Iterable[str]:
     """Return the processes and files that a job has left, and its shared memory on simulated hosts."""
     site = job.ground.site
     yield from job.left(_GONE_S if site is None else _GONE_FROM_HOSTS_S)
-    yield from sorted(str(path) for path in job.temporary.iterdir())
+    # The user's own folder stays, and is empty.
+    yield from sorted(str(path) for path in job.temporary.rglob("*") if path.name != f"pyhvd-{os.getuid()}")
     yield from sorted({path.name for path in job.folder.iterdir()} - {"log", "err", "tmp"})
     for host in () if site is None else (site.bed.head, *site.bed.hosts.values()):
         yield from (f"{host.name}: {name}" for name in os.listdir(f"/proc/{host.first}/root{_SHM}"))
