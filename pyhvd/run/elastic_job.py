@@ -14,7 +14,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyhvd.job.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.discovery import Failed, Found
@@ -35,6 +35,7 @@ from pyhvd.job.membership import (
 )
 from pyhvd.job.status_line import StatusLine, say
 from pyhvd.run.drain_socket import DrainError, DrainSocket
+from pyhvd.run.function_results import error_of, take_results
 from pyhvd.run.many_hosts import signals
 from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
@@ -206,6 +207,22 @@ class ElasticJob(ABC):
         for starting in self._starting.values():
             starting.end()
         self.kept.close()
+
+    def serve_function(self) -> list[Any]:
+        """Do :meth:`serve` for ranks that run a function; return what the last ones returned.
+
+        Raises
+        ------
+        RankFailedError
+            Ranks fail again and again.
+        """
+        try:
+            self.serve()
+        except RankError as exc:
+            error = error_of(exc)
+            raise error from error.__cause__
+        assert self.last is not None
+        return take_results(self.last)
 
     # -- what happens ----------------------------------------------------------------------------------
 
