@@ -186,7 +186,7 @@ class ElasticJob:
         self._kept = KeptAgents()
         self._starting: dict[str, _Starting] = {}
         self._up: dict[str, Sequence[str]] = {}  # the commands of agents that are up, by host
-        self._holders: set[str] = set()  # hosts of the last generation whose agents are not lost
+        self._holders: set[str] | None = None  # see GenerationDriver
         self._known = {each.host.name: each for each in known}
         self._next: StartGeneration | None = None
         self._driver: GenerationDriver | None = None
@@ -309,9 +309,14 @@ class ElasticJob:
         return explain(host if known is None else known.host.destination, code, said)
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
-        self._up.pop(host, None)
-        self._holders.discard(host)
+        self._forget(host)
         self._membership.agent_lost(host, why, now, random.random())
+
+    def _forget(self, host: str) -> None:
+        """Note that a host's agent is gone, and what it has held."""
+        self._up.pop(host, None)
+        if self._holders is not None:
+            self._holders.discard(host)
 
     # -- what is decided -------------------------------------------------------------------------------
 
@@ -323,8 +328,7 @@ class ElasticJob:
             self._membership.agent_failed(host, f"{words[0]} cannot be started: {exc}", now, 1.0)
 
     def _end_agent(self, host: str) -> None:
-        self._up.pop(host, None)
-        self._holders.discard(host)
+        self._forget(host)
         starting = self._starting.pop(host, None)
         command = self._kept.take(self._words([Place(host, 1)])[host]) if starting is None else None
         if starting is not None:
@@ -379,7 +383,7 @@ class ElasticJob:
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
         lost = dict(driver.lost)
-        self._holders = driver.holders - set(lost)
+        self._holders = None if driver.holders is None else driver.holders - set(lost)
         host = getattr(failure, "host", "")
         if failure is None:
             done = driver.outcome is Outcome.DONE
