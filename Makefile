@@ -85,6 +85,16 @@ test-mpi-openmpi: openmpi ## ranks under mpiexec, Open MPI
 test-elastic: dev ## elastic jobs, whose ranks are killed; those on simulated hosts are part of test-hosts
 	@$(SUITE) elastic
 
+.PHONY: test-elastic-faults
+test-elastic-faults: .venv/.done ## 1,000 random faults of elastic jobs, on one host and on two simulated hosts, into docs/elastic.md; as root
+	@.venv/bin/python -m tests.elastic.faults --count 1000 $(ARGS)
+	@$(PYTHON) scripts/fill_faults.py
+
+.PHONY: test-elastic-times
+test-elastic-times: .venv/.done ## how soon elastic jobs go on after each fault, 20 times, into docs/elastic.md; as root
+	@.venv/bin/python -m tests.elastic.fault_times $(ARGS)
+	@$(PYTHON) scripts/fill_faults.py
+
 .PHONY: test-hosts
 test-hosts: .venv/.bench .venv-openmpi/.bench ## ranks on simulated hosts with a network, both MPIs; as root, with iproute2
 	@$(SUITE) hosts-mpich hosts-openmpi

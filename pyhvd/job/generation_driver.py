@@ -34,6 +34,7 @@ from pyhvd.job.messages import (
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
 from pyhvd.job.placement import RankPlacement
+from pyhvd.job.process.signals import ENDING
 from pyhvd.job.reusing_driver import ReusingDriver
 from pyhvd.job.status_line import StatusLine
 from pyhvd.job.store import StoreOrder
@@ -62,11 +63,14 @@ class ElasticSpec:
         A shell command of each host that succeeds when the host will be taken away; empty without one.
     store : StoreOrder or None
         Where commits are stored.
+    function : bool
+        Whether the ranks run a function, whose results they send.
     """
 
     max_size: int = 0
     preemption_command: str = ""
     store: StoreOrder | None = None
+    function: bool = False
 
 
 class GenerationDriver(ReusingDriver):
@@ -142,6 +146,11 @@ class GenerationDriver(ReusingDriver):
         self._asked = 0  # the generation for which the ranks shall make room
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
 
+    @property
+    def stopped_by(self) -> int:
+        """The signal that shall end the job and came after the last turn of :meth:`serve`; 0 without one."""
+        return next((number for number in self._signals if number in ENDING), 0)
+
     def serves(self, host: str) -> bool:
         """Return whether this generation has ranks on a host."""
         return any(place.seat.name == host for place in self._places)
@@ -182,6 +191,7 @@ class GenerationDriver(ReusingDriver):
     def _prepare(self, place: Place) -> Prepare:
         return msgspec.structs.replace(
             super()._prepare(place),
+            function=self._elastic.function,
             again=True,
             elastic=True,
             preemption_command=self._elastic.preemption_command,

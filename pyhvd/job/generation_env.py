@@ -11,6 +11,10 @@ JOB = _PREFIX + "JOB"
 """The variable that has :attr:`Generation.job`; the launcher sets it in all generations."""
 
 
+class MadeRoom(SystemExit):
+    """This rank has committed, and ends, so that another generation can begin."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One generation of ranks.

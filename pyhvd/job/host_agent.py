@@ -137,19 +137,24 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
     """Serve one job, or one after the other until the driver ends the channel."""
     with contextlib.closing(Connection(channel, Session(key, Role.CLIENT))) as driver:
         driver.shake_hands(HANDSHAKE_S)
-        idle = _Idle(driver)
-        idle.greet()
-        with contextlib.suppress(Dismissed), contextlib.closing(idle):
-            while wanted := idle.wait():
-                if wanted.elastic and idle.host is None:
-                    idle.host = ElasticHost()
-                if idle.host is not None:
-                    idle.host.notice.watch(wanted.preemption_command)
-                    idle.host.store.use(wanted.store)
-                if _run(driver, wanted, idle.host):
-                    idle.greet()
-                if not wanted.again:
-                    driver.finish(LAST_MESSAGES_S)
+        serve_on(driver)
+
+
+def serve_on(driver: Connection) -> None:
+    """Do :func:`serve` on a connection whose driver has proved that it holds the key."""
+    idle = _Idle(driver)
+    idle.greet()
+    with contextlib.suppress(Dismissed), contextlib.closing(idle):
+        while wanted := idle.wait():
+            if wanted.elastic and idle.host is None:
+                idle.host = ElasticHost(wanted.function)
+            if idle.host is not None:
+                idle.host.notice.watch(wanted.preemption_command)
+                idle.host.store.use(wanted.store)
+            if _run(driver, wanted, idle.host):
+                idle.greet()
+            if not wanted.again:
+                driver.finish(LAST_MESSAGES_S)
 
 
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from pyhvd.job.agent import BEAT_S, DRIVER_SILENT_S
-from pyhvd.job.agent_command import AgentCommand
+from pyhvd.job.agent_command import AgentProcess
 from pyhvd.job.connections import SILENT_S
 from pyhvd.job.messages import Beat, decode_from_agent, encode
 from pyhvd.transport.tcp.session import ChannelError
@@ -24,12 +24,12 @@ class KeptAgents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Sequence[str], AgentCommand]] = []
+        self._waiting: list[tuple[Sequence[str], AgentProcess]] = []
         self._leaving: list[tuple[Sequence[str], str]] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, command: Sequence[str], agent: AgentCommand) -> None:
+    def keep(self, command: Sequence[str], agent: AgentProcess) -> None:
         """Keep an agent, which has said all about its last job; end it if this object is closed."""
         with self._lock:
             closed = self._closed.is_set()
@@ -41,7 +41,7 @@ class KeptAgents:
         if closed:
             _end([agent])
 
-    def take(self, command: Sequence[str]) -> AgentCommand | None:
+    def take(self, command: Sequence[str]) -> AgentProcess | None:
         """Return an agent that this command has started, and keep it no longer; None if there is none."""
         with self._lock:
             mine = [agent for known, agent in self._waiting if known == command]
@@ -72,7 +72,7 @@ class KeptAgents:
             self._thread.join()
         _end(agents)
 
-    def _drop(self, agents: Sequence[AgentCommand]) -> None:
+    def _drop(self, agents: Sequence[AgentProcess]) -> None:
         self._waiting = [(command, agent) for command, agent in self._waiting if agent not in agents]
 
     def _beat(self) -> None:
@@ -82,7 +82,7 @@ class KeptAgents:
                 self._drop(lost)
             _end(lost)
 
-    def _is_there(self, command: Sequence[str], agent: AgentCommand, patience: float) -> bool:
+    def _is_there(self, command: Sequence[str], agent: AgentProcess, patience: float) -> bool:
         """Send a beat, and return whether the agent has been heard in the last `patience` seconds."""
         connection = agent.connection
         try:
@@ -97,7 +97,7 @@ class KeptAgents:
         return connection.open and time.monotonic() <= connection.heard + patience
 
 
-def _end(agents: Iterable[AgentCommand]) -> None:
+def _end(agents: Iterable[AgentProcess]) -> None:
     """End agents, all at the same time."""
     ending = list(agents)
     for agent in ending:

@@ -421,7 +421,14 @@ class Membership:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return an error's text without the program's name; of a traceback only the exception."""
+    """Return an error's text without the program's name; of a traceback only the exception's first line."""
     first, *more = (str(error) or type(error).__name__).splitlines()
-    text = f"{first} {more[-1].strip()}" if more and first.endswith(":") else first
+    text = f"{first} {_exception_in(more)}" if more and first.endswith(":") else first
     return text.removeprefix("pyhvd: ")
+
+
+def _exception_in(lines: Sequence[str]) -> str:
+    """Return the line that follows the last traceback; the last line if there is none."""
+    begins = max((number for number, line in enumerate(lines) if line.startswith("Traceback")), default=None)
+    frames = [] if begins is None else lines[begins + 1 :]
+    return next((line for line in frames if not line.startswith(" ")), lines[-1].strip())

@@ -4,7 +4,8 @@ The agent sends the length (8 bytes) and the pickle of function, args and kwargs
 rank sends messages of a kind (1 byte), a length and a payload:
 
 1. ENTERING_INIT, without a payload, when it is about to call MPI_Init;
-2. RESULT with the bytes of :mod:`pyhvd.job.result`, or FAILURE with a :class:`~pyhvd.job.messages.Failed`.
+2. RESULT with the bytes of :mod:`pyhvd.job.result`, or without any to make room in an elastic job; or
+   FAILURE with a :class:`~pyhvd.job.messages.Failed`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 from pyhvd.common import launcher_hooks
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
+from pyhvd.job.generation_env import MadeRoom
 from pyhvd.job.messages import Failed, encode
+from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import OPENMPI, RankEnv, read_rank_env, set_defaults
 from pyhvd.job.process.exit_report import EXCEPTION, EXIT, INTERRUPT, SECONDARY, ExitReport, is_secondary
@@ -45,6 +48,7 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
     The report has the exception itself if `sends_exception`, and its text in any case.
     """
     launcher_hooks.supervised = True
+    launcher_hooks.tell_up = lambda up: segments.remove_own() if up else None
     rank_env = read_rank_env()
     assert rank_env is not None
     set_defaults(rank_env, os.environ)
@@ -57,6 +61,8 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
     try:
         function, args, kwargs = cloudpickle.loads(read_code(control))
         pieces = dump(function(*args, **kwargs))
+    except MadeRoom:
+        pieces = []
     except BaseException as exc:
         report = describe_failure(exc, rank_env.rank)
         _flush()

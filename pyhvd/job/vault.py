@@ -89,6 +89,7 @@ class Vault:
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
+        self.files = dict(zip(DESCRIPTORS, self.descriptors, strict=True))
         self._index = mmap.mmap(self.descriptors[0], _INDEX_BYTES)
         self._slots: list[mmap.mmap | None] = [None, None]
 

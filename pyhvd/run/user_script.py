@@ -15,6 +15,7 @@ from types import TracebackType
 from mpi4py.run import run_command_line, set_abort_status
 
 from pyhvd.common import launcher_hooks
+from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.abort import can_end_job, drain_output
 from pyhvd.job.mpi.import_check import watch_mpi_import
 from pyhvd.job.mpi.rank_env import RankEnv
@@ -104,6 +105,8 @@ class _Ending:
         """Tell the supervisor whether pyhvd is up: then even exit code 0 is a failure to the other ranks."""
         if os.getpid() == self._pid:  # else a child that the rank forked
             self._send(ExitReport(self._rank_env.rank, UP, int(up), ""))
+            if up:
+                segments.remove_own()
 
     def _send(self, report: ExitReport) -> None:
         line = report.dump()

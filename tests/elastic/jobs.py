@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +48,36 @@ class Ended:
 
     def check_values(self) -> None:
         """Check that no committed step is lost, and that all values are those of a run without faults."""
-        committed = 0
+        assert self.lost_steps() == 0, self.lines
+        assert self.wrong_values() == [], self.lines
+
+    def lost_steps(self) -> int:
+        """Return how many committed steps were made again, or were left out.
+
+        A step is committed when `commit()` has returned on every host.
+        """
+        newest = lost = 0
+        copies = Counter((line.generation, int(line.words[0])) for line in self.of("copy"))
+        begun = Line(0.0, 0, "", ["0"])
         for line in self.lines:
+            if line.kind not in ("step", "begin"):
+                continue
+            number = int(line.words[0])
             if line.kind == "step":
-                assert int(line.words[0]) == committed + 1, self.lines
-                committed += 1
-            elif line.kind == "begin":
-                assert int(line.words[0]) >= committed, self.lines
-                committed = int(line.words[0])
-            if line.kind in ("step", "begin", "end"):
-                assert float(line.words[1]) == weight(int(line.words[0])), line
+                lost += abs(number - newest - 1)
+            else:
+                again = range(max(number, int(begun.words[0])) + 1, newest + 1)
+                others = int(begun.words[-1]) - 1 if begun.kind else 0
+                lost += sum(copies[begun.generation, each] >= others for each in again)
+                lost += max(0, int(begun.words[0]) - number)
+                begun = line
+            newest = number
+        return lost
+
+    def wrong_values(self) -> list[Line]:
+        """Return the lines whose values are not those of a run without faults."""
+        told = [line for line in self.lines if line.kind in ("step", "begin", "end")]
+        return [line for line in told if float(line.words[1]) != weight(int(line.words[0]))]
 
 
 def run(

@@ -22,14 +22,24 @@ def test_without_a_fault_there_is_one_generation(tmp_path: Path) -> None:
     assert ended.err == ""
 
 
-@pytest.mark.parametrize(
-    "point", ["import", "init", "func", "copying", "before_seal", "after_seal", "committed"]
-)
+@pytest.mark.parametrize("point", ["import", "handshake", "init", "sync", "func", "exchange", "committed"])
 @pytest.mark.parametrize("rank", ["0", "2", "all"])
 def test_a_killed_rank_is_started_again(point: str, rank: str, tmp_path: Path) -> None:
-    """The first rank alone writes to the vault; it dies there."""
-    within = point in ("copying", "before_seal", "after_seal")
-    check_one_restart(run(tmp_path, f"{point}:0:{'0' if within else rank}"))
+    check_one_restart(run(tmp_path, f"{point}:0:{rank}"))
+
+
+@pytest.mark.parametrize("point", ["copying", "before_seal", "after_seal"])
+def test_a_rank_that_is_killed_in_a_commit(point: str, tmp_path: Path) -> None:
+    """The commit counts if it was sealed, and then alone."""
+    ended = run(tmp_path, f"{point}:0:0")
+    check_one_restart(ended)
+    assert ended.of("begin")[1].words[0] == ("4" if point == "after_seal" else "3"), ended
+
+
+@pytest.mark.parametrize("after_ms", [5, 20, 40])
+def test_a_rank_that_is_killed_while_it_connects_with_the_others(after_ms: int, tmp_path: Path) -> None:
+    """It may be before that, or after it."""
+    check_one_restart(run(tmp_path, f"wire-up:0:1:{after_ms}", f"wire-up:1:2:{after_ms}"), 2)
 
 
 def test_failure_callbacks_have_time(tmp_path: Path) -> None:
@@ -40,8 +50,17 @@ def test_failure_callbacks_have_time(tmp_path: Path) -> None:
 
 def test_ranks_die_in_the_restart_too(tmp_path: Path) -> None:
     """Between three failures in a row there must be a new commit."""
-    ended = run(tmp_path, "func:0:1", "import:1:3", "copying:2:0", "callback:3:0")
-    check_one_restart(ended, 4)
+    faults = ["func:0:1", "import:1:3", "copying:2:0", "callback:3:0", "func:4:2", "sync:5:0"]
+    check_one_restart(run(tmp_path, *faults), len(faults))
+
+
+def test_a_rank_that_hangs_is_reported_and_ends_its_generation_if_asked(tmp_path: Path) -> None:
+    times = {"PYHVD_STALL_CHECK_TIME_SECONDS": "1", "PYHVD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    ended = run(tmp_path, "func:0:2:hang", env=times)
+    check_finished(ended)
+    assert ended.generations == 2, ended
+    assert "'gradient': not submitted by rank 2, submitted by ranks 0-1, 3" in ended.err, ended
+    assert "failed: pyhvd.errors.StallError: " in ended.err.splitlines()[-1], ended
 
 
 def test_a_rank_that_dies_after_its_return(tmp_path: Path) -> None:

@@ -58,7 +58,12 @@ def cut_off(site: Site) -> Callable[[], None]:
     return lambda: site.bed.rejoin(site.west)
 
 
-@pytest.mark.parametrize("fault", [crash, freeze, cut_off])
+def power_off(site: Site) -> Callable[[], None]:
+    site.bed.power_off(site.west)
+    return lambda: site.restart(site.west)
+
+
+@pytest.mark.parametrize("fault", [crash, freeze, cut_off, power_off])
 def test_training_goes_on_without_a_host_and_with_it_again(
     fault: Callable[[Site], Callable[[], None]], site: Site, launcher: Launcher
 ) -> None:
@@ -85,3 +90,18 @@ def test_all_hosts_that_hold_the_state_are_lost(site: Site, launcher: Launcher) 
     ended = finish(job, launcher.folder)
     assert ended.code == 1, ended
     assert "every host that held commit" in ended.err.splitlines()[-1], ended
+
+
+def test_a_lost_host_of_the_launcher_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    """The agents of the other hosts hear nothing for 20 s, and end themselves."""
+    east = site.bed.hosts["east"]
+    launcher = site.launcher(tmp_path, east)
+    job = start(launcher)
+    wait_for_step(job, tmp_path, 5)
+    site.bed.power_off(east)
+    try:
+        assert site.wait_until_gone(_GONE_S) == []
+    finally:
+        job.kill()
+        job.communicate()
+        site.restart(east)

@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from pyhvd.job.mpi.segments import remove, segments_of
+
 _PR_SET_PDEATHSIG = 1
-# How the names begin that MPICH and Open MPI give to shared memory.
-_MPI_SEGMENTS = ("mpich_shm_", "sm_segment.")
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -91,32 +91,15 @@ def guard(
     if not _wait(pid, wake, life_fd, None) and grace:
         signal_group(pid, signal.SIGTERM)
         _wait(pid, wake, None, grace)
-    segments = _mpi_segments(pid)
+    segments = segments_of(pid)
     # The process is not reaped yet, so that no other group can have its number.
     signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for segment in segments:
-        with contextlib.suppress(OSError):  # another rank's guardian was faster
-            os.unlink(segment)
+    remove(segments)
     if clean is not None:
         clean()
     _tell(life_fd, code)
     os._exit(0)
-
-
-def _mpi_segments(pid: int) -> set[str]:
-    """Return the files of shared memory that MPI has left to a process; none if it has ended.
-
-    MPICH and Open MPI remove them in MPI_Finalize, which a killed process does not reach.
-    """
-    try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as file:
-            mapped = {line.rstrip("\n").partition("/dev/shm/")[2] for line in file}
-    except OSError:
-        return set()
-    return {
-        f"/dev/shm/{name}" for name in mapped if name.startswith(_MPI_SEGMENTS) and " (deleted)" not in name
-    }
 
 
 def _close_all_but(*open_fds: int) -> None:

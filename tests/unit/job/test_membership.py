@@ -422,6 +422,19 @@ def test_a_rank_that_fails_is_started_again_in_the_same_places() -> None:
     ]
 
 
+def test_of_a_traceback_the_exception_is_said() -> None:
+    job = Job({"a": 2})
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\n    step()'
+    stall = "StallError: tensors were not submitted:\n  'gradient'\n(2 s is the limit)"
+    job.fail("a", f"pyhvd: rank 1 of 2 failed:\n{frames}\nOSError: away\n\n{frames}\n{stall}")
+    job.fail("a", "pyhvd: rank 1 of 2 called sys.exit:\nno data")
+    whys = [line.partition(" s: ")[2] for line in job.said]
+    assert whys == [
+        "rank 1 of 2 failed: StallError: tensors were not submitted:",
+        "rank 1 of 2 called sys.exit: no data",
+    ]
+
+
 def test_the_third_failure_without_a_new_commit_ends_the_job_with_the_first() -> None:
     job = Job({"a": 2})
     job.fail("a", "zeroth")
