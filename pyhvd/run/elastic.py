@@ -41,8 +41,6 @@ from pyhvd.run.selection import Selection
 
 # A store that does not answer holds up the end of the job so long.
 _CLEAR_S = 10.0
-# Between two looks at agents that start, while no rank runs.
-_LOOK_S = 0.05
 
 
 class RankFiles:
@@ -255,14 +253,14 @@ def limits_of(options: Options, size: int) -> Limits:
 
 
 def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrder | None:
-    """Return where each so-manieth commit is stored; None without a URL.
+    """Return where commits are stored; None without a URL.
 
     Parameters
     ----------
     url : str
         A folder for fsspec; empty for none.
     every : int
-        Each so-manieth commit is stored.
+        Each `every`-th commit is stored.
     env : list of (bytes, bytes)
         The variables that fsspec needs on the hosts.
 
