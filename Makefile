@@ -36,9 +36,11 @@ demo-spark: .venv-demo-spark/.done ## the same inside Spark, on 4 ranks: pip bri
 	@PYTHONSAFEPATH=1 .venv-demo-spark/bin/python examples/spark_digits.py --folder build/spark_digits
 
 .PHONY: demo-torch
-demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits.py on 4 ranks; installs torch
+demo-torch: .venv-demo-torch/.done ## the same with torch: examples/torch_digits.py on 4 ranks, then as an elastic job; installs torch
 	@echo "==> training examples/torch_digits.py on 4 ranks"
 	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv-demo-torch/bin/pyhvdrun -np 4 examples/torch_digits.py
+	@echo "==> training examples/elastic_torch_digits.py on 4 ranks"
+	@OMP_NUM_THREADS=1 .venv-demo-torch/bin/pyhvdrun -np 4 --min-np 4 examples/elastic_torch_digits.py
 
 .PHONY: demo-hosts
 demo-hosts: .venv/.done .venv-openmpi/.examples ## the same by pyhvdrun -H on 2 simulated hosts over ssh, with each MPI; as root

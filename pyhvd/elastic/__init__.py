@@ -5,6 +5,7 @@ from pyhvd.elastic.sampler import ElasticSampler as ElasticSampler
 from pyhvd.elastic.session import enabled as enabled, generation as generation, max_size as max_size
 from pyhvd.elastic.state import ObjectState as ObjectState, State as State
 from pyhvd.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from pyhvd.job.store import StoreError as StoreError
 from pyhvd.job.vault import VaultError as VaultError
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "StoreError",
     "VaultError",
     "enabled",
     "generation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from pyhvd.api.call import refusing
 from pyhvd.api.collectives import Max, Sum, allgather, allreduce_async, broadcast, broadcast_
-from pyhvd.api.objects import allgather_object
+from pyhvd.api.objects import allgather_object, broadcast_object
 from pyhvd.api.process_sets import global_process_set
 from pyhvd.api.topology import rank
 from pyhvd.common.text import describe_values
@@ -21,6 +22,7 @@ from pyhvd.negotiation.messages import RequestType
 
 NAME = "elastic: "
 """Begins the names of these collectives."""
+_STORED_LOOK_S = 0.005
 
 
 class Agreement(NamedTuple):
@@ -75,6 +77,22 @@ def any_rank(flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
     found = allreduce_async(np.array([flag], np.int64), name=f"{NAME}hosts", op=Max).result()
     return bool(found[0])
+
+
+def wait_until_stored(session: Session) -> str:
+    """Wait until the newest commit is stored; return why it cannot be, empty if it is."""
+    why = ""
+    if rank() == 0:  # the host of rank 0 stores commits
+        newest = session.vault.newest()
+        assert newest is not None
+        session.vault.urged = newest.mark
+        while session.vault.stored < newest.mark:
+            mark, why = session.vault.store_failure
+            if mark >= newest.mark and why:
+                break
+            why = ""
+            time.sleep(_STORED_LOOK_S)
+    return str(broadcast_object(why, 0, f"{NAME}stored"))
 
 
 def bring_from_rank_0(make: Callable[[], tuple[list[Any], bytes]]) -> Any:

@@ -18,6 +18,7 @@ from pyhvd.errors import (
     MismatchError,
     StallError,
 )
+from pyhvd.job.generation_env import MadeRoom
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +77,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def _make_room(session: Session) -> NoReturn:
     """End this rank, whose state is committed: its agent starts the next generation."""
     session.vault.left = session.generation + 1
-    raise SystemExit(0)
+    raise MadeRoom(0)
 
 
 def _flush() -> None:

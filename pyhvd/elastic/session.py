@@ -34,6 +34,8 @@ class Session:
         The number of the newest commit, from which this generation goes on; 0 if there is none.
     source : int
         A rank whose host holds that commit.
+    stores : bool
+        Whether commits are stored outside of the hosts.
     vault : Vault
         The host's.
     writes : bool
@@ -46,7 +48,7 @@ class Session:
         known = read_generation(environ)
         assert known is not None
         self.generation, self.max_size = known.number, known.max_size
-        self.commit, self.source = known.commit, known.source
+        self.commit, self.source, self.stores = known.commit, known.source, known.stores
         self.vault = Vault(_descriptors(environ))
         self.writes = False
         self.state: Any = None

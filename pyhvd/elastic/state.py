@@ -19,6 +19,7 @@ from pyhvd.elastic.handlers import Handler, choose
 from pyhvd.elastic.sampler import ElasticSampler
 from pyhvd.elastic.session import Session, current
 from pyhvd.errors import HostsUpdatedInterrupt
+from pyhvd.job.store import StoreError
 from pyhvd.job.vault import LOST_OTHERS, load, packed_size
 
 Callback = Callable[[], object]
@@ -117,17 +118,25 @@ class State:
         for sampler in self.samplers():  # as on the other ranks: what was recorded counts for all
             sampler.load_state_dict(sampler.state_dict())
 
-    def commit(self) -> None:
+    def commit(self, durable: bool = False) -> None:
         """Keep the state for all ranks to go on from, and make room if hosts have changed.
 
         Every rank must call it after the same step, and all ranks have the same state then. Each host keeps
         the state of its first rank, and the commit before it, in memory. In a job that is not elastic this is
         :meth:`save`.
 
+        Parameters
+        ----------
+        durable : bool
+            In an elastic job, wait until the commit is in the store, which ``--elastic-store`` names. All
+            ranks must give the same value.
+
         Raises
         ------
         HostsUpdatedInterrupt
             Hosts came or shall go. Nothing is lost: the state is committed, and :func:`run` ends this rank.
+        StoreError
+            The store cannot be written to. All ranks raise it; the hosts hold the commit all the same.
         MismatchError
             Ranks have called this method a different number of times.
         VaultError
@@ -135,12 +144,19 @@ class State:
         TypeError
             Something in the state cannot be pickled. Other ranks raise RankFailedError.
         RuntimeError
-            The job is elastic, and the function that :func:`run` decorates has not begun.
+            The job is elastic, and the function that :func:`run` decorates has not begun; or it has no store,
+            and `durable` is True.
         """
         session = self._session("commit")
         if session is None:
             self.save()
-        elif self._commit(session):
+            return
+        if durable and not session.stores:
+            raise RuntimeError("commit(durable=True): this job has no store: give --elastic-store URL")
+        shall_leave = self._commit(session)
+        if durable and (why := exchange.wait_until_stored(session)):
+            raise StoreError(why)
+        if shall_leave:
             raise HostsUpdatedInterrupt
 
     def check_host_updates(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import secrets
 import sys
@@ -35,6 +36,7 @@ from pyhvd.engine.autotuner import SampleLog, make_tuner
 from pyhvd.engine.fast_path import FastPathAdapter, FastPathBell, open_fast_path
 from pyhvd.engine.runtime import Runtime, RuntimeParts
 from pyhvd.errors import HorovodInternalError, NotInitializedError
+from pyhvd.job.generation_env import read_generation
 from pyhvd.native.shared_memory import FastPathHolder, count_rank_threads
 from pyhvd.negotiation.messages import GLOBAL_SET, UNNAMED, ErrorInfo, ErrorKind, TimelineOrder
 from pyhvd.observe.hang_reporter import RankLocations
@@ -109,12 +111,13 @@ class Context:
         self.topology = world.topology
         self.threads_supported = world.threads
         self.notices: list[str] = []
+        self._generation = read_generation(os.environ)
         hello = Hello(
             __version__,
             tuple(getattr(config, knob) for knob in SHARED),
             [(s.ranks, s.by_comm) for s in static_sets],
             error,
-            _make_job_name(),
+            _make_job_name("" if self._generation is None else self._generation.job),
             here(),
         )
         payloads = allgather_bytes(world.fabric, msgspec.msgpack.encode(hello))
@@ -185,6 +188,7 @@ class Context:
                 surroundings=lambda: playing_rank(holder),
                 tuner=tuner,
                 between=between,
+                generation=None if self._generation is None else self._generation.number,
             ),
         )
 
@@ -217,7 +221,8 @@ class Context:
 
     def _make_recorder(self, world: World) -> Recorder:
         """Open this rank's timeline, if recording starts with init()."""
-        recorder = Recorder(self.topology.rank, self.topology.size, self.hooks)
+        number = 0 if self._generation is None else self._generation.number
+        recorder = Recorder(self.topology.rank, self.topology.size, self.hooks, number)
         if self.config.timeline not in ("", DYNAMIC):
             order = TimelineOrder(self.config.timeline, self.config.timeline_mark_cycles, new_job())
             recorder.open(order, world.fabric)
@@ -321,10 +326,13 @@ class Context:
             self._world.abort()
 
 
-def _make_job_name() -> str:
-    """Return a readable, unique name of the job; rank 0's name counts."""
+def _make_job_name(letters: str) -> str:
+    """Return a readable, unique name of the job; rank 0's name counts.
+
+    `letters` tell elastic jobs apart, so that all generations of one have the same name; else they are empty.
+    """
     script = re.sub(r"[^A-Za-z0-9_]+", "-", Path(sys.argv[0]).stem)[:40].strip("-") if sys.argv else ""
-    return f"{script or 'python'}-{secrets.token_hex(3)}"
+    return f"{script or 'python'}-{letters or secrets.token_hex(3)}"
 
 
 def _agree(heard: Sequence[Hello]) -> list[Ranks]:

@@ -256,6 +256,8 @@ class RuntimeParts:
         The autotuner, on rank 0 of a tuned job; the runtime closes it.
     between : HostMeter or None
         Counts what crosses to other hosts.
+    generation : int or None
+        The generation of this rank, in an elastic job.
     """
 
     where: RankLocations
@@ -266,6 +268,7 @@ class RuntimeParts:
     surroundings: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     tuner: Tuner | None = None
     between: HostMeter | None = None
+    generation: int | None = None
 
 
 class Runtime:
@@ -306,8 +309,7 @@ class Runtime:
             Coordinator(control.size, config.cache_capacity, sets, fast_path) if control.rank == 0 else None
         )
         self._leader = Leader(control.tree.branch, self._worker.sets) if control.tree.merges else None
-        late = self._coordinator.stragglers if self._coordinator is not None else None
-        self.meter = Meter(control.rank, control.size, config.metrics_timed, fast_path, late, parts.between)
+        self.meter = self._make_meter(parts)
         self._fast_path = NoFastPath()
         if parts.make_adapter is not None:
             self._fast_path = parts.make_adapter(self._worker, self._queue, self.meter)
@@ -346,6 +348,17 @@ class Runtime:
         self.ended: HorovodInternalError | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._main, name=f"pyhvd-{control.rank}", daemon=True)
+
+    def _make_meter(self, parts: RuntimeParts) -> Meter:
+        return Meter(
+            self._control.rank,
+            self._control.size,
+            self._config.metrics_timed,
+            parts.fast_path,
+            self._coordinator.stragglers if self._coordinator is not None else None,
+            parts.between,
+            parts.generation,
+        )
 
     def _fit(self, parts: RuntimeParts) -> None:
         self._tuner, self._where = parts.tuner, parts.where

@@ -41,6 +41,8 @@ from pyhvd.job.messages import (
     Pmi,
     PmiValues,
     RankOutput,
+    Remark,
+    Restore,
     Result,
     ResultAck,
     Signal,
@@ -54,15 +56,18 @@ from pyhvd.job.messages import (
 from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
 from pyhvd.job.mpi.pmi import answer_get, name_of_world
+from pyhvd.job.notice import Notice
 from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
 from pyhvd.job.process.signals import PAUSING
 from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.job.store_child import StoreChild
 from pyhvd.job.vault import LOST_OTHERS, Vault
 from pyhvd.transport.tcp.connection import Connection
 from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
+ELASTIC_BEAT_S = 0.5
 # How long to wait for the driver to end the job after a failure.
 _DRIVER_ANSWER_S = 5.0
 # Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
@@ -109,6 +114,10 @@ class Agent:
         See :data:`MakeRank`.
     vault : Vault, optional
         What the ranks commit, in an elastic job.
+    notice : Notice, optional
+        What is known of the host's end, in an elastic job.
+    store : StoreChild, optional
+        Stores what the ranks commit, in an elastic job.
 
     Attributes
     ----------
@@ -119,6 +128,8 @@ class Agent:
     driver: Connection
     make_rank: MakeRank
     vault: Vault | None = None
+    notice: Notice | None = None
+    store: StoreChild | None = None
     again: bool = False
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _code: list[bytes] = field(default_factory=list)
@@ -150,6 +161,8 @@ class Agent:
         self._slots = registration.slots
         self._send(registration)
         self._selector.register(self.driver, selectors.EVENT_READ, self._receive)
+        if self.notice is not None:
+            self._selector.register(self.notice, selectors.EVENT_READ, self._wake)
         while not self._is_over():
             self._turn()
             if self.again and self._daemon is None:
@@ -223,17 +236,36 @@ class Agent:
             owned.process.hold_result(owned.result >= RESULT_CREDIT or self.driver.full)
         if self._daemon is not None:
             self._daemon.hold_output(self.driver.full)
-        wait = min(BEAT_S / 2, self._next_beat - before, self._end_at - before)
+        beat_s = BEAT_S if self.vault is None else ELASTIC_BEAT_S
+        wait = min(beat_s / 2, self._next_beat - before, self._end_at - before)
         for key, _ in self._selector.select(max(0.0, wait)):
             key.data()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
+        self._check_children(now)
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
-            self._send(Beat(0 if self.vault is None else self.vault.commit))
+            self._next_beat = now + beat_s
+            commit = 0 if self.vault is None else self.vault.commit
+            self._send(Beat(commit, "" if self.notice is None else self.notice.why))
         if not self._paused and now > max(self.driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
+
+    def _check_children(self, now: float) -> None:
+        """Look at the processes that an elastic job has on this host besides its ranks."""
+        if self.notice is not None:
+            self.notice.check(now)
+        if self.store is not None and (restored := self.store.check(now)) is not None:
+            self._send(restored)
+        for child in (self.notice, self.store):
+            while child is not None and child.remarks:
+                self._send(Remark(child.remarks.pop(0)))
+
+    def _wake(self) -> None:
+        """Tell the driver of a notice at once."""
+        assert self.notice is not None
+        self.notice.clear()
+        self._next_beat = 0.0
 
     def _receive(self) -> None:
         self.driver.pump_out()
@@ -255,13 +287,6 @@ class Agent:
             self._hear_for_rank(message)
         elif isinstance(message, Signal):
             self._pass_on(message.number)
-        elif isinstance(message, Listen | Dial):
-            self._probe(message)
-        elif isinstance(message, Start):
-            self._end_probe()
-            self._start_rank(message)
-        elif isinstance(message, StartDaemon):
-            self._start_daemon(message)
         elif isinstance(message, Exit) and self._daemon is not None:
             self._daemon.server.tell_all(message)
         elif isinstance(message, EndDaemon | Again) and self._daemon is not None:
@@ -271,6 +296,19 @@ class Agent:
             self._begin_again()
         elif isinstance(message, Leave) and self.vault is not None:
             self.vault.wished = message.generation
+        else:
+            self._hear_in_start(message)
+
+    def _hear_in_start(self, message: FromDriver) -> None:
+        if isinstance(message, Listen | Dial):
+            self._probe(message)
+        elif isinstance(message, Restore) and self.store is not None:
+            self.store.restore()
+        elif isinstance(message, Start):
+            self._end_probe()
+            self._start_rank(message)
+        elif isinstance(message, StartDaemon):
+            self._start_daemon(message)
 
     def _hear_for_rank(self, message: OutputAck | ResultAck | Input) -> None:
         owned = self._ranks.get(0 if isinstance(message, Input) else message.rank)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from typing import Protocol
 
 from pyhvd.job.process.guardian import signal_group
 from pyhvd.job.process.supervised import read_some
@@ -25,6 +26,24 @@ _LAST_WORDS = 4096
 _LAST_READS = 64
 END_S = 0.5
 """After its channel has ended, a command usually has this long to end by itself."""
+
+
+class AgentProcess(Protocol):
+    """What started a host's agent: a command, or a task of Spark."""
+
+    connection: Connection
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`listen` has something to read."""
+
+    def listen(self) -> bool:
+        """Read some of what it says besides the channel; return whether there was anything."""
+
+    def end(self, patience: float = END_S) -> tuple[int, str]:
+        """End it, also by force after `patience` seconds; return its exit code, and what it said."""
+
+    def close(self) -> None:
+        """Close the descriptor, after :meth:`end`."""
 
 
 class AgentCommand:

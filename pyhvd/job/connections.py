@@ -17,8 +17,10 @@ from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, list
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 
 _BEAT_S = 1.0
-# An agent that misses this many beats is frozen, cut off, or without power.
+# An agent that misses five beats is frozen, cut off, or without power.
+# Those of elastic jobs beat twice as often.
 SILENT_S = 5.0
+ELASTIC_SILENT_S = 2.5
 # After this long, a peer is unlikely to answer.
 _LATE_S = 2.5
 _TICK_S = 0.25
@@ -51,7 +53,14 @@ class ConnectionServer:
     """Serves the connections of one job, in the thread that calls :meth:`turn`.
 
     It calls `on_message` with a peer and each of its messages. Before it disconnects an agent, it calls
-    `on_lost` with the peer, the reason, and whether it took SILENT_S to see.
+    `on_lost` with the peer, the reason, and whether it took `silent_s` to see.
+
+    Attributes
+    ----------
+    peers : list of Peer
+        The connected processes.
+    silent_s : float
+        An agent that is silent for so long is lost.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class ConnectionServer:
         gone: str = "its agent is gone",
     ) -> None:
         self.peers: list[Peer] = []
+        self.silent_s = SILENT_S
         # Each turn calls the data of its ready keys, without arguments.
         self.selector = selectors.DefaultSelector()
         self._secret = secret
@@ -171,9 +181,9 @@ class ConnectionServer:
         if not peer.connection.authenticated:
             if not peer.adopted and now > peer.connection.began + HANDSHAKE_S:
                 self.drop(peer, "did not authenticate itself")
-        elif peer.member is not None and now > max(peer.connection.heard, self._silent_since) + SILENT_S:
+        elif peer.member is not None and now > max(peer.connection.heard, self._silent_since) + self.silent_s:
             why = "its host is frozen, cut off or without power"
-            self.drop(peer, f"has been silent for {SILENT_S:g} s: {why}", waited=True)
+            self.drop(peer, f"has been silent for {self.silent_s:g} s: {why}", waited=True)
 
     def drop(self, peer: Peer, why: str, waited: bool = False) -> None:
         """Disconnect a peer, and tell its loss."""

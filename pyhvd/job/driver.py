@@ -41,6 +41,8 @@ from pyhvd.job.messages import (
     Pmi,
     RankOutput,
     RankProxy,
+    Remark,
+    Restored,
     Result,
     Start,
     Stop,
@@ -257,7 +259,7 @@ class DriverService:
         elif isinstance(message, RankProxy | DaemonOutput | DaemonEnded):
             if self._stop_reason is None:
                 self._rendezvous.hear(peer, message)
-        elif isinstance(message, Beat | Hello | InputAck | Result | Listening | Dialed):
+        elif isinstance(message, Beat | Hello | InputAck | Result | Listening | Dialed | Remark | Restored):
             return
         elif isinstance(message, Failed):
             if message.report.rank in peer.ranks:

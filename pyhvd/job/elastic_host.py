@@ -1,4 +1,4 @@
-"""What the agent of a host keeps over the generations of an elastic job: the vault, and the zygote.
+"""What the agent of a host keeps over the generations of an elastic job: the vault, and the processes beside.
 
 The zygote starts beside the ranks of the first generation, which commands start. It takes over as soon as it
 has done its imports; if it is not there, or unfit, commands start the ranks of later generations too.
@@ -16,9 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pyhvd.job.function_process import FunctionProcess, split_call
 from pyhvd.job.messages import Start
+from pyhvd.job.notice import Notice
 from pyhvd.job.program_process import Program, ProgramProcess, program_environment
-from pyhvd.job.rank_process import RankEvents
+from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.job.store_child import StoreChild
 from pyhvd.job.vault import Vault
 from pyhvd.job.zygote import Fork, Forked, Preload, Ready, receive, send
 
@@ -27,26 +30,38 @@ _ANSWER_S = 2.0
 
 
 class ElasticHost:
-    """The vault and the zygote of one host."""
+    """The vault and the zygote of one host, what is known of its end, and what stores its commits.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    function : bool
+        Whether the ranks run a function, and no program.
+    """
+
+    def __init__(self, function: bool = False) -> None:
+        self._function = function
         self.vault = Vault.create()
+        self.notice = Notice()
+        self.store = StoreChild(self.vault)
         self._zygote: Zygote | None = None
         self._local_size = 0
 
-    def make_rank(self, start: Start, code: bytes, events: RankEvents) -> ProgramProcess:
+    def make_rank(self, start: Start, code: bytes, events: RankEvents) -> RankProcess:
         """Start a rank; see :data:`pyhvd.job.agent.MakeRank`."""
         zygote = self._zygote
         if zygote is None or self._local_size != start.local_size:  # threads of BLAS depend on the size
-            self._begin_zygote(start, Program.load(code))
+            self._begin_zygote(start, split_call(code)[0] if self._function else Program.load(code))
             zygote = None
         elif not zygote.fit:
             zygote = None
         popen = subprocess.Popen if zygote is None else zygote.popen
-        return ProgramProcess(start, code, events, self.vault, popen)
+        kind = FunctionProcess if self._function else ProgramProcess
+        return kind(start, code, events, self.vault, popen)
 
     def close(self) -> None:
         """Forget the state, and end the zygote."""
+        self.notice.close()
+        self.store.close()
         self.vault.close()
         if self._zygote is not None:
             self._zygote.close()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import selectors
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pyhvd.job.messages import Start
 from pyhvd.job.program_process import Program, program_environment
 from pyhvd.job.rank import LENGTH, PATHS, RESULT
 from pyhvd.job.rank_process import RankEvents, RankProcess
+from pyhvd.job.vault import Vault
 
 _HEAD = len(RESULT) + LENGTH.size
 
@@ -40,26 +42,39 @@ def dump_call(call: Any, directory: str, env: list[tuple[bytes, bytes]], paths: 
     return b"".join((LENGTH.pack(len(head)), head, cloudpickle.dumps(call)))
 
 
-def _split(code: bytes) -> tuple[Program, memoryview]:
+def split_call(code: bytes) -> tuple[Program, memoryview]:
+    """Return the parts of what :func:`dump_call` wrote: the program, and the pickled call."""
     (length,) = LENGTH.unpack_from(code)
     begin = LENGTH.size + length
     return Program.load(code[LENGTH.size : begin]), memoryview(code)[begin:]
 
 
 class FunctionProcess(RankProcess):
-    """A rank's process that runs a function; `code` is of :func:`dump_call`. See :class:`RankProcess`."""
+    """A rank's process that runs a function; `code` is of :func:`dump_call`. See :class:`RankProcess`.
 
-    def __init__(self, start: Start, code: bytes, events: RankEvents) -> None:
-        self._program, call = _split(code)
+    In an elastic job the rank commits to `vault`, and `popen` may fork it from a zygote.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        code: bytes,
+        events: RankEvents,
+        vault: Vault | None = None,
+        popen: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
+        self._program, call = split_call(code)
         self._left: int | None = None  # bytes of the result that have not come; None before it begins
         self._result_held = False
         super().__init__(
             start,
             call,
             events,
+            files={} if vault is None else vault.files,
             module=self._program.module,
             flags=("-P",),  # the guardian must not import what the directory has
             directory=self._program.directory,
+            popen=popen,
         )
 
     def hold_result(self, held: bool) -> None:

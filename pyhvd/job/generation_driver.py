@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
 
-from pyhvd.job.connections import SILENT_S, Peer
+from pyhvd.job.connections import ELASTIC_SILENT_S, SILENT_S, Peer
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.generation_env import Generation
@@ -25,6 +27,9 @@ from pyhvd.job.messages import (
     Pmi,
     Prepare,
     RankOutput,
+    Remark,
+    Restore,
+    Restored,
 )
 from pyhvd.job.network_choice import Wanted
 from pyhvd.job.output import Output
@@ -32,6 +37,7 @@ from pyhvd.job.placement import RankPlacement
 from pyhvd.job.process.signals import ENDING
 from pyhvd.job.reusing_driver import ReusingDriver
 from pyhvd.job.status_line import StatusLine
+from pyhvd.job.store import StoreOrder
 
 
 class StateLostError(LaunchError):
@@ -45,6 +51,28 @@ class Outcome(Enum):
     LEFT = auto()  # they have committed, and made room
 
 
+@dataclass(frozen=True)
+class ElasticSpec:
+    """What all generations of an elastic job have in common.
+
+    Attributes
+    ----------
+    max_size : int
+        The most ranks that the job may have; 0 without a limit.
+    preemption_command : str
+        A shell command of each host that succeeds when the host will be taken away; empty without one.
+    store : StoreOrder or None
+        Where commits are stored.
+    function : bool
+        Whether the ranks run a function, whose results they send.
+    """
+
+    max_size: int = 0
+    preemption_command: str = ""
+    store: StoreOrder | None = None
+    function: bool = False
+
+
 class GenerationDriver(ReusingDriver):
     """Serves one generation; see :class:`~pyhvd.job.hosts_driver.HostsDriver`.
 
@@ -52,10 +80,12 @@ class GenerationDriver(ReusingDriver):
     ----------
     number : int
         The generation's, from 0.
-    max_size : int
-        The most ranks that the job may have; 0 without a limit.
+    elastic : ElasticSpec
+        What it has in common with the others.
     known_commit : int
         The newest commit of which the launcher has heard.
+    holders : iterable of str
+        The hosts that had ranks in the last generation, and whose agents are not known to be lost.
     each_step : callable
         Called with the time, at least four times a second.
     kept, spec, seats, checked, explain, display, say, stdin, network, status
@@ -67,19 +97,24 @@ class GenerationDriver(ReusingDriver):
         How this generation is over, if it has not failed.
     began_from : int or None
         The commit from which the ranks went on; None if they were not started.
+    holders : set of str
+        The same for the next generation, once ranks are started.
     commits : dict of str to int
         The newest commit of each host that has said so.
     lost : dict of str to str
         The hosts whose agents were lost, and why.
     refused : dict of str to str
         The hosts on which ranks cannot run, and why.
+    leaving : dict of str to str
+        The hosts that will be taken away, as their agents know, and why.
     """
 
     def __init__(
         self,
         number: int,
-        max_size: int,
+        elastic: ElasticSpec,
         known_commit: int,
+        holders: Iterable[str],
         each_step: Callable[[float], None],
         kept: KeptAgents,
         spec: JobSpec,
@@ -93,15 +128,20 @@ class GenerationDriver(ReusingDriver):
         status: StatusLine | None,
     ) -> None:
         super().__init__(kept, spec, seats, checked, explain, display, say, stdin, network, status)
+        self._connections.silent_s = ELASTIC_SILENT_S
         self.number = number
         self.outcome = Outcome.DONE
         self.began_from: int | None = None
         self.commits: dict[str, int] = {}
         self.lost: dict[str, str] = {}
         self.refused: dict[str, str] = {}
-        self._max_size = max_size
+        self.leaving: dict[str, str] = {}
+        self._elastic = elastic
         self._each_step = each_step
         self._known_commit = known_commit
+        self.holders = set(holders)
+        self._asks_store = self._restored = False
+        self._store_problem = ""
         self._asked = 0  # the generation for which the ranks shall make room
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
 
@@ -148,7 +188,14 @@ class GenerationDriver(ReusingDriver):
         return now
 
     def _prepare(self, place: Place) -> Prepare:
-        return msgspec.structs.replace(super()._prepare(place), again=True, elastic=True)
+        return msgspec.structs.replace(
+            super()._prepare(place),
+            function=self._elastic.function,
+            again=True,
+            elastic=True,
+            preemption_command=self._elastic.preemption_command,
+            store=self._elastic.store if place.number == 0 else None,  # the host of rank 0
+        )
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
         if isinstance(message, Hello):
@@ -160,6 +207,14 @@ class GenerationDriver(ReusingDriver):
         elif isinstance(message, Beat):
             name = self._place_of(peer).seat.name
             self.commits[name] = max(self.commits.get(name, 0), message.commit)
+            if message.leaves:
+                self.leaving[name] = message.leaves
+        elif isinstance(message, Remark):
+            self._say(f"pyhvd: host {self._place_of(peer).seat.name}: {message.text}")
+            return
+        elif isinstance(message, Restored):
+            self._take_restored(self._place_of(peer).seat.name, message)
+            return
         super()._handle(peer, message)
 
     def _handle_of_rank(self, peer: Peer, message: RankOutput | Pmi | EnteringInit | Ended) -> None:
@@ -169,6 +224,7 @@ class GenerationDriver(ReusingDriver):
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
         place = self._place_of(peer)
+        self.holders.discard(place.seat.name)
         if place.number not in self._waking and self._stop_reason is None:
             self.lost.setdefault(place.seat.name, why)
             self._settling.discard(place.number)
@@ -179,19 +235,47 @@ class GenerationDriver(ReusingDriver):
         super()._refuse(place, why)
 
     def _start(self, placements: list[RankPlacement]) -> None:
+        if self._may_be_stored and not self._restored:
+            self._restore()
+            return  # this is called in each step until the ranks start
         newest = max(self.commits.values())
         if newest < self._known_commit:
             lost = f"every host that held commit {self._known_commit} is gone"
             if not newest:
-                raise StateLostError(f"{lost}, and no other host holds the state")
+                other = f", nor can it be had from the store: {self._store_problem}" if self._restored else ""
+                raise StateLostError(f"{lost}, and no other host holds the state{other}")
             self._say(f"pyhvd: {lost}: ranks go on from commit {newest}")
         self.began_from = newest
+        self.holders = {place.seat.name for place in self._places}
         super()._start(placements)
         if self._asked:  # agents without ranks have not taken notice
             self.ask_to_leave(self._asked)
 
+    @property
+    def _may_be_stored(self) -> bool:
+        """Whether the store may have a newer commit than the hosts: all that had ranks before are lost."""
+        if self._elastic.store is None or not self.number:
+            return False
+        return not any(self.commits.get(name, -1) >= self._known_commit for name in self.holders)
+
+    def _restore(self) -> None:
+        """Let the first host take the newest stored commit; that may last."""
+        if not self._asks_store:
+            self._asks_store = True
+            self._machine.until = math.inf
+            self.tell_agent(0, Restore())
+
+    def _take_restored(self, name: str, message: Restored) -> None:
+        self._restored, self._store_problem = True, message.problem
+        self._machine.until = time.monotonic() + self._spec.start_timeout
+        if message.commit > max(self.commits.values()):
+            self._say(f"pyhvd: commit {message.commit} comes from the store")
+        self.commits[name] = max(self.commits.get(name, 0), message.commit)
+
     def _variables(self, placement: RankPlacement) -> Mapping[str, str]:
         newest = max(self.commits.values())
         first = next(place for place in self._places if self.commits.get(place.seat.name) == newest)
-        own = Generation(self.number, newest, min(self._machine.ranks_of(first.number)), self._max_size)
+        source = min(self._machine.ranks_of(first.number))
+        stores = self._elastic.store is not None
+        own = Generation(self.number, newest, source, self._elastic.max_size, stores=stores)
         return {**super()._variables(placement), **own.variables()}

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 _PREFIX = "PYHVD_ELASTIC_"
 _NUMBER = _PREFIX + "GENERATION"
+JOB = _PREFIX + "JOB"
+"""The variable that has :attr:`Generation.job`; the launcher sets it in all generations."""
+
+
+class MadeRoom(SystemExit):
+    """This rank has committed, and ends, so that another generation can begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +29,27 @@ class Generation:
         A rank whose host holds that commit.
     max_size : int
         The most ranks that the job may have; 0 without a limit.
+    job : str
+        Letters that tell jobs apart, the same in all generations of one job.
+    stores : bool
+        Whether commits are stored outside of the hosts, by the host of rank 0.
     """
 
     number: int
     commit: int = 0
     source: int = 0
     max_size: int = 0
+    job: str = ""
+    stores: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of a rank."""
+        """Return the variables of a rank, but for :data:`JOB`."""
         values = {
             _NUMBER: self.number,
             _PREFIX + "COMMIT": self.commit,
             _PREFIX + "SOURCE": self.source,
             _PREFIX + "MAX_SIZE": self.max_size,
+            _PREFIX + "STORES": int(self.stores),
             "HOROVOD_ELASTIC": 1,
         }
         return {name: str(value) for name, value in values.items()}
@@ -46,5 +59,6 @@ def read_generation(environ: Mapping[str, str]) -> Generation | None:
     """Return the generation of this rank; None if its job is not elastic."""
     if _NUMBER not in environ:
         return None
-    names = (_NUMBER, _PREFIX + "COMMIT", _PREFIX + "SOURCE", _PREFIX + "MAX_SIZE")
-    return Generation(*(int(environ.get(name, "0")) for name in names))
+    names = (_NUMBER, *(_PREFIX + name for name in ("COMMIT", "SOURCE", "MAX_SIZE", "STORES")))
+    number, commit, source, max_size, stores = (int(environ.get(name, "0")) for name in names)
+    return Generation(number, commit, source, max_size, environ.get(JOB, ""), bool(stores))

@@ -6,7 +6,8 @@ is the channel's key. When the channel ends, or is silent for 20 s, the agent ki
 1. The agent says :class:`Hello`. The driver answers with :class:`Prepare`, and the job runs.
 2. After a job of functions without error, and after each generation of an elastic job, the agent waits. The
    driver of the next job asks for 1 by :class:`Again`, over the same channel.
-3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.elastic_host`.
+3. In an elastic job it holds what the ranks commit: :mod:`pyhvd.job.elastic_host`. There SIGTERM means that
+   the host shall go: :mod:`pyhvd.job.notice`. In any other job SIGTERM ends the agent.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pyhvd.common.host_id import host_hash
 from pyhvd.job.agent import (
     BEAT_S,
     DRIVER_SILENT_S,
+    ELASTIC_BEAT_S,
     LAST_MESSAGES_S,
     Agent,
     AgentStoppedError,
@@ -88,6 +90,11 @@ class _Idle:
         known = msgspec.structs.replace(hello(), commit=commit)
         self._driver.send(encode(known))
 
+    def close(self) -> None:
+        """Forget what the ranks committed."""
+        if self.host is not None:
+            self.host.close()
+
     def wait(self) -> Prepare | None:
         """Return what the next job wants; None if the driver has ended the channel.
 
@@ -111,14 +118,17 @@ class _Idle:
 
     def _turn(self) -> None:
         before = time.monotonic()
-        self._driver.wait(BEAT_S / 2)
+        beat_s = BEAT_S if self.host is None else ELASTIC_BEAT_S
+        self._driver.wait(beat_s / 2)
         self._driver.pump_out()
         now = time.monotonic()
         if now > before + 2 * BEAT_S:
             self._silent_since = now  # this process was stopped: the driver may have been speaking
         if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
-            self._driver.send(encode(Beat()))
+            self._next_beat = now + beat_s
+            if self.host is not None:
+                self.host.notice.check(now)
+            self._driver.send(encode(Beat(leaves="" if self.host is None else self.host.notice.why)))
         if now > max(self._driver.heard, self._silent_since) + DRIVER_SILENT_S:
             raise AgentStoppedError(f"the driver has been silent for {DRIVER_SILENT_S:g} s")
 
@@ -127,22 +137,30 @@ def serve(channel: socket.socket | PipePair, key: bytes) -> None:
     """Serve one job, or one after the other until the driver ends the channel."""
     with contextlib.closing(Connection(channel, Session(key, Role.CLIENT))) as driver:
         driver.shake_hands(HANDSHAKE_S)
-        idle = _Idle(driver)
-        idle.greet()
-        with contextlib.suppress(Dismissed):
-            while wanted := idle.wait():
-                if wanted.elastic and idle.host is None:
-                    idle.host = ElasticHost()
-                if _run(driver, wanted, idle.host):
-                    idle.greet()
-                if not wanted.again:
-                    driver.finish(LAST_MESSAGES_S)
+        serve_on(driver)
+
+
+def serve_on(driver: Connection) -> None:
+    """Do :func:`serve` on a connection whose driver has proved that it holds the key."""
+    idle = _Idle(driver)
+    idle.greet()
+    with contextlib.suppress(Dismissed), contextlib.closing(idle):
+        while wanted := idle.wait():
+            if wanted.elastic and idle.host is None:
+                idle.host = ElasticHost(wanted.function)
+            if idle.host is not None:
+                idle.host.notice.watch(wanted.preemption_command)
+                idle.host.store.use(wanted.store)
+            if _run(driver, wanted, idle.host):
+                idle.greet()
+            if not wanted.again:
+                driver.finish(LAST_MESSAGES_S)
 
 
 def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
     """Run one job to its end; return whether the driver has begun the next one."""
     if host is not None:
-        agent = Agent(driver, host.make_rank, host.vault)
+        agent = Agent(driver, host.make_rank, host.vault, host.notice, host.store)
     else:
         agent = Agent(driver, FunctionProcess if wanted.function else ProgramProcess)
     try:

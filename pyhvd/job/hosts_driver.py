@@ -19,7 +19,7 @@ from itertools import chain
 
 import msgspec
 
-from pyhvd.job.agent_command import END_S, SKIPPED, AgentCommand
+from pyhvd.job.agent_command import END_S, SKIPPED, AgentCommand, AgentProcess
 from pyhvd.job.connections import Peer
 from pyhvd.job.driver import DriverService, JobSpec, epoch
 from pyhvd.job.facts import hello, problem, version_problem
@@ -88,7 +88,7 @@ class Place:
 
     number: int
     seat: Seat
-    command: AgentCommand | None = None
+    command: AgentProcess | None = None
     peer: Peer | None = None
 
 
@@ -251,17 +251,17 @@ class HostsDriver(DriverService):
             return
         self._take_command(place, command)
 
-    def _take_command(self, place: Place, command: AgentCommand) -> None:
+    def _take_command(self, place: Place, command: AgentProcess) -> None:
         place.command = command
         place.peer = self._connections.adopt(command.connection)
         self.selector.register(command, selectors.EVENT_READ, lambda: self._listen(command))
 
-    def _listen(self, command: AgentCommand) -> None:
+    def _listen(self, command: AgentProcess) -> None:
         if not command.listen():
             with contextlib.suppress(KeyError, ValueError):  # the command may have ended in this turn
                 self.selector.unregister(command)
 
-    def _end_command(self, place: Place, command: AgentCommand, patience: float) -> tuple[int, str]:
+    def _end_command(self, place: Place, command: AgentProcess, patience: float) -> tuple[int, str]:
         """End a place's command; return its exit code, and what it said."""
         ended = command.end(patience)
         with contextlib.suppress(KeyError, ValueError):

@@ -39,7 +39,10 @@ _SLOW_NAMED = 3
 
 
 class RankError(Exception):
-    """A rank or a host failed, and ended the job; `code` is the exit code, 1 to 255."""
+    """A rank or a host failed, and ended the job; `code` is the exit code, 1 to 255.
+
+    `exception` is the pickled exception of the rank's function, as far as it could be sent.
+    """
 
     def __init__(self, text: str, code: int, rank: int = -1, host: str = "", traceback: str = "") -> None:
         super().__init__(text)
@@ -47,6 +50,7 @@ class RankError(Exception):
         self.rank = rank
         self.host = host
         self.traceback = traceback
+        self.exception = b""
 
 
 class Interrupted(Exception):

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from pyhvd.job.agent import BEAT_S, DRIVER_SILENT_S
-from pyhvd.job.agent_command import AgentCommand
+from pyhvd.job.agent_command import AgentProcess
 from pyhvd.job.connections import SILENT_S
-from pyhvd.job.messages import Beat, encode
+from pyhvd.job.messages import Beat, decode_from_agent, encode
 from pyhvd.transport.tcp.session import ChannelError
 
 
@@ -24,11 +24,12 @@ class KeptAgents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Sequence[str], AgentCommand]] = []
+        self._waiting: list[tuple[Sequence[str], AgentProcess]] = []
+        self._leaving: list[tuple[Sequence[str], str]] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, command: Sequence[str], agent: AgentCommand) -> None:
+    def keep(self, command: Sequence[str], agent: AgentProcess) -> None:
         """Keep an agent, which has said all about its last job; end it if this object is closed."""
         with self._lock:
             closed = self._closed.is_set()
@@ -40,11 +41,11 @@ class KeptAgents:
         if closed:
             _end([agent])
 
-    def take(self, command: Sequence[str]) -> AgentCommand | None:
+    def take(self, command: Sequence[str]) -> AgentProcess | None:
         """Return an agent that this command has started, and keep it no longer; None if there is none."""
         with self._lock:
             mine = [agent for known, agent in self._waiting if known == command]
-            lost = [agent for agent in mine if not _is_there(agent, SILENT_S)]
+            lost = [agent for agent in mine if not self._is_there(command, agent, SILENT_S)]
             taken = next((agent for agent in mine if agent not in lost), None)
             self._drop([*lost, *filter(None, [taken])])
         _end(lost)
@@ -54,6 +55,12 @@ class KeptAgents:
         """Return whether an agent that this command has started waits here."""
         with self._lock:
             return any(known == command for known, _ in self._waiting)
+
+    def take_leaving(self) -> list[tuple[Sequence[str], str]]:
+        """Return the commands of agents whose hosts will be taken away, each with why; it may come again."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        return leaving
 
     def close(self) -> None:
         """End all agents, and wait for their commands."""
@@ -65,31 +72,32 @@ class KeptAgents:
             self._thread.join()
         _end(agents)
 
-    def _drop(self, agents: Sequence[AgentCommand]) -> None:
+    def _drop(self, agents: Sequence[AgentProcess]) -> None:
         self._waiting = [(command, agent) for command, agent in self._waiting if agent not in agents]
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             with self._lock:
-                lost = [agent for _, agent in self._waiting if not _is_there(agent, DRIVER_SILENT_S)]
+                lost = [each[1] for each in self._waiting if not self._is_there(*each, DRIVER_SILENT_S)]
                 self._drop(lost)
             _end(lost)
 
+    def _is_there(self, command: Sequence[str], agent: AgentProcess, patience: float) -> bool:
+        """Send a beat, and return whether the agent has been heard in the last `patience` seconds."""
+        connection = agent.connection
+        try:
+            connection.send(encode(Beat()))
+            while records := connection.pump_in():  # the end of the channel may follow them
+                messages = map(decode_from_agent, records)
+                whys = [each.leaves for each in messages if isinstance(each, Beat) and each.leaves]
+                self._leaving += [(command, why) for why in whys]
+        except ChannelError:
+            return False
+        agent.listen()
+        return connection.open and time.monotonic() <= connection.heard + patience
 
-def _is_there(agent: AgentCommand, patience: float) -> bool:
-    """Send a beat, and return whether the agent has been heard in the last `patience` seconds."""
-    connection = agent.connection
-    try:
-        connection.send(encode(Beat()))
-        while connection.pump_in():
-            pass  # beats: the end of the channel may follow them
-    except ChannelError:
-        return False
-    agent.listen()
-    return connection.open and time.monotonic() <= connection.heard + patience
 
-
-def _end(agents: Iterable[AgentCommand]) -> None:
+def _end(agents: Iterable[AgentProcess]) -> None:
     """End agents, all at the same time."""
     ending = list(agents)
     for agent in ending:

@@ -132,6 +132,11 @@ class Membership:
         """Whether a generation was started that has not ended."""
         return self._phase is not _Phase.WAITING
 
+    @property
+    def hosts(self) -> list[str]:
+        """The names of all hosts that were found."""
+        return [host.name for host in self._roster]
+
     # ---- events of discovery
 
     def discover(self, hosts: Sequence[FoundHost], now: float, problems: Sequence[str] = ()) -> None:
@@ -194,17 +199,24 @@ class Membership:
         else:
             self._queue.append(Say(f"pyhvd: {lost}"))
 
-    def drain(self, host: str, now: float) -> None:  # noqa: ARG002
-        """Note that a host shall go, without a loss of steps; it stays out until it is found anew."""
+    def drain(self, host: str, now: float, why: str = "") -> bool:  # noqa: ARG002
+        """Note that a host shall go, without a loss of steps; it stays out until it is found anew.
+
+        Returns
+        -------
+        bool
+            Whether it is one of the job's hosts.
+        """
         known = self._roster.get(host)
         if known is None:
-            names = ", ".join(each.name for each in self._roster) or "none"
+            names = ", ".join(self.hosts) or "none"
             self._queue.append(
                 Say(f"pyhvd: cannot drain host {host}: it is none of the job's hosts: {names}")
             )
         elif not known.drained:
             known.drained = True
-            self._queue.append(Say(f"pyhvd: host {host} is drained"))
+            self._queue.append(Say(f"pyhvd: host {host} is drained{why and ': ' + why}"))
+        return known is not None
 
     def _lose(self, host: str, why: str, now: float, jitter: float) -> str:
         """Leave a host out; return a text that says why and for how long, empty if it had no agent."""

@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from pyhvd.job.process.exit_report import ExitReport
+from pyhvd.job.store import StoreOrder
 from pyhvd.transport.tcp.session import MAX_RECORD, ChannelError
 
 PART = MAX_RECORD - 4096
@@ -67,6 +68,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         Whether the agent waits for another job at the end.
     elastic : bool
         Whether it holds what the ranks commit.
+    preemption_command : str
+        A shell command that succeeds when the host will be taken away; empty without one.
+    store : StoreOrder, optional
+        Where the agent stores what the ranks commit; None if another one does, or none.
     """
 
     index: int
@@ -76,6 +81,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     function: bool = False
     again: bool = False
     elastic: bool = False
+    preemption_command: str = ""
+    store: StoreOrder | None = None
 
 
 class Interface(msgspec.Struct, frozen=True, array_like=True):
@@ -320,12 +327,31 @@ class EnteringInit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Either way, each second: the sender is alive.
+    """Either way, each second, and twice from an agent of an elastic job: the sender is alive.
 
-    `commit` is the number of the newest commit that an agent holds, in an elastic job.
+    In an elastic job an agent says the number of the newest `commit` that it holds, and why its host
+    `leaves`, if it does.
     """
 
     commit: int = 0
+    leaves: str = ""
+
+
+class Remark(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver, in an elastic job: a line for the user, about the agent's host."""
+
+    text: str
+
+
+class Restore(msgspec.Struct, frozen=True, tag=True):
+    """Driver to agent, before the ranks start: take the newest stored commit."""
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """Agent to driver: the number of the newest commit that it holds now; 0 and why if there is none."""
+
+    commit: int
+    problem: str = ""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -415,6 +441,8 @@ FromAgent = (
     | DaemonEnded
     | Listening
     | Dialed
+    | Remark
+    | Restored
 )
 FromProgram = Launch | RankProxy
 FromDriver = (
@@ -433,6 +461,7 @@ FromDriver = (
     | Stop
     | Signal
     | Leave
+    | Restore
     | Exit
     | StartDaemon
     | EndDaemon

@@ -23,7 +23,7 @@ from pyhvd.job.messages import Failed, Start
 from pyhvd.job.mpi.rank_env import OF_RANKS, without
 from pyhvd.job.process.exit_report import ENTERING, EXIT, TENTATIVE, UP, ExitReport, describe_unreported
 from pyhvd.job.rank_process import RankEvents, RankProcess, pmi_variables
-from pyhvd.job.vault import DESCRIPTORS, Vault
+from pyhvd.job.vault import Vault
 
 # After reporting a failure, a rank has this long for its exit handlers.
 _EXIT_HANDLERS_S = 0.5
@@ -150,7 +150,7 @@ class ProgramProcess(RankProcess):
                 start,
                 msgspec.msgpack.encode(self._program.arguments),
                 events,
-                files={} if vault is None else dict(zip(DESCRIPTORS, vault.descriptors, strict=True)),
+                files={} if vault is None else vault.files,
                 module=self._program.module,
                 flags=("-P",),  # the guardian must not import what the directory has
                 directory=self._program.directory,

@@ -4,7 +4,8 @@ The agent sends the length (8 bytes) and the pickle of function, args and kwargs
 rank sends messages of a kind (1 byte), a length and a payload:
 
 1. ENTERING_INIT, without a payload, when it is about to call MPI_Init;
-2. RESULT with the bytes of :mod:`pyhvd.job.result`, or FAILURE with a :class:`~pyhvd.job.messages.Failed`.
+2. RESULT with the bytes of :mod:`pyhvd.job.result`, or without any to make room in an elastic job; or
+   FAILURE with a :class:`~pyhvd.job.messages.Failed`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from pyhvd.common import launcher_hooks
 from pyhvd.common.text import describe_exception, describe_traceback
 from pyhvd.errors import TransportError
+from pyhvd.job.generation_env import MadeRoom
 from pyhvd.job.messages import Failed, encode
 from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.import_check import watch_mpi_import
@@ -59,6 +61,8 @@ def run_rank(control: socket.socket, sends_exception: bool = False) -> int:
     try:
         function, args, kwargs = cloudpickle.loads(read_code(control))
         pieces = dump(function(*args, **kwargs))
+    except MadeRoom:
+        pieces = []
     except BaseException as exc:
         report = describe_failure(exc, rank_env.rank)
         _flush()

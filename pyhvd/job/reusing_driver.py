@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from typing import Any
 
 from pyhvd.job.connections import SILENT_S, Peer
 from pyhvd.job.hosts_driver import HostsDriver, Place
+from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.kept_agents import KeptAgents
-from pyhvd.job.messages import Again, FromAgent, Hello
+from pyhvd.job.messages import Again, Failed, FromAgent, Hello, Result, ResultAck
 
 
 class ReusingDriver(HostsDriver):
@@ -18,6 +20,20 @@ class ReusingDriver(HostsDriver):
         super().__init__(*args, **kwargs)
         self._kept = kept
         self._waking: set[int] = set()  # the hosts whose kept agents have not answered yet
+        self._exceptions: dict[int, bytes] = {}
+        self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
+
+    def serve(self) -> None:
+        """See :meth:`HostsDriver.serve`; an error of a rank has the exception of its function."""
+        try:
+            super().serve()
+        except RankError as exc:
+            exc.exception = self._exceptions.get(exc.rank, b"")
+            raise
+
+    def take_result(self, rank: int) -> bytearray:
+        """Return what a rank's function returned, pickled; after :meth:`serve`, and only once."""
+        return self._results.pop(rank)
 
     def keep_agents(self) -> None:
         """Keep the agents for a next job, after :meth:`serve`."""
@@ -49,9 +65,18 @@ class ReusingDriver(HostsDriver):
         place.peer.send(Again())
 
     def _handle(self, peer: Peer, message: FromAgent) -> None:
+        if isinstance(message, Result):
+            if message.rank in peer.ranks:
+                self._results[message.rank] += message.data
+                peer.send(ResultAck(message.rank, len(message.data)))
+            return
         if isinstance(message, Hello):
             self._waking.discard(self._place_of(peer).number)
         super()._handle(peer, message)
+
+    def _note_failure(self, failed: Failed) -> None:
+        self._exceptions.setdefault(failed.report.rank, failed.exception)
+        super()._note_failure(failed)
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
         place = self._place_of(peer)

@@ -10,9 +10,12 @@ Invariants
 2. The slot of the newest record is never written. A record is written after its slot, and has a checksum: one
    that was torn, or not written, leaves the older one the newest.
 3. `wished` is written by the agent alone. `left` and `has_callbacks` are written by any rank of the host; all
-   ranks of one generation write the same value. The agent clears them between two generations. Each is one
-   aligned word, which no reader sees half written.
+   ranks of one generation write the same value. The agent clears them between two generations. `urged` is
+   written by the first rank, `stored` by the process that stores commits (:mod:`pyhvd.job.store_process`).
+   Each is one aligned word, which no reader sees half written.
 4. The memory of a commit exists before its record is cleared. A full machine is an error, and no SIGBUS.
+5. The process that stores commits reads a slot while ranks may write. A copy counts only if the slot's record
+   is still the same 1 ms after the copy: a writer clears it first, and all cores see that much sooner.
 
 The agent reads the index alone: what is in the slots, ranks unpickle.
 """
@@ -23,6 +26,7 @@ import mmap
 import os
 import signal
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +40,10 @@ LOST_OTHERS = signal.SIGUSR2
 """What a rank with failure callbacks gets when other ranks are lost, before it is killed."""
 _INDEX_BYTES = 4096
 _WORD = struct.Struct("<Q")
-_WISHED, _LEFT, _CALLBACKS = 0, 8, 16
+_WISHED, _LEFT, _CALLBACKS, _URGED, _STORED, _FAILED = 0, 8, 16, 24, 32, 40
+_TEXT = struct.Struct("<H1022s")  # its length in bytes, and UTF-8
+_TEXT_AT = 256
+_SEEN_S = 1e-3  # every core sees a write sooner
 _RECORD = struct.Struct("<QQQI")  # of Seal, and a checksum
 _RECORDS = (64, 128)
 _ALIGNMENT = 64
@@ -65,6 +72,11 @@ class Seal(msgspec.Struct, frozen=True, order=True):
     generation: int
     size: int
 
+    @property
+    def mark(self) -> int:
+        """A number that grows from one commit of a job to the next, also when a generation goes back."""
+        return self.generation << 40 | self.number
+
 
 class Vault:
     """Two slots and their index; every process of a host that has the descriptors sees the same.
@@ -77,6 +89,7 @@ class Vault:
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
+        self.files = dict(zip(DESCRIPTORS, self.descriptors, strict=True))
         self._index = mmap.mmap(self.descriptors[0], _INDEX_BYTES)
         self._slots: list[mmap.mmap | None] = [None, None]
 
@@ -128,6 +141,38 @@ class Vault:
     def has_callbacks(self, has: bool) -> None:
         _WORD.pack_into(self._index, _CALLBACKS, has)
 
+    @property
+    def urged(self) -> int:
+        """The mark of the newest commit of which ranks wait until it is stored."""
+        return int(_WORD.unpack_from(self._index, _URGED)[0])
+
+    @urged.setter
+    def urged(self, mark: int) -> None:
+        _WORD.pack_into(self._index, _URGED, mark)
+
+    @property
+    def stored(self) -> int:
+        """The mark of the newest commit that is stored; 0 if none is."""
+        return int(_WORD.unpack_from(self._index, _STORED)[0])
+
+    @stored.setter
+    def stored(self, mark: int) -> None:
+        _WORD.pack_into(self._index, _STORED, mark)
+
+    @property
+    def store_failure(self) -> tuple[int, str]:
+        """The mark up to which commits could not be stored, 0 if there is no problem; and the reason."""
+        mark = int(_WORD.unpack_from(self._index, _FAILED)[0])
+        length, text = _TEXT.unpack_from(self._index, _TEXT_AT)
+        return mark, text[:length].decode(errors="replace")
+
+    @store_failure.setter
+    def store_failure(self, failure: tuple[int, str]) -> None:
+        mark, text = failure
+        data = text.encode()[: _TEXT.size - 2]
+        _TEXT.pack_into(self._index, _TEXT_AT, len(data), data)
+        _WORD.pack_into(self._index, _FAILED, mark)  # last: a reader of the mark has the text
+
     def newest(self) -> Seal | None:
         """Return what was committed last, if anything."""
         return max(filter(None, map(self._read_record, (0, 1))), default=None)
@@ -177,8 +222,17 @@ class Vault:
         slot = 0 if self._read_record(0) == seal else 1
         return memoryview(self._map(slot, seal.size))[: seal.size]
 
+    def copy(self, seal: Seal) -> bytes | None:
+        """Return the bytes of a commit, though ranks may write; None if one has begun to replace it."""
+        slot = next((number for number in (0, 1) if self._read_record(number) == seal), None)
+        if slot is None:
+            return None
+        data = bytes(memoryview(self._map(slot, seal.size))[: seal.size])
+        time.sleep(_SEEN_S)
+        return data if self._read_record(slot) == seal else None
+
     def take(self, seal: Seal, data: Any) -> None:
-        """Keep the bytes of a commit of another host."""
+        """Keep the bytes of a commit of another host, or of the store."""
         slot = self._spare_slot()
         memory = self._grow(slot, seal.size)
         self._write_record(slot, bytes(_RECORD.size))

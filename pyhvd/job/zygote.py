@@ -145,8 +145,11 @@ def receive(channel: socket.socket) -> tuple[_Message, list[int]] | None:
 def imports_of(program: Sequence[str], directory: str) -> list[str]:
     """Return the installed modules that a program imports at its top, in order; it is not run.
 
-    `mpi4py` is left out: the program may expect that its import initialises MPI.
+    `mpi4py` is left out: the program may expect that its import initialises MPI. Ranks that run a function
+    have no program.
     """
+    if not program:
+        return []
     with contextlib.suppress(OSError, SyntaxError, ValueError, ImportError):
         tree = ast.parse(_source(program, directory))
         names = [name for node in tree.body for name in _names(node)]

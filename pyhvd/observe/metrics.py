@@ -144,6 +144,8 @@ class Metrics:
     host_awaited_seconds : dict of str to float
         By other host: time for which this host's ranks waited for that host alone to announce cached tensors.
         On the lowest rank of each host only.
+    generation : int or None
+        The generation of this rank in an elastic job, from 0; None in any other job.
     """
 
     rank: int
@@ -171,6 +173,7 @@ class Metrics:
     late_exchanges: dict[str, int] = field(default_factory=dict)
     host_late_tensors: dict[str, int] = field(default_factory=dict)
     host_awaited_seconds: dict[str, float] = field(default_factory=dict)
+    generation: int | None = None
 
 
 class _Counter:
@@ -224,6 +227,8 @@ class Meter:
         Stragglers of tensors negotiated by message; on rank 0.
     hosts : HostMeter, optional
         Counts what crosses to other hosts.
+    generation : int, optional
+        The generation of this rank, in an elastic job.
     """
 
     def __init__(
@@ -234,7 +239,9 @@ class Meter:
         fast: FastPath | None = None,
         lateness: StragglerStats | None = None,
         hosts: HostMeter | None = None,
+        generation: int | None = None,
     ) -> None:
+        self._generation = generation
         self._hosts = hosts
         self._rank = rank
         self._size = size
@@ -374,6 +381,7 @@ class Meter:
                 errors=dict(sorted(self._errors.items())),
                 stall_warnings=self._stall_warnings,
                 stalled_tensors=self._stalled,
+                generation=self._generation,
                 **asdict(between),
             )
 

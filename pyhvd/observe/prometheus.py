@@ -147,8 +147,8 @@ FAMILIES = (
 INFO = Family(
     "pyhvd_info",
     "gauge",
-    ("size", "job", "host", "pid", "version"),
-    "1; its labels name what does not change",
+    ("size", "job", "host", "pid", "version", "generation"),
+    "1; its labels name what does not change; generation is empty in a job that is not elastic",
 )
 
 
@@ -172,7 +172,8 @@ def collect(metrics: Metrics, job: str) -> Iterator[Metric]:
         yield made
     info = GaugeMetricFamily(INFO.name, INFO.doc, labels=("rank", *INFO.labels))
     what = (str(metrics.size), job, socket.gethostname(), str(os.getpid()), __version__)
-    info.add_metric((rank, *what), 1)
+    generation = "" if metrics.generation is None else str(metrics.generation)
+    info.add_metric((rank, *what, generation), 1)
     yield info
 
 

@@ -97,6 +97,8 @@ class Timeline(Instrument):
         ``members(id)`` returns the global ranks of a process set.
     hosts : sequence of str
         The names of the job's hosts.
+    generation : int
+        The generation of this rank, in an elastic job.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Timeline(Instrument):
         fast_path: FastPath | None,
         members: Callable[[int], tuple[int, ...]],
         hosts: Sequence[str] = (),
+        generation: int = 0,
     ) -> None:
         self._writer = writer
         self._hosts = hosts
@@ -125,7 +128,7 @@ class Timeline(Instrument):
         self._origin = read_clock()
         self._rows = Rows(self._origin, order.mark_cycles)
         args = {"format": FORMAT, "job": order.job, "rank": rank, "size": size, "host": platform.node()}
-        args |= {"process": os.getpid(), "origin_ns": self._origin}
+        args |= {"process": os.getpid(), "origin_ns": self._origin, "generation": generation}
         self._head: list[Event] = [metadata(HEADER, args)]
         self._rows.head(f"pyhvd rank {rank}", time.time_ns() // 1000)
         trace.start(CELLS)
@@ -268,6 +271,8 @@ class Recorder:
         This rank, and the number of ranks.
     hooks : Instruments
         Instruments to which a recording is added.
+    generation : int
+        The generation of this rank, in an elastic job; each has files of its own.
 
     Attributes
     ----------
@@ -275,7 +280,7 @@ class Recorder:
         Whether this rank starts or stops a recording together with the others. Any thread may read it.
     """
 
-    def __init__(self, rank: int, size: int, hooks: Instruments) -> None:
+    def __init__(self, rank: int, size: int, hooks: Instruments, generation: int = 0) -> None:
         self.busy = False
         self.fast_path: FastPath | None = None
         self.members: Mapping[int, tuple[int, ...]] = {}
@@ -284,6 +289,7 @@ class Recorder:
         self._rank = rank
         self._size = size
         self._hooks = hooks
+        self._generation = generation
         self._writer: TraceWriter | None = None
         self._order = TimelineOrder()
         self._active: Timeline | None = None
@@ -313,7 +319,7 @@ class Recorder:
         error, path = "", Path(order.path)
         writer: TraceWriter | None = None
         try:
-            path = rank_path(order.path, self._rank)  # it looks at the path
+            path = rank_path(order.path, self._rank, self._generation)  # it looks at the path
             writer = TraceWriter(path, make_directory=order.path.endswith(os.sep))
         except OSError as exc:
             error = f"rank {self._rank} on {platform.node()} cannot write its timeline to {str(path)!r}: "
@@ -345,6 +351,7 @@ class Recorder:
             self.fast_path,
             lambda set_id: self.members.get(set_id, ()),
             self.hosts,
+            self._generation,
         )
         self._active.add_clock("start", reading)
         self._hooks.add(self._active)

@@ -63,6 +63,12 @@ class ElasticOptions:
         Seconds to wait for enough hosts.
     cooldown : tuple of float or None
         Seconds for which a host that failed is put aside, at first and at most; None for ever.
+    preemption_command : str
+        A shell command that succeeds on a host that will be taken away; empty without one.
+    store : str
+        The folder, as fsspec names it, in which commits are stored; empty without one.
+    store_every : int
+        Each commit of so many is stored.
     preload : tuple of str
         Modules that zygotes import besides those at the program's top.
     """
@@ -73,6 +79,9 @@ class ElasticOptions:
     reset_limit: int | None = None
     timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
+    preemption_command: str = ""
+    store: str = ""
+    store_every: int = 1
     preload: tuple[str, ...] = ()
 
     @property
@@ -255,9 +264,13 @@ def _elastic(known: argparse.Namespace, parser: argparse.ArgumentParser) -> Elas
         reset_limit=known.reset_limit,
         timeout=known.elastic_timeout,
         cooldown=known.blacklist_cooldown_range,
+        preemption_command=known.preemption_command,
+        store=known.elastic_store,
+        store_every=known.elastic_store_every,
         preload=tuple(filter(None, known.preload.split(","))),
     )
-    given = [flag for flag in ("max_np", "reset_limit") if getattr(known, flag) is not None]
+    flags = ("max_np", "reset_limit", "preemption_command", "elastic_store")
+    given = [flag for flag in flags if getattr(known, flag)]
     if given and not elastic.wanted:
         parser.error(f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np too")
     sizes = [n for n in (elastic.min_np, known.num_proc, elastic.max_np) if n is not None]
@@ -539,6 +552,31 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         default=(10.0, 300.0),
         metavar=("MIN", "MAX"),
         help="put a host that failed aside for MIN seconds, later longer, at most MAX (default: 10 300)",
+    )
+    _add_elastic_losses(group)
+
+
+def _add_elastic_losses(group: Any) -> None:
+    group.add_argument(
+        "--preemption-command",
+        default="",
+        metavar="COMMAND",
+        help="a shell command that runs on each host, again 1 s after it failed; when it succeeds, the ranks"
+        " leave the host, and no step is lost",
+    )
+    group.add_argument(
+        "--elastic-store",
+        default="",
+        metavar="URL",
+        help="store commits in a folder too, which fsspec reaches and all hosts share, e.g. s3://bucket/job:"
+        " the job then survives the loss of all hosts at once",
+    )
+    group.add_argument(
+        "--elastic-store-every",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="store each N-th commit (default: 1); commits that come faster than the store are left out",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # Of the launcher's own login, terminal and devices.
 _NEVER = {
@@ -16,6 +16,8 @@ _NEVER_PREFIXES = (
     # Of a job that the launcher itself may be part of.
     *("PMI", "OMPI_COMM", "PRTE", "HYDRA", "HYDI_", "MPI_LOCAL", "SLURM_", "PBS_", "LSB_", "FLUX_"),
 )
+# Credentials and settings of file systems.
+_OF_STORES = ("AWS_", "AZURE_", "FSSPEC_", "GCE_", "GCLOUD_", "GOOGLE_", "HF_", "HTTP_PROXY", "HTTPS_PROXY")
 _NEVER_SUFFIX = "_VISIBLE_DEVICES"
 _NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -33,6 +35,11 @@ def to_send(environ: Mapping[bytes, bytes], settings: Mapping[str, str]) -> list
     sent = {name: value for name, value in environ.items() if _is_sent(name)}
     sent |= {os.fsencode(name): os.fsencode(value) for name, value in settings.items()}
     return list(sent.items())
+
+
+def of_stores(sent: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return those variables of :func:`to_send` that file systems of stores read."""
+    return [pair for pair in sent if os.fsdecode(pair[0]).upper().startswith(_OF_STORES)]
 
 
 def _is_sent(name: bytes) -> bool:

@@ -200,7 +200,7 @@ class Hosts:
         seats = self._seats(self._options.num_proc if np is None else check_size(np, "np"))
         directory = os.path.abspath(job.directory or os.getcwd())
         variables = to_send(os.environb, rank_variables(job.env, None))
-        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
+        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, module_paths())
         spec = JobSpec(seats.size, code, start_timeout=self._options.start_timeout)
         with _naming_arguments(), contextlib.ExitStack() as stack:
             copies = make_files(job.output_filename, seats.size)
@@ -373,7 +373,7 @@ def _name(seats: HostSeats) -> str:
     return socket.gethostname() if seats.own and is_loopback(seats.host.name) else seats.host.name
 
 
-def _module_paths() -> list[str]:
+def module_paths() -> list[str]:
     """Return where this process finds modules, but for the directories of its Python."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths = [os.path.abspath(path) for path in sys.path]
@@ -396,21 +396,21 @@ def _run(driver: FunctionDriver) -> list[Any]:
             finally:
                 driver.close()
     except RankError as exc:
-        error = _error(exc, driver.exceptions.get(exc.rank, b""))
+        error = error_of(exc)
         raise error from error.__cause__
     return [load_result(rank, driver.take_result(rank)) for rank in range(len(driver.placements))]
 
 
-def _error(failure: RankError, pickled: bytes) -> Exception:
+def error_of(failure: RankError) -> Exception:
     """Return the error for a failed job, with its cause."""
     text = str(failure).removeprefix("pyhvd: ")
     if failure.rank < 0:
         return LaunchError(text)
     error = RankFailedError(text, failure.rank, failure.host)
     error.__cause__ = RemoteError(failure.rank, failure.traceback) if failure.traceback else None
-    if pickled:
+    if failure.exception:
         with contextlib.suppress(Exception):  # what is imported here may be another than there
-            cause = pickle.loads(pickled)
+            cause = pickle.loads(failure.exception)
             cause.__cause__ = error.__cause__
             error.__cause__ = cause
     return error

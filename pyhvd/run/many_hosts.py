@@ -13,7 +13,7 @@ import selectors
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
@@ -144,13 +144,28 @@ def agent_commands(options: Options, seats: Seats) -> dict[str, list[str]]:
     }
 
 
-def make_files(directory: str | None, size: int) -> dict[int, dict[int, OutputFile]]:
-    """Return new files for the output of each rank, and none without a directory; may raise LaunchError."""
+def make_files(
+    directory: str | None, size: int, ranks: Iterable[int] | None = None
+) -> dict[int, dict[int, OutputFile]]:
+    """Return new files for the output of ranks, and none without a directory; may raise LaunchError.
+
+    Parameters
+    ----------
+    directory : str or None
+        Where the folders of the ranks are.
+    size : int
+        The number of ranks, by which their folders' names are padded.
+    ranks : iterable of int, optional
+        The ranks; by default all.
+    """
     if directory is None:
         return {}
     failures: set[int] = set()
     try:
-        return {rank: rank_files(directory, rank, size, failures) for rank in range(size)}
+        return {
+            rank: rank_files(directory, rank, size, failures)
+            for rank in (range(size) if ranks is None else ranks)
+        }
     except OSError as exc:
         raise LaunchError(f"cannot write the files of --output-filename: {exc}") from exc
 

@@ -16,6 +16,7 @@ from pyhvd.spark.data.partition import partition
 from pyhvd.spark.data.prepare import prepare
 from pyhvd.spark.data.shard import Shard, shard
 from pyhvd.spark.data.store import Store
+from pyhvd.spark.elastic import run_elastic
 from pyhvd.spark.errors import DataError, JavaNotFoundError, SparkError, StartTimeoutError
 from pyhvd.spark.java import use_java
 from pyhvd.spark.ml.numpy_trainer import SGD, NumpyModel
@@ -46,6 +47,7 @@ __all__ = [
     "partition",
     "prepare",
     "run",
+    "run_elastic",
     "shard",
     "use_java",
 ]

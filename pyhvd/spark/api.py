@@ -43,7 +43,7 @@ _log = logging.getLogger("pyhvd")
 _START_TIMEOUT_S = 600.0
 # Tasks have this long to kill their ranks and end; then Spark kills the Python workers.
 _STOP_S = 3.0
-_JOB_END_S = 15.0
+JOB_END_S = 15.0
 
 
 def run(
@@ -124,19 +124,19 @@ def _run(
     if df is not None:
         check_frame(df)
     chosen = interface_names(nics)
-    timeout = _start_timeout(start_timeout, os.environ)
+    timeout = read_start_timeout(start_timeout, os.environ)
     size = None if num_proc is None else check_size(num_proc)
-    context = _active_context()
+    context = active_context()
     conf = context.getConf()
     if size is None:
-        size = wait_for_slots(lambda: count_slots(context), timeout, _is_dynamic(conf))
+        size = wait_for_slots(lambda: count_slots(context), timeout, is_dynamic(conf))
     dealt = None if df is None else deal(df, size)
     import cloudpickle
 
     fn, args, kwargs = call
     code = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     spec = JobSpec(size, code, rank_variables(env, chosen), executable, timeout)
-    bound, announced = _driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
+    bound, announced = driver_hosts(conf) if chosen is None else (interface_addresses(chosen),) * 2
     secret = Secret()
     rendezvous = None if mpiexec_arguments is None else _mpiexec(mpiexec_arguments, executable)
     with as_spark_errors(), output:
@@ -168,8 +168,8 @@ def _drive(
             service.stop(type(exc).__name__, _STOP_S)
         finally:
             job.cancel()
-        if not job.join(_JOB_END_S):
-            _log.warning("Spark has not ended job group %s within %g s", job.group, _JOB_END_S)
+        if not job.join(JOB_END_S):
+            _log.warning("Spark has not ended job group %s within %g s", job.group, JOB_END_S)
         raise
     finally:
         job.close()
@@ -213,7 +213,7 @@ def _mpiexec(arguments: list[str], executable: str | None) -> MpiexecRendezvous:
         raise SparkError(f"launcher='mpiexec' needs an mpiexec on the driver: {exc}") from None
 
 
-def _active_context() -> Any:
+def active_context() -> Any:
     try:
         from pyspark import SparkContext
     except ImportError:
@@ -233,14 +233,14 @@ def _active_context() -> Any:
     return context
 
 
-def _driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
+def driver_hosts(conf: Any) -> tuple[list[str], list[str]]:
     """Return the host that Spark's driver listens on, and the name by which its executors know it."""
     host = conf.get("spark.driver.host") or "127.0.0.1"
     bind = conf.get("spark.driver.bindAddress") or host
     return [bind.strip("[]")], [host.strip("[]")]  # Spark writes IPv6 addresses in brackets
 
 
-def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
+def read_start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     """Return the argument, else the environment's value, else the default."""
     source, value = "start_timeout", cast(Any, given)
     for name in ("PYHVD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"):
@@ -261,7 +261,7 @@ def _start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
 
 def _use_barrier(conf: Any) -> bool:
     """Return whether to use barrier mode, which starts all tasks or none; not with dynamic allocation."""
-    if not _is_dynamic(conf):
+    if not is_dynamic(conf):
         return True
     if conf.get("spark.speculation", "false").lower() == "true":
         raise SparkError(
@@ -271,7 +271,7 @@ def _use_barrier(conf: Any) -> bool:
     return False
 
 
-def _is_dynamic(conf: Any) -> bool:
+def is_dynamic(conf: Any) -> bool:
     """Return whether Spark starts and ends executors as its jobs need them."""
     given: str = conf.get("spark.dynamicAllocation.enabled", "false")
     return given.lower() == "true"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyhvd.spark.data.partition import collect_beside
 from pyhvd.spark.data.schema import Selection
+from pyhvd.spark.elastic_task import ElasticTask
 from pyhvd.spark.errors import DataError, SparkError, reason_of
 from pyhvd.spark.task_body import TaskBody
 
@@ -33,7 +34,7 @@ class CollectJob:
         self,
         context: SparkContext,
         size: int,
-        body: TaskBody,
+        body: TaskBody | ElasticTask,
         barrier: bool,
         rows: Selection | None = None,
     ) -> None:
@@ -120,6 +121,7 @@ class CollectJob:
 
     def _run_tasks(self) -> list[tuple[int, bytes]]:
         if self._rows is not None:
+            assert isinstance(self._body, TaskBody)
             results = collect_beside(self._rows, self._body, self._barrier)
             if not results:  # Spark starts no task for a DataFrame that it finds empty
                 raise DataError("the DataFrame has no rows")

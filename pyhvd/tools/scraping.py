@@ -22,13 +22,22 @@ MOST_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One rank's metrics at one moment (monotonic s): values by sample name and label values."""
+    """One rank's metrics at one moment (monotonic s): values by sample name and label values.
+
+    The generation is that of the rank in an elastic job; None in any other job.
+    """
 
     when: float
     rank: int
     size: int
     job: str
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]]
+    generation: int | None = None
+
+    @property
+    def who(self) -> tuple[str, int, int | None]:
+        """The job, the rank and the generation: all counts of another generation begin anew."""
+        return self.job, self.rank, self.generation
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""
@@ -88,7 +97,8 @@ def parse(text: str, when: float) -> Reading | None:
         if not samples.get("pyhvd_info"):
             return None
         info = dict(next(iter(samples["pyhvd_info"])))
-        return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples)
+        generation = int(info["generation"]) if info.get("generation") else None
+        return Reading(when, int(info["rank"]), int(info["size"]), info["job"], samples, generation)
     except (ValueError, LookupError):  # the parser raises one of these for text of another format
         return None
 
@@ -133,6 +143,8 @@ class Row:
         Share of the time for which the others waited for this rank alone; from rank 0.
     lanes : dict of str to float
         Share of the tensors by lane (percent).
+    generation : int or None
+        The rank's, in an elastic job.
     """
 
     job: str
@@ -146,6 +158,7 @@ class Row:
     stalled: int
     awaited_percent: float | None = None
     lanes: dict[str, float] = field(default_factory=dict)
+    generation: int | None = None
 
 
 @dataclass(slots=True)
@@ -174,8 +187,7 @@ class HostRow:
 
 def host_rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[HostRow]:
     """Return a row for each host that is another host to some rank; empty without links."""
-    earlier = {(reading.job, reading.rank): reading for reading in before}
-    pairs = [(earlier[r.job, r.rank], r) for r in after if (r.job, r.rank) in earlier]
+    pairs = _pairs(before, after)
     hosts = {host for _, now in pairs for host in now.by("pyhvd_link_sent_bytes_total", "other_host")}
     return [_host_row(host, pairs) for host in sorted(hosts)]
 
@@ -206,8 +218,7 @@ def _host_row(host: str, pairs: Sequence[tuple[Reading, Reading]]) -> HostRow:
 
 def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
     """Return a row for each rank that both readings have."""
-    earlier = {(reading.job, reading.rank): reading for reading in before}
-    pairs = [(earlier[r.job, r.rank], r) for r in after if (r.job, r.rank) in earlier]
+    pairs = _pairs(before, after)
     rows = [_row(then, now) for then, now in pairs]
     for then, now in pairs:
         if now.rank == 0:
@@ -216,6 +227,11 @@ def rates(before: Sequence[Reading], after: Sequence[Reading]) -> list[Row]:
                 if (key := str(row.rank)) in awaited:
                     row.awaited_percent = 100 * awaited[key] / _passed(then, now)
     return rows
+
+
+def _pairs(before: Sequence[Reading], after: Sequence[Reading]) -> list[tuple[Reading, Reading]]:
+    earlier = {reading.who: reading for reading in before}
+    return [(earlier[reading.who], reading) for reading in after if reading.who in earlier]
 
 
 def _row(then: Reading, now: Reading) -> Row:
@@ -238,6 +254,7 @@ def _row(then: Reading, now: Reading) -> Row:
         errors=int(now.total("pyhvd_errors_total")),
         stalled=int(now.total("pyhvd_stalled_tensors")),
         lanes={lane: 100 * n / everything for lane, n in lanes.items() if n},
+        generation=now.generation,
     )
 
 

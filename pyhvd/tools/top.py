@@ -32,6 +32,8 @@ examples:
 """
 
 MOST_PORT = (1 << 16) - 1
+# An elastic job without ranks has ended after so long; else its next generation has come up.
+_RESTART_S = 10.0
 
 _COLUMNS = ("rank", "tensors/s", "GB/s", "cache hits", "lane", "waits", "awaited", "errors", "stalled")
 _KEY = (
@@ -68,16 +70,20 @@ def _watch(urls: Sequence[str], given: argparse.Namespace) -> None:
     if not before:
         why = " in time (stopped, or holding the GIL)" if first.silent else ""
         raise NoJobError(f"no rank answers{why} at {', '.join(urls)}")
-    job, size = before[0].job, before[0].size
-    shown = False
+    job, elastic = before[0].job, before[0].generation is not None
+    shown, seen_at = False, time.monotonic()
     with _screen(given) as show:
         while True:
             time.sleep(given.interval)
-            after = scrape(urls)
+            after = scrape(_find_again(urls, job, given) if elastic else urls)
             if rows := rates(before, after.readings):
                 shown = True
-                show(heading(rows, job, size, len(after.silent)), rows, host_rates(before, after.readings))
-            if after.over or (given.once and shown):
+                title = heading(rows, job, after.readings[0].size, len(after.silent))
+                show(title, rows, host_rates(before, after.readings))
+            if not after.over:
+                seen_at = time.monotonic()
+            over = not elastic or time.monotonic() > seen_at + _RESTART_S
+            if (after.over and over) or (given.once and shown):
                 break
             before = after.readings or before
     if after.over and not given.json:
@@ -113,6 +119,13 @@ def _find(given: argparse.Namespace) -> list[str]:
     if len(alive) > 1:
         raise NoJobError(f"several jobs run here; choose one with --job: {', '.join(sorted(alive))}")
     return [_url(file) for file in files if file.job in alive]
+
+
+def _find_again(urls: Sequence[str], job: str, given: argparse.Namespace) -> Sequence[str]:
+    """Return the addresses of an elastic job's ranks, which a new generation may have elsewhere."""
+    if given.url or given.ports or given.port is not None:
+        return urls
+    return [_url(file) for file in read_files() if file.job == job] or urls
 
 
 def _url(file: RankFile) -> str:
@@ -157,7 +170,8 @@ def host_cells(row: HostRow) -> tuple[str, ...]:
 
 def heading(rows: Sequence[Row], job: str, size: int, silent: int = 0) -> str:
     """Return the line above the table: number of ranks, silent ranks, and the slowest rank."""
-    text = f"{job}: {len(rows)} of {size} ranks, over {rows[0].seconds:.2f} s"
+    later = "" if rows[0].generation is None else f" of generation {rows[0].generation}"
+    text = f"{job}: {len(rows)} of {size} ranks{later}, over {rows[0].seconds:.2f} s"
     if silent:
         text += f"; {silent} do not answer (stopped, or holding the GIL)"
     known = [(row.awaited_percent, row.rank) for row in rows if row.awaited_percent is not None]

@@ -136,7 +136,8 @@ def _summarise(traces: list[RankTrace], top: int) -> None:
         rows.append([f"({len(tensors) - len(shown)} more)", *[""] * (len(headings) - 1)])
     rows.append(_row(everything, parts))
     ranks = describe_ranks([trace.rank for trace in traces])
-    print_table(f"time by part: ms, summed over turns, mean of {ranks}", headings, rows)
+    later = f" of generation {traces[0].generation}" if traces[0].generation else ""
+    print_table(f"time by part: ms, summed over turns, mean of {ranks}{later}", headings, rows)
     print(
         "A tensor's share of its batch's time is its share of the bytes. 'all together' counts overlapping"
         " times once."

@@ -11,6 +11,7 @@ from pyhvd.elastic import (
     HostsUpdatedInterrupt as HostsUpdatedInterrupt,
     ObjectState as ObjectState,
     State as State,
+    StoreError as StoreError,
     VaultError as VaultError,
     enabled as enabled,
     generation as generation,

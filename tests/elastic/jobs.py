@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.elastic.steps import STEPS, weight
+from tests.many_hosts import end_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
-PATIENCE_S = 60.0
 
 
 @dataclass
@@ -86,16 +87,42 @@ def run(
     env: Mapping[str, str] = {},
 ) -> Ended:
     """Run the program to its end."""
-    job = subprocess.run(
+    return finish(start(folder, *faults, flags=flags, env=env), folder)
+
+
+def start(
+    folder: Path, *faults: str, flags: Sequence[str], env: Mapping[str, str] = {}
+) -> subprocess.Popen[str]:
+    """Start the program."""
+    return subprocess.Popen(
         [sys.executable, "-m", "pyhvd.run", *flags, str(PROGRAM), *faults],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
-        check=False,
     )
-    return Ended(job.returncode, job.stdout, job.stderr, read_log(folder))
+
+
+def finish(job: subprocess.Popen[str], folder: Path) -> Ended:
+    """Wait for the end of a job, and kill it if that does not come."""
+    ended = end_of(job)
+    return Ended(ended.code, ended.out, ended.err, read_log(folder))
+
+
+def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int, generation: int = 0) -> None:
+    """Wait until a generation, or a later one, has committed a step."""
+
+    def is_there() -> bool:
+        lines = [line for line in read_log(folder) if line.kind == "step" and line.generation >= generation]
+        return any(int(line.words[0]) >= step for line in lines)
+
+    try:
+        wait_until(is_there, 30.0)
+    except AssertionError:
+        job.kill()
+        raise AssertionError((job.communicate(), read_log(folder))) from None
 
 
 def read_log(folder: Path) -> list[Line]:

@@ -110,6 +110,8 @@ watch(exchange, "divide_writing", after="sync")
 watch(loop, "_make_room", before="leaving")
 fail_in_wire_up()
 hvd.init()
+if os.environ.get("SAYS"):
+    print(f"rank {RANK} of generation {GENERATION}", flush=True)
 pass_point("init")
 atexit.register(pass_point, "exit")
 state = elastic.ObjectState(step=0, weights=np.zeros(1000), sampler=elastic.ElasticSampler(4000))
@@ -135,7 +137,7 @@ def train(state: Any) -> int:
         state.weights += gradient.result()
         state.sampler.record_batch(step, 1)
         state.step += 1
-        state.commit()
+        state.commit(durable="DURABLE" in os.environ)
         if hvd.rank() == 0:
             log(f"step {state.step} {state.weights[0]:g}")
         elif hvd.local_rank() == 0:

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from pyhvd.job.errors import LaunchError
-from pyhvd.job.mpi.flavour import find_library
-from pyhvd.job.mpi.rank_env import MPICH
 from tests.elastic.jobs import Ended, check_finished, run
-
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="agents need Linux")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mpich() -> None:
-    try:
-        family = find_library().family
-    except LaunchError as exc:
-        pytest.skip(str(exc))
-    if family != MPICH:
-        pytest.skip("elastic jobs need MPICH or Intel MPI")
 
 
 def check_one_restart(ended: Ended, more: int = 1) -> None:

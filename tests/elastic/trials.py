@@ -123,9 +123,11 @@ def _left(job: RunningJob) -> Iterable[str]:
     for host in () if site is None else (site.bed.head, *site.bed.hosts.values()):
         folders[host.name] = Path(f"/proc/{host.first}/root{_SHM}")
     for place, folder in folders.items():
-        for path in sorted(folder.iterdir()):
-            yield f"{place}: {path.name}"
-            path.unlink()
+        for path in sorted(folder.rglob("*")):
+            if path.name != f"pyhvd-{os.getuid()}":  # the user's own folder stays, and is empty
+                yield f"{place}: {path.name}"
+                if not path.is_dir():
+                    path.unlink()
 
 
 def shared_memory() -> set[str]:

@@ -10,13 +10,12 @@ import pytest
 
 from pyhvd.job.mpi.flavour import find_library
 from pyhvd.job.mpi.rank_env import MPICH
-from tests.elastic.jobs import PROGRAM, ROOT, Ended, check_finished, read_log
+from tests.elastic.jobs import PROGRAM, ROOT, check_finished, finish, wait_for_step
 from tests.elastic.running import two_hosts
 from tests.elastic.trials import try_job
 from tests.hosts import sshd
 from tests.hosts.sshd import Site
-from tests.many_hosts import Launcher, end_of
-from tests.waiting import wait_until
+from tests.many_hosts import Launcher
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -44,25 +43,6 @@ def start(
 ) -> subprocess.Popen[str]:
     settings = ("-x", "STEP_S=0.3", "-x", f"PYTHONPATH={ROOT}")
     return launcher.start(*_FLAGS, *settings, *flags, str(PROGRAM), *faults, hosts=hosts)
-
-
-def finish(job: subprocess.Popen[str], folder: Path) -> Ended:
-    ended = end_of(job)
-    return Ended(ended.code, ended.out, ended.err, read_log(folder))
-
-
-def wait_for_step(job: subprocess.Popen[str], folder: Path, step: int, generation: int = 0) -> None:
-    """Wait until a generation, or a later one, has committed a step."""
-
-    def is_there() -> bool:
-        lines = [line for line in read_log(folder) if line.kind == "step" and line.generation >= generation]
-        return any(int(line.words[0]) >= step for line in lines)
-
-    try:
-        wait_until(is_there, 30.0)
-    except AssertionError:
-        job.kill()
-        raise AssertionError((job.communicate(), read_log(folder))) from None
 
 
 def crash(site: Site) -> Callable[[], None]:

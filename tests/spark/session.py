@@ -121,7 +121,7 @@ class SessionProcess:
         return answer
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0, **options: Any) -> Answer:
-        """Call pyhvd.spark.run in the process, and wait for the result."""
+        """Call pyhvd.spark.run, or run_elastic if `elastic`, in the process, and wait for the result."""
         self.begin(function, *args, **options)
         return self.end(timeout)
 

@@ -19,7 +19,8 @@ def _answer(function: Callable[..., Any], args: Sequence[Any], options: dict[str
 
     answer, out = Answer(), io.StringIO()
     try:
-        answer.results = pyhvd.spark.run(function, args, stdout=out, **options)
+        run = pyhvd.spark.run_elastic if options.pop("elastic", False) else pyhvd.spark.run
+        answer.results = run(function, args, stdout=out, **options)
     except BaseException as exc:
         answer.error, answer.text = type(exc).__name__, str(exc)
         answer.cause = str(exc.__cause__)

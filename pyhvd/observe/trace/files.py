@@ -36,16 +36,18 @@ def metadata(name: str, args: Event, pid: int = 0, tid: int = 0) -> Event:
     return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
-def rank_path(path: str, rank: int) -> Path:
+def rank_path(path: str, rank: int, generation: int = 0) -> Path:
     """Return the path of a rank's trace file.
 
     Rank 0 writes to the path itself, as in Horovod; rank r to ``<stem>.rank<r><suffix>`` beside it. For a
-    directory (an existing one, or a path that ends in a slash) the file is ``timeline.json`` in it.
+    directory (an existing one, or a path that ends in a slash) the file is ``timeline.json`` in it. A later
+    generation of an elastic job puts ``.generation<number>`` after the stem, and so keeps the older files.
     """
     base = Path(path)
     if path.endswith(os.sep) or base.is_dir():
         base = base / DEFAULT_NAME
-    return base if rank == 0 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
+    later = f".generation{generation}" if generation else ""
+    return base.with_name(f"{base.stem}{later}{f'.rank{rank}' if rank else ''}{base.suffix}")
 
 
 class TraceWriter:

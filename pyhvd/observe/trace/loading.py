@@ -93,6 +93,7 @@ class RankTrace:
     cut: bool
     complete: bool
     dropped: int
+    generation: int = 0
     turns: list[Turn] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     unfinished: list[tuple[str, str, float]] = field(default_factory=list)
@@ -162,13 +163,17 @@ def _begins_like_a_trace(path: Path) -> bool:
 
 
 class Header(msgspec.Struct):
-    """The header of a file; ``origin_ns`` is the rank's clock at time 0."""
+    """The header of a file; ``origin_ns`` is the rank's clock at time 0.
+
+    Files of older versions have no generation.
+    """
 
     job: str
     rank: Annotated[int, msgspec.Meta(ge=0)]
     size: Annotated[int, msgspec.Meta(ge=1)]
     host: str
     origin_ns: int
+    generation: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def _header(path: Path, events: list[Event]) -> Header:
@@ -188,7 +193,9 @@ def _mixed(recordings: Iterable[list[RankTrace]]) -> str:
     for traces in sorted(recordings, key=lambda each: each[0].started):
         when = time.strftime("%H:%M:%S", time.localtime(traces[0].started))
         ranks = describe_ranks([trace.rank for trace in traces])
-        texts.append(f"{min(trace.path for trace in traces)} ({ranks}, started at {when})")
+        later = f" of generation {traces[0].generation}" if traces[0].generation else ""
+        first = min(traces, key=lambda trace: trace.rank)
+        texts.append(f"{first.path} ({ranks}{later}, started at {when})")
     return f"files of {len(texts)} recordings: name one file of the recording you want: {'; '.join(texts)}"
 
 
@@ -221,7 +228,7 @@ def _read_metadata(path: Path, header: Header, events: list[Event], cut: bool) -
         raise TraceError(f"{path}: damaged: no measurement of the clock")
     clock = ClockMap(readings["start"], readings.get("end"))
     who = header.job, header.rank, header.size, header.host
-    return RankTrace(path, *who, epoch / 1e6, clock, cut, complete, dropped)
+    return RankTrace(path, *who, epoch / 1e6, clock, cut, complete, dropped, header.generation)
 
 
 @dataclass(slots=True)

@@ -86,6 +86,7 @@ def merge(traces: Sequence[RankTrace]) -> Event:
             "pyhvd_clock": "times are rank 0's; us from the first event",
             "pyhvd_ranks": {str(trace.rank): _describe_clock(trace) for trace in traces},
             "pyhvd_uncertainty_us": max(trace.clock.uncertainty for trace in traces) / 1000,
+            "pyhvd_generation": traces[0].generation,
         },
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from pyhvd.job.vault import DESCRIPTORS, Vault
 SHOWN = "from pyhvd.elastic import enabled, generation, max_size; print(enabled(), generation(), max_size())"
 
 
-def variables(vault: Vault, **others: int) -> dict[str, str]:
+def variables(vault: Vault, **others: Any) -> dict[str, str]:
     numbers = dict(zip(DESCRIPTORS, map(str, vault.descriptors), strict=True))
     return numbers | Generation(3, **others).variables()
 

@@ -24,11 +24,11 @@ from pyhvd.job.placement import RankPlacement, Registry, assign
 from pyhvd.job.process.exit_report import ENDED, EXCEPTION, LOST, SECONDARY, SIGNAL, ExitReport
 from pyhvd.spark import java
 from pyhvd.spark.api import (
-    _driver_hosts,
     _mpiexec_arguments,
     _refuse,
-    _start_timeout,
     _use_barrier,
+    driver_hosts,
+    read_start_timeout,
 )
 from pyhvd.spark.errors import JavaNotFoundError, SparkError
 from pyhvd.transport.tcp.session import MAX_RECORD
@@ -153,14 +153,14 @@ def test_a_rank_that_open_mpi_may_have_ended(report: ExitReport, is_cause: bool)
 
 def test_start_timeout_comes_from_argument_then_environment() -> None:
     both = {"PYHVD_SPARK_START_TIMEOUT": "5", "HOROVOD_SPARK_START_TIMEOUT": "6"}
-    assert _start_timeout(4, both) == 4
-    assert _start_timeout(None, both) == 5
-    assert _start_timeout(None, {"HOROVOD_SPARK_START_TIMEOUT": "6"}) == 6
-    assert _start_timeout(None, {}) == 600
+    assert read_start_timeout(4, both) == 4
+    assert read_start_timeout(None, both) == 5
+    assert read_start_timeout(None, {"HOROVOD_SPARK_START_TIMEOUT": "6"}) == 6
+    assert read_start_timeout(None, {}) == 600
     with pytest.raises(ConfigError, match="PYHVD_SPARK_START_TIMEOUT='soon'"):
-        _start_timeout(None, {"PYHVD_SPARK_START_TIMEOUT": "soon"})
+        read_start_timeout(None, {"PYHVD_SPARK_START_TIMEOUT": "soon"})
     with pytest.raises(ValueError, match="start_timeout=0"):
-        _start_timeout(0, {})
+        read_start_timeout(0, {})
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_the_first_interface_is_mpis() -> None:
 
 def test_the_driver_listens_where_spark_does() -> None:
     host, bind = "spark.driver.host", "spark.driver.bindAddress"
-    assert _driver_hosts({host: "driver", bind: "0.0.0.0"}) == (["0.0.0.0"], ["driver"])
-    assert _driver_hosts({host: "[0:0:0:0:0:0:0:1]", bind: "[::]"}) == (["::"], ["0:0:0:0:0:0:0:1"])
+    assert driver_hosts({host: "driver", bind: "0.0.0.0"}) == (["0.0.0.0"], ["driver"])
+    assert driver_hosts({host: "[0:0:0:0:0:0:0:1]", bind: "[::]"}) == (["::"], ["0:0:0:0:0:0:0:1"])
     assert interface_addresses(["lo"]) == ["127.0.0.1"]
     with pytest.raises(
         ValueError, match=r"interface 'no-such' has no address .*this host's interfaces are .*lo"

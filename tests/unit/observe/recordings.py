@@ -42,8 +42,9 @@ class Recording:
         job: str = "job",
         begin: int = 0,
         end: int = 1000 * MS,
+        generation: int = 0,
     ) -> None:
-        self.path = rank_path(path, rank)
+        self.path = rank_path(path, rank, generation)
         self.skew = skew
         self._writer = TraceWriter(self.path)
         self._end = end
@@ -51,7 +52,7 @@ class Recording:
         self.rows = Rows(origin, mark_cycles=False)
         self.rows.head(f"pyhvd rank {rank}", 1_700_000_000_000_000 + begin // 1000)
         args = {"format": FORMAT, "job": job, "rank": rank, "size": size, "host": f"node{rank}"}
-        head = metadata(HEADER, args | {"process": 100 + rank, "origin_ns": origin})
+        head = metadata(HEADER, args | {"process": 100 + rank, "origin_ns": origin, "generation": generation})
         self._writer.write([head, self.clock("start", begin)])
 
     def clock(self, when: str, time: int) -> Event:

@@ -22,6 +22,8 @@ def test_where_a_rank_writes(tmp_path: Path) -> None:
     assert rank_path("/a/trace", 1) == Path("/a/trace.rank1")
     assert rank_path("/nowhere/", 0) == Path("/nowhere/timeline.json")
     assert rank_path(str(tmp_path), 2) == tmp_path / "timeline.rank2.json"
+    assert rank_path("/a/trace.json", 0, 2) == Path("/a/trace.generation2.json")
+    assert rank_path("/a/trace.json", 3, 12) == Path("/a/trace.generation12.rank3.json")
 
 
 def test_it_is_json_after_every_write(tmp_path: Path) -> None:

@@ -195,6 +195,22 @@ def test_several_recordings_in_one_directory(tmp_path: Path, capsys: pytest.Capt
     assert "allreduce.w0" in capsys.readouterr().out
 
 
+def test_generations_of_an_elastic_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for generation in (0, 2):
+        recording = Recording(
+            str(tmp_path / "t.json"), 0, 1, Skew(), job=str(generation), generation=generation
+        )
+        recording.turn(0, "w", (1, 2, 3, 4))
+        recording.close()
+    assert main(["summary", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 't.json'} (rank 0, started at" in told
+    assert f"{tmp_path / 't.generation2.json'} (rank 0 of generation 2, started at" in told
+    assert main(["summary", str(tmp_path / "t.generation2.json")]) == 0
+    assert "mean of rank 0 of generation 2\n" in capsys.readouterr().out
+    assert merge(load([str(tmp_path / "t.generation2.json")]))["metadata"]["pyhvd_generation"] == 2
+
+
 def test_a_file_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -199,6 +200,43 @@ def test_what_is_no_rank_counts_as_gone() -> None:
 def test_what_only_looks_like_a_rank_counts_as_gone(wrong: str) -> None:
     assert parse(_INFO, 0.0) == Reading(0.0, 0, 2, "j", {"pyhvd_info": {_LABELS: 1.0}})
     assert parse(wrong, 0.0) is None
+
+
+def test_counts_of_another_generation_begin_anew() -> None:
+    first, second, third = (
+        parse(_INFO.replace("} ", f',generation="{number}"}} ') + f"pyhvd_errors_total {count}\n", when)
+        for number, count, when in ((0, 5, 0.0), (1, 1, 1.0), (1, 3, 2.0))
+    )
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert rates([first], [second]) == []
+    (row,) = rates([second], [third])
+    assert (row.generation, row.errors) == (1, 3)
+    assert top.heading([row], "j", 2) == "j: 1 of 2 ranks of generation 1, over 1.00 s"
+
+
+def test_an_elastic_job_is_followed_to_its_next_generation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first generation ends when it has been seen; the next one has another port."""
+    shown: list[str] = []
+    monkeypatch.setattr(top, "_RESTART_S", 1.0)
+    running = Endpoint(0, "127.0.0.1", 0)
+    running.serve(Meter(0, 1, timed=True, generation=0).snapshot, "train-1")
+
+    def show(title: str, *_: object) -> None:
+        nonlocal running
+        shown.append(title)
+        running.close()
+        if len(shown) == 1:
+            running = Endpoint(0, "127.0.0.1", 0)
+            running.serve(Meter(0, 1, timed=True, generation=1).snapshot, "train-1")
+
+    monkeypatch.setattr(top, "_screen", lambda _: contextlib.nullcontext(show))
+    assert top.main(["--interval", "0.05"]) == 0
+    assert ["generation 0" in shown[0], "generation 1" in shown[1], len(shown)] == [True, True, 2]
+    assert capsys.readouterr().out == "job train-1 has ended\n"
 
 
 _LABELS = (("job", "j"), ("rank", "0"), ("size", "2"))

@@ -1,11 +1,3 @@
-"""``horovod.spark``: :func:`pyhvd.spark.run`."""
+"""``horovod.spark``: :func:`pyhvd.spark.run` and :func:`pyhvd.spark.run_elastic`."""
 
-from typing import Any
-
-from pyhvd.spark import run as run
-
-
-def __getattr__(name: str) -> Any:
-    if name == "run_elastic":
-        raise ImportError("pyhvd has no elastic training in Spark: use run() in place of run_elastic()")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from pyhvd.spark import run as run, run_elastic as run_elastic

@@ -1,0 +1,127 @@
+"""The agent's end of the process that stores commits; see :mod:`pyhvd.job.store_process`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import msgspec
+
+from pyhvd.job.messages import Restored
+from pyhvd.job.process.guardian import die_with_parent
+from pyhvd.job.store import StoreOrder
+from pyhvd.job.store_process import RESTORE, WRITE
+from pyhvd.job.vault import Vault
+
+# A process that ended is started again so much later, then twice as late, at last once a minute.
+_AGAIN_S = 1.0
+_LATEST_S = 60.0
+_ALL = (1 << 63) - 1
+
+
+class StoreChild:
+    """Starts the process, and starts it again if it ends.
+
+    Parameters
+    ----------
+    vault : Vault
+        Whose commits are stored.
+
+    Attributes
+    ----------
+    remarks : list of str
+        Lines for the user; the agent sends them to the driver.
+    """
+
+    def __init__(self, vault: Vault) -> None:
+        self.remarks: list[str] = []
+        self._vault = vault
+        self._order: StoreOrder | None = None
+        self._writer: _Process | None = None
+        self._reader: _Process | None = None
+        self._next, self._pause = 0.0, _AGAIN_S
+
+    def use(self, order: StoreOrder | None) -> None:
+        """Store commits as ordered from now on; None: another host does."""
+        if order != self._order:
+            self._end_writer()
+            self._order, self._next, self._pause = order, 0.0, _AGAIN_S
+
+    def restore(self) -> None:
+        """Begin to bring the newest stored commit into the vault; :meth:`check` returns how it ended."""
+        assert self._order is not None
+        self._reader = _Process(RESTORE, self._order, self._vault)
+
+    def check(self, now: float) -> Restored | None:
+        """Do what is due; return the end of :meth:`restore`, once."""
+        if self._order is not None and self._writer is None and now >= self._next:
+            self._writer = _Process(WRITE, self._order, self._vault)
+        if self._writer is not None:
+            lines, ended = self._writer.read()
+            self.remarks += [line for line in lines if line not in self.remarks]
+            if ended:
+                self._end_writer()
+                self._vault.store_failure = _ALL, (lines or ["the process that stores commits has ended"])[-1]
+                self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
+        if self._reader is None:
+            return None
+        lines, ended = self._reader.read()
+        if not ended:
+            return None
+        self._reader.end()
+        self._reader = None
+        try:
+            return msgspec.json.decode(lines[-1], type=Restored)
+        except (IndexError, msgspec.MsgspecError):
+            return Restored(0, "the process that reads the store has ended")
+
+    def close(self) -> None:
+        """End the processes."""
+        self._end_writer()
+        if self._reader is not None:
+            self._reader.end()
+            self._reader = None
+
+    def _end_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.end()
+            self._writer = None
+
+
+class _Process:
+    """A process that prints lines."""
+
+    def __init__(self, mode: str, order: StoreOrder, vault: Vault) -> None:
+        given = {os.fsdecode(name): os.fsdecode(value) for name, value in order.env}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pyhvd.job.store_process", mode, *map(str, vault.descriptors)],
+            env=dict(os.environ) | given,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=vault.descriptors,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._rest = b""
+        with self._process.stdin as stdin:  # less than a pipe holds
+            stdin.write(msgspec.msgpack.encode(order))
+
+    def read(self) -> tuple[list[str], bool]:
+        """Return the lines that it has printed since, and whether it has ended."""
+        ended = self._process.poll() is not None
+        self._rest += self._output.read() or b""
+        *lines, self._rest = self._rest.split(b"\n")
+        return [line.decode(errors="replace") for line in lines], ended
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+        self._output.close()

@@ -1,0 +1,130 @@
+"""The agents of an elastic job in Spark: tasks that connect to the driver, each a host with one slot.
+
+The driver looks at its sockets when :meth:`Arrivals.take` is called, in the thread that calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from pyhvd.job.agent_command import END_S
+from pyhvd.job.discovery import INTERVAL_S, Failed, Found
+from pyhvd.job.member_host import FoundHost
+from pyhvd.transport.tcp.connection import HANDSHAKE_S, Connection, Secret, listen
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
+
+# Connections that have not authenticated themselves yet.
+_MOST_STRANGERS = 64
+
+
+class TaskAgent:
+    """The agent of a task that has connected; see :class:`~pyhvd.job.agent_command.AgentProcess`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._silent, self._writer = os.pipe()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is never readable: what the agent writes to stderr is Spark's."""
+        return self._silent
+
+    def listen(self) -> bool:
+        """Return False."""
+        return False
+
+    def end(self, patience: float = END_S) -> tuple[int, str]:  # noqa: ARG002
+        """End the channel: the agent then ends by itself, and its task with it."""
+        self.connection.close()
+        return 0, ""
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self._silent)
+        os.close(self._writer)
+
+
+class Arrivals:
+    """Finds the tasks that have connected; in place of a :class:`~pyhvd.job.discovery.Discovery`.
+
+    Parameters
+    ----------
+    secret : Secret
+        The job's key, which an agent must hold.
+    addresses : sequence of str
+        The addresses to listen on.
+    """
+
+    def __init__(self, secret: Secret, addresses: Sequence[str]) -> None:
+        self._secret = secret
+        self._listeners = [listen(address, _MOST_STRANGERS) for address in addresses]
+        self._strangers: list[tuple[Connection, str]] = []
+        self._agents: dict[str, TaskAgent] = {}  # that nobody has asked for, or whose channel is open
+        self._count = 0
+        self._next = 0.0
+
+    @property
+    def ports(self) -> list[int]:
+        """The port of each address."""
+        return [listener.getsockname()[1] for listener in self._listeners]
+
+    def take(self) -> list[Found | Failed]:
+        """Return the tasks whose agents are connected, once a second, and whenever there are others."""
+        for listener in self._listeners:
+            self._accept(listener)
+        changed = self._know_strangers()
+        gone = [name for name, agent in self._agents.items() if not agent.connection.open]
+        for name in gone:
+            del self._agents[name]
+        now = time.monotonic()
+        if not self._agents or not (changed or gone or now >= self._next):
+            return []
+        self._next = now + INTERVAL_S
+        return [Found(tuple(FoundHost(name, 1) for name in self._agents), ())]
+
+    def agent(self, name: str) -> TaskAgent:
+        """Return a task's agent, which the caller must close; raise OSError if it is gone."""
+        if name not in self._agents:
+            raise OSError("the task has ended")
+        return self._agents[name]
+
+    def close(self) -> None:
+        """Close the sockets, and the connections that nobody has asked for."""
+        for listener in self._listeners:
+            listener.close()
+        for connection, _ in self._strangers:
+            connection.close()
+        for agent in self._agents.values():
+            agent.connection.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while len(self._strangers) < _MOST_STRANGERS:
+            try:
+                peer, (address, *_) = listener.accept()
+            except OSError:
+                return
+            connection = Connection(peer, Session(self._secret.reveal(), Role.SERVER))
+            self._strangers.append((connection, address))
+
+    def _know_strangers(self) -> bool:
+        """Make agents of those who hold the key; return whether there is a new one."""
+        before = self._count
+        for stranger in list(self._strangers):
+            connection, address = stranger
+            try:
+                connection.pump_out()
+                connection.pump_in()  # the greeting comes again with the first job
+            except ChannelError:
+                connection.close()
+            late = time.monotonic() > connection.began + HANDSHAKE_S
+            if connection.open and not connection.authenticated and not late:
+                continue
+            self._strangers.remove(stranger)
+            if connection.open and connection.authenticated:
+                self._agents[f"task {self._count} on {address}"] = TaskAgent(connection)
+                self._count += 1
+            else:
+                connection.close()
+        return self._count > before
