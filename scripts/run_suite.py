@@ -74,7 +74,7 @@ PARTS = {
     ),
     "hosts-mpich": Part(".venv", ("tests/hosts",)),
     "hosts-openmpi": Part(".venv-openmpi", ("tests/hosts",), arguments=("-m", "not any_mpi")),
-    "elastic": Part(".venv", ("tests/elastic",)),
+    "elastic": Part(".venv", ("tests/elastic",), workers=2),
     "gpu-build": Part(".venv-nvrtc", ("tests/devices/test_gpu_build.py",)),
     "spark": Part(".venv-spark", ("tests/spark",)),
     "spark-torch": Part(".venv-spark", ("tests/spark/test_estimator_torch.py",)),

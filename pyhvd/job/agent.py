@@ -53,8 +53,9 @@ from pyhvd.job.messages import (
     encode,
     parts,
 )
+from pyhvd.job.mpi import segments
 from pyhvd.job.mpi.openmpi.daemon import Daemon, DaemonError
-from pyhvd.job.mpi.pmi import answer_get
+from pyhvd.job.mpi.pmi import answer_get, name_of_world
 from pyhvd.job.notice import Notice
 from pyhvd.job.prober import Prober
 from pyhvd.job.process.exit_report import EXIT, ExitReport
@@ -136,6 +137,7 @@ class Agent:
     _daemon: Daemon | None = None
     _prober: Prober | None = None
     _pmi_values: PmiValues = PmiValues("", {})  # noqa: RUF009 - it is frozen
+    _world: str = ""  # the name of the ranks' world
     _slots: int = 0
     _failed: int | None = None  # the rank that failed first
     _failed_at: float = 0.0
@@ -175,6 +177,7 @@ class Agent:
     def close(self) -> None:
         """Close everything but the connection, even if one part raises."""
         with ExitStack() as stack:
+            stack.callback(self._remove_segments)  # after all ranks have ended
             stack.callback(self._selector.close)
             stack.callback(self._end_probe)
             if self._daemon is not None:
@@ -183,6 +186,10 @@ class Agent:
                 stack.callback(owned.process.close)
             for owned in self._ranks.values():  # all end at the same time, and are then waited for in turn
                 stack.callback(owned.process.end)
+
+    def _remove_segments(self) -> None:
+        if self._world:
+            segments.remove_of_world(self._world)
 
     def _is_over(self) -> bool:
         """Return whether all ranks ended without error; mpiexec's daemon serves other hosts' ranks too."""
@@ -329,6 +336,7 @@ class Agent:
                 message = PmiValues(message.world, self._pmi_values.values | message.values)
             self._pmi_values = message
         elif message.rank in self._ranks:
+            self._world = name_of_world(message.line) or self._world
             self._ranks[message.rank].process.answer_pmi(message.line)
 
     def _pass_on(self, number: int) -> None:

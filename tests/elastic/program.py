@@ -26,6 +26,7 @@ import pyhvd as hvd
 from pyhvd import elastic
 from pyhvd.api import lifecycle
 from pyhvd.elastic import exchange, loop
+from pyhvd.job.mpi.segments import segments_of
 from pyhvd.job.vault import Vault
 from tests.elastic.steps import steps, strikes_in
 
@@ -53,7 +54,7 @@ def pass_point(point: str) -> None:
         time.sleep(1000)
     if action is not None:
         time.sleep(LATE_S if action == "late" else 0)
-        log(f"killed rank {RANK} {point}")
+        log(f"killed rank {RANK} {point} {' '.join(segments_of(os.getpid()))}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -24,7 +24,7 @@ from tests.many_hosts import LOCAL
 RANK, ZYGOTE, AGENT = "pyhvd.run.program_rank", "pyhvd.job.zygote", "pyhvd.job.host_agent"
 TWO_HOSTS = "east:2,west:2"
 _MARK = "PYHVD_TEST_ELASTIC"
-_LOOK_S = 0.005
+_LOOK_S = 0.02
 _ON_TWO = ("--min-np", "2", "--blacklist-cooldown-range", "1", "5")
 
 

@@ -101,7 +101,8 @@ class Striker:
         """Wait until so many faults may be made, after a step; return whether they still can."""
         while self._wait_for_step(after):
             time.sleep(self._draw.random() * _PAUSE_S)
-            if self._plan.may_strike(self._job.generation, count):
+            generation = self._job.generation
+            if self._job.steps(generation=generation) and self._plan.may_strike(generation, count):
                 return True
             after = time.time()
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def test_a_rank_that_is_killed_in_a_commit(point: str, tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_while_it_connects_with_the_others(after_ms: int, tmp_path: Path) -> None:
     """It may be before that, or after it."""
     check_one_restart(run(tmp_path, f"wire-up:0:1:{after_ms}", f"wire-up:1:2:{after_ms}"), 2)
+
+
+def test_ranks_that_die_together_leave_no_shared_memory(tmp_path: Path) -> None:
+    """Here all have opened MPICH's file, and none has removed its name."""
+    ended = run(tmp_path, "handshake:0:all")
+    check_one_restart(ended)
+    made = {path for line in ended.of("killed") for path in line.words[3:]}
+    assert any("mpich_shm" in path for path in made)
+    assert [path for path in made if os.path.exists(path)] == []
 
 
 def test_failure_callbacks_have_time(tmp_path: Path) -> None:

@@ -259,9 +259,8 @@ def test_discovery_that_fails_restarts_nothing(script: str, says: str, start: St
 @pytest.mark.parametrize("ground", [ONE_HOST, TWO_NAMES], ids=["one host", "two"])
 def test_random_faults(ground: Ground) -> None:
     """`make test-elastic-faults` makes many more."""
-    trials = [try_job(ground, seed, steps=80) for seed in range(2)]
-    assert [trial.wrong for trial in trials] == [[], []]
-    assert sum(len(trial.faults) for trial in trials) >= 6
+    trial = try_job(ground, seed=5, steps=120)
+    assert (trial.wrong, trial.log) == ([], "")
 
 
 _HARD = """

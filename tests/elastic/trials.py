@@ -112,14 +112,22 @@ def _samples(ended: Ended) -> int:
 
 
 def _left(job: RunningJob) -> Iterable[str]:
-    """Return the processes and files that a job has left, and its shared memory on simulated hosts."""
+    """Return the processes and files that a job has left, and its shared memory on simulated hosts.
+
+    The files are removed, so that they count once.
+    """
     site = job.ground.site
     yield from job.left(_GONE_S if site is None else _GONE_FROM_HOSTS_S)
-    # The user's own folder stays, and is empty.
-    yield from sorted(str(path) for path in job.temporary.rglob("*") if path.name != f"pyhvd-{os.getuid()}")
     yield from sorted({path.name for path in job.folder.iterdir()} - {"log", "err", "tmp"})
+    folders = {"temporary": job.temporary}
     for host in () if site is None else (site.bed.head, *site.bed.hosts.values()):
-        yield from (f"{host.name}: {name}" for name in os.listdir(f"/proc/{host.first}/root{_SHM}"))
+        folders[host.name] = Path(f"/proc/{host.first}/root{_SHM}")
+    for place, folder in folders.items():
+        for path in sorted(folder.rglob("*")):
+            if path.name != f"pyhvd-{os.getuid()}":  # the user's own folder stays, and is empty
+                yield f"{place}: {path.name}"
+                if not path.is_dir():
+                    path.unlink()
 
 
 def shared_memory() -> set[str]:

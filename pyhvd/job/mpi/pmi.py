@@ -65,6 +65,7 @@ def process_mapping(ranks_per_host: Sequence[int]) -> str:
     return text
 
 
+_NAME = "cmd=my_kvsname kvsname="
 _GOT = "cmd=get_result rc=0 msg=success value={}"
 _NOT_FOUND = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
 
@@ -178,7 +179,7 @@ class PmiServer:
             "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
             "get_maxes": f"cmd=maxes kvsname_max=256 keylen_max={_MAX_KEY} vallen_max={_MAX_VALUE}",
             "get_appnum": "cmd=appnum appnum=0",
-            "get_my_kvsname": f"cmd=my_kvsname kvsname={self.name}",
+            "get_my_kvsname": f"{_NAME}{self.name}",
             "get_universe_size": f"cmd=universe_size size={self.size}",
             "publish_name": "cmd=publish_result rc=-1 msg=not_supported",
             "unpublish_name": "cmd=unpublish_result rc=-1 msg=not_supported",
@@ -203,6 +204,11 @@ def answer_get(line: str, world: str, values: Mapping[str, str]) -> str | None:
         return None
     value = values.get(words.get("key", ""))
     return None if value is None else _GOT.format(value) + "\n"
+
+
+def name_of_world(answer: str) -> str:
+    """Return the name of the world if an answer to a rank says it; else an empty text."""
+    return answer.removeprefix(_NAME).strip() if answer.startswith(_NAME) else ""
 
 
 def _words_of(line: str) -> dict[str, str]:

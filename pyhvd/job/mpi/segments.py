@@ -1,33 +1,43 @@
 """The files of shared memory that MPI makes in /dev/shm, and that a killed rank would leave there.
 
 MPICH and Open MPI remove them in MPI_Finalize, which a killed rank does not reach. The kernel does not tell
-which files a process had that has ended. So they are removed in two ways:
+which files a process had that has ended. So they are removed in three ways:
 
-1. Under MPICH all ranks of a host have mapped the file when MPI is up, and no process opens it again. A rank
-   then removes the name at once.
-2. Open MPI's files are opened later too. A guardian removes those of a rank that it kills.
+1. Under MPICH all ranks of a host have mapped the file when pyhvd is up, and no process opens it again. Then
+   a rank removes the name at once.
+2. A guardian removes the names of what a rank has open or mapped before it kills the rank. It has to: Open
+   MPI's files are opened later too, and UCX, which carries MPICH's messages, names its files at random.
+3. MPICH derives the name from that of the world, which PMI gives. When no rank of a world is left on a host,
+   its agent removes that name. The file may have been made by a rank that was killed in MPI_Init.
+
+UCX removes the name of a file as soon as it has opened the file. A rank that is killed in between, and not by
+its guardian, leaves it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterable
 
 _FOLDER = "/dev/shm/"
 _DELETED = " (deleted)"
-# How the names begin that MPICH and Open MPI give to shared memory.
-_OF_MPICH, _OF_OPENMPI = "mpich_shm_", "sm_segment."
+# How the names begin that they give to shared memory.
+_OF_MPICH, _OF_OPENMPI, _OF_UCX = "mpich_shm_", "sm_segment.", "ucx_shm_posix_"
+# FNV-1a, by which MPICH makes a number from a world's name.
+_FNV_START, _FNV_PRIME, _FNV_MASK = 2166136261, 16777619, 0xFFFFFFFF
 
 
-def segments_of(process: int, beginnings: tuple[str, ...] = (_OF_MPICH, _OF_OPENMPI)) -> set[str]:
-    """Return the files of MPI's shared memory that a process has mapped; none if it has ended."""
-    try:
-        with open(f"/proc/{process}/maps", encoding="utf-8", errors="surrogateescape") as file:
-            mapped = {line.rstrip("\n").partition(_FOLDER)[2] for line in file}
-    except OSError:
-        return set()
-    return {_FOLDER + name for name in mapped if name.startswith(beginnings) and _DELETED not in name}
+def segments_of(process: int, beginnings: tuple[str, ...] = (_OF_MPICH, _OF_OPENMPI, _OF_UCX)) -> set[str]:
+    """Return the files of MPI's shared memory that a process has open or mapped; none if it has ended."""
+    paths: list[str] = []
+    with contextlib.suppress(OSError):
+        paths += [os.readlink(link) for link in glob.glob(f"/proc/{process}/fd/*")]
+    with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="surrogateescape") as file:
+        paths += file.read().splitlines()
+    names = {path.partition(_FOLDER)[2] for path in paths}
+    return {_FOLDER + name for name in names if name.startswith(beginnings) and _DELETED not in name}
 
 
 def remove(segments: Iterable[str]) -> None:
@@ -40,3 +50,11 @@ def remove(segments: Iterable[str]) -> None:
 def remove_own() -> None:
     """Remove the names of this rank's files of MPICH, which all ranks of its host must have mapped."""
     remove(segments_of(os.getpid(), (_OF_MPICH,)))
+
+
+def remove_of_world(name: str) -> None:
+    """Remove the names of MPICH's files of a world, of which no rank may be left on this host."""
+    number = _FNV_START
+    for byte in name.encode():
+        number = (number ^ byte) * _FNV_PRIME & _FNV_MASK
+    remove(glob.glob(f"{_FOLDER}{_OF_MPICH}{number:x}_*"))

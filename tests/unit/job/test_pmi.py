@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.mpi.flavour import find_library
-from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, answer_get, process_mapping
+from pyhvd.job.mpi.pmi import Abort, PmiError, PmiServer, answer_get, name_of_world, process_mapping
 from pyhvd.job.mpi.rank_env import MPICH
 
 
@@ -52,6 +52,8 @@ def test_scripted_start() -> None:
         (0, "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024\n")
     ]
     assert server.handle(1, "cmd=get_my_kvsname") == [(1, f"cmd=my_kvsname kvsname={server.name}\n")]
+    assert name_of_world(server.handle(1, "cmd=get_my_kvsname")[0][1]) == server.name
+    assert name_of_world(server.handle(1, "cmd=get_appnum")[0][1]) == ""
     assert server.handle(1, "cmd=get kvsname=pyhvd key=PMI_process_mapping") == [
         (1, "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))\n")
     ]

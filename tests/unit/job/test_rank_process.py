@@ -15,6 +15,7 @@ import pytest
 
 from pyhvd.job.messages import Start
 from pyhvd.job.mpi.openmpi.daemon import daemon_environment
+from pyhvd.job.mpi.segments import remove_of_world
 from pyhvd.job.process.exit_report import LOST
 from pyhvd.job.process.supervised import SupervisedProcess
 from pyhvd.job.rank_process import RankEvents, RankProcess, rank_environment
@@ -131,7 +132,9 @@ def test_the_users_parameters_of_open_mpi_reach_ranks_and_daemons() -> None:
 
 def test_a_guardian_removes_the_shared_memory_that_mpi_left() -> None:
     """It knows MPI's files by their names, and keeps all others."""
-    names = [f"{prefix}{uuid.uuid4().hex}" for prefix in ("mpich_shm_", "sm_segment.", "own_")]
+    names = [
+        f"{prefix}{uuid.uuid4().hex}" for prefix in ("mpich_shm_", "sm_segment.", "ucx_shm_posix_", "own_")
+    ]
     program = f"""
 import mmap, socket, sys, time
 from pyhvd.job.process.guardian import guard
@@ -157,9 +160,22 @@ guard(int(sys.argv[1]), body)
             assert guardian.stdout.readline() == b"ready\n"
             mine.shutdown(socket.SHUT_WR)
             assert guardian.wait(10) == 0
-            assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, False, True]
+            assert [os.path.exists(f"/dev/shm/{name}") for name in names] == [False, False, False, True]
         finally:
             guardian.kill()
             guardian.stdout.close()
             for name in names:
                 Path(f"/dev/shm/{name}").unlink(missing_ok=True)
+
+
+def test_the_shared_memory_of_a_world_is_removed_by_its_name() -> None:
+    """MPICH 5.0 made this number from this name."""
+    paths = [Path(f"/dev/shm/mpich_shm_{number}_0") for number in ("12af2a23", "12af2a24")]
+    try:
+        for path in paths:
+            path.touch()
+        remove_of_world("pyhvd-700dd44a05e31e58")
+        assert [path.exists() for path in paths] == [False, True]
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
