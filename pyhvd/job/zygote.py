@@ -8,8 +8,9 @@ Invariants
 ----------
 1. The zygote runs none of the user's code, and never initialises MPI or CUDA. It imports installed modules
    alone: those that the program imports at its top.
-2. It forks only while it has one thread. A module that leaves threads behind is named, and makes it unfit:
-   the ranks are then started by commands.
+2. It forks only while all its other threads are made for it: OpenBLAS stops its own at a fork, and jemalloc
+   holds its locks. A module that leaves other threads behind is named, and makes it unfit: the ranks are
+   then started by commands.
 3. It ends when the agent's end of the channel closes. Its ranks do not: they have guardians.
 """
 
@@ -38,6 +39,9 @@ from pyhvd.job.process.guardian import die_with_parent
 MAX_REQUEST = 1 << 20
 _FIRST_FREE = 512  # descriptors of a request wait from here on, until their numbers are free
 _LENGTH = 4
+_TASKS = "/proc/self/task"
+# By name: jemalloc's, which pyarrow brings; it takes its locks before a fork, and starts its thread anew.
+_SAFE_THREADS = ("jemalloc_bg_thd",)
 # The ranks that commands start beside the zygote begin first.
 _FIRST_RANKS_S = 1.0
 # What every rank imports, but for MPI.
@@ -193,9 +197,33 @@ def preload(names: Iterable[str]) -> str:
     for name in names:
         with contextlib.suppress(Exception):  # the program itself will say why
             importlib.import_module(name)
-        if len(os.listdir("/proc/self/task")) > 1:
+        if _has_threads():
             return name
     return ""
+
+
+def _has_threads() -> bool:
+    """Return whether there is a thread that a fork would leave out while it may hold a lock.
+
+    A first fork stops the threads of pools that are made for that; the next ones start at their next use.
+    """
+    if len(os.listdir(_TASKS)) == 1:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):  # a handler has reaped it
+        os.waitpid(pid, 0)
+    own = str(os.getpid())
+    return any(_thread_name(task) not in _SAFE_THREADS for task in os.listdir(_TASKS) if task != own)
+
+
+def _thread_name(task: str) -> str:
+    try:
+        with open(f"{_TASKS}/{task}/comm", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:  # it has ended
+        return _SAFE_THREADS[0]
 
 
 def serve(channel: socket.socket) -> None:

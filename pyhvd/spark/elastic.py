@@ -130,9 +130,9 @@ def _serve(
             with contextlib.closing(_SparkJob(wanted, arrivals, spark, output)) as job:
                 return job.serve_function()
         finally:
+            _end(spark, arrivals)
             if wanted.elastic.store is not None:
                 clear_store(wanted.elastic.store)
-            _end(spark, arrivals)
 
 
 def _limits(

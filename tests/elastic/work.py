@@ -24,7 +24,10 @@ def train(fault: str = "") -> tuple[int, int, float, int]:
     @hvd.elastic.run
     def go(state: Any) -> None:
         while state.step < STEPS:
-            if state.step == STEPS // 3 and hvd.rank() == hvd.size() - 1:
+            if state.step == STEPS // 3 and fault == "all":
+                state.commit(durable=True)
+                hvd.barrier()
+            if state.step == STEPS // 3 and (fault == "all" or hvd.rank() == hvd.size() - 1):
                 if fault == "always":
                     raise ValueError("not again")
                 if fault and not hvd.elastic.generation():

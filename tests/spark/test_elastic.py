@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_a_lost_task_comes_back_as_another_host(session: SessionProcess, mark: d
 def test_without_a_fault_nothing_is_started_again(session: SessionProcess, mark: dict[str, str]) -> None:
     answer = session.run(train, elastic=True, max_num_proc=3, env=mark)
     assert answer.results == [(rank, 3, SUM, 0) for rank in range(3)], answer
+
+
+def test_a_store_holds_commits_during_the_job(
+    session: SessionProcess, mark: dict[str, str], tmp_path: Path
+) -> None:
+    answer = session.run(train, "all", elastic=True, num_proc=2, env=mark, store=str(tmp_path / "store"))
+    assert [result[2] for result in answer.results] == [SUM] * 2, answer
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
 
 def test_the_same_error_each_time_ends_the_job(session: SessionProcess, mark: dict[str, str]) -> None:

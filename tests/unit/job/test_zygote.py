@@ -82,6 +82,26 @@ def test_a_fork_is_as_a_command(zygote: Zygote, tmp_path: Path) -> None:
     }
 
 
+_POOLS = """
+import os
+from pyhvd.job.zygote import preload
+assert preload(["numpy", "numpy.linalg"]) == ""
+import numpy as np
+for _ in range(20):  # after each product the pool's threads run
+    product = np.ones((300, 300)) @ np.ones((300, 300))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if (np.ones((300, 300)) @ np.ones((300, 300)) == product).all() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.timeout(60)
+def test_openblas_stops_its_threads_at_a_fork() -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "3", "OPENBLAS_NUM_THREADS": "3"}
+    subprocess.run([sys.executable, "-c", _POOLS], env=env, cwd=ROOT, check=True, timeout=50)
+
+
 def test_without_its_zygote_a_process_is_started_by_a_command(zygote: Zygote, tmp_path: Path) -> None:
     wait_until(lambda: zygote.fit)
     zygote._process.kill()

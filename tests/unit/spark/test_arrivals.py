@@ -12,7 +12,7 @@ from pyhvd.job.member_host import FoundHost
 from pyhvd.spark import arrivals
 from pyhvd.spark.arrivals import Arrivals
 from pyhvd.transport.tcp.connection import Connection, Secret
-from pyhvd.transport.tcp.session import Role, Session
+from pyhvd.transport.tcp.session import ChannelError, Role, Session
 from tests.waiting import wait_until
 
 HOST = FoundHost("task 0 on 127.0.0.1", 1)
@@ -79,7 +79,7 @@ def test_who_lacks_the_key_is_no_host(made: tuple[Arrivals, Secret]) -> None:
         stranger.pump_in()
         return not stranger.open
 
-    with pytest.raises(arrivals.ChannelError):
+    with pytest.raises(ChannelError):
         wait_until(is_refused, 10.0)
     stranger.close()
 
