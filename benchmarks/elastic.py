@@ -1,7 +1,8 @@
 """``python -m benchmarks elastic``: how fast elastic jobs go on after a fault, and what commits cost.
 
 A time runs from the fault to the end of the next allreduce, by the wall clock of this machine, on which all
-hosts are.
+hosts are. Faults of hosts are made on two simulated ones, over ssh; there the time runs to the next committed
+step, and steps last 0.2 s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from benchmarks.harness import OURS, Figures, Outcome
 from benchmarks.hosts import publish
 from benchmarks.machine import Machine, mpi_short
 from benchmarks.report import Report, Run, Target, judge
+from tests.bed import why_not
+from tests.elastic.fault_times import FAULTS, measure
+from tests.elastic.faults import grounds
+from tests.hosts import sshd
 from tests.many_hosts import LOCAL
 from tests.mpi.launch import ROOT
 
@@ -35,6 +40,15 @@ KILLED, KILLED_TORCH = "1 of 4 ranks is killed", "1 of 4 ranks is killed, torch 
 ADDED, WEST = "a host is printed, first allreduce with it", "east:2\nwest:2\n"
 COMMIT, CHECK = "commit of 100 MB, times a copy", "check_host_updates"
 
+# The faults on two hosts, by their names there, with the seconds that are asked for.
+ON_HOSTS = {
+    "on two hosts a rank is killed": (3.0, 0.6),
+    "a host crashes": (3.0, 0.8),
+    "a host is frozen": (5.0, 3.5),
+    "a host is cut off": (5.0, 3.5),
+    "a host loses its power": (5.0, 3.5),
+}
+
 
 def _target(label: str, least: float, moonshot: float) -> Target:
     return Target(label, f"elastic, {label}", _PYHVD, (), least, moonshot, True)
@@ -46,6 +60,7 @@ TARGETS = [
     _target(ADDED, 5.0, 2.0),
     _target(COMMIT, 2.0, 1.2),
     _target(CHECK, 5e-6, 1e-6),
+    *(_target(name, *asked) for name, asked in ON_HOSTS.items()),
 ]
 
 
@@ -65,6 +80,14 @@ class Table:
         times = self._times(["calls", "0"], "2")
         self._note(COMMIT, "x", times["commit"])
         self._note(CHECK, "s", times["check"])
+
+    def run_on_hosts(self, trials: int) -> None:
+        """Make each fault of a host so many times."""
+        known = {fault.name: fault for fault in FAULTS}
+        with grounds(hosts=True) as (ground,):
+            for _ in range(trials):
+                for name in ON_HOSTS:
+                    self._note(name, "s", measure(ground, known[name]))
 
     def _note(self, label: str, unit: str, value: float) -> None:
         self.samples.setdefault((label, unit), []).append(value)
@@ -149,6 +172,10 @@ def main(arguments: Sequence[str]) -> int:
             if sys.stderr.isatty():
                 print(f"\r\x1b[Krun {number + 1} of {given.runs}", end="", file=sys.stderr)
             table.run(given.restarts)
+        if reason := why_not() or sshd.why_not():
+            print(f"no faults of hosts: {reason}", file=sys.stderr)
+        else:
+            table.run_on_hosts(given.trials)
         path = folder / "machine.json"
         here = [sys.executable, "-m", "pyhvd.run", "-n", "1", "-m", "benchmarks.machine", str(path)]
         subprocess.run(here, check=True, cwd=ROOT)
@@ -168,6 +195,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=2, metavar="N", help="jobs of each case (default: 2)")
     parser.add_argument(
         "--restarts", type=int, default=10, metavar="N", help="killed ranks of each job (default: 10)"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=5, metavar="N", help="of each fault of a host (default: 5)"
     )
     parser.add_argument(
         "--results",

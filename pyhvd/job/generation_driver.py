@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -84,8 +84,9 @@ class GenerationDriver(ReusingDriver):
         What it has in common with the others.
     known_commit : int
         The newest commit of which the launcher has heard.
-    holders : iterable of str
-        The hosts that had ranks in the last generation, and whose agents are not known to be lost.
+    holders : set of str or None
+        The hosts that had ranks in the last generation, and whose agents are not known to be lost; None if no
+        generation has had ranks.
     each_step : callable
         Called with the time, at least four times a second.
     kept, spec, seats, checked, explain, display, say, stdin, network, status
@@ -97,7 +98,7 @@ class GenerationDriver(ReusingDriver):
         How this generation is over, if it has not failed.
     began_from : int or None
         The commit from which the ranks went on; None if they were not started.
-    holders : set of str
+    holders : set of str or None
         The same for the next generation, once ranks are started.
     commits : dict of str to int
         The newest commit of each host that has said so.
@@ -114,7 +115,7 @@ class GenerationDriver(ReusingDriver):
         number: int,
         elastic: ElasticSpec,
         known_commit: int,
-        holders: Iterable[str],
+        holders: set[str] | None,
         each_step: Callable[[float], None],
         kept: KeptAgents,
         spec: JobSpec,
@@ -139,7 +140,7 @@ class GenerationDriver(ReusingDriver):
         self._elastic = elastic
         self._each_step = each_step
         self._known_commit = known_commit
-        self.holders = set(holders)
+        self.holders = holders
         self._asks_store = self._restored = False
         self._store_problem = ""
         self._asked = 0  # the generation for which the ranks shall make room
@@ -224,7 +225,8 @@ class GenerationDriver(ReusingDriver):
 
     def _lose(self, peer: Peer, why: str, waited: bool) -> None:
         place = self._place_of(peer)
-        self.holders.discard(place.seat.name)
+        if self.holders is not None:
+            self.holders.discard(place.seat.name)
         if place.number not in self._waking and self._stop_reason is None:
             self.lost.setdefault(place.seat.name, why)
             self._settling.discard(place.number)
@@ -254,7 +256,7 @@ class GenerationDriver(ReusingDriver):
     @property
     def _may_be_stored(self) -> bool:
         """Whether the store may have a newer commit than the hosts: all that had ranks before are lost."""
-        if self._elastic.store is None or not self.number:
+        if self._elastic.store is None or self.holders is None:
             return False
         return not any(self.commits.get(name, -1) >= self._known_commit for name in self.holders)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from pyhvd.job.store import StoreOrder
 from pyhvd.job.store_process import RESTORE, WRITE
 from pyhvd.job.vault import Vault
 
-# A process that ended is started again so much later, then twice as late, at last once a minute.
+# A process that ended is started again so much later, then twice as late, at last once a minute. A line is
+# told again after a minute, too.
 _AGAIN_S = 1.0
 _LATEST_S = 60.0
+# A mark greater than that of any commit.
 _ALL = (1 << 63) - 1
 
 
@@ -43,9 +46,11 @@ class StoreChild:
         self._writer: _Process | None = None
         self._reader: _Process | None = None
         self._next, self._pause = 0.0, _AGAIN_S
+        self._told: dict[str, float] = {}
 
     def use(self, order: StoreOrder | None) -> None:
-        """Store commits as ordered from now on; None: another host does."""
+        """Store commits as ordered from now on; None: another host does. Give up :meth:`restore`."""
+        self._end_reader()
         if order != self._order:
             self._end_writer()
             self._order, self._next, self._pause = order, 0.0, _AGAIN_S
@@ -60,27 +65,36 @@ class StoreChild:
         if self._order is not None and self._writer is None and now >= self._next:
             self._writer = _Process(WRITE, self._order, self._vault)
         if self._writer is not None:
-            lines, ended = self._writer.read()
-            self.remarks += [line for line in lines if line not in self.remarks]
-            if ended:
-                self._end_writer()
-                self._vault.store_failure = _ALL, (lines or ["the process that stores commits has ended"])[-1]
-                self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
+            self._follow_writer(self._writer, now)
         if self._reader is None:
             return None
-        lines, ended = self._reader.read()
+        _, ended = self._reader.read()
         if not ended:
             return None
-        self._reader.end()
-        self._reader = None
+        answer = self._reader.last
+        self._end_reader()
         try:
-            return msgspec.json.decode(lines[-1], type=Restored)
-        except (IndexError, msgspec.MsgspecError):
+            return msgspec.json.decode(answer, type=Restored)
+        except msgspec.MsgspecError:
             return Restored(0, "the process that reads the store has ended")
 
     def close(self) -> None:
         """End the processes."""
         self._end_writer()
+        self._end_reader()
+
+    def _follow_writer(self, writer: _Process, now: float) -> None:
+        lines, ended = writer.read()
+        for line in lines:
+            if now >= self._told.get(line, -math.inf) + _LATEST_S:
+                self._told[line] = now
+                self.remarks.append(line)
+        if ended:
+            self._end_writer()
+            self._vault.store_failure = _ALL, writer.last or "the process that stores commits has ended"
+            self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
+
+    def _end_reader(self) -> None:
         if self._reader is not None:
             self._reader.end()
             self._reader = None
@@ -92,7 +106,7 @@ class StoreChild:
 
 
 class _Process:
-    """A process that prints lines."""
+    """A process that prints lines; `last` is the last of them."""
 
     def __init__(self, mode: str, order: StoreOrder, vault: Vault) -> None:
         given = {os.fsdecode(name): os.fsdecode(value) for name, value in order.env}
@@ -110,6 +124,7 @@ class _Process:
         self._output = self._process.stdout
         os.set_blocking(self._output.fileno(), False)
         self._rest = b""
+        self.last = ""
         with self._process.stdin as stdin:  # less than a pipe holds
             stdin.write(msgspec.msgpack.encode(order))
 
@@ -118,7 +133,9 @@ class _Process:
         ended = self._process.poll() is not None
         self._rest += self._output.read() or b""
         *lines, self._rest = self._rest.split(b"\n")
-        return [line.decode(errors="replace") for line in lines], ended
+        texts = [line.decode(errors="replace") for line in lines]
+        self.last = texts[-1] if texts else self.last
+        return texts, ended
 
     def end(self) -> None:
         """Kill it."""

@@ -15,7 +15,7 @@ Invariants
    Each is one aligned word, which no reader sees half written.
 4. The memory of a commit exists before its record is cleared. A full machine is an error, and no SIGBUS.
 5. The process that stores commits reads a slot while ranks may write. A copy counts only if the slot's record
-   is still the same 1 ms after the copy: a writer clears it first, and all cores see that much sooner.
+   is still the same 20 us after the copy: a writer clears it first, and all cores see that much sooner.
 
 The agent reads the index alone: what is in the slots, ranks unpickle.
 """
@@ -43,7 +43,7 @@ _WORD = struct.Struct("<Q")
 _WISHED, _LEFT, _CALLBACKS, _URGED, _STORED, _FAILED = 0, 8, 16, 24, 32, 40
 _TEXT = struct.Struct("<H1022s")  # its length in bytes, and UTF-8
 _TEXT_AT = 256
-_SEEN_S = 1e-3  # every core sees a write sooner
+_SEEN_S = 2e-5  # every core sees a write sooner
 _RECORD = struct.Struct("<QQQI")  # of Seal, and a checksum
 _RECORDS = (64, 128)
 _ALIGNMENT = 64

@@ -41,8 +41,6 @@ from pyhvd.run.selection import Selection
 
 # A store that does not answer holds up the end of the job so long.
 _CLEAR_S = 10.0
-# Between two looks at agents that start, while no rank runs.
-_LOOK_S = 0.05
 
 
 class RankFiles:
@@ -91,6 +89,10 @@ class CommandJob(ElasticJob):
         The files of the output.
     store : StoreOrder or None
         Where commits are stored.
+    code : bytes
+        What the ranks run.
+    function : bool
+        Whether that is a function.
     """
 
     def __init__(
@@ -101,9 +103,11 @@ class CommandJob(ElasticJob):
         membership: Membership,
         discovery: Discovery | None,
         output: Output,
-        status: StatusLine,
+        status: StatusLine | None,
         files: RankFiles,
         store: StoreOrder | None,
+        code: bytes,
+        function: bool = False,
     ) -> None:
         super().__init__(membership, discovery, status, options.start_timeout)
         self._options = options
@@ -111,7 +115,9 @@ class CommandJob(ElasticJob):
         self._output = output
         self._files = files
         self._store = store
-        self._elastic = ElasticSpec(options.elastic.max_np or 0, options.elastic.preemption_command, store)
+        self._code = code
+        command = options.elastic.preemption_command
+        self._elastic = ElasticSpec(options.elastic.max_np or 0, command, store, function)
         self._letters = secrets.token_hex(3)
         self._known = {each.host.name: each for each in known}
         self._checked: Checked | None = None
@@ -140,9 +146,6 @@ class CommandJob(ElasticJob):
             self._files.make(seats.size)
         except LaunchError as exc:  # of ranks by which the job has grown
             self.say(f"pyhvd: {exc}")
-        given = dict(os.environb) if options.send_environment else {}
-        sent, preload = to_send(given, options.settings), list(options.elastic.preload)
-        program = Program("pyhvd.run.program_rank", options.program, directory, sent, preload)
         commands = agent_commands(options, seats)
         return GenerationDriver(
             begins.number,
@@ -151,13 +154,13 @@ class CommandJob(ElasticJob):
             self.holders,
             self.step,
             self.kept,
-            JobSpec(seats.size, program.dump(), {JOB: self._letters}, start_timeout=options.start_timeout),
+            JobSpec(seats.size, self._code, {JOB: self._letters}, start_timeout=options.start_timeout),
             [Seat(each.host.name, len(each.ranks), commands[each.host.name]) for each in seats.hosts],
             lambda: self._check(directory),
             self.explain,
             self._output,
             self.say,
-            0 if begins.number == 0 else None,
+            0 if begins.number == 0 and not self._elastic.function else None,
             wanted_network(options, seats),
             self.status,
         )
@@ -213,8 +216,33 @@ def _run(
     fixed: Sequence[FoundHost] | None,
     discovery: Discovery | None,
 ) -> int:
+    elastic, limits = options.elastic, limits_of(options, size)
+    status = StatusLine(sys.stderr, is_terminal(sys.stderr))
+
+    def serve() -> None:
+        given = dict(os.environb) if options.send_environment else {}
+        sent, preload = to_send(given, options.settings), list(elastic.preload)
+        directory = options.directory or os.getcwd()
+        store = make_store(elastic.store, elastic.store_every, of_stores(sent))
+        files = RankFiles(options.output_filename, elastic.max_np or size)
+        files.make(limits.min_np)  # before anything is started
+        shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
+        with shown as output:
+            membership = Membership(limits, time.monotonic(), fixed)
+            job = CommandJob(
+                *(options, agent, known, membership, discovery, output, status, files, store),
+                Program("pyhvd.run.program_rank", options.program, directory, sent, preload).dump(),
+            )
+            with contextlib.closing(job):
+                job.serve()
+
+    return exit_code(serve)
+
+
+def limits_of(options: Options, size: int) -> Limits:
+    """Return the limits of a job that starts with so many ranks."""
     elastic = options.elastic
-    limits = Limits(
+    return Limits(
         min_np=elastic.min_np or size,
         max_np=elastic.max_np,
         start_np=size,
@@ -222,33 +250,17 @@ def _run(
         elastic_timeout=elastic.timeout,
         cooldown=elastic.cooldown,
     )
-    status = StatusLine(sys.stderr, is_terminal(sys.stderr))
-
-    def serve() -> None:
-        given = dict(os.environb) if options.send_environment else {}
-        variables = of_stores(to_send(given, options.settings))
-        store = make_store(options.elastic.store, options.elastic.store_every, variables)
-        files = RankFiles(options.output_filename, elastic.max_np or size)
-        files.make(limits.min_np)  # before anything is started
-        shown = Output(None, None, options.prefix_timestamp, False, files.by_rank, options.ranks, status.end)
-        with shown as output:
-            membership = Membership(limits, time.monotonic(), fixed)
-            job = CommandJob(options, agent, known, membership, discovery, output, status, files, store)
-            with contextlib.closing(job):
-                job.serve()
-
-    return exit_code(serve)
 
 
 def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrder | None:
-    """Return where each so-manieth commit is stored; None without a URL.
+    """Return where commits are stored; None without a URL.
 
     Parameters
     ----------
     url : str
         A folder for fsspec; empty for none.
     every : int
-        Each so-manieth commit is stored.
+        Each `every`-th commit is stored.
     env : list of (bytes, bytes)
         The variables that fsspec needs on the hosts.
 

@@ -14,7 +14,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyhvd.job.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.discovery import Failed, Found
@@ -35,6 +35,7 @@ from pyhvd.job.membership import (
 )
 from pyhvd.job.status_line import StatusLine, say
 from pyhvd.run.drain_socket import DrainError, DrainSocket
+from pyhvd.run.function_results import error_of, take_results
 from pyhvd.run.many_hosts import signals
 from pyhvd.transport.tcp.connection import Secret
 from pyhvd.transport.tcp.session import ChannelError
@@ -117,8 +118,8 @@ class ElasticJob(ABC):
         Shows how far the first start has come; None after it.
     commit : int
         The newest commit of which an agent has told.
-    holders : set of str
-        The hosts of the last generation whose agents are not lost.
+    holders : set of str or None
+        The hosts of the last generation whose agents are not lost; None if no generation has had ranks.
     last : GenerationDriver or None
         The last generation's, which is over.
     """
@@ -133,7 +134,7 @@ class ElasticJob(ABC):
         self.kept = KeptAgents()
         self.status = status
         self.commit = 0
-        self.holders: set[str] = set()
+        self.holders: set[str] | None = None
         self.last: GenerationDriver | None = None
         self._membership = membership
         self._discovery = discovery
@@ -206,6 +207,22 @@ class ElasticJob(ABC):
         for starting in self._starting.values():
             starting.end()
         self.kept.close()
+
+    def serve_function(self) -> list[Any]:
+        """Do :meth:`serve` for ranks that run a function; return what the last ones returned.
+
+        Raises
+        ------
+        RankFailedError
+            Ranks fail again and again.
+        """
+        try:
+            self.serve()
+        except RankError as exc:
+            error = error_of(exc)
+            raise error from error.__cause__
+        assert self.last is not None
+        return take_results(self.last)
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -282,9 +299,14 @@ class ElasticJob(ABC):
         self._membership.agent_failed(host, why, now, random.random())
 
     def _lose_agent(self, host: str, why: str, now: float) -> None:
-        self._up.pop(host, None)
-        self.holders.discard(host)
+        self._forget(host)
         self._membership.agent_lost(host, why, now, random.random())
+
+    def _forget(self, host: str) -> None:
+        """Note that a host's agent is gone, and what it has held."""
+        self._up.pop(host, None)
+        if self.holders is not None:
+            self.holders.discard(host)
 
     # -- what is decided -------------------------------------------------------------------------------
 
@@ -296,8 +318,7 @@ class ElasticJob(ABC):
             self._membership.agent_failed(host, f"{words[0]} cannot be started: {exc}", now, 1.0)
 
     def _end_agent(self, host: str) -> None:
-        self._up.pop(host, None)
-        self.holders.discard(host)
+        self._forget(host)
         starting = self._starting.pop(host, None)
         command = self.kept.take(self.command(host)) if starting is None else None
         if starting is not None:
@@ -343,7 +364,7 @@ class ElasticJob(ABC):
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
         lost = dict(driver.lost)
-        self.holders = driver.holders - set(lost)
+        self.holders = None if driver.holders is None else driver.holders - set(lost)
         host = getattr(failure, "host", "")
         if failure is None:
             (self._membership.generation_done if done else self._membership.generation_left)(now)
@@ -356,6 +377,7 @@ class ElasticJob(ABC):
             self._lose_agent(host, why, now)
 
     def say(self, text: str) -> None:
+        """Tell the user a line."""
         if self.status is not None:
             self.status.say(text)
         else:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import logging
 import os
-import pickle
 import re
 import shlex
 import socket
@@ -20,9 +19,8 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ParamSpec, TextIO, TypedDict, TypeVar, Unpack
+from typing import Any, ParamSpec, TextIO, TypeVar, Unpack
 
-from pyhvd.errors import RankFailedError, RemoteError
 from pyhvd.job.call import (
     check_call,
     check_size,
@@ -30,7 +28,6 @@ from pyhvd.job.call import (
     expect,
     interface_names,
     is_duration,
-    load_result,
     rank_variables,
 )
 from pyhvd.job.driver import JobSpec
@@ -42,15 +39,18 @@ from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.kept_agents import KeptAgents
 from pyhvd.job.network_plans import ANY, parse_wishes
 from pyhvd.job.output import Output
-from pyhvd.run.cli import Options
+from pyhvd.run.cli import ElasticOptions, Options
 from pyhvd.run.clusters.detection import find_rank
 from pyhvd.run.clusters.results import Surroundings
+from pyhvd.run.elastic import RankFiles
 from pyhvd.run.environment import to_send
+from pyhvd.run.function_results import error_of, take_results
 from pyhvd.run.hosts import HostSeats, HostsError, Seats, is_loopback
 from pyhvd.run.launch_agent import check_agent, explain
+from pyhvd.run.launch_elastic import Elastic, launch_elastic, read_elastic
 from pyhvd.run.many_hosts import agent_commands, check_hosts, make_files, wanted_network
 from pyhvd.run.own_host import find_own
-from pyhvd.run.selection import read_file, select
+from pyhvd.run.selection import Selection, read_file, select
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -192,23 +192,43 @@ class Hosts:
         job = _Job(env, *files, output_filename, prefix_output_with_timestamp, directory)
         return self._launch((fn, args, kwargs), np, job)
 
-    def _launch(self, call: tuple[Any, Any, Any], np: int | None, job: _Job) -> list[Any]:
+    def _launch(
+        self,
+        call: tuple[Any, Any, Any],
+        np: int | None,
+        job: _Job,
+        elastic: ElasticOptions | None = None,
+        slots: int | None = None,
+    ) -> list[Any]:
         if self._kept is None:
             raise ValueError("these hosts are closed: make new ones")
         fn, args, kwargs = call
         check_call((fn, args, {} if kwargs is None else kwargs), job.env, self._options.python)
-        seats = self._seats(self._options.num_proc if np is None else check_size(np, "np"))
         directory = os.path.abspath(job.directory or os.getcwd())
         variables = to_send(os.environb, rank_variables(job.env, None))
         code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, module_paths())
-        spec = JobSpec(seats.size, code, start_timeout=self._options.start_timeout)
         with _naming_arguments(), contextlib.ExitStack() as stack:
+            if elastic is not None:
+                options = dataclasses.replace(
+                    self._options, elastic=elastic, slots_per_host=slots, directory=directory
+                )
+                return self._launch_elastic(options, code, job)
+            seats = self._seats(self._options.num_proc if np is None else check_size(np, "np"))
+            spec = JobSpec(seats.size, code, start_timeout=self._options.start_timeout)
             copies = make_files(job.output_filename, seats.size)
             for file in (file for both in copies.values() for file in both.values()):
                 stack.callback(file.close)
             shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=copies)
             with shown as output:
                 return _run(self._make_driver(spec, seats, directory, output, self._kept))
+
+    def _launch_elastic(self, options: Options, code: bytes, job: _Job) -> list[Any]:
+        found_by_script = options.elastic.discovery_script is not None
+        selection = None if found_by_script else _select(options, options.num_proc)
+        files = RankFiles(job.output_filename, options.elastic.max_np or options.num_proc or 1)
+        shown = Output(job.stdout, job.stderr, job.prefix_output_with_timestamp, files=files.by_rank)
+        with shown as output:
+            return launch_elastic(options, selection, code, output, files)
 
     def _make_driver(
         self, spec: JobSpec, seats: Seats, directory: str, output: Output, kept: KeptAgents
@@ -228,18 +248,6 @@ class Hosts:
             wanted_network(self._options, seats),
             kept,
         )
-
-
-class Elastic(TypedDict, total=False):
-    """Horovod's arguments for elastic jobs, in which ranks come and go."""
-
-    min_num_proc: int | None
-    max_num_proc: int | None
-    slots: int | None
-    reset_limit: int | None
-    cooldown_range: tuple[int, int] | None
-    host_discovery_script: str | None
-    discovery: object
 
 
 def launch(
@@ -268,7 +276,9 @@ def launch(
 ) -> list[R]:
     """Run ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-    For arguments that are not listed here see :class:`Hosts`. Those for elastic jobs are refused.
+    For arguments that are not listed here see :class:`Hosts`. With `min_num_proc` or `host_discovery_script`
+    the job is elastic; `max_num_proc`, `slots`, `reset_limit`, `elastic_timeout` and `cooldown_range` are as
+    pyhvdrun's flags. The results are then those of the last ranks.
 
     Parameters
     ----------
@@ -289,7 +299,7 @@ def launch(
         A rank failed, and its exception is the ``__cause__``, or a :class:`RemoteError` if it cannot be sent.
         The ranks could not be started. An argument is invalid, or there are not enough slots.
     """
-    _refuse_elastic(elastic)
+    settings = read_elastic(elastic)
     size = _one_size(np, num_proc)
     job = _Job(
         env, *check_text_files(stdout, stderr), output_filename, prefix_output_with_timestamp, directory
@@ -298,18 +308,7 @@ def launch(
         *(hosts, hostfile, size, start_timeout, ssh_port, ssh_identity_file, network_interfaces),
         *(executable, launch_agent, verbose),
     ) as made:
-        return made._launch((fn, args, kwargs), None, job)
-
-
-def _refuse_elastic(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name not in Elastic.__annotations__:
-            raise TypeError(f"launch() got an unexpected keyword argument {name!r}")
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r}: it is for elastic jobs, which pyhvd does not have yet: leave it out, and"
-                " give a fixed number of ranks with np"
-            )
+        return made._launch((fn, args, kwargs), None, job, settings, elastic.get("slots"))
 
 
 def _one_size(np: int | None, num_proc: int | None) -> int | None:
@@ -357,6 +356,13 @@ def _network(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _take_seats(options: Options, size: int | None) -> Seats:
+    """Return the seats of a job with so many ranks; None for one on each slot."""
+    seats = _select(options, size).seats
+    assert seats is not None
+    return seats
+
+
+def _select(options: Options, size: int | None) -> Selection:
     """Return the hosts of a job with so many ranks; None for one on each slot."""
     rank = find_rank(os.environ)
     # Another launcher has divided an allocation among its ranks already.
@@ -365,7 +371,7 @@ def _take_seats(options: Options, size: int | None) -> Seats:
         selection = select(dataclasses.replace(options, num_proc=size), around, find_own)
     except HostsError as exc:
         raise ValueError(_with_arguments(str(exc))) from None
-    return _take_seats(options, 1) if selection.seats is None else selection.seats
+    return _select(options, 1) if selection.seats is None else selection
 
 
 def _name(seats: HostSeats) -> str:
@@ -398,22 +404,7 @@ def _run(driver: FunctionDriver) -> list[Any]:
     except RankError as exc:
         error = error_of(exc)
         raise error from error.__cause__
-    return [load_result(rank, driver.take_result(rank)) for rank in range(len(driver.placements))]
-
-
-def error_of(failure: RankError) -> Exception:
-    """Return the error for a failed job, with its cause."""
-    text = str(failure).removeprefix("pyhvd: ")
-    if failure.rank < 0:
-        return LaunchError(text)
-    error = RankFailedError(text, failure.rank, failure.host)
-    error.__cause__ = RemoteError(failure.rank, failure.traceback) if failure.traceback else None
-    if failure.exception:
-        with contextlib.suppress(Exception):  # what is imported here may be another than there
-            cause = pickle.loads(failure.exception)
-            cause.__cause__ = error.__cause__
-            error.__cause__ = cause
-    return error
+    return take_results(driver)
 
 
 @contextlib.contextmanager

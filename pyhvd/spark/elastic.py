@@ -18,7 +18,6 @@ from pyhvd.job.call import (
     expect,
     interface_names,
     is_duration,
-    load_result,
     rank_variables,
 )
 from pyhvd.job.driver import JobSpec
@@ -26,7 +25,6 @@ from pyhvd.job.function_process import dump_call
 from pyhvd.job.generation_driver import ElasticSpec, GenerationDriver
 from pyhvd.job.generation_env import JOB
 from pyhvd.job.hosts_driver import Checked, Seat
-from pyhvd.job.hosts_machine import RankError
 from pyhvd.job.interfaces import interface_addresses
 from pyhvd.job.membership import Limits, Membership, StartGeneration
 from pyhvd.job.messages import Facts
@@ -37,7 +35,6 @@ from pyhvd.job.rendezvous import PmiRendezvous
 from pyhvd.run.elastic import clear_store, make_store
 from pyhvd.run.elastic_job import ElasticJob, GaveUp
 from pyhvd.run.environment import of_stores
-from pyhvd.run.launch import error_of
 from pyhvd.spark.api import (
     JOB_END_S,
     active_context,
@@ -131,7 +128,7 @@ def _serve(
         spark = CollectJob(context, wanted.elastic.max_size, task, barrier=False)
         try:
             with contextlib.closing(_SparkJob(wanted, arrivals, spark, output)) as job:
-                return job.run()
+                return job.serve_function()
         finally:
             if wanted.elastic.store is not None:
                 clear_store(wanted.elastic.store)
@@ -190,17 +187,6 @@ class _SparkJob(ElasticJob):
         self._output = output
         self._letters = secrets.token_hex(3)
         self._start_by = time.monotonic() + wanted.start_timeout
-
-    def run(self) -> list[Any]:
-        """Serve the job; return the results of the last generation."""
-        try:
-            self.serve()
-        except RankError as exc:
-            error = error_of(exc)
-            raise error from error.__cause__
-        assert self.last is not None
-        last = self.last
-        return [load_result(rank, last.take_result(rank)) for rank in range(len(last.placements))]
 
     def step(self, now: float) -> None:
         """See :meth:`ElasticJob.step`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.spark.elastic_work import SUM, train
+from tests.elastic.work import SUM, train
 from tests.spark.session import SessionProcess
 
 pytestmark = pytest.mark.timeout(120)

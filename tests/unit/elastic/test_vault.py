@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, strategies as st
 
 from pyhvd.job import vault as module
 from pyhvd.job.vault import Seal, Vault, VaultError, are_here, load, pack, packed_size
+from tests.waiting import wait_until
 
 
 def arrays_of(number: int, size: int = 1000) -> list[Any]:
@@ -154,6 +156,43 @@ def test_a_writer_that_is_killed_leaves_the_older_commit() -> None:
     check(vault, 1)
     write(vault, 2)
     check(vault, 2)
+
+
+WRITES_ON = """
+    import random, sys, time
+    import numpy as np
+    from pyhvd.job.vault import Vault
+
+    vault = Vault([int(each) for each in sys.argv[1:]])
+    number = 1
+    while True:
+        number += 1
+        time.sleep(random.random() / 1000)
+        vault.write(number, 0, [np.full(2_000_000, number % 256, np.uint8)], b"rest")
+"""
+
+
+def test_a_copy_beside_a_writer_is_whole() -> None:
+    vault = Vault.create()
+    write(vault, 1, 2_000_000)
+    command = [sys.executable, "-c", textwrap.dedent(WRITES_ON), *map(str, vault.descriptors)]
+    copies = failures = 0
+    with subprocess.Popen(command, pass_fds=vault.descriptors) as writer:
+        try:
+            wait_until(lambda: vault.commit > 1)
+            until = time.monotonic() + 20
+            while min(copies, failures) < 20 and time.monotonic() < until:
+                seal = vault.newest()
+                assert seal is not None
+                data = vault.copy(seal)
+                failures += data is None
+                if data is not None:
+                    (array,), rest = load(data)
+                    assert (set(np.unique(array).tolist()), rest) == ({seal.number % 256}, b"rest")
+                    copies += 1
+        finally:
+            writer.kill()
+    assert copies >= 20
 
 
 def test_without_memory_the_older_commits_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,9 +295,12 @@ def test_the_hosts_of_an_allocation_but_not_in_a_rank(monkeypatch: pytest.Monkey
         ({"launch_agent": "ssh {host}"}, r"launch_agent: \{command\} is missing"),
         ({"executable": ""}, "executable='': expected"),
         ({"verbose": "much"}, "verbose='much': expected"),
-        ({"min_num_proc": 2}, "min_num_proc=2: it is for elastic jobs, which pyhvd does not have yet"),
-        ({"slots": 2}, "slots=2: it is for elastic jobs"),
-        ({"host_discovery_script": "x"}, "host_discovery_script='x': it is for elastic jobs"),
+        ({"min_num_proc": 0}, "min_num_proc=0: expected a number of ranks"),
+        ({"slots": 2}, "slots is for elastic jobs: give min_num_proc too"),
+        ({"discovery": "x"}, "discovery='x': give the path of a script"),
+        ({"min_num_proc": 1, "reset_limit": -1}, "reset_limit=-1: expected"),
+        ({"min_num_proc": 1, "cooldown_range": (5, 2)}, r"cooldown_range=\(5, 2\): expected"),
+        ({"min_num_proc": 1, "elastic_timeout": 0}, "elastic_timeout=0: expected"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:

@@ -588,6 +588,17 @@ static int is_listening(const pyhvd_ready_table *t) {
     return 0;
 }
 
+/* Whether more than beats has come since the last call. */
+static int is_busy(pyhvd_agreement *a) {
+    uint64_t received = 0;
+    for (uint32_t k = 0; k < a->tree.n; k++)
+        received += atomic_load_explicit(&a->shared->peers[a->tree.neighbours[k]].counters.received,
+                                         memory_order_relaxed);
+    uint64_t news = received - a->looked_at;
+    a->looked_at = received;
+    return news > 2 * a->tree.n * sizeof(frame_header);
+}
+
 /* Send a beat, unless another rank of this host has; look for silent hosts. Return after how long
  * (ns) to look again. */
 static int64_t beat(pyhvd_ready_table *t) {
@@ -599,7 +610,7 @@ static int64_t beat(pyhvd_ready_table *t) {
                                                 memory_order_relaxed))
         tell(t, t->agreement->tree.host, BEAT, "", 0);
     if (is_listening(t) && longest_silence(t, now, &host) < PYHVD_BEAT_NS + PYHVD_BEAT_LOOK_NS)
-        return PYHVD_BEAT_NS / 2;
+        return is_busy(t->agreement) ? PYHVD_BEAT_NS / 2 : PYHVD_BEAT_NS;
     pyhvd_agreement_receive(t);
     int64_t left = PYHVD_SILENT_NS - longest_silence(t, now, &host);
     if (left < 0) lose(t, host, ETIMEDOUT);

@@ -36,9 +36,10 @@
  *      tensors for which no other host was awaited.
  *
  * Beats
- *   1. A thread of each rank looks twice a second. It sends a beat to all neighbours, unless another
- *      rank of its host has done so in the last second. Frames that nobody has received since the last
- *      look count as heard at this one, so a host is lost at most 5.5 s after it was heard.
+ *   1. A thread of each rank looks once a second. It sends a beat to all neighbours, unless another
+ *      rank of its host has done so in this second. Frames that nobody has received since the last look
+ *      count as heard at this one. So it looks twice a second while there is more than beats, and a host
+ *      is lost at most 5.5 s after its last frame.
  *   2. While no thread of its host sleeps on the connections, or a beat is overdue, it looks every
  *      PYHVD_BEAT_LOOK_NS, and receives what nobody else has received.
  *   3. A neighbour from which nothing has come for PYHVD_SILENT_NS is lost. The thread receives before
@@ -112,6 +113,7 @@ struct pyhvd_agreement {
     pthread_mutex_t mutex;
     pthread_cond_t ended;
     int beating;
+    uint64_t looked_at; /* bytes that had come at its last look */
 };
 
 /* Bytes for the shared part, for tables with that many slots per set; the tree has its neighbours. */

@@ -1,0 +1,135 @@
+"""``pyhvd.launch`` with ranks and hosts that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from pyhvd.job.call import check_size, expect
+from pyhvd.job.discovery import Discovery
+from pyhvd.job.generation_driver import GenerationDriver
+from pyhvd.job.membership import FoundHost, Membership
+from pyhvd.job.output import Output
+from pyhvd.run.cli import ElasticOptions, Options
+from pyhvd.run.elastic import CommandJob, RankFiles, limits_of
+from pyhvd.run.hosts import HostSeats
+from pyhvd.run.launch_agent import ssh_command
+from pyhvd.run.own_host import find_own
+from pyhvd.run.selection import Selection
+
+_log = logging.getLogger("pyhvd")
+
+_COOLDOWNS_S = (1, 3600)
+
+
+class Elastic(TypedDict, total=False):
+    """The arguments of :func:`pyhvd.launch` for elastic jobs; Horovod's names."""
+
+    min_num_proc: int | None
+    max_num_proc: int | None
+    slots: int | None
+    reset_limit: int | None
+    cooldown_range: tuple[int, int] | None
+    host_discovery_script: str | None
+    elastic_timeout: float | None
+    discovery: object
+
+
+def read_elastic(given: Mapping[str, Any]) -> ElasticOptions | None:
+    """Return what a call says of an elastic job; None if nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is unknown, or wrong.
+    """
+    for name in given:
+        if name not in Elastic.__annotations__:
+            raise TypeError(f"launch() got an unexpected keyword argument {name!r}")
+    known = {name: value for name, value in given.items() if value is not None}
+    if not known:
+        return None
+    if "discovery" in known:
+        raise ValueError(
+            f"discovery={known['discovery']!r}: give the path of a script that prints the hosts, with"
+            " host_discovery_script"
+        )
+    script = known.get("host_discovery_script")
+    if "min_num_proc" not in known and script is None:
+        raise ValueError(f"{next(iter(known))} is for elastic jobs: give min_num_proc too")
+    expect(script is None or isinstance(script, str), "host_discovery_script", script, "a path, as str")
+    least, most = (
+        None if name not in known else check_size(known[name], name)
+        for name in ("min_num_proc", "max_num_proc")
+    )
+    limit = known.get("reset_limit")
+    expect(limit is None or (type(limit) is int and limit >= 0), "reset_limit", limit, "0 or more restarts")
+    settings = ElasticOptions(script, least, most, limit)
+    if (timeout := known.get("elastic_timeout")) is not None:
+        expect(timeout > 0, "elastic_timeout", timeout, "a number of seconds above 0")
+        settings = dataclasses.replace(settings, timeout=float(timeout))
+    if (cooldown := known.get("cooldown_range")) is not None:
+        low, high = _COOLDOWNS_S
+        right = len(cooldown) == 2 and low <= cooldown[0] <= cooldown[1] <= high
+        expect(right, "cooldown_range", cooldown, f"two numbers of seconds from {low} to {high}")
+        settings = dataclasses.replace(settings, cooldown=(float(cooldown[0]), float(cooldown[1])))
+    return settings
+
+
+class _FunctionJob(CommandJob):
+    """An elastic job that a program has started, and not the command line."""
+
+    def signals(self, driver: GenerationDriver) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """Leave signals to the program."""
+        return contextlib.nullcontext()
+
+    def say(self, text: str) -> None:
+        """Log a line."""
+        _log.warning("%s", text.removeprefix("pyhvd: "))
+
+
+def launch_elastic(
+    options: Options, selection: Selection | None, code: bytes, output: Output, files: RankFiles
+) -> list[Any]:
+    """Run a function on ranks that are started again; return the results of the last ones.
+
+    Parameters
+    ----------
+    options : Options
+        As of a command line.
+    selection : Selection or None
+        The hosts; None if a script finds them.
+    code : bytes
+        What :func:`~pyhvd.job.function_process.dump_call` wrote.
+    output : Output
+        Shows the ranks' output.
+    files : RankFiles
+        The files of the output.
+    """
+    with contextlib.ExitStack() as stack:
+        if selection is None:
+            script, slots = options.elastic.discovery_script, options.slots_per_host or 1
+            assert script is not None
+            discovery = stack.enter_context(contextlib.closing(Discovery([script], slots)))
+            size = options.num_proc or options.elastic.min_np or 1
+            agent, known, fixed = (
+                options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file),
+                [],
+                None,
+            )
+        else:
+            assert selection.seats is not None
+            own = find_own(selection.hosts)
+            known = [HostSeats(host, range(host.slots), host in own) for host in selection.hosts]
+            fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
+            discovery, size, agent = None, selection.seats.size, selection.seats.agent
+        files.make(options.elastic.min_np or size)
+        membership = Membership(limits_of(options, size), time.monotonic(), fixed)
+        job = _FunctionJob(
+            *(options, agent, known, membership, discovery, output, None, files, None, code), function=True
+        )
+        return stack.enter_context(contextlib.closing(job)).serve_function()
