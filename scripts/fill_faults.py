@@ -80,8 +80,8 @@ def random_rows(report: dict[str, Any]) -> Iterator[str]:
     places = report["places"]
     faults = sum(sum(found["faults"].values()) for found in places.values())
     jobs = sum(found["jobs"] for found in places.values())
-    wrong = ", ".join(f"{count} {name}" for name, count in report["wrong"].items())
-    yield f"{faults:,} random faults in {jobs} jobs: {wrong}.\n"
+    wrong = ", ".join(f"{name} {count}" for name, count in report["wrong"].items())
+    yield f"{faults:,} random faults in {jobs} jobs; {wrong}.\n"
     yield "| Fault |" + "".join(f" {place} | s |" for place in places)
     yield "|---" * (1 + 2 * len(places)) + "|"
     for kind, name in RANDOM.items():

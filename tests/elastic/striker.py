@@ -1,6 +1,7 @@
 """Faults of an elastic job from outside, at random moments.
 
-1. A host is struck only while the other one holds the state too.
+1. A host is struck only while the other one holds the state too. No host is struck at once after a rank: that
+   rank's host may be left out, as three of its ranks have failed.
 2. After a fault that ends a generation, or two that follow each other at once, the next one waits for a step.
 """
 
@@ -122,7 +123,7 @@ class Striker:
         fails = False
         for kind in group:
             strike = Strike(kind, time.time(), job.generation, kind in MILD)
-            if self._strike(strike, host):
+            if self._strike(strike, "" if fails else host):
                 self.made.append(strike)
                 fails = fails or not strike.mild
             time.sleep(self._draw.random() ** 2 * _BETWEEN_S)
