@@ -73,6 +73,8 @@ _LEAVE_S = 60.0
 _QUIET_S = 3.0
 # The same trouble with discovery is said again after so long.
 _AGAIN_S = 60.0
+# A wait for hosts is said if it is longer.
+_WAITED_S = 0.1
 # Of one result so many bad lines are said.
 _PROBLEMS_SHOWN = 3
 # As many agents may be starting at the same time.
@@ -350,10 +352,11 @@ class Membership:
         self._number += 1
         if self._number:
             reason = self._reason or describe_change(self._places, places)
+            begin = f"commit {self._roster.newest}" if self._roster.newest else "the beginning"
+            waited = now - self._down_at
             yield Say(
-                f"pyhvd: generation {self._number}: {describe_size(places)}, from"
-                f" {f'commit {self._roster.newest}' if self._roster.newest else 'the beginning'},"
-                f" after {now - self._down_at:.1f} s: {reason}"
+                f"pyhvd: generation {self._number}: {describe_size(places)}, from {begin}"
+                f"{f', after {waited:.1f} s' if waited >= _WAITED_S else ''}: {reason}"
             )
         elif size_of(places) < self._limits.start_np:
             yield Say(f"pyhvd: {describe_size(places)} to begin with, of {self._limits.start_np}")
