@@ -417,8 +417,7 @@ def test_a_rank_that_fails_is_started_again_in_the_same_places() -> None:
     job.machine.committed(41, 1.0)
     assert job.fail("b", "pyhvd: rank 2 of 4 on host b was ended by SIGKILL\nmore") == start(1, a=2, b=2)
     assert job.said == [
-        "pyhvd: generation 1: 4 ranks on 2 hosts, from commit 41:"
-        " rank 2 of 4 on host b was ended by SIGKILL"
+        "pyhvd: generation 1: 4 ranks on 2 hosts, from commit 41: rank 2 of 4 on host b was ended by SIGKILL"
     ]
 
 
