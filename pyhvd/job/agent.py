@@ -177,7 +177,8 @@ class Agent:
     def close(self) -> None:
         """Close everything but the connection, even if one part raises."""
         with ExitStack() as stack:
-            stack.callback(self._remove_segments)  # after all ranks have ended
+            if self._world and not self._is_over():  # else MPI has removed its own
+                stack.callback(segments.remove_of_world, self._world)  # after all ranks have ended
             stack.callback(self._selector.close)
             stack.callback(self._end_probe)
             if self._daemon is not None:
@@ -186,10 +187,6 @@ class Agent:
                 stack.callback(owned.process.close)
             for owned in self._ranks.values():  # all end at the same time, and are then waited for in turn
                 stack.callback(owned.process.end)
-
-    def _remove_segments(self) -> None:
-        if self._world:
-            segments.remove_of_world(self._world)
 
     def _is_over(self) -> bool:
         """Return whether all ranks ended without error; mpiexec's daemon serves other hosts' ranks too."""

@@ -88,14 +88,16 @@ def guard(
         os.setpgid(pid, pid)
     _close_all_but(wake, waker, life_fd)
     _tell(life_fd, pid)
-    if not _wait(pid, wake, life_fd, None) and grace:
+    ended = _wait(pid, wake, life_fd, None)
+    if not ended and grace:
         signal_group(pid, signal.SIGTERM)
-        _wait(pid, wake, None, grace)
-    segments = segments_of(pid)
+        ended = _wait(pid, wake, None, grace)
+    segments = set() if ended else segments_of(pid)  # a process that has ended does not show them any more
     # The process is not reaped yet, so that no other group can have its number.
     signal_group(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    remove(segments)
+    if segments:
+        remove(segments)
     if clean is not None:
         clean()
     _tell(life_fd, code)
