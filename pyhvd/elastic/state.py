@@ -152,7 +152,10 @@ class State:
             self.save()
             return
         if durable and not session.stores:
-            raise RuntimeError("commit(durable=True): this job has no store: give --elastic-store URL")
+            raise RuntimeError(
+                "commit(durable=True): this job has no store: give pyhvdrun --elastic-store URL, or"
+                " run_elastic store=URL"
+            )
         shall_leave = self._commit(session)
         if durable and (why := exchange.wait_until_stored(session)):
             raise StoreError(why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,9 @@ from pyhvd.job.process.signals import ENDING
 from pyhvd.job.reusing_driver import ReusingDriver
 from pyhvd.job.status_line import StatusLine
 from pyhvd.job.store import StoreOrder
+
+# A stored commit must be there after so long.
+_RESTORE_S = 600.0
 
 
 class StateLostError(LaunchError):
@@ -159,7 +161,7 @@ class GenerationDriver(ReusingDriver):
         """Let the ranks make room for a later generation, at their next commit or check."""
         self._asked = generation
         for place in self._places:
-            if place.peer is not None:
+            if place.peer is not None and self._hears(place):
                 place.peer.send(Leave(generation))
 
     def settle(self) -> None:
@@ -264,7 +266,7 @@ class GenerationDriver(ReusingDriver):
         """Let the first host take the newest stored commit; that may last."""
         if not self._asks_store:
             self._asks_store = True
-            self._machine.until = math.inf
+            self._machine.until = time.monotonic() + _RESTORE_S
             self.tell_agent(0, Restore())
 
     def _take_restored(self, name: str, message: Restored) -> None:

@@ -351,9 +351,10 @@ class HostsDriver(DriverService):
 
     def _begin_input(self, peer: Peer) -> Iterator[FromDriver]:
         """Begin to read stdin; the peer's feed does so after rank 0 has been started."""
-        if self._stdin is not None:
+        if self._stdin is None:
+            yield Input(b"")
+        else:
             self._input = InputReader(self._stdin, self.selector, lambda data: peer.send(Input(data)))
-        yield from ()
 
     def _variables(self, placement: RankPlacement) -> Mapping[str, str]:
         """Return the numbers of a rank, which scripts read, and the job's variables."""

@@ -194,7 +194,7 @@ class Membership:
         lost = self._lose(host, why, now, jitter)
         if not lost:
             return
-        if self._phase in (_Phase.RUNNING, _Phase.LEAVING) and host in self._placed:
+        if self._end is None and self._phase in (_Phase.RUNNING, _Phase.LEAVING) and host in self._placed:
             self._phase, self._down_at = _Phase.ENDING, now
             self._queue.append(EndGeneration())
             self._fail_host(LaunchError(lost), host, lost)
@@ -260,6 +260,7 @@ class Membership:
             if (
                 known is not None
                 and known.agent is Agent.UP
+                and self._limits.leaves_out
                 and known.fail_rank(now)
                 and self._roster.is_dispensable(known, now)
             ):
@@ -297,6 +298,8 @@ class Membership:
             self._give_up(self._failures[0])
 
     def _stop(self, now: float) -> None:
+        # It may have ended for the reason for which it was to be ended.
+        self._queue = [action for action in self._queue if not isinstance(action, EndGeneration)]
         if self.running:
             self._phase, self._since, self._told = _Phase.WAITING, now, False
             self._leave_by, self._down_at = math.inf, min(self._down_at, now)

@@ -73,14 +73,16 @@ class Notice:
                 self._told = True
                 self.remarks.append(f"the preemption command cannot be run (code {code}): {self._command}")
         if self._command and self._running is None and not self.why and now >= self._next:
-            self._running = subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
-            )
+            self._next = now + _AGAIN_S
+            with contextlib.suppress(OSError):  # no room for a process: later there may be
+                self._running = subprocess.Popen(
+                    ["/bin/sh", "-c", self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+                )
 
     def close(self) -> None:
         """End the command; SIGTERM ends the agent again."""

@@ -32,6 +32,8 @@ class Limits:
         How long the job waits for `min_np` slots, in seconds.
     cooldown : (float, float) or None
         For how long a host that failed is left out: the first time, and at most. None: for ever.
+    leaves_out : bool
+        Whether a host is left out whose ranks fail again and again.
     """
 
     min_np: int
@@ -40,6 +42,7 @@ class Limits:
     reset_limit: int | None = None
     elastic_timeout: float = 600.0
     cooldown: tuple[float, float] | None = (10.0, 300.0)
+    leaves_out: bool = True
 
     def __post_init__(self) -> None:
         """Check the order of the numbers."""

@@ -63,7 +63,7 @@ class StoreChild:
     def check(self, now: float) -> Restored | None:
         """Do what is due; return the end of :meth:`restore`, once."""
         if self._order is not None and self._writer is None and now >= self._next:
-            self._writer = _Process(WRITE, self._order, self._vault)
+            self._begin_writer(self._order, now)
         if self._writer is not None:
             self._follow_writer(self._writer, now)
         if self._reader is None:
@@ -82,6 +82,13 @@ class StoreChild:
         """End the processes."""
         self._end_writer()
         self._end_reader()
+
+    def _begin_writer(self, order: StoreOrder, now: float) -> None:
+        try:
+            self._writer = _Process(WRITE, order, self._vault)
+        except OSError as exc:  # no room for a process: later there may be
+            self._vault.store_failure = _ALL, f"the process that stores commits cannot be started: {exc}"
+            self._next, self._pause = now + self._pause, min(2 * self._pause, _LATEST_S)
 
     def _follow_writer(self, writer: _Process, now: float) -> None:
         lines, ended = writer.read()

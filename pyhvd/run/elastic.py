@@ -14,6 +14,7 @@ from dataclasses import replace
 from pyhvd.job.discovery import Discovery
 from pyhvd.job.driver import JobSpec
 from pyhvd.job.errors import LaunchError
+from pyhvd.job.facts import gather
 from pyhvd.job.generation_driver import ElasticSpec, GenerationDriver
 from pyhvd.job.generation_env import JOB
 from pyhvd.job.hosts_driver import Checked, Seat
@@ -28,6 +29,7 @@ from pyhvd.job.mpi.rank_env import MPICH
 from pyhvd.job.output import Output, is_terminal
 from pyhvd.job.process.output import OutputFile
 from pyhvd.job.program_process import Program
+from pyhvd.job.rendezvous import PmiRendezvous
 from pyhvd.job.status_line import StatusLine
 from pyhvd.job.store import Store, StoreError, StoreOrder, open_folder
 from pyhvd.run.cli import Options
@@ -141,6 +143,7 @@ class CommandJob(ElasticJob):
         """See :meth:`ElasticJob.make_driver`."""
         options = self._options
         directory = options.directory or os.getcwd()
+        checked = self._check(directory)
         seats = self._seats(begins.places)
         try:
             self._files.make(seats.size)
@@ -156,7 +159,7 @@ class CommandJob(ElasticJob):
             self.kept,
             JobSpec(seats.size, self._code, {JOB: self._letters}, start_timeout=options.start_timeout),
             [Seat(each.host.name, len(each.ranks), commands[each.host.name]) for each in seats.hosts],
-            lambda: self._check(directory),
+            lambda: checked,
             self.explain,
             self._output,
             self.say,
@@ -178,14 +181,16 @@ class CommandJob(ElasticJob):
     def _check(self, directory: str) -> Checked:
         """Return what all hosts must have; the ranks of each generation meet anew."""
         if self._checked is None:
-            self._checked = check_hosts(self._options, directory)
-            if self._checked.facts.mpi != MPICH:
+            checked = check_hosts(self._options, directory)
+            if checked.facts.mpi != MPICH:
                 raise LaunchError(
                     f"an elastic job needs MPICH or Intel MPI, but mpi4py is built on"
-                    f" {self._checked.facts.mpi_name}, whose launcher does not survive the loss of a host:"
+                    f" {checked.facts.mpi_name}, whose launcher does not survive the loss of a host:"
                     ' pip install "pyhvd[mpich]"'
                 )
-        return replace(self._checked, rendezvous=type(self._checked.rendezvous)())
+            self._checked = checked
+        facts = gather(directory, self._options.script)  # the script may have changed, on all hosts
+        return replace(self._checked, facts=facts, rendezvous=PmiRendezvous())
 
 
 def run_found(options: Options) -> int:
@@ -275,8 +280,9 @@ def make_store(url: str, every: int, env: list[tuple[bytes, bytes]]) -> StoreOrd
         files, folder = open_folder(url)
     except StoreError as exc:
         raise LaunchError(str(exc)) from exc
-    # A relative folder is one of this directory.
-    place = files.unstrip_protocol(folder)
+    is_local = "file" in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol)
+    # A relative folder is one of this directory. Other URLs may say more than protocol and path.
+    place = files.unstrip_protocol(folder) if is_local else url
     return StoreOrder(place, secrets.token_hex(6), secrets.token_bytes(32), every, env)
 
 

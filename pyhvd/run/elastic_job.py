@@ -64,18 +64,21 @@ class _Starting:
         self.words = words
         self.command = command
         self.until = until
+        self._has_spoken = False
 
     def is_up(self) -> bool:
-        """Return whether the agent has authenticated itself; its greeting stays unread."""
+        """Return whether the agent has spoken, so that its side of the handshake is over too.
+
+        What it said is dropped: it greets again before its first job.
+        """
         connection = self.command.connection
         try:
             connection.pump_out()
-            if not connection.authenticated:
-                connection.pump_in()
+            self._has_spoken = self._has_spoken or bool(connection.pump_in())
         except ChannelError:
             connection.close()
             return False
-        return connection.authenticated
+        return self._has_spoken
 
     def has_failed(self, now: float) -> bool:
         """Return whether it will not come up."""
@@ -363,6 +366,7 @@ class ElasticJob(ABC):
         self._membership.committed(self.commit, now)
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
+            self._end_agent(host)
         lost = dict(driver.lost)
         self.holders = None if driver.holders is None else driver.holders - set(lost)
         host = getattr(failure, "host", "")

@@ -115,7 +115,7 @@ class Arrivals:
             connection, address = stranger
             try:
                 connection.pump_out()
-                connection.pump_in()  # the greeting comes again with the first job
+                connection.pump_in()  # a greeting that comes with the proof comes again with the first job
             except ChannelError:
                 connection.close()
             late = time.monotonic() > connection.began + HANDSHAKE_S

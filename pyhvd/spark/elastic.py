@@ -152,7 +152,9 @@ def _limits(
     if reset_limit is not None:
         right = isinstance(reset_limit, int) and not isinstance(reset_limit, bool) and reset_limit >= 0
         expect(right, "reset_limit", reset_limit, "a number of restarts, 0 at least")
-    return Limits(least, most, size, reset_limit, _ELASTIC_TIMEOUT_S if timeout is None else timeout)
+    seconds = _ELASTIC_TIMEOUT_S if timeout is None else timeout
+    # A task whose agent is ended does not come back.
+    return Limits(least, most, size, reset_limit, seconds, leaves_out=False)
 
 
 def _end(spark: CollectJob, arrivals: Arrivals) -> None:

@@ -93,7 +93,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path: Path) -> None:
     ("url", "told"),
     [
         ("nosuch://folder", "nosuch://folder cannot be opened: "),
-        ("", "this job has no store: give --elastic-store"),
+        ("", "this job has no store: give pyhvdrun --elastic-store"),
     ],
 )
 def test_an_error_says_what_is_wrong_with_the_store(tmp_path: Path, url: str, told: str) -> None:

@@ -120,9 +120,9 @@ COMMAND = [sys.executable, "-P", "-m", "pyhvd.job.host_agent"]
 def _agent() -> AgentCommand:
     made = AgentCommand(COMMAND, new_key())
     until = time.monotonic() + PATIENCE_S
-    while not made.connection.authenticated and time.monotonic() < until:
+    while not made.connection.pump_in() and time.monotonic() < until:  # until it greets
         made.connection.wait(1)
-        made.connection.pump_in()
+        made.connection.pump_out()
     return made
 
 

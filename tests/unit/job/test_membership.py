@@ -782,3 +782,24 @@ def test_hosts_that_flap_never_start_ranks_again(results: list[set[str]], min_np
         before = printed
         job.print(dict.fromkeys(sorted(printed), 1))
         assert not any(isinstance(action, AskToLeave) for action in job.bring_up(1.0))
+
+
+def test_a_host_that_refuses_ends_its_generation_once() -> None:
+    job = Job({"a": 2, "b": 2}, min_np=2)
+    job.machine.agent_failed("b", "the script is another", job.now, 0.0)
+    assert job.fail("") == start(1, a=2)
+    assert "host b: the script is another" in job.said[-1]
+
+
+def test_a_host_that_is_lost_after_all_ranks_returned_changes_nothing() -> None:
+    job = Job({"a": 2, "b": 2})
+    job.machine.generation_done(job.now)
+    job.machine.agent_lost("b", "its agent is gone", job.now, 0.0)
+    assert job.tick() == [Finish()]
+
+
+def test_a_host_whose_ranks_fail_often_stays_if_it_would_not_come_back() -> None:
+    job = Job({"a": 1, "b": 1}, leaves_out=False)
+    for number in range(1, 6):
+        job.machine.committed(number, job.now)
+        assert job.fail("b") == start(number, a=1, b=1)
