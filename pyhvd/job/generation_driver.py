@@ -145,6 +145,7 @@ class GenerationDriver(ReusingDriver):
         self.holders = holders
         self._asks_store = self._restored = False
         self._store_problem = ""
+        self._held = 0  # the newest commit on hosts, before the store was asked
         self._asked = 0  # the generation for which the ranks shall make room
         self._settling: set[int] = set()  # hosts whose agents still end their ranks
 
@@ -266,13 +267,14 @@ class GenerationDriver(ReusingDriver):
         """Let the first host take the newest stored commit; that may last."""
         if not self._asks_store:
             self._asks_store = True
+            self._held = max(self.commits.values())
             self._machine.until = time.monotonic() + _RESTORE_S
             self.tell_agent(0, Restore())
 
     def _take_restored(self, name: str, message: Restored) -> None:
         self._restored, self._store_problem = True, message.problem
         self._machine.until = time.monotonic() + self._spec.start_timeout
-        if message.commit > max(self.commits.values()):
+        if message.commit > self._held:  # beats may have told of it already
             self._say(f"pyhvd: commit {message.commit} comes from the store")
         self.commits[name] = max(self.commits.get(name, 0), message.commit)
 
