@@ -77,7 +77,7 @@ def _faults(launcher: int, hosts: Path) -> Iterator[None]:
     yield
     for _ in range(5):
         time.sleep(_WAIT_S)
-        while not (ranks := _ranks(launcher)):  # between two generations
+        while not (ranks := ranks_of(launcher)):  # between two generations
             time.sleep(_LOOK_S)
         with contextlib.suppress(ProcessLookupError):
             os.kill(draw.choice(ranks), signal.SIGKILL)
@@ -85,7 +85,7 @@ def _faults(launcher: int, hosts: Path) -> Iterator[None]:
     hosts.write_text("east:2\n")
 
 
-def _ranks(launcher: int) -> list[int]:
+def ranks_of(launcher: int) -> list[int]:
     """Return the ranks among what a launcher has started: each leads a group in its guardian's session."""
     children: dict[int, list[int]] = {}
     ranks = set()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic.demo import ranks_of
 from tests.elastic.jobs import Ended, check_finished, finish, run, start, wait_for_step
-from tests.elastic.test_drain import agent_of
+from tests.elastic.work import agent_of
 from tests.many_hosts import LOCAL, Launcher
 
 pytest.importorskip("fsspec")
@@ -41,7 +42,7 @@ def lose_all_holders(folder: Path, *flags: str, step: int = 5, env: Mapping[str,
     """Kill the agent of the only host that has had ranks; the other host is a spare."""
     job = start(folder, flags=[*_SPARE, *flags], env={"STEP_S": "0.05", **env})
     wait_for_step(job, folder, step)
-    os.kill(agent_of(job, "east"), signal.SIGKILL)
+    os.kill(agent_of(ranks_of(job.pid)[0]), signal.SIGKILL)
     return finish(job, folder)
 
 
