@@ -128,7 +128,8 @@ def bring_commit(session: Session) -> Any:
     A host that lacks the commit gets it from the source, and keeps it.
     """
     seal = session.held
-    mine = np.array([not seal, seal.size if seal else 0, seal.generation if seal else 0], np.int64)
+    sends = seal if rank() == session.source else None  # others may hold a commit of another size
+    mine = np.array([not seal, sends.size if sends else 0, sends.generation if sends else 0], np.int64)
     lacking, length, made_by = allreduce_async(mine, name=f"{NAME}who", op=Max).result().tolist()
     if not lacking:
         assert seal is not None

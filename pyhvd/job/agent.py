@@ -68,7 +68,8 @@ from pyhvd.transport.tcp.session import ChannelError
 
 BEAT_S = 1.0
 ELASTIC_BEAT_S = 0.5
-# How long to wait for the driver to end the job after a failure.
+# How long to wait for the driver to end the job after a failure. The agent of an elastic job does not end
+# then: it holds the state, and the driver may be suspended.
 _DRIVER_ANSWER_S = 5.0
 # Ranks of an elastic job that have failure callbacks have so long for them, before they are killed.
 _FAILURE_CALLBACKS_S = 0.25
@@ -140,7 +141,7 @@ class Agent:
     _world: str = ""  # the name of the ranks' world
     _slots: int = 0
     _failed: int | None = None  # the rank that failed first
-    _failed_at: float = 0.0
+    _failed_at: float = math.inf
     _next_beat: float = 0.0
     _end_at: float = math.inf  # the ranks are ended then, for the next job
     _paused: bool = False  # by Ctrl-Z
@@ -170,7 +171,7 @@ class Agent:
                 continue
             for rank, owned in self._ranks.items():
                 self._follow(rank, owned)
-            if self._failed is not None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
+            if self.vault is None and time.monotonic() > self._failed_at + _DRIVER_ANSWER_S:
                 raise AgentStoppedError(f"rank {self._failed} failed")
         return {rank: owned.process.result or b"" for rank, owned in self._ranks.items()}
 

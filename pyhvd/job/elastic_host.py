@@ -119,9 +119,7 @@ class Zygote:
                 if answer is not None and isinstance(answer[0], Ready):
                     self._ready, self._unfit = True, answer[0].unfit
                     if self._unfit:
-                        text = (
-                            f"pyhvd: ranks start slowly: {self._unfit} starts threads when it is imported\n"
-                        )
+                        text = f"pyhvd: ranks start slowly: {self._unfit} when it is imported\n"
                         os.write(2, text.encode())
         return self._ready and not self._unfit and self._process.poll() is None
 

@@ -12,7 +12,7 @@ calls it after each event, and once a second besides. A *generation* is one set 
 Rules
 -----
 1. The driver reports the end of a generation once, after each reachable agent has reaped its ranks. Before
-   that it reports the newest commit. It reports nothing of an agent after :class:`EndAgent`.
+   that it reports what each host holds. It reports nothing of an agent after :class:`EndAgent`.
 2. A failure starts the next generation in the same places, and takes along new hosts that are ready.
 3. The first generation starts with `start_np` slots. It starts with fewer, but not below `min_np`, if no
    agent is starting and nothing has changed for 3 s. Later generations start with `min_np` slots.
@@ -28,7 +28,7 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import count
 
@@ -234,17 +234,19 @@ class Membership:
 
     # ---- events of the generation
 
-    def committed(self, number: int, now: float) -> None:
-        """Note the number of the newest commit that an agent holds."""
-        if number > self._roster.newest:
-            self._roster.newest = number
+    def committed(self, commits: Mapping[str, int], now: float) -> None:
+        """Note the number of the newest commit that each host's agent holds."""
+        for name, number in commits.items():
+            host = self._roster[name]
+            if host.seniority is not None:  # else its agent was lost, with what it held
+                host.commit = number
+        newest = max(commits.values(), default=0)
+        if newest > self._roster.newest:
+            self._roster.newest = newest
             self._failures.clear()
             self._lost.clear()
-            placed = {place.host for place in self._places}
             for host in self._roster:
                 host.progress(now)
-                if host.name in placed and host.seniority is not None:
-                    host.commit = number
 
     def rolled_back(self, number: int) -> None:
         """Note that all holders of newer commits are lost, so that the job goes on from this one."""

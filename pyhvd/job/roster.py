@@ -147,9 +147,10 @@ class Roster:
 
     def last_holder(self, staying: Sequence[MemberHost]) -> MemberHost | None:
         """Return the host that shall go but is needed for its state; None if there is none."""
-        if not self.newest or any(host.commit == self.newest for host in staying):
+        newest = max((host.commit for host in self._up()), default=0)  # holders of a newer one may be lost
+        if not newest or any(host.commit == newest for host in staying):
             return None
-        return next((host for host in self._up() if host.commit == self.newest), None)
+        return next(host for host in self._up() if host.commit == newest)
 
     def plan(self, now: float, placed: Mapping[str, int]) -> tuple[Place, ...]:
         """Return the places of the next generation, in the order of ranks; empty if there are too few slots.

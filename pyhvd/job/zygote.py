@@ -6,11 +6,11 @@ started by a command.
 
 Invariants
 ----------
-1. The zygote runs none of the user's code, and never initialises MPI or CUDA. It imports installed modules
+1. The zygote runs none of the user's code, and does not initialise MPI or CUDA. It imports installed modules
    alone: those that the program imports at its top.
 2. It forks only while all its other threads are made for it: OpenBLAS stops its own at a fork, and jemalloc
-   holds its locks. A module that leaves other threads behind is named, and makes it unfit: the ranks are
-   then started by commands.
+   holds its locks. A module that leaves other threads behind, or initialises MPI or CUDA all the same, is
+   named, and makes it unfit: the ranks are then started by commands.
 3. It ends when the agent's end of the channel closes. Its ranks do not: they have guardians.
 """
 
@@ -28,6 +28,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -76,7 +77,7 @@ class Preload(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Zygote to agent: it can fork; or, if it names a module, it cannot because of that."""
+    """Zygote to agent: it can fork; or it cannot, because a module does what this text says."""
 
     unfit: str = ""
 
@@ -189,17 +190,33 @@ def _is_installed(name: str, directory: str) -> bool:
     if spec is None:
         return False
     inside = (spec.submodule_search_locations or [spec.origin or ""])[0]
-    return not os.path.abspath(inside).startswith(os.path.join(os.path.abspath(directory), ""))
+    # The directory may hold a virtual environment.
+    installed = (sysconfig.get_path(scheme) for scheme in ("stdlib", "purelib", "platlib"))
+    return any(_is_below(folder, inside) for folder in installed) or not _is_below(directory, inside)
+
+
+def _is_below(folder: str, path: str) -> bool:
+    return os.path.abspath(path).startswith(os.path.join(os.path.abspath(folder), ""))
 
 
 def preload(names: Iterable[str]) -> str:
-    """Import modules; return the first that leaves a thread behind, or an empty text."""
+    """Import modules; return the first after which this process may not fork, and why; else an empty text."""
     for name in names:
         with contextlib.suppress(Exception):  # the program itself will say why
             importlib.import_module(name)
-        if _has_threads():
-            return name
+        if does := _what_forbids_forks():
+            return f"{name} {does}"
     return ""
+
+
+def _what_forbids_forks() -> str:
+    """Return what a module has done after which this process may not fork, or an empty text."""
+    torch = sys.modules.get("torch")
+    if "mpi4py.MPI" in sys.modules:
+        return "initialises MPI"
+    if torch is not None and torch.cuda.is_initialized():
+        return "initialises CUDA"
+    return "starts threads" if _has_threads() else ""
 
 
 def _has_threads() -> bool:

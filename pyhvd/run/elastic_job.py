@@ -234,6 +234,8 @@ class ElasticJob(ABC):
         self._look_at_discovery(now)
         self._look_at_agents(now)
         self._look_at_notices(now)
+        if self._driver is not None:
+            self._membership.committed(self._driver.commits, now)
         for action in self._membership.tick(now):
             if isinstance(action, StartGeneration):
                 self._next = action
@@ -363,7 +365,7 @@ class ElasticJob(ABC):
             self.commit = driver.began_from
             self._membership.rolled_back(self.commit)
         self.commit = max([self.commit, *driver.commits.values()])
-        self._membership.committed(self.commit, now)
+        self._membership.committed(driver.commits, now)
         for host, why in driver.refused.items():
             self._membership.agent_failed(host, why, now, random.random())
             self._end_agent(host)

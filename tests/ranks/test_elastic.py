@@ -155,6 +155,25 @@ def test_hosts_that_lack_the_commit_get_it() -> None:
     assert hosts.run([7, 7], lambda: train(0)(make())) == [expected] * 2
 
 
+def test_a_host_that_joins_gets_the_sources_commit_though_others_are_longer() -> None:
+    hosts = Hosts()
+
+    def body() -> Any:
+        state = make(name="")
+
+        @hvd.elastic.run
+        def function(state: Any) -> Any:
+            before, state.name = state.name, "x" * 1000 * hvd.rank()
+            state.commit()
+            return before, state.weights.tolist()
+
+        return function(state)
+
+    hosts.run([0, 1], body)
+    assert hosts.run([0, 1, 2], body) == [("", [0.0] * 3)] * 3
+    assert numbers(hosts) == [2, 2, 2]
+
+
 def test_agents_that_share_memory_each_keep_the_commit() -> None:
     hosts = Hosts()
     expected = (2, [0, 1, 2], [2.0] * 3)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,9 +17,23 @@ from hypothesis import given, settings, strategies as st
 from pyhvd.job import host_agent, kept_agents
 from pyhvd.job.agent import AgentStoppedError
 from pyhvd.job.agent_command import AgentCommand
+from pyhvd.job.elastic_host import ElasticHost
 from pyhvd.job.host_agent import read_key, serve
 from pyhvd.job.kept_agents import KeptAgents
-from pyhvd.job.messages import Again, Beat, FromDriver, Hello, Stop, decode_from_agent, encode
+from pyhvd.job.messages import (
+    Again,
+    Beat,
+    Failed,
+    FromAgent,
+    FromDriver,
+    Hello,
+    Member,
+    Prepare,
+    Start,
+    Stop,
+    decode_from_agent,
+    encode,
+)
 from pyhvd.transport.tcp.connection import Connection, new_key
 from pyhvd.transport.tcp.session import ChannelError, Role, Session
 from tests.spark_services import PATIENCE_S
@@ -44,15 +59,15 @@ class Driver:
         except (AgentStoppedError, ChannelError) as exc:
             self.error = exc
 
-    def wait_for_hello(self) -> None:
+    def wait_for(self, kind: type[FromAgent]) -> None:
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             self.connection.wait(1)
             self.connection.pump_out()
             messages = map(decode_from_agent, self.connection.pump_in())
-            if any(isinstance(message, Hello) for message in messages):
+            if any(isinstance(message, kind) for message in messages):
                 return
-        raise AssertionError("no hello")
+        raise AssertionError(f"no {kind.__name__}")
 
     def send(self, message: FromDriver) -> None:
         self.connection.send(encode(message))
@@ -66,7 +81,7 @@ class Driver:
 def driver() -> Iterator[Driver]:
     made = Driver()
     try:
-        made.wait_for_hello()
+        made.wait_for(Hello)
         yield made
     finally:
         made.connection.close()
@@ -78,7 +93,28 @@ def test_it_says_hello_again_when_asked() -> None:
         for _ in range(3):
             made.send(Beat())
             made.send(Again())
-            made.wait_for_hello()
+            made.wait_for(Hello)
+        made.send(Stop("over"))
+        made.join()
+        assert made.error is None
+
+
+def test_it_keeps_the_state_while_the_driver_stands_still_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("pyhvd.job.agent._DRIVER_ANSWER_S", 0.1)
+    monkeypatch.setattr(ElasticHost, "make_rank", fails)
+    with driver() as made:
+        made.send(Prepare(0, 1, str(tmp_path), "", again=True, elastic=True))
+        made.wait_for(Member)
+        made.send(Start(0, 1, 0, 1, {}))
+        made.wait_for(Failed)
+        time.sleep(1.0)
+        made.send(Again())
+        made.wait_for(Hello)
         made.send(Stop("over"))
         made.join()
         assert made.error is None

@@ -72,6 +72,7 @@ class Schedule(RuleBasedStateMachine):
         self.asked_at = self.ended_at = math.inf
         self.waits_since = self.now
         self.commit = 0
+        self.held: dict[str, int] = {}  # the newest commit of each host
         self.failures: list[Exception | None] = []
         self.over: GiveUp | Finish | None = None
         self.tick()
@@ -91,6 +92,7 @@ class Schedule(RuleBasedStateMachine):
                     assert host not in self.placed or not self.ranks
                     del self.agents[host]
                     self.joined.pop(host, None)
+                    assert self.held.pop(host, 0) <= max(self.held.values(), default=0)
                 case StartGeneration():
                     self.start(action)
                 case AskToLeave(number):
@@ -219,6 +221,7 @@ class Schedule(RuleBasedStateMachine):
     def put_out(self, host: str) -> None:
         del self.agents[host]
         self.joined.pop(host, None)
+        self.held.pop(host, None)
         if host not in self.drained:
             self.out_since[host] = math.inf if self.limits.cooldown is None else self.now + 10.0
 
@@ -272,13 +275,18 @@ class Schedule(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.runs and self.number >= 0)
-    @rule(times=st.sampled_from([1, 50]))
-    def make_commits(self, times: int) -> None:
-        if self.ranks:
-            self.commit += times
-            self.failures.clear()
-            self.lost.clear()
-        self.machine.committed(self.commit, self.now)
+    @rule(data=st.data(), times=st.sampled_from([0, 1, 50]))
+    def make_commits(self, data: st.DataObject, times: int) -> None:
+        """Let some hosts hold a new commit, or the newest one that others hold."""
+        able = sorted(self.placed & set(self.joined))
+        if able:
+            if times:
+                self.commit += times
+                self.failures.clear()
+                self.lost.clear()
+            newest = self.commit if times else max(self.held.values(), default=0)
+            self.held |= dict.fromkeys(data.draw(st.sets(st.sampled_from(able), min_size=1)), newest)
+        self.machine.committed(self.held, self.now)
         self.tick()
 
     @precondition(lambda self: self.runs and self.ranks and min(self.asked_at, self.ended_at) < math.inf)
@@ -386,6 +394,10 @@ class Job:
         for _ in range(times):
             self.machine.discover([FoundHost(*each) for each in hosts.items()], self.now)
 
+    def commit(self, number: int, hosts: str = "") -> None:
+        """Let hosts hold a commit; all that have had ranks, unless some are named."""
+        self.machine.committed(dict.fromkeys(hosts or self.machine.hosts, number), self.now)
+
     def fail(self, host: str, text: str = "rank 0 was ended by SIGKILL") -> list[Action]:
         """Let a rank fail; return what follows."""
         self.machine.rank_failed(RuntimeError(text), host, self.now, 0.0)
@@ -414,7 +426,7 @@ def error_of(actions: Sequence[Action]) -> Exception:
 def test_a_rank_that_fails_is_started_again_in_the_same_places() -> None:
     job = Job({"a": 2, "b": 2})
     assert job.started == start(0, a=2, b=2)
-    job.machine.committed(41, 1.0)
+    job.commit(41)
     assert job.fail("b", "pyhvd: rank 2 of 4 on host b was ended by SIGKILL\nmore") == start(1, a=2, b=2)
     assert job.said == [
         "pyhvd: generation 1: 4 ranks on 2 hosts, from commit 41: rank 2 of 4 on host b was ended by SIGKILL"
@@ -437,9 +449,9 @@ def test_of_a_traceback_the_exception_is_said() -> None:
 def test_the_third_failure_without_a_new_commit_ends_the_job_with_the_first() -> None:
     job = Job({"a": 2})
     job.fail("a", "zeroth")
-    job.machine.committed(1, 1.0)
+    job.commit(1)
     assert job.fail("a", "first") == start(2, a=2)
-    job.machine.committed(1, 1.0)
+    job.commit(1)
     assert job.fail("a", "second") == start(3, a=2)
     assert str(error_of(job.fail("a", "third"))) == "first"
     assert job.tick(1.0) == []
@@ -448,16 +460,16 @@ def test_the_third_failure_without_a_new_commit_ends_the_job_with_the_first() ->
 def test_a_single_host_survives_any_number_of_failures_with_progress() -> None:
     job = Job({"a": 2})
     for number in range(1, 20):
-        job.machine.committed(number, job.now)
+        job.commit(number)
         assert job.fail("a") == start(number, a=2)
 
 
 def test_a_host_with_three_rank_failures_is_left_out_for_a_time() -> None:
     job = Job({"a": 2, "b": 2}, min_np=2)
     for number in range(1, 3):
-        job.machine.committed(number, job.now)
+        job.commit(number)
         assert job.fail("b") == start(number, a=2, b=2)
-    job.machine.committed(3, job.now)
+    job.commit(3)
     assert job.fail("b") == [*start(3, a=2), EndAgent("b")]
     assert job.said[-1].endswith("host b is left out for 10 s: 3 ranks failed there within 10 min")
     assert job.bring_up(9.9) == []
@@ -470,7 +482,7 @@ def test_rank_failures_long_ago_do_not_count() -> None:
     job = Job({"a": 2, "b": 2}, min_np=2)
     for number in range(1, 9):
         job.tick(300.0)
-        job.machine.committed(number, job.now)
+        job.commit(number)
         assert job.fail("b") == start(number, a=2, b=2)
 
 
@@ -478,7 +490,7 @@ def test_a_host_that_is_lost_again_and_again_is_left_out_for_longer() -> None:
     job = Job({"a": 1, "b": 1})
     waits = []
     for number in range(1, 14, 2):
-        job.machine.committed(number, job.now)
+        job.commit(number)
         assert job.lose("b") == start(number, a=1)
         assert job.tick(9.9) == []
         waits.append(10)
@@ -490,7 +502,7 @@ def test_a_host_that_is_lost_again_and_again_is_left_out_for_longer() -> None:
         assert job.leave() == start(number + 1, a=1, b=1)
     assert waits == [10, 20, 40, 80, 160, 300, 300]
     job.tick(600.0)
-    job.machine.committed(100, job.now)
+    job.commit(100)
     job.lose("b")
     assert "host b: connection reset; it is left out for 10 s" in job.said[-1]
 
@@ -649,7 +661,7 @@ def test_a_script_that_fails_ends_the_job_only_at_first() -> None:
 
 def test_a_host_that_is_drained_leaves_and_stays_away() -> None:
     job = Job({"a": 1, "b": 1}, script=True)
-    job.machine.committed(5, 0.0)
+    job.commit(5)
     job.machine.drain("b", 0.0)
     assert job.tick() == [AskToLeave(1)]
     assert job.leave() == [*start(1, a=1), EndAgent("b")]
@@ -665,20 +677,42 @@ def test_a_host_that_is_drained_leaves_and_stays_away() -> None:
 
 def test_a_drained_host_hands_its_state_over_first() -> None:
     job = Job({"a": 2, "b": 2}, max_np=2, start_np=2)
-    job.machine.committed(5, 0.0)
+    job.commit(5)
     job.machine.drain("a", 0.0)
     assert job.tick() == [AskToLeave(1)]
     assert job.leave() == start(1, a=1, b=1)
-    job.machine.committed(5, 1.0)
+    job.commit(5, "a")
     assert job.fail("b") == start(2, a=1, b=1)
-    job.machine.committed(6, 1.0)
+    job.commit(5)
     assert job.tick() == [AskToLeave(3)]
     assert job.leave() == [*start(3, b=2), EndAgent("a")]
 
 
+def test_a_drained_host_that_alone_holds_the_newest_commit_hands_it_over() -> None:
+    job = Job({"a": 1, "b": 1})
+    job.commit(5)
+    job.machine.drain("b", 0.0)
+    assert job.tick() == [AskToLeave(1)]
+    job.commit(6, "b")
+    assert job.fail("a") == start(1, a=1, b=1)
+    assert "from commit 6" in job.said[-1]
+    job.commit(6)
+    assert job.tick() == [AskToLeave(2)]
+    assert job.leave() == [*start(2, a=1), EndAgent("b")]
+
+
+def test_a_drained_host_hands_over_an_older_commit_when_the_newer_one_is_lost() -> None:
+    job = Job({"a": 1, "b": 1, "c": 1}, max_np=2, start_np=2)
+    job.commit(5)
+    job.commit(6, "b")
+    job.machine.drain("a", 0.0)
+    assert job.tick() == [AskToLeave(1)]
+    assert job.lose("b") == start(1, a=1, c=1)
+
+
 def test_a_drained_host_that_alone_may_have_ranks_keeps_its_rank() -> None:
     job = Job({"a": 1}, script=True, max_np=1)
-    job.machine.committed(5, 0.0)
+    job.commit(5)
     job.print({"a": 1, "b": 1})
     assert job.bring_up() == []
     job.machine.drain("a", 0.0)
@@ -687,14 +721,14 @@ def test_a_drained_host_that_alone_may_have_ranks_keeps_its_rank() -> None:
 
 def test_after_a_rollback_older_holders_count() -> None:
     job = Job({"a": 1, "b": 1, "c": 1}, max_np=2, start_np=2)
-    job.machine.committed(5, 0.0)
+    job.commit(5)
     assert job.lose("a") == start(1, b=1, c=1)
     job.machine.rolled_back(4)
     job.machine.drain("b", 0.0)
     assert job.tick() == []
     assert job.fail("c") == start(2, b=1, c=1)
     assert "from commit 4" in job.said[-1]
-    job.machine.committed(5, 0.0)
+    job.commit(5)
     assert job.tick() == [AskToLeave(3)]
     assert job.leave() == [*start(3, c=1), EndAgent("b")]
 

@@ -33,6 +33,20 @@ def test_installed_modules_at_the_top_are_found(tmp_path: Path) -> None:
     assert imports_of(["-m", "json.tool"], str(tmp_path))[:2] == ["argparse", "json"]
 
 
+def test_an_environment_in_the_working_directory_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / ".venv" / "packages"
+    packages.mkdir(parents=True)
+    for path in (packages / "installed_here.py", tmp_path / "own.py"):
+        path.write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages), str(tmp_path)])
+    monkeypatch.setattr(
+        "sysconfig.get_path", lambda name: str(packages if name == "purelib" else tmp_path / name)
+    )
+    assert imports_of(["-c", "import installed_here, own"], str(tmp_path)) == ["installed_here"]
+
+
 @pytest.mark.parametrize("program", [["missing.py"], ["broken.py"], ["-m", "missing"], ["-c", "import ("]])
 def test_a_program_that_cannot_be_read_imports_nothing(program: list[str], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (")
@@ -124,13 +138,27 @@ def test_without_its_zygote_a_process_is_started_by_a_command(zygote: Zygote, tm
     assert not zygote.fit
 
 
-def test_a_module_that_starts_a_thread_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+_FAKE_TORCH = "SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))"
+
+
+@pytest.mark.parametrize(
+    ("code", "does"),
+    [
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "starts threads",
+        ),
+        ("import sys; sys.modules['mpi4py.MPI'] = sys", "initialises MPI"),
+        (f"import sys; from types import *; sys.modules['torch'] = {_FAKE_TORCH}", "initialises CUDA"),
+    ],
+)
+def test_a_module_that_makes_forks_unsafe_is_named(
+    code: str, does: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
-    (packages / "threads_at_import.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    made = make(tmp_path / "elsewhere", "import threads_at_import", str(packages))
+    (packages / "unsafe.py").write_text(code)
+    made = make(tmp_path / "elsewhere", "import unsafe", str(packages))
     (tmp_path / "elsewhere").mkdir()
     until = time.monotonic() + 30
     text = ""
@@ -138,4 +166,4 @@ def test_a_module_that_starts_a_thread_is_named(tmp_path: Path, capfd: pytest.Ca
         assert not made.fit
         text = capfd.readouterr().err
     made.close()
-    assert text == "pyhvd: ranks start slowly: threads_at_import starts threads when it is imported\n"
+    assert text == f"pyhvd: ranks start slowly: unsafe {does} when it is imported\n"
