@@ -835,5 +835,5 @@ def test_a_host_that_is_lost_after_all_ranks_returned_changes_nothing() -> None:
 def test_a_host_whose_ranks_fail_often_stays_if_it_would_not_come_back() -> None:
     job = Job({"a": 1, "b": 1}, leaves_out=False)
     for number in range(1, 6):
-        job.machine.committed(number, job.now)
+        job.machine.committed({"a": number, "b": number}, job.now)
         assert job.fail("b") == start(number, a=1, b=1)
