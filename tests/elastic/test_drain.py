@@ -77,6 +77,7 @@ def test_a_preemption_command_that_succeeds_drains_its_host(tmp_path: Path) -> N
 
 def test_a_user_drains_a_host_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # other jobs of this user may run
 
     def drain(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pyhvd", "elastic", "drain", *words]

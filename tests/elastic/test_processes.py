@@ -131,7 +131,8 @@ def test_the_host_with_the_newest_commit_is_lost(start: Start) -> None:
     kill(job.agents("east"))
     ended = job.finish(_PATIENCE_S)
     check_finished(ended)
-    assert [line.words[0] for line in ended.of("begin")] == ["0", "3"]
+    # The host that was lost may come back before the end.
+    assert [line.words[0] for line in ended.of("begin")][:2] == ["0", "3"]
     assert "every host that held commit 4 is gone: ranks go on from commit 3" in ended.err
 
 
