@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -226,13 +227,19 @@ def _has_threads() -> bool:
     """
     if len(os.listdir(_TASKS)) == 1:
         return False
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         os._exit(0)
     with contextlib.suppress(ChildProcessError):  # a handler has reaped it
         os.waitpid(pid, 0)
     own = str(os.getpid())
     return any(_thread_name(task) not in _SAFE_THREADS for task in os.listdir(_TASKS) if task != own)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, at which this module has looked
+        return os.fork()
 
 
 def _thread_name(task: str) -> str:
@@ -262,7 +269,7 @@ def serve(channel: socket.socket) -> None:
         message, descriptors = request
         if not isinstance(message, Fork):
             return
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             channel.close()
             become(message, descriptors)
