@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pyhvd.common.user_folder import find_folders, make_folder
 
 _LONGEST = 4096
 _ANSWER_S = 10.0
+_YOUNG_S = 10.0
 _ERROR = "error: "
 
 
@@ -36,6 +38,7 @@ class DrainSocket:
     def __init__(self) -> None:
         self._path = make_folder() / f"elastic-{os.getpid()}.socket"
         self._path.unlink(missing_ok=True)  # of an earlier process of this number
+        _remove_left(self._path.parent)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(os.fspath(self._path))
@@ -86,6 +89,14 @@ def find_jobs() -> dict[int, Path]:
     found = [path for folder in find_folders() for path in folder.glob("elastic-*.socket")]
     jobs = {int(path.stem.removeprefix("elastic-")): path for path in found}
     return {pid: path for pid, path in sorted(jobs.items()) if _is_served(path)}
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the sockets of launchers that were killed; a young one may not listen yet."""
+    for path in folder.glob("elastic-*.socket"):
+        with contextlib.suppress(OSError):
+            if time.time() > path.lstat().st_mtime + _YOUNG_S and not _is_served(path):
+                path.unlink()
 
 
 def _is_served(path: Path) -> bool:

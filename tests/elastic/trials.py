@@ -125,7 +125,7 @@ def _left(job: RunningJob) -> Iterable[str]:
     for place, folder in folders.items():
         for path in sorted(folder.rglob("*")):
             if path.name != f"pyhvd-{os.getuid()}":  # the user's own folder stays, and is empty
-                yield f"{place}: {path.name}"
+                yield f"{place}: {path.relative_to(folder)}"
                 if not path.is_dir():
                     path.unlink()
 

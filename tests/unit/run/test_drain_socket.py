@@ -97,3 +97,17 @@ def test_one_of_several_jobs(
     assert elastic.main(["drain", "h1"]) == 1
     assert "with --job: 1, 2\n" in capsys.readouterr().err
     assert elastic.main(["drain", "h1", "--job", "2"]) == 0
+
+
+def test_the_socket_of_a_killed_launcher_is_removed_but_no_young_one(folder: Path, served: Path) -> None:
+    old, young = folder / "elastic-1.socket", folder / "elastic-2.socket"
+    for path in (old, young):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+            left.bind(os.fspath(path))
+    for path in (old, served):
+        os.utime(path, (0, 0))
+    served.rename(folder / "elastic-3.socket")  # of another launcher, which runs
+    with closing(DrainSocket()):
+        assert not old.exists()
+        assert young.exists()
+        assert (folder / "elastic-3.socket").exists()
