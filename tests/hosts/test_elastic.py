@@ -111,7 +111,7 @@ def test_a_lost_host_of_the_launcher_leaves_nothing(site: Site, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_random_faults() -> None:
-    """`make test-elastic-faults` makes many more; hosts that lost their power may have files of other tests."""
+    """Its hosts are its own: those of other tests may have files that a loss of power has left."""
     with grounds(hosts=True) as (ground,):
         trial = try_job(ground, seed=7, steps=120)
     assert (trial.wrong, trial.log) == ([], "")
