@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -180,9 +181,18 @@ def _run(driver: Connection, wanted: Prepare, host: ElasticHost | None) -> bool:
 
 def main() -> int:
     """Run the agent; return its exit code."""
-    try:
+
+    def run() -> None:
         channel = take_channel()
         serve(channel, read_key(channel))
+
+    return exit_code(run)
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Run an agent; say why it stopped, if it did, and return the exit code."""
+    try:
+        run()
     except (AgentStoppedError, ChannelError, OSError) as exc:
         os.write(2, f"pyhvd: agent on host {socket.gethostname()}: {exc}\n".encode())
         return 1

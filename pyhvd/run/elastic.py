@@ -189,6 +189,7 @@ class CommandJob(ElasticJob):
                     ' pip install "pyhvd[mpich]"'
                 )
             self._checked = checked
+            return checked
         facts = gather(directory, self._options.script)  # the script may have changed, on all hosts
         return replace(self._checked, facts=facts, rendezvous=PmiRendezvous())
 
@@ -207,10 +208,14 @@ def run_on(options: Options, selection: Selection) -> int:
     """Run an elastic job on the hosts of the user or of a cluster; return the exit code."""
     seats = selection.seats
     assert seats is not None
+    return _run(options, seats.agent, seats.size, *hosts_of(selection), None)
+
+
+def hosts_of(selection: Selection) -> tuple[list[HostSeats], list[FoundHost]]:
+    """Return the hosts with all their slots: for the agents' commands, and for the membership."""
     own = find_own(selection.hosts)
     known = [HostSeats(host, range(host.slots), host in own) for host in selection.hosts]
-    fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
-    return _run(options, seats.agent, seats.size, known, fixed, None)
+    return known, [FoundHost(host.name, host.slots) for host in selection.hosts]
 
 
 def _run(

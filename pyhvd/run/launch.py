@@ -206,7 +206,7 @@ class Hosts:
         check_call((fn, args, {} if kwargs is None else kwargs), job.env, self._options.python)
         directory = os.path.abspath(job.directory or os.getcwd())
         variables = to_send(os.environb, rank_variables(job.env, None))
-        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, module_paths())
+        code = dump_call((fn, tuple(args), dict(kwargs or {})), directory, variables, _module_paths())
         with _naming_arguments(), contextlib.ExitStack() as stack:
             if elastic is not None:
                 options = dataclasses.replace(
@@ -379,7 +379,7 @@ def _name(seats: HostSeats) -> str:
     return socket.gethostname() if seats.own and is_loopback(seats.host.name) else seats.host.name
 
 
-def module_paths() -> list[str]:
+def _module_paths() -> list[str]:
     """Return where this process finds modules, but for the directories of its Python."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     paths = [os.path.abspath(path) for path in sys.path]

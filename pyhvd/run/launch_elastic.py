@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from pyhvd.job.call import check_size, expect
@@ -15,10 +15,9 @@ from pyhvd.job.generation_driver import GenerationDriver
 from pyhvd.job.membership import FoundHost, Membership
 from pyhvd.job.output import Output
 from pyhvd.run.cli import ElasticOptions, Options
-from pyhvd.run.elastic import CommandJob, RankFiles, limits_of
+from pyhvd.run.elastic import CommandJob, RankFiles, hosts_of, limits_of
 from pyhvd.run.hosts import HostSeats
 from pyhvd.run.launch_agent import ssh_command
-from pyhvd.run.own_host import find_own
 from pyhvd.run.selection import Selection
 
 _log = logging.getLogger("pyhvd")
@@ -110,23 +109,20 @@ def launch_elastic(
     files : RankFiles
         The files of the output.
     """
+    discovery: Discovery | None = None
+    known: Sequence[HostSeats] = ()
+    fixed: Sequence[FoundHost] | None = None
     with contextlib.ExitStack() as stack:
         if selection is None:
             script, slots = options.elastic.discovery_script, options.slots_per_host or 1
             assert script is not None
             discovery = stack.enter_context(contextlib.closing(Discovery([script], slots)))
             size = options.num_proc or options.elastic.min_np or 1
-            agent, known, fixed = (
-                options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file),
-                [],
-                None,
-            )
+            agent = options.launch_agent or ssh_command(options.ssh_port, options.ssh_identity_file)
         else:
             assert selection.seats is not None
-            own = find_own(selection.hosts)
-            known = [HostSeats(host, range(host.slots), host in own) for host in selection.hosts]
-            fixed = [FoundHost(host.name, host.slots) for host in selection.hosts]
-            discovery, size, agent = None, selection.seats.size, selection.seats.agent
+            known, fixed = hosts_of(selection)
+            size, agent = selection.seats.size, selection.seats.agent
         files.make(options.elastic.min_np or size)
         membership = Membership(limits_of(options, size), time.monotonic(), fixed)
         job = _FunctionJob(

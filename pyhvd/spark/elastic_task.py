@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pyhvd.job.agent import AgentStoppedError
-from pyhvd.job.host_agent import serve_on
+from pyhvd.job.host_agent import exit_code, serve_on
 from pyhvd.job.process.guardian import die_with_parent
 from pyhvd.job.rank_process import own_environment
 from pyhvd.spark.resources import RESOURCES
 from pyhvd.transport.tcp.connection import Address, Secret, connect
-from pyhvd.transport.tcp.session import ChannelError
 
 _MOST_BYTES = 1 << 16
 
@@ -76,12 +73,7 @@ def main() -> int:
     die_with_parent(signal.SIGKILL, os.getppid())
     told = json.loads(sys.stdin.buffer.read(_MOST_BYTES))
     addresses = [(host, port) for host, port in told["addresses"]]
-    try:
-        serve_on(connect(addresses, bytes.fromhex(told["key"])))
-    except (AgentStoppedError, ChannelError, OSError) as exc:
-        os.write(2, f"pyhvd: agent on host {socket.gethostname()}: {exc}\n".encode())
-        return 1
-    return 0
+    return exit_code(lambda: serve_on(connect(addresses, bytes.fromhex(told["key"]))))
 
 
 if __name__ == "__main__":
