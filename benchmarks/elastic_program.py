@@ -5,6 +5,7 @@ each generation but the last. Ranks write a line with the time of each fault, an
 generation.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -60,13 +61,11 @@ def measure_calls(state: elastic.ObjectState) -> None:
 def train(state: elastic.ObjectState) -> None:
     """Run steps; in each generation but the last, a rank dies."""
     generation = elastic.generation()
-    begin = time.time()
-    first = True
-    while FAULT == "grow" or time.time() < begin + (_WARM_S if generation == 0 else 1.0):
+    steps = round((_WARM_S if generation == 0 else 1.0) / _STEP_S)
+    for step in itertools.count() if FAULT == "grow" else range(steps):
         hvd.allreduce(np.ones(1, np.float32), name="step")
-        if first and hvd.rank() == 0:
+        if step == 0 and hvd.rank() == 0:
             log(f"first{generation}", time.time())
-        first = False
         time.sleep(_STEP_S)
         state.commit()
     hvd.barrier()
