@@ -30,12 +30,9 @@ cdef class Agreement:
     def __cinit__(self, int rank, hosts, parents, connections, bells, background_bells):
         cdef int32_t[MAX_HOSTS] above
         self.hosts = [list(each) for each in hosts]
-        if not 2 <= len(self.hosts) <= MAX_HOSTS:
-            raise ValueError(f"{len(self.hosts)} hosts cannot agree: 2 to {MAX_HOSTS} can")
         self.places = {r: (h, q) for h, ranks in enumerate(self.hosts) for q, r in enumerate(ranks)}
         self.recalled, self.delegated = {}, {}
-        for host in range(len(self.hosts)):
-            above[<int>host] = parents[host]
+        fill_parents(above, parents)
         if pyhvd_host_tree_init(
             &self.c.tree, <uint32_t>self.places[rank][0], <uint32_t>len(self.hosts), above
         ):
@@ -82,59 +79,22 @@ cdef class Agreement:
 
     cdef bint announce_some(self, pyhvd_ready_table* table, uint64_t number, ranks) except -1:
         """Announce all recalls, and at most MOST_DELEGATED delegations."""
-        cdef pyhvd_slot_range[32] ranges
-        cdef pyhvd_order_list announced
+        cdef OrderList announced
         cdef int written
-        cdef list kept = []  # what the ranges point to
-        cdef uint32_t n = 0
         cdef dict chosen = {}
         cdef int left = MOST_DELEGATED
-        for set_id, bits in self.recalled.items():
-            if bits:
-                self.fill(&ranges[n], PYHVD_RECALLED, set_id, bits, b"", kept)
-                n += 1
         for set_id, fresh in self.delegated.items():
-            slots = chosen[set_id] = sorted(fresh)[:left]
-            left -= len(slots)
-            if slots:
-                versions = b"".join(int(fresh[slot]).to_bytes(8, "little") for slot in slots)
-                if len({fresh[slot] for slot in slots}) == 1:
-                    versions = versions[:8]
-                bits = 0
-                for slot in slots:
-                    bits |= 1 << slot
-                self.fill(&ranges[n], PYHVD_DELEGATED, set_id, bits, versions, kept)
-                n += 1
-        whom = 0
-        for rank in ranks:
-            whom |= 1 << rank
-        audience = whom.to_bytes((whom.bit_length() + 7) // 8, "little")
-        announced.number = number
-        announced.audience = <const uint8_t*><const char*>audience
-        announced.audience_bytes = <uint32_t>len(audience)
-        announced.n = n
-        announced.ranges = ranges
+            chosen[set_id] = {slot: fresh[slot] for slot in sorted(fresh)[:left]}
+            left -= len(chosen[set_id])
+        announced = OrderList(number, ranks, self.recalled, chosen)
         with nogil:
-            written = pyhvd_agreement_announce_list(table, &announced)
+            written = pyhvd_agreement_announce_list(table, &announced.c)
         if written:
             self.recalled.clear()
             for set_id, slots in chosen.items():
                 for slot in slots:
                     del self.delegated[set_id][slot]
         return written != 0
-
-    cdef int fill(
-        self, pyhvd_slot_range* slots, uint32_t kind, uint32_t set_id, bits, bytes values, list kept
-    ) except -1:
-        cdef uint32_t first = ((bits & -bits).bit_length() - 1) // 64
-        cdef uint32_t end = (bits.bit_length() + 63) // 64
-        cdef bytes words = (bits >> 64 * first).to_bytes((end - first) * 8, "little")
-        kept += [words, values]
-        slots.kind, slots.set, slots.first, slots.end = kind, set_id, first, end
-        slots.words = <const uint64_t*><const char*>words
-        slots.values = <const uint64_t*><const char*>values
-        slots.n = <uint64_t>(len(values) // 8)
-        return 0
 
     cdef dict look(self, pyhvd_ready_table* table, int set_id):
         """Return, by rank of another host, the slots that all ranks of its host have marked; on host 0."""

@@ -186,6 +186,74 @@ cdef extern from "common/sampler.h" nogil:
     bint pyhvd_sampler_has_ended(const pyhvd_sampler* m)
 
 
+cdef extern from "fast_path/host_order.h" nogil:
+    ctypedef struct pyhvd_host_order:
+        pass
+
+    ctypedef struct pyhvd_order_entry:
+        uint32_t kind
+        uint32_t set
+        uint32_t first
+        uint32_t end
+        uint64_t* words
+        uint64_t number
+
+    enum:
+        PYHVD_ANNOUNCED
+        PYHVD_RECALLED
+        PYHVD_DELEGATED
+
+    ctypedef struct pyhvd_slot_range:
+        uint32_t kind
+        uint32_t set
+        uint32_t first
+        uint32_t end
+        const uint64_t* words
+        const uint64_t* values
+        uint64_t n
+
+    ctypedef struct pyhvd_order_list:
+        uint64_t number
+        const uint8_t* audience
+        uint32_t audience_bytes
+        uint32_t n
+        const pyhvd_slot_range* ranges
+
+    int64_t pyhvd_host_order_owed(pyhvd_host_order* o, uint64_t* out, size_t room)
+    int pyhvd_host_order_next_range(
+        const pyhvd_host_order* o, pyhvd_order_entry* entry, pyhvd_slot_range* found
+    )
+
+
+cdef extern from "fast_path/host_tree.h" nogil:
+    ctypedef struct pyhvd_host_tree:
+        uint32_t host
+        uint32_t hosts
+        uint32_t tops
+        uint32_t n
+        uint32_t above
+        uint32_t* neighbours
+        pyhvd_host_order* order
+
+    int pyhvd_host_tree_init(
+        pyhvd_host_tree* tree, uint32_t host, uint32_t hosts, const int32_t* parents
+    )
+    size_t pyhvd_host_tree_bytes(const pyhvd_host_tree* tree, uint32_t sets, uint32_t slots)
+    void pyhvd_host_tree_attach(pyhvd_host_tree* tree, void* base, uint32_t sets, uint32_t slots)
+    int pyhvd_host_tree_clear(pyhvd_host_tree* tree, uint32_t sets, uint32_t slots)
+    int64_t pyhvd_host_tree_announce(
+        pyhvd_host_tree* tree, const pyhvd_slot_range* slots, const pyhvd_order_list* announced,
+        uint64_t* out, size_t room
+    )
+    int pyhvd_host_tree_receive(
+        pyhvd_host_tree* tree, uint32_t source, const uint64_t* message, size_t n
+    )
+    int pyhvd_host_tree_take(pyhvd_host_tree* tree, pyhvd_order_entry* entry)
+    int64_t pyhvd_host_tree_pass(
+        pyhvd_host_tree* tree, uint32_t child, const pyhvd_order_entry* entry, uint64_t* out, size_t room
+    )
+
+
 cdef extern from "fast_path/agreement.h" nogil:
     int PYHVD_CLOSED_BY_PEER
 
@@ -200,11 +268,6 @@ cdef extern from "fast_path/agreement.h" nogil:
         uint8_t* note
         pyhvd_peer_host* peers
 
-    ctypedef struct pyhvd_host_tree:
-        uint32_t host
-        uint32_t hosts
-        uint32_t tops
-
     ctypedef struct pyhvd_agreement:
         pyhvd_host_tree tree
         int* fds
@@ -213,15 +276,16 @@ cdef extern from "fast_path/agreement.h" nogil:
         uint32_t* ranks
         pyhvd_shared_agreement* shared
 
-    int pyhvd_host_tree_init(
-        pyhvd_host_tree* tree, uint32_t host, uint32_t hosts, const int32_t* parents
-    )
     size_t pyhvd_agreement_bytes(const pyhvd_agreement* a, uint32_t slots)
     void pyhvd_agreement_attach(pyhvd_agreement* a, void* base, uint32_t slots)
     void pyhvd_agreement_clear(pyhvd_agreement* a, uint32_t slots)
 
 
 cdef extern from "fast_path/ready_table.h" nogil:
+    enum:
+        PYHVD_BATCH
+        PYHVD_LATER
+
     cpdef enum:
         SETS "PYHVD_MAX_SETS"
         MAX_SLOTS "PYHVD_MAX_SLOTS"
@@ -266,28 +330,6 @@ cdef extern from "fast_path/ready_table.h" nogil:
     void pyhvd_ready_table_read(pyhvd_ready_table* t, uint32_t set, uint64_t* marked, uint64_t* used)
     void pyhvd_ready_table_wake(pyhvd_ready_table* t, int rank, uint32_t reasons)
     uint64_t pyhvd_ready_table_position(const pyhvd_ready_table* t)
-
-
-cdef extern from "fast_path/host_order.h" nogil:
-    enum:
-        PYHVD_RECALLED
-        PYHVD_DELEGATED
-
-    ctypedef struct pyhvd_slot_range:
-        uint32_t kind
-        uint32_t set
-        uint32_t first
-        uint32_t end
-        const uint64_t* words
-        const uint64_t* values
-        uint64_t n
-
-    ctypedef struct pyhvd_order_list:
-        uint64_t number
-        const uint8_t* audience
-        uint32_t audience_bytes
-        uint32_t n
-        const pyhvd_slot_range* ranges
 
 
 cdef extern from "fast_path/agreement.h" nogil:

@@ -134,6 +134,24 @@ class Agreement:
         background_bells: Sequence[int],
     ) -> None: ...
 
+_Post = list[tuple[int, bytes]]
+
+class HostTree:
+    above: list[int]
+    below: list[int]
+    def __init__(self, host: int, parents: Sequence[int], sets: int, slots: int) -> None: ...
+    def announce(self, set_id: int, bits: int) -> _Post | None: ...
+    def announce_list(
+        self,
+        number: int,
+        ranks: Iterable[int],
+        recalled: dict[int, int],
+        delegated: dict[int, dict[int, int]],
+    ) -> _Post | None: ...
+    def owed(self) -> _Post: ...
+    def receive(self, source: int, message: bytes) -> None: ...
+    def take(self) -> tuple[bool, int, dict[int, int], dict[int, dict[int, int]], _Post] | None: ...
+
 class TensorLibrary(Protocol):
     def describe(self, tensor: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]] | None:
         """Return address, code, shape and strides (in elements); None: such a tensor goes by message."""

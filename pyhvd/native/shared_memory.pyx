@@ -23,7 +23,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from pyhvd.errors import copy_error
@@ -41,6 +41,7 @@ cdef extern from "Python.h":
 include "window.pxi"
 include "numpy_objects.pxi"
 include "sampler.pxi"
+include "host_tree.pxi"
 include "agreement.pxi"
 include "ready_table.pxi"
 include "handle.pxi"
