@@ -10,6 +10,7 @@ tensor is ready on every rank of its set. No message passes while there is nothi
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Stalled:
     since: float
     submitted: tuple[int, ...]
     missing: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=8)
+def _everyone(size: int) -> tuple[int, ...]:
+    """Return the ranks of a job: one object for all of its machines in a process."""
+    return tuple(range(size))
 
 
 class SeenLists:
@@ -107,7 +114,7 @@ class Coordinator:
         self._timeline: TimelineOrder | None = None
         self._removed: set[int] = set()  # by the list that is being built: their ids are not free yet
         self._sets: dict[int, MessageTable] = {}
-        for set_id, ranks in enumerate([tuple(range(size)), *sets]):
+        for set_id, ranks in enumerate([_everyone(size), *sets]):
             self._add_set(set_id, ranks, 0)
 
     def _add_set(self, set_id: int, ranks: tuple[int, ...], version: int) -> None:
@@ -272,7 +279,7 @@ class Worker:
 
     def __init__(self, rank: int, size: int, sets: Sequence[tuple[int, ...]] = ()) -> None:
         self.rank = rank
-        self.sets: dict[int, tuple[int, ...]] = dict(enumerate([tuple(range(size)), *sets]))
+        self.sets: dict[int, tuple[int, ...]] = dict(enumerate([_everyone(size), *sets]))
         self._caches = {i: WorkerCache() for i, ranks in self.sets.items() if rank in ranks}
         self._in_flight: dict[tuple[int, str], Request] = {}
         self._removed: list[int] = []
