@@ -64,6 +64,8 @@ class HostTable:
         The versions of delegated slots.
     used : int
         Slots of batches since the coordinator last looked.
+    neighbours : list of int
+        The hosts to which this one has a connection.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class HostTable:
         self.peers: Sequence[HostTable] = ()
         self.host = host
         self.process = process(self.settle)
+        self.neighbours = [] if tree is None else [*tree.above, *tree.below]
         self._wires = wires
         self._tree = tree
 

@@ -145,8 +145,7 @@ class World:
         trees = make_trees(parents_of(self.hosts), slots) if self.hosts > 1 else [None]
         tables = []
         for host, tree in enumerate(trees):
-            ranks = range(host * self.local_ranks, (host + 1) * self.local_ranks)
-            tables.append(HostTable(self.make_process, self.wires, ranks, tree, host))
+            tables.append(HostTable(self.make_process, self.wires, self.ranks_of(host), tree, host))
         for table in tables:
             table.peers = tables
         return tables
@@ -158,6 +157,14 @@ class World:
     def host_of(self, rank: int) -> int:
         """Return a rank's host."""
         return rank // self.local_ranks
+
+    def ranks_of(self, host: int) -> range:
+        """Return the ranks of a host."""
+        return range(host * self.local_ranks, (host + 1) * self.local_ranks)
+
+    def neighbours_of(self, host: int) -> Sequence[int]:
+        """Return the hosts to which a host has a connection for the agreement, whoever they are."""
+        return self.tables[host].neighbours if self.tables else ()
 
     # -- what ranks tell
 
