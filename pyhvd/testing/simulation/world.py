@@ -158,6 +158,10 @@ class World:
         """Return a rank's host."""
         return rank // self.local_ranks
 
+    def name_of(self, host: int) -> str:
+        """Return a host's name for messages."""
+        return f"h{host}"
+
     def ranks_of(self, host: int) -> range:
         """Return the ranks of a host."""
         return range(host * self.local_ranks, (host + 1) * self.local_ranks)
