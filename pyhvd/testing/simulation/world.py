@@ -20,8 +20,8 @@ from pyhvd.transport.tree import Tree
 LINKED_HOSTS = 64
 """Up to so many hosts have links, and agree on cached tensors without messages to rank 0."""
 
-CostOf = Callable[[RequestType, int, int, int], Cost]
-"""Returns what a collective costs, from its kind, bytes, hosts and ranks of each host."""
+CostOf = Callable[[RequestType, int, int, int, int], Cost]
+"""Returns what a collective costs: its kind, bytes, hosts, ranks of each host, and number of tensors."""
 
 
 @dataclass
@@ -218,7 +218,8 @@ class World:
         if len(at.ranks) == len(members):
             del self._open[batch.key]
             here = len({self.host_of(each) for each in members})
-            cost = self._cost_of(batch.kind, batch.nbytes, here, -(-len(members) // here))
+            local = -(-len(members) // here)
+            cost = self._cost_of(batch.kind, batch.nbytes, here, local, batch.tensors)
             end = at.latest + cost.seconds
             self.runs.append(Run(batch, at.latest, end, cost))
             self.clock.at(end, self._complete, at.ranks)
