@@ -1,1 +1,33 @@
-"""Simulated clusters."""
+"""Simulated clusters: pyhvd's own machines on virtual time.
+
+:mod:`~pyhvd.testing.simulation.clock` and :mod:`~pyhvd.testing.simulation.network` know nothing of pyhvd.
+:mod:`~pyhvd.testing.simulation.ranks`, :mod:`~pyhvd.testing.simulation.agreement` and
+:mod:`~pyhvd.testing.simulation.launcher` give the machines what threads, sockets and agents give them in a
+job. The data path is a model: :mod:`~pyhvd.testing.simulation.data_path`.
+"""
+
+from pyhvd.testing.simulation.cluster import simulate
+from pyhvd.testing.simulation.data_path import Machine
+from pyhvd.testing.simulation.faults import HostLost, RankKilled
+from pyhvd.testing.simulation.network import Network
+from pyhvd.testing.simulation.program import AddSet, Compute, StepEnd, Submit, Tensor, Wait, training
+from pyhvd.testing.simulation.report import Failure, Restart, Simulation, StepReport
+
+__all__ = [
+    "AddSet",
+    "Compute",
+    "Failure",
+    "HostLost",
+    "Machine",
+    "Network",
+    "RankKilled",
+    "Restart",
+    "Simulation",
+    "StepEnd",
+    "StepReport",
+    "Submit",
+    "Tensor",
+    "Wait",
+    "simulate",
+    "training",
+]

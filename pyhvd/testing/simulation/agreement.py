@@ -89,9 +89,7 @@ class HostTable:
         self.process.spend(MARK_S * bits.bit_count())
         self.marks[rank] |= bits
 
-    def announce(
-        self, number: int, ranks: Iterable[int], recalled: int, delegated: dict[int, int]
-    ) -> bool:
+    def announce(self, number: int, ranks: Iterable[int], recalled: int, delegated: dict[int, int]) -> bool:
         """Give a response list its place in the log, on host 0; return False if there is no room now."""
         if self._tree is None:
             self._carry_out_list(number, recalled, delegated)

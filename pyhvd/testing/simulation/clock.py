@@ -64,8 +64,9 @@ class Process:
     """
 
     __slots__ = (
-        "_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_tasks", "blocked", "busy", "clock", "longest",
-    )  # fmt: skip
+        *("_begun", "_cpu", "_extra", "_free_at", "_is_due", "_settle", "_tasks"),
+        *("blocked", "busy", "clock", "longest"),
+    )
 
     def __init__(self, clock: Clock, cpu: float | None, settle: Callable[[], object]) -> None:
         self.clock = clock

@@ -20,6 +20,8 @@ _NOTE_BYTES = 600
 _BEAT_S, _SILENT_S, _LOOK_S = 1.0, 5.0, 0.25
 """Between hosts: PYHVD_BEAT_NS, PYHVD_SILENT_NS and PYHVD_BEAT_LOOK_NS."""
 _ITSELF = -1
+LOST, KILLED = "lost", "killed"
+"""The errors of ranks that are lost with their host, or killed."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Faults:
             return
         world.wires.lose(fault.host)
         for rank in world.ranks_of(fault.host):
-            world.end(world.ranks[rank], "lost")
+            world.end(world.ranks[rank], LOST)
         for other in world.neighbours_of(fault.host):
             clock.at(self._seen_at(fault, _BEAT_S, _SILENT_S), self._note, other, fault.host, _ITSELF)
         beat_s, silent_s = self._launcher.beat_s, self._launcher.silent_s
@@ -112,8 +114,10 @@ class Faults:
         world, host = self._world, self._world.host_of(fault.rank)
         if host in world.wires.lost or world.ranks[fault.rank].error:
             return
-        world.end(world.ranks[fault.rank], "killed")
-        self._launcher.report(host, ExitReport(fault.rank, SIGNAL, 137, "was killed by SIGKILL", world.clock.now))
+        world.end(world.ranks[fault.rank], KILLED)
+        self._launcher.report(
+            host, ExitReport(fault.rank, SIGNAL, 137, "was killed by SIGKILL", world.clock.now)
+        )
 
     # -- between hosts with links
 
@@ -144,4 +148,6 @@ class Faults:
         if host in world.wires.lost or world.ranks[rank].error:
             return
         world.end(world.ranks[rank], text)
-        self._launcher.report(host, ExitReport(rank, SECONDARY, 1, f"RankFailedError: {text}", world.clock.now))
+        self._launcher.report(
+            host, ExitReport(rank, SECONDARY, 1, f"RankFailedError: {text}", world.clock.now)
+        )

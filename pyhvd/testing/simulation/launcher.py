@@ -81,7 +81,7 @@ class Launcher:
     def lose_agent(self, host: int, waited: bool) -> None:
         """Note that an agent is gone, or with `waited` silent; as a task of the process."""
         if not self.error:
-            why = f"has been silent for {self.silent_s:g} s" if waited else "its agent is gone"
+            why = f"has been silent for {self.silent_s:g} s" if waited else "is lost: its agent is gone"
             self._machine.lose(self._members[host], why, self.process.now, waited=waited)
 
     def _hear(self, report: ExitReport) -> None:
@@ -184,7 +184,9 @@ class ElasticLauncher(Launcher):
 
     def _reap(self, host: int) -> None:
         self._kill_ranks(host)
-        self._world.clock.at(self._world.clock.now + self.reap_s, self._from_agent, host, self._note_ended, host)
+        self._world.clock.at(
+            self._world.clock.now + self.reap_s, self._from_agent, host, self._note_ended, host
+        )
 
     def _note_ended(self, host: int) -> None:
         if host in self._ending:
@@ -219,10 +221,10 @@ class ElasticLauncher(Launcher):
         lines = [f"cmd=put kvsname=kvs key=P{rank}-businesscard value={_CARD}", "cmd=barrier_in"]
         for line in lines:
             self._world.clock.at(
-                self._world.clock.now + self.fork_s, self._from_agent, host, self._hear_pmi, host, rank, line
+                self._world.clock.now + self.fork_s, self._from_agent, host, self._hear_pmi, rank, line
             )
 
-    def _hear_pmi(self, host: int, rank: int, line: str) -> None:
+    def _hear_pmi(self, rank: int, line: str) -> None:
         answers = self._pmi.handle(rank, line)
         if len(answers) > 1:  # all are in the barrier: the agents get what was put, and answer by it
             for values in self._pmi.take_unshared(PART // 2):

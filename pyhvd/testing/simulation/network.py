@@ -75,11 +75,11 @@ class Wires:
         self._random = random.Random(self.seed)
         self._out_free: dict[int, float] = defaultdict(float)
         self._in_free: dict[int, float] = defaultdict(float)
-        self._last: dict[tuple[object, object], float] = {}
+        self._last: dict[tuple[object, ...], float] = {}
 
     def send(
         self,
-        ends: tuple[object, object],
+        ends: tuple[object, ...],
         hosts: tuple[int, int],
         nbytes: int,
         now: float,

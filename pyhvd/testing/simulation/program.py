@@ -67,7 +67,11 @@ Program = Callable[[int, int], Iterator[Action]]
 
 
 def training(
-    tensors: Sequence[Tensor], compute: float, steps: int, parts: int = 1, late: dict[int, float] | None = None
+    tensors: Sequence[Tensor],
+    compute: float,
+    steps: int,
+    parts: int = 1,
+    late: dict[int, float] | None = None,
 ) -> Program:
     """Return a program that trains: it computes gradients, submits them, and waits, for some steps.
 

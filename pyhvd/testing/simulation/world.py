@@ -24,6 +24,25 @@ CostOf = Callable[[RequestType, int, int, int, int], Cost]
 """Returns what a collective costs: its kind, bytes, hosts, ranks of each host, and number of tensors."""
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What has been done since the job's start.
+
+    Attributes
+    ----------
+    messages, nbytes : list of int
+        Sent and received by each host, over the network.
+    cpu, table_cpu : list of float
+        CPU time (s) of each rank's background thread; and of whoever makes progress on each host's ready
+        table.
+    """
+
+    messages: list[int]
+    nbytes: list[int]
+    cpu: list[float]
+    table_cpu: list[float]
+
+
 @dataclass
 class Step:
     """One step of the program, on all ranks.
@@ -38,6 +57,8 @@ class Step:
         How many ranks have ended the step.
     first_end, last_end : float
         When the first and the last rank ended it.
+    totals : Totals or None
+        What had been done until the last rank ended it; None: some ranks have not.
     """
 
     begun_waiting: float = 0.0
@@ -45,6 +66,7 @@ class Step:
     ended: int = 0
     first_end: float = 0.0
     last_end: float = 0.0
+    totals: Totals | None = None
 
 
 @dataclass
@@ -137,7 +159,9 @@ class World:
         ]
         for table in self.tables:
             table.members = [self.ranks[rank] for rank in table.marks]
-        coordinator_table = CoordinatorTable(self.tables[0], slots_for(capacity), hosts > 1) if self.tables else None
+        coordinator_table = (
+            CoordinatorTable(self.tables[0], slots_for(capacity), hosts > 1) if self.tables else None
+        )
         self.ranks[0].coordinator_table = coordinator_table
         self.ranks[0].coordinator = Coordinator(self.size, capacity, (), coordinator_table)
 
@@ -186,6 +210,18 @@ class World:
         step.ended += 1
         step.first_end = self.clock.now if step.ended == 1 else step.first_end
         step.last_end = self.clock.now
+        if step.ended == self.size:
+            step.totals = self.totals()
+
+    def totals(self) -> Totals:
+        """Return what has been done until now."""
+        traffic = [self.wires.traffic[host] for host in range(self.hosts)]
+        return Totals(
+            [each.messages_in + each.messages_out for each in traffic],
+            [each.bytes_in + each.bytes_out for each in traffic],
+            [rank.process.busy for rank in self.ranks],
+            [table.process.busy for table in self.tables],
+        )
 
     def _step(self, number: int) -> Step:
         while len(self.steps) <= number:
@@ -201,7 +237,7 @@ class World:
         return self._audiences[number]
 
     def batches_of(self, place: int, responses: Sequence[Response]) -> list[Batch]:
-        """Return the batches of cached tensors at a place of the ready log, which is the same on all hosts."""
+        """Return the batches of cached tensors at a place of the ready log, the same on all hosts."""
         if place not in self._cached:
             planned = plan(responses, self.fusion_threshold)
             self._cached[place] = [batch_of(("log", place), batch) for batch in planned]

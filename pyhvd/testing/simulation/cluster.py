@@ -1,0 +1,130 @@
+"""``simulate``: what a job would do on a cluster. pyhvd's own machines run, on virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+
+from pyhvd.config import Config
+from pyhvd.testing.simulation.data_path import DataPath, Machine
+from pyhvd.testing.simulation.faults import Fault, Faults
+from pyhvd.testing.simulation.launcher import ElasticLauncher, Launcher
+from pyhvd.testing.simulation.network import Network
+from pyhvd.testing.simulation.program import Program
+from pyhvd.testing.simulation.report import Simulation, report_on
+from pyhvd.testing.simulation.world import World
+
+
+def simulate(
+    hosts: int,
+    local_ranks: int,
+    program: Program,
+    network: Network | None = None,
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+    *,
+    machine: Machine | None = None,
+    config: Config | None = None,
+    elastic: bool = False,
+    cpu: float | None = None,
+    until: float = 3600.0,
+) -> Simulation:
+    """Run a job on a simulated cluster.
+
+    Each rank runs the real worker of the negotiation, rank 0 the real coordinator, each host the real leader
+    and the real order across hosts, and the launcher the real machines of a job. Messages, waits and
+    collectives take virtual time. No process is started, and no data is moved.
+
+    Parameters
+    ----------
+    hosts, local_ranks : int
+        Number of hosts, and of ranks on each.
+    program : callable
+        ``program(rank, size)`` returns an iterator of what the rank does: it computes, submits tensors, and
+        waits. :func:`training` makes one.
+    network : Network, optional
+        Latency (s), rate (bytes/s) and jitter (s) between hosts; by default 25 Gbit/s and 20 us.
+    faults : sequence of HostLost or RankKilled
+        What happens to hosts and ranks.
+    seed : int
+        Of the network's jitter, and of the moments at which hosts beat.
+    machine : Machine, optional
+        How fast a host copies, adds and sends; see :class:`Machine`.
+    config : Config, optional
+        The knobs of the job; by default those of a job without any ``PYHVD_`` variable. The simulation uses
+        ``fusion_threshold``, ``cycle_time_ms``, ``chunk_size``, ``staging_size`` and ``cache_capacity``.
+    elastic : bool
+        Whether the launcher starts the ranks again when some are lost. The simulation ends when they know
+        each other's addresses.
+    cpu : float, optional
+        CPU seconds that each turn of a process takes. Without it they are measured: then two simulations
+        differ by what this computer does beside. With it the same arguments give the same result.
+    until : float
+        The simulation ends at this virtual time (s).
+
+    Returns
+    -------
+    Simulation
+        What happened.
+
+    Raises
+    ------
+    ValueError
+        A number is not positive, or a fault names a host or rank that does not exist.
+
+    Examples
+    --------
+    >>> from pyhvd.testing.simulation import Tensor, simulate, training
+    >>> job = simulate(4, 8, training([Tensor("gradient", 4_000_000)], compute=0.05, steps=3), cpu=20e-6)
+    >>> len(job.steps), job.unfinished
+    (3, [])
+    """
+    _check(hosts, local_ranks, faults)
+    network, knobs = network or Network(), config or Config()
+    path = DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size)
+    world = World(
+        hosts,
+        local_ranks,
+        program,
+        network,
+        path,
+        cpu,
+        seed,
+        knobs.fusion_threshold,
+        knobs.cycle_time_ms / 1e3,
+        knobs.cache_capacity,
+    )
+    launcher = (ElasticLauncher if elastic else Launcher)(world)
+    happened = Faults(world, launcher, faults, seed)
+    with _without_collections():
+        for rank in world.ranks:
+            world.clock.at(0.0, rank.advance)
+        world.clock.run(until)
+    return report_on(world, launcher, happened, faults)
+
+
+def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:
+    for name, value in (("hosts", hosts), ("local_ranks", local_ranks)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: a cluster has at least 1")
+    for fault in faults:
+        name, count = next(
+            (name, count)
+            for name, count in (("host", hosts), ("rank", hosts * local_ranks))
+            if hasattr(fault, name)
+        )
+        if not 0 <= getattr(fault, name) < count:
+            raise ValueError(f"{fault}: there are {name}s 0 to {count - 1}")
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Turn the garbage collector off: it would look at all ranks, on account of one."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
