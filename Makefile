@@ -181,6 +181,10 @@ bench-torch: .venv-spark/.bench .venv-spark/.torch ## steps with torch, against 
 bench-elastic: .venv-spark/.bench .venv-spark/.torch ## how fast elastic jobs go on after a fault; installs torch
 	.venv-spark/bin/python -m benchmarks elastic $(ARGS)
 
+.PHONY: bench-simulation
+bench-simulation: .venv/.bench ## steps on simulated hosts beside those that pyhvd.testing.simulate predicts; as root
+	.venv/bin/python -m benchmarks simulation $(ARGS)
+
 .PHONY: bench-launch
 bench-launch: .venv/.bench ## how fast pyhvdrun and launch(fn) start on simulated hosts, and how fast they end; as root
 	.venv/bin/python -m benchmarks launch $(ARGS)

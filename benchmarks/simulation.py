@@ -112,7 +112,8 @@ class Bench:
             path = folder / "times.json"
             self._bed.limit(rate)
             try:
-                module = ["benchmarks.simulation_ranks", str(path), str(int(bool(rate)))]
+                pace = "tiny" if self._given.tiny else "slow" if rate else "fast"
+                module = ["benchmarks.simulation_ranks", str(path), pace]
                 hosts.run_job(self._site, shape, module, folder)
             finally:
                 self._bed.limit("")
@@ -233,7 +234,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     text = f"hosts x ranks (default: {','.join(SHAPES)})"
     parser.add_argument("--shapes", type=hosts.shapes_of, default=SHAPES, help=text)
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="jobs of each kind (default: 3)")
+    parser.add_argument("--runs", type=int, metavar="N", help="jobs of each kind (default: 3)")
+    parser.add_argument("--tiny", action="store_true", help="few steps and one run, as a test")
     parser.add_argument(
         "--results",
         type=lambda text: Path(text).absolute(),
@@ -241,4 +243,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="write simulation-<mpi>.json and .png to this folder (default: benchmarks/results)",
     )
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    given.runs = given.runs or (1 if given.tiny else 3)
+    return given

@@ -1,8 +1,8 @@
-"""The steps of ``python -m benchmarks simulation``, on a rank: ``simulation_ranks.py FILE SLOW``.
+"""The steps of ``python -m benchmarks simulation``, on a rank: ``simulation_ranks.py FILE PACE``.
 
-Rank 0 writes to FILE, for each kind of step, the time of each step on the slowest rank. SLOW is 1 if the
-links are slow: then there are fewer steps. A step that computes sleeps meanwhile, as if a GPU computed: the
-ranks share the machine's cores.
+Rank 0 writes to FILE, for each kind of step, the time of each step on the slowest rank. PACE is fast or slow,
+as the links are, or tiny, for a test: it chooses the number of steps. A step that computes sleeps meanwhile,
+as if a GPU computed: the ranks share the machine's cores.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ class Kind:
         In the report.
     counts : list of int
         The elements of its tensors.
-    steps, slow_steps : int
-        How many are measured; over slow links.
-    compute : float
-        Seconds of computing.
-    parts : int
-        In how many parts the tensors are submitted.
+    fast, slow, tiny : int
+        How many are measured.
+    compute, parts : float, int
+        Seconds of computing, and in how many parts the tensors are submitted meanwhile.
     """
 
     name: str
     counts: list[int]
-    steps: int
-    slow_steps: int
+    fast: int
+    slow: int
     compute: float = 0.0
     parts: int = 1
+    tiny: int = 2
 
 
 KINDS = (
@@ -79,12 +78,12 @@ def run_steps(kind: Kind, steps: int) -> list[float]:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the steps of all kinds, and write their times on rank 0."""
-    path, slow = arguments
+    path, pace = arguments
     hvd.init()
     comm = MPI.COMM_WORLD
     found = {}
     for kind in KINDS:
-        times = run_steps(kind, kind.slow_steps if slow == "1" else kind.steps)
+        times = run_steps(kind, getattr(kind, pace))
         found[kind.name] = np.max(comm.allgather(times), axis=0).tolist()
     if comm.Get_rank() == 0:
         Path(path).write_text(json.dumps(found))

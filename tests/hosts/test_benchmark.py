@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hosts, peers
+from benchmarks import hosts, peers, simulation
 from benchmarks.harness import OURS, PEER, Figures, Outcome
 from benchmarks.hosts_ranks import CHUNKS, PIPELINED
 from benchmarks.machine import Machine
@@ -31,6 +31,31 @@ def test_every_question_at_tiny_sizes(tmp_path: Path) -> None:
     for rate in ("", ", 1 Gbit/s", ", 10 Gbit/s"):
         names = {each["name"] for each in found[f"2x2, ResNet-50{rate}"]["figures"]}
         assert names >= {peers.SINGLY, peers.FLAT, CHUNKS, PIPELINED, LINK}
+
+
+def test_simulated_steps_beside_measured_ones(tmp_path: Path) -> None:
+    if reason := "no mpiexec" if mpiexec_path() is None else why_not("1gbit"):
+        pytest.skip(reason)
+    run("-m", "benchmarks", "simulation", "--tiny", "--shapes", "2x1", "--results", tmp_path)
+    (path,) = tmp_path.glob("simulation-*.json")
+    report = json.loads(path.read_text())
+    (job,) = report["runs"]
+    assert len(job["outcomes"]) == len(report["verdicts"]) == 6
+    for outcome in job["outcomes"]:
+        assert [each["name"] for each in outcome["figures"]] == [simulation.MEASURED, simulation.SIMULATED]
+
+
+def test_a_simulated_step_is_judged_by_how_far_it_is_off() -> None:
+    found = []
+    for simulated in (2e-3, 0.5e-3, 1.2e-3):
+        figures = [
+            Figures.of(simulation.MEASURED, OURS, [1e-3]),
+            Figures.of(simulation.SIMULATED, PEER, [simulated]),
+        ]
+        found += simulation.verdicts_of([Outcome("2x1", 4, "s", figures)])
+    assert [round(each.value, 6) for each in found] == [2.0, 2.0, 1.2]
+    assert [each.met for each in found] == [False, False, True]
+    assert found[1].text == "2x1: simulated 0.50 times measured"
 
 
 def _run_of(ours: float, peer: float) -> Run:

@@ -1,7 +1,8 @@
 """What a collective costs: steps, bytes between hosts, and CPU time, by the algorithms of the real data path.
 
-The formulas are those of docs/mechanisms.md, "What a collective costs"; they follow ``native/src/window``,
-``transport/moves.py`` and ``backends/host.py``. Pure.
+The formulas are those of docs/mechanisms.md, "What a collective costs" and "Collectives over MPI". They
+follow ``native/src/window``, ``transport/moves.py`` and ``backends/host.py``. docs/scaling.md explains the
+model, which is pure.
 
 1. Up to 64 hosts have links. A batch is cut into chunks, which overlap: its time is that of the first chunk's
    whole way, and for each further chunk that of the slowest stage: the link, or the CPU of a rank.
