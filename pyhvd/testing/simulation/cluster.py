@@ -80,15 +80,35 @@ def simulate(
     >>> len(job.steps), job.unfinished
     (3, [])
     """
+    world, launcher, happened = assemble(
+        hosts, local_ranks, program, network, faults, seed, machine, config, elastic, cpu
+    )
+    with _without_collections():
+        world.run(until)
+    return report_on(world, launcher, happened, faults)
+
+
+def assemble(
+    hosts: int,
+    local_ranks: int,
+    program: Program,
+    network: Network | None = None,
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+    machine: Machine | None = None,
+    config: Config | None = None,
+    elastic: bool = False,
+    cpu: float | None = None,
+) -> tuple[World, Launcher, Faults]:
+    """Return the parts of a simulated job that has not begun; see :func:`simulate`."""
     _check(hosts, local_ranks, faults)
     network, knobs = network or Network(), config or Config()
-    path = DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size)
     world = World(
         hosts,
         local_ranks,
         program,
         network,
-        path,
+        DataPath(network, machine or Machine(), knobs.chunk_size, knobs.staging_size),
         cpu,
         seed,
         knobs.fusion_threshold,
@@ -96,12 +116,7 @@ def simulate(
         knobs.cache_capacity,
     )
     launcher = (ElasticLauncher if elastic else Launcher)(world)
-    happened = Faults(world, launcher, faults, seed)
-    with _without_collections():
-        for rank in world.ranks:
-            world.clock.at(0.0, rank.advance)
-        world.clock.run(until)
-    return report_on(world, launcher, happened, faults)
+    return world, launcher, Faults(world, launcher, faults, seed)
 
 
 def _check(hosts: int, local_ranks: int, faults: Sequence[Fault]) -> None:
