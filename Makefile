@@ -185,6 +185,10 @@ bench-elastic: .venv-spark/.bench .venv-spark/.torch ## how fast elastic jobs go
 bench-launch: .venv/.bench ## how fast pyhvdrun and launch(fn) start on simulated hosts, and how fast they end; as root
 	.venv/bin/python -m benchmarks launch $(ARGS)
 
+.PHONY: simulate
+simulate: .venv/.bench ## what grows with the number of ranks: simulated jobs of 8 to 10,000, in at most 5 minutes
+	@.venv/bin/python -m benchmarks.questions.scale $(ARGS)
+
 # ---- the files that a call enters
 
 .PHONY: walk
