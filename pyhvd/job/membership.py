@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import count
 
+from pyhvd.common.text import list_hosts
 from pyhvd.job.errors import LaunchError
 from pyhvd.job.member_host import RANK_FAILURES, WINDOW_S, Agent, FoundHost
 from pyhvd.job.membership_actions import (
@@ -211,7 +212,7 @@ class Membership:
         """
         known = self._roster.get(host)
         if known is None:
-            names = ", ".join(self.hosts) or "none"
+            names = list_hosts(self.hosts) or "none"
             self._queue.append(
                 Say(f"pyhvd: cannot drain host {host}: it is none of the job's hosts: {names}")
             )

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pyhvd.common.text import list_hosts
 from pyhvd.job.agent_command import AgentCommand, AgentProcess
 from pyhvd.job.discovery import Failed, Found
 from pyhvd.job.errors import LaunchError
@@ -292,7 +293,7 @@ class ElasticJob(ABC):
     def _drain(self, host: str, now: float) -> str:
         """Drain a host for the user; return what to answer."""
         if not self._membership.drain(host, now, "the user has asked for it"):
-            known = ", ".join(self._membership.hosts)
+            known = list_hosts(self._membership.hosts)
             raise DrainError(f"host {host} is none of the job's hosts: {known}")
         return f"host {host} is drained: its ranks leave at their next commit or check"
 
